@@ -1,0 +1,57 @@
+# make demo | make test | make setup. Nothing else is needed on a machine with Python >= 3.11, git and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SERVE ?= 1
+PORT ?= 8501
+export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup demo test lint types layers unit browser kills versions clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) --version): set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned packages (about a minute)"
+	@$(BIN)/python -m pip install --quiet --progress-bar on -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: setup
+	@$(BIN)/tidegauge job images --epochs 1
+	@if [ "$(SERVE)" = 1 ]; then $(BIN)/tidegauge dashboard --port $(PORT); fi
+
+test: lint types layers browser unit
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python scripts/streams_page.py --check
+
+types: setup
+	$(BIN)/mypy
+
+layers: setup
+	$(BIN)/lint-imports --no-cache
+
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| echo "chromium is missing and can't be installed here: the browser tests will be skipped" >&2
+
+unit: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+# The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).
+kills: setup
+	TIDEGAUGE_KILLS=50 $(BIN)/python -m pytest -n 2 tests/integration/test_kills.py
+
+# The loader hooks against the oldest supported, a middle and the newest torch (about 20 minutes, up to 16 GB).
+versions: setup
+	$(BIN)/python scripts/versions.py
+
+clean:
+	rm -rf $(VENV) .versions test-artifacts
