@@ -1,0 +1,9 @@
+"""Tidegauge inside the training process: hooks that only append to the journal.
+
+`attach()` and `detach()` are for code that wants them; under `tidegauge run` nothing needs to be called.
+"""
+
+from training_harness.attach import attach, detach, step
+from training_harness.hooks.stages import stage
+
+__all__ = ["attach", "detach", "stage", "step"]

@@ -1,0 +1,199 @@
+"""Puts the hooks in and takes them out: at import time under the shim, or by `attach()`.
+
+Everything here fails open: what cannot be hooked is named in an event, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from training_harness import layout, session
+from training_harness.hooks import compiler, iterators, oom, parallel, stage_calls, steps, worker
+from training_harness.hooks.announce import farewell
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.progress import Progress
+
+_progress = Progress()
+_hooks: dict[str, Hook] = {}
+
+
+def _install_loader() -> Hook:
+    hook, found = iterators.install(_progress)
+    _progress.capabilities.update(found)
+    return hook
+
+
+def _install_steps() -> Hook | None:
+    ready = {"torch.optim.optimizer", "torch.compiler"} <= sys.modules.keys()
+    return steps.install(_progress) if ready else None
+
+
+def _install_backward() -> Hook | None:
+    ready = {"torch.autograd", "torch.compiler"} <= sys.modules.keys()
+    return steps.install_backward(_progress) if ready else None
+
+
+def _install_stages() -> Hook | None:
+    ready = {"torch.utils.data.dataloader", "torch.compiler"} <= sys.modules.keys()
+    hook = stage_calls.install("torch", _progress.copied) if ready else None
+    _progress.copies_are_seen = hook is not None
+    return hook
+
+
+def _watch_exceptions() -> Hook:
+    hook = Hook("exception")
+
+    def watched(previous: Any) -> Any:
+        def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            try:
+                session.record_exception(kind, error, trace)
+            except Exception:
+                pass
+            previous(kind, error, trace)
+
+        return excepthook
+
+    hook.replace(sys, "excepthook", watched)
+    return hook
+
+
+#: module whose import makes a hook possible -> name and installer, in the order of installation.
+INSTALLERS: dict[str, tuple[tuple[str, Callable[[], Hook | None]], ...]] = {
+    "torch.utils.data.dataloader": (
+        ("worker", worker.install),
+        ("batch", _install_loader),
+        ("stage:torch", _install_stages),
+    ),
+    "torch.optim.optimizer": (("step", _install_steps),),
+    "torch.autograd": (("backward", _install_backward),),
+    "torch.compiler": (
+        ("step", _install_steps),
+        ("backward", _install_backward),
+        ("cuda_oom", functools.partial(oom.install, _progress)),
+        ("stage:torch", _install_stages),
+        ("stage:parallel", parallel.install),
+    ),
+}
+_OF_TORCH = tuple(INSTALLERS)
+INSTALLERS |= {
+    module: ((f"stage:{module}", functools.partial(stage_calls.install, module)),)
+    for module in (*stage_calls.CALLS, *stage_calls.COMPOSERS)
+    if module != "torch"
+}
+INSTALLERS["torch._dynamo.eval_frame"] = (("compiler", compiler.install),)
+
+
+def imported(module: str) -> None:
+    """A module of `INSTALLERS` was imported: install what it makes possible. Never raises."""
+    try:
+        current = session.start()
+        if current is None:
+            return
+        for name, install in INSTALLERS[module]:
+            if name in _hooks or _progress.capabilities.get(name) is False:
+                continue
+            try:
+                hook = install()
+                if hook is not None:
+                    _hooks[name] = hook
+                    _progress.capabilities[name] = True
+            except Exception as error:
+                _progress.capabilities[name] = False
+                current.events.append("hook-disabled", hook=name, error=f"{type(error).__name__}: {error}")
+    except Exception:
+        pass
+
+
+def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None) -> Path | None:
+    """Attach Tidegauge to this process, and to the DataLoader workers that it will start.
+
+    Within `tidegauge run` this joins the run that is being followed. Otherwise a new run is begun, of the ranks of
+    one launcher by the first; a collector is started for it if one is installed, else the journals wait for
+    `tidegauge collect`.
+
+    Args:
+        run_dir: the run to join instead; a process that is attached stays in its run.
+        name: of a new run; the script's name by default.
+
+    Returns:
+        The run directory, or None when Tidegauge is disabled, its home cannot be written or there is no torch.
+    """
+    if os.environ.get(layout.DISABLED_VARIABLE) == "1":
+        return None
+    try:
+        for module in _OF_TORCH:
+            importlib.import_module(module)  # the caller wants torch hooked: it is imported, or is about to be
+        current = session.active
+        given = current.run_dir if current is not None else run_dir or os.environ.get(layout.RUN_DIR_VARIABLE)
+        if given is None:
+            script = name or Path(sys.argv[0]).stem or "notebook"
+            directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
+            if is_new:
+                _start_collector(directory)
+        else:
+            directory = Path(given)
+        os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
+        session.start(directory)
+        for module in INSTALLERS:
+            if module in sys.modules:
+                imported(module)
+        if given is None:  # under `tidegauge run` the shim has seen to it
+            _hooks["exception"] = _watch_exceptions()
+    except Exception as error:
+        print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
+        return None
+    return directory
+
+
+def detach() -> None:
+    """Take every hook out and close the journals. Workers that already run keep reporting."""
+    _progress.capabilities.clear()
+    undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
+    for part in (_progress.requests.close, *undo, lambda: farewell(session.active), session.stop):
+        try:
+            part()
+        except Exception:
+            pass
+    os.environ.pop(layout.RUN_DIR_VARIABLE, None)
+
+
+def step() -> None:
+    """End a training step here, at a boundary that only the loop knows; from the first call on nothing else does.
+
+    Without a run, and whatever happens, this does nothing to the training.
+    """
+    try:
+        steps.step(_progress)
+    except Exception as error:
+        hook = _hooks.get("step")
+        if hook is not None:
+            hook.fail(error)
+
+
+def _start_collector(run_dir: Path) -> None:
+    """Start a collector beside this process, if it is installed; it must outlive us and never be in our way."""
+    if importlib.util.find_spec("collector") is None or importlib.util.find_spec("duckdb") is None:
+        return
+    descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        subprocess.Popen(
+            # Not `-m collector`: the user's project may have a package of that name on PYTHONPATH.
+            [
+                *(sys.executable, "-P", "-m", "training_harness.command"),
+                *("collect", str(run_dir), "--follow", str(layout.launcher_pid() or os.getpid())),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, layout.DISABLED_VARIABLE: "1"},
+        )

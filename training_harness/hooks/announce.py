@@ -1,0 +1,54 @@
+"""The hello and the farewell of a process that trains."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import os
+import sys
+
+from training_harness import session
+from training_harness.hooks import stages
+from training_harness.layout import redacted
+
+
+def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
+    """Say once that this process trains, and arrange for the farewell that a kill prevents.
+
+    Args:
+        current: this process's session.
+        capabilities: name of a hook or a hook point -> whether it was found in this torch.
+    """
+    if current.process_started:
+        return
+    current.process_started = True
+    current.events.append(
+        "process-start",
+        argv=redacted(sys.orig_argv),
+        python=sys.version.split()[0],
+        torch=session.torch_version(),
+        local_rank=current.identity.local_rank,
+        world_size=current.identity.world_size,
+        attempt=current.identity.attempt,
+        parent_pid=os.getppid(),
+        capabilities=capabilities,
+    )
+    if multiprocessing.parent_process() is None:
+        atexit.register(farewell, current)
+    else:  # a child of multiprocessing leaves through os._exit, after its finalizers
+        multiprocessing.util.Finalize(None, farewell, (current,), exitpriority=0)
+
+
+def farewell(begun: session.Session | None) -> None:
+    """Say that this process leaves the run in good order: at its exit, or when it detaches."""
+    current = session.active
+    if current is None or current is not begun:  # a forked child that runs its parent's exit handlers
+        return
+    if not current.process_started:
+        return
+    try:
+        stages.flush()
+        current.close()
+        current.events.append("process-exit", lost_count=current.lost_count)
+    except Exception:
+        pass

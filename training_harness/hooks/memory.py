@@ -1,0 +1,98 @@
+"""CUDA allocator gauges: one `device_memory` record per step and device in use.
+
+The allocator's nested statistics are read once per device; torch's flattened getters build and sort 122 keys
+per call. Nothing here initialises CUDA, synchronises or resets a counter (torch/csrc/cuda/Module.cpp,
+c10/cuda/CUDACachingAllocator.cpp: the statistics are copied under the allocator's lock).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from training_harness import session
+from training_harness.records import MISSING_INT64
+
+#: Devices that come into use later are looked for once in so many steps.
+_LOOK_AGAIN_STEPS = 64
+#: All that the driver's own pool tells: its other statistics are always 0 (c10/cuda/CUDAMallocAsyncAllocator.cpp).
+_TOLD_BY_MALLOC_ASYNC = ("allocated_bytes", "active_bytes", "reserved_bytes")
+_NO_GAUGE = {"current": MISSING_INT64, "peak": MISSING_INT64}
+_NO_POOLS = {"all": _NO_GAUGE}
+
+
+class DeviceGauges:
+    """Reads the allocator of every device that this process uses.
+
+    Args:
+        torch: the module, where it is not the one that the process has imported.
+    """
+
+    def __init__(self, torch: Any = None) -> None:
+        self._torch = torch
+        self._devices: list[int] = []
+        self._look_at_step = 0
+        self._is_native = True
+
+    def record(self, current: session.Session, step: int) -> None:
+        """Write one record per device in use; nothing at all before CUDA is initialised."""
+        cuda = (self._torch or sys.modules["torch"]).cuda
+        if not cuda.is_initialized():
+            return
+        stats_of = cuda.memory_stats_as_nested_dict
+        if step >= self._look_at_step:
+            self._look_at_step = step + _LOOK_AGAIN_STEPS
+            self._is_native = cuda.get_allocator_backend() == "native"
+            self._devices = [
+                device for device in range(cuda.device_count()) if any(_reserved(stats_of(device)).values())
+            ]
+        if not self._devices:
+            return
+        pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None)
+        pinned = pinned_stats() if pinned_stats is not None else {}
+        records = []
+        for device in self._devices:
+            stats = stats_of(device)
+            if not self._is_native:
+                stats = {name: stats[name] for name in _TOLD_BY_MALLOC_ASYNC}
+            records.append((time.monotonic_ns(), step, device, *gauges(stats, pinned)))
+        current.device_memory(records)
+
+
+def gauges(stats: Mapping[str, Any], pinned: Mapping[str, Any]) -> tuple[int, ...]:
+    """The gauges of the `device_memory` stream, in its order, after step and device.
+
+    Args:
+        stats: what `memory_stats_as_nested_dict` returned; what an older torch or another allocator does not
+            tell is missing.
+        pinned: what `host_memory_stats_as_nested_dict` returned, or an empty mapping.
+    """
+    of = stats.get
+    allocated, reserved = of("allocated_bytes", _NO_POOLS)["all"], _reserved(stats)
+    pools = of("reserved_bytes_by_private_pools")
+    return (
+        allocated["current"],
+        of("requested_bytes", _NO_POOLS)["all"]["current"],
+        of("active_bytes", _NO_POOLS)["all"]["current"],
+        reserved["current"],
+        of("inactive_split_bytes", _NO_POOLS)["all"]["current"],
+        allocated["peak"],
+        reserved["peak"],
+        of("allocation", _NO_POOLS)["all"]["current"],
+        of("segment", _NO_POOLS)["all"]["current"],
+        of("num_alloc_retries", MISSING_INT64),
+        of("num_ooms", MISSING_INT64),
+        of("num_device_alloc", MISSING_INT64),
+        of("num_device_free", MISSING_INT64),
+        MISSING_INT64 if pools is None else sum(pool["all"]["current"] for pool in pools.values()),
+        pinned.get("allocated_bytes", _NO_GAUGE)["current"],
+        pinned.get("active_bytes", _NO_GAUGE)["current"],
+    )
+
+
+def _reserved(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Not the segments: there are none with expandable segments, nor with cudaMallocAsync."""
+    reserved: dict[str, int] = stats.get("reserved_bytes", _NO_POOLS)["all"]
+    return reserved

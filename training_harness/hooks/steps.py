@@ -1,0 +1,176 @@
+"""Step boundaries and phases: torch's global optimizer hooks, and the call that starts a backward pass.
+
+With several optimizers (a GAN, say) the one that began leads: a step ends when it has stepped. When
+another one steps twice in between, the leader is gone or frozen, and the other one leads from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks import compiler
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.progress import (
+    BACKWARD,
+    BATCH,
+    FORWARD,
+    NOBODY,
+    OPTIMIZE,
+    OPTIMIZER,
+    OTHER,
+    USER,
+    Progress,
+)
+
+
+def _nobody() -> None:
+    """Stands for a weak reference to no optimizer."""
+
+
+class StepHook(Hook):
+    """Sees every `Optimizer.step` of the process.
+
+    Args:
+        progress: of the training loop.
+        is_compiling: Dynamo takes it for a constant, so that in a compiled step the hooks are nothing at all.
+    """
+
+    def __init__(self, progress: Progress, is_compiling: Callable[[], bool]) -> None:
+        super().__init__("step")
+        self._progress = progress
+        self._is_compiling = is_compiling
+        self._leader: Callable[[], Any] = _nobody
+        self._follower: Callable[[], Any] = _nobody
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Just before an optimizer steps: the fixed phase at which device memory is read."""
+        if self._is_compiling() or not self.active:
+            return
+        try:
+            current, progress = session.active or session.start(), self._progress
+            if current is None:
+                return
+            if not current.process_started:
+                progress.announce(current)
+            progress.thread = get_ident()
+            if progress.ended_by != USER and (self._leader() is optimizer or self._takes_the_lead(optimizer)):
+                progress.ended_by = OPTIMIZER
+                if progress.uses_cuda:
+                    progress.gauge(current)
+            progress.mark(OTHER, time.monotonic_ns())
+        except Exception as error:
+            self.fail(error)
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped."""
+        if self._is_compiling() or not self.active:
+            return
+        try:
+            current, progress = session.active, self._progress
+            if current is None:
+                return
+            now_ns = time.monotonic_ns()
+            progress.mark(OPTIMIZE, now_ns)
+            if progress.ended_by == OPTIMIZER and self._leader() is optimizer:
+                progress.end(current, now_ns)
+                self._follower = _nobody
+        except Exception as error:
+            self.fail(error)
+
+    def _takes_the_lead(self, optimizer: Any) -> bool:
+        if self._leader() is None or self._follower() is optimizer:
+            self._leader = weakref.ref(optimizer)
+            return True
+        if self._follower() is None:
+            self._follower = weakref.ref(optimizer)
+        return False
+
+
+def install(progress: Progress) -> StepHook:
+    """Register the global optimizer hooks.
+
+    Raises:
+        AttributeError: this torch has no global optimizer hooks.
+        KeyError: `torch.optim.optimizer` or `torch.compiler` is not imported yet.
+    """
+    module = sys.modules["torch.optim.optimizer"]
+    with StepHook(progress, compiler.is_compiling()) as hook:
+        hook.on_remove(module.register_optimizer_step_pre_hook(hook.before).remove)
+        hook.on_remove(module.register_optimizer_step_post_hook(hook.after).remove)
+        return hook
+
+
+def install_backward(progress: Progress) -> Hook:
+    """Replace `torch.autograd.backward`, which `Tensor.backward` calls (torch/_tensor.py).
+
+    Raises:
+        AttributeError: this torch has no such function.
+        KeyError: `torch.autograd` or `torch.compiler` is not imported yet.
+    """
+    hook = Hook("backward")
+    is_compiling = compiler.is_compiling()
+    clock = time.monotonic_ns
+    running = False  # a checkpointed part of the model goes backward within the backward pass
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if is_compiling() or running or not hook.active:
+                return original(*args, **kwargs)
+            running = True
+            try:
+                progress.mark(FORWARD, clock())
+            except Exception as error:
+                hook.fail(error)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running = False
+                try:
+                    progress.mark(BACKWARD, clock())
+                except Exception as error:
+                    hook.fail(error)
+
+        return backward
+
+    hook.replace(sys.modules["torch.autograd"], "backward", make)
+    return hook
+
+
+def step(progress: Progress) -> None:
+    """The user says that a step is over: from now on nobody else does."""
+    current = session.start()
+    if current is None:
+        return
+    progress.announce(current)
+    if progress.ended_by == OPTIMIZER:  # the part of a step since the optimizer ended the last one
+        progress.restart(time.monotonic_ns())
+    else:
+        progress.gauge(current)
+        progress.end(current, time.monotonic_ns())
+    progress.ended_by = USER
+
+
+def follow_batches(progress: Progress) -> None:
+    """Let batches end the steps of a process in which no optimizer was ever made."""
+    if progress.ended_by in (NOBODY, BATCH):
+        progress.ended_by = NOBODY if _has_optimizer() else BATCH
+
+
+def _has_optimizer() -> bool:
+    """Whether an optimizer was ever made: its class's `step` is wrapped then (torch/optim/optimizer.py)."""
+    module = sys.modules.get("torch.optim.optimizer")
+    classes = [module.Optimizer] if module is not None else []
+    for kind in classes:
+        if getattr(kind.step, "hooked", False):
+            return True
+        classes += kind.__subclasses__()
+    return False

@@ -1,0 +1,1 @@
+"""Real built-in training jobs."""

@@ -1,0 +1,135 @@
+"""What the jobs share: their argument parser, the DataLoader options, ranks, made data and the way to fail."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class JobError(Exception):
+    """Bad input to a job: the message is one line that names the value, the bound and the remedy."""
+
+
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False
+        return action.help if silent else super()._get_help_string(action)
+
+
+class JobParser(argparse.ArgumentParser):
+    """An argument parser with `--seed`, that says what is wrong in one line and exits with 2."""
+
+    def __init__(self, name: str, description: str) -> None:
+        prog = f"tidegauge job {name}"
+        super().__init__(prog=prog, description=description, formatter_class=_Defaults, allow_abbrev=False)
+        self.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of all randomness")
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with one line."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return _at_least(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0."""
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, bound: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < bound:
+        raise argparse.ArgumentTypeError(f"{value} is below {bound}")
+    return value
+
+
+def cache_path() -> Path:
+    """Where made data is kept: `$XDG_CACHE_HOME/tidegauge`, else `~/.cache/tidegauge`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tidegauge"
+
+
+def made_data(name: str, make: Callable[[Path], object]) -> Path:
+    """The path of `name` in the cache, once `make` has made what it is missing there.
+
+    Raises:
+        JobError: it cannot be made there.
+
+    """
+    path = cache_path() / name
+    try:
+        make(path)
+    except OSError as error:
+        raise JobError(f"cannot make {path}: {error.strerror}; set XDG_CACHE_HOME, or give --data") from None
+    return path
+
+
+def launch_ranks(ranks_count: int, arguments: Sequence[str]) -> NoReturn:
+    """Become a torchrun that runs the job with these `arguments` in so many ranks of this machine."""
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks_count}")
+    words = (sys.executable, "-P", "-m", *torchrun, "-m", "--", "training_harness.jobs", *arguments)
+    quiet = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun would warn that it chose 1
+    os.execve(sys.executable, words, os.environ | {"PYTHONSAFEPATH": "1"} | quiet)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add those of the small transformer and its loop."""
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="optimizer steps")
+    parser.add_argument("--length", type=positive, default=32, metavar="N", help="tokens per window")
+    parser.add_argument("--depth", type=positive, default=2, metavar="N", help="layers of the model")
+
+
+def add_loader_options(parser: argparse.ArgumentParser, *, num_workers: int | None) -> None:
+    """Add the DataLoader's options under their own names."""
+    group = parser.add_argument_group("DataLoader")
+    workers = "worker processes" + ("" if num_workers is not None else " [default: what the kind wants]")
+    group.add_argument("--num-workers", type=not_negative, default=num_workers, metavar="N", help=workers)
+    group.add_argument("--prefetch-factor", type=positive, metavar="N", help="batches ahead per worker (torch: 2)")
+    group.add_argument("--pin-memory", action="store_true", help="copy batches to page-locked memory")
+    group.add_argument("--persistent-workers", action="store_true", help="keep the workers between epochs")
+    group.add_argument("--start-method", choices=("fork", "forkserver", "spawn"), help="how workers are started")
+
+
+def expect_many_workers() -> None:
+    """Silence torch's warning about more workers than cores, where that is what is being shown."""
+    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+
+
+def loader_arguments(options: argparse.Namespace, *, num_workers: int | None = None) -> dict[str, Any]:
+    """The chosen DataLoader options as its keyword arguments.
+
+    Args:
+        options: parsed by a parser with `add_loader_options`.
+        num_workers: takes the place of `--num-workers`.
+
+    Raises:
+        JobError: an option that needs workers was given, and there are none.
+
+    """
+    workers = options.num_workers if num_workers is None else num_workers
+    arguments: dict[str, Any] = {"num_workers": workers}
+    if options.pin_memory:
+        arguments["pin_memory"] = True
+    for_workers = {
+        "prefetch_factor": options.prefetch_factor,
+        "persistent_workers": options.persistent_workers,
+        "multiprocessing_context": options.start_method,
+    }
+    given = {name: value for name, value in for_workers.items() if value}
+    if given and options.num_workers == 0:
+        option = "start-method" if "multiprocessing_context" in given else next(iter(given)).replace("_", "-")
+        raise JobError(f"--{option} has no effect with --num-workers 0; give 1 or more workers, or leave it out")
+    return arguments | (given if workers else {})

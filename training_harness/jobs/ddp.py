@@ -1,0 +1,75 @@
+"""The `ddp` job: several ranks on this machine. Started plainly it becomes torchrun, which starts the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from training_harness.jobs.common import (
+    JobError,
+    JobParser,
+    add_loader_options,
+    add_model_options,
+    launch_ranks,
+    loader_arguments,
+    not_negative,
+    positive,
+)
+from training_harness.jobs.language import Text, make_model, train
+
+_SLOW_SECONDS = 0.030
+
+
+def run_rank(options: argparse.Namespace, backend: str) -> None:
+    """Train as the rank that torchrun's environment names; the first rank tells."""
+    rank, device = int(os.environ["RANK"]), torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(backend)
+    try:
+        model = DistributedDataParallel(make_model(options).to(device))
+        if options.slow_rank == rank:
+            model.register_forward_pre_hook(lambda _model, _inputs: time.sleep(_SLOW_SECONDS))
+        ranks_count = torch.distributed.get_world_size()
+        text = Text(options.steps * options.batch_size * ranks_count, options.length, seed=options.seed)
+        loading = loader_arguments(options)
+        loader = DataLoader(text, batch_size=options.batch_size, sampler=DistributedSampler(text), **loading)
+        steps = train(model, loader, device, tell=rank == 0)
+        if rank == 0:
+            print(f"done: {len(steps)} steps in each of {ranks_count} ranks, {backend}", flush=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the job, or in a rank its part of it.
+
+    Raises:
+        JobError: NCCL is asked for and there are fewer GPUs than ranks.
+
+    """
+    parser = JobParser("ddp", "A small transformer under DistributedDataParallel: torchrun with several ranks.")
+    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks")
+    backend_help = "[default: nccl where each rank has a GPU, else gloo]"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend_help)
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="windows per step and rank")
+    parser.add_argument("--slow-rank", type=not_negative, metavar="RANK", help="this one takes 30 ms longer a step")
+    add_model_options(parser)
+    add_loader_options(parser, num_workers=1)
+    options = parser.parse_args(arguments)
+    gpus_count, ranks_count = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc))
+    backend = options.backend or ("nccl" if gpus_count >= ranks_count else "gloo")
+    if backend == "nccl" and gpus_count < ranks_count:
+        raise JobError(
+            f"--backend nccl needs a GPU for each of {ranks_count} ranks, here are {gpus_count}; take gloo"
+        )
+    if "RANK" not in os.environ:
+        launch_ranks(options.nproc, ["ddp", *arguments])
+    run_rank(options, backend)

@@ -1,0 +1,59 @@
+"""The `fault` job: runs one of the faults, or its twin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from training_harness.jobs.common import (
+    JobError,
+    JobParser,
+    add_loader_options,
+    expect_many_workers,
+    launch_ranks,
+    positive,
+)
+from training_harness.jobs.faults import FAULTS
+from training_harness.jobs.faults.job import Job
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the job.
+
+    Raises:
+        JobError: the fault needs what this machine does not have, or an option does not fit.
+
+    """
+    parser = JobParser("fault", "A small training with one known fault, or with --fixed the same one without it.")
+    parser.add_argument("kind", nargs="?", metavar="KIND", help="see --list")
+    parser.add_argument(
+        "--list", action="store_true", help="each KIND, the finding that it should give, what it is"
+    )
+    parser.add_argument("--fixed", action="store_true", help="the healthy twin: the same without the fault")
+    parser.add_argument("--steps", type=positive, metavar="N", help="else as many as make the fault plain")
+    parser.add_argument("--limit-mb", type=positive, default=512, metavar="N", help="where a leak ends, MiB")
+    parser.add_argument("--at-batch", type=positive, default=200, metavar="N", help="where a deadly fault ends it")
+    add_loader_options(parser, num_workers=None)
+    options = parser.parse_args(arguments)
+    if options.list:
+        for kind, fault in sorted(FAULTS.items()):
+            print(f"{kind:18} {fault.finding:23} {fault.meaning}{' (GPU)' if fault.needs_gpu else ''}")
+        return
+    if options.kind not in FAULTS:
+        parser.error(
+            f"unknown fault {options.kind!r}; --list tells them" if options.kind else "name a KIND, or --list"
+        )
+    fault = FAULTS[options.kind]
+    if fault.needs_gpu and not torch.cuda.is_available():
+        raise JobError(f"{options.kind} needs a GPU and CUDA finds none; run it where there is one")
+    if fault.ranks_count > 1 and "RANK" not in os.environ:
+        launch_ranks(fault.ranks_count, ["fault", *arguments])
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)
+    expect_many_workers()
+    print(f"{options.kind}{', fixed' if options.fixed else ''}: {fault.meaning}", flush=True)
+    job = Job(options, torch.device("cuda" if fault.needs_gpu else "cpu"))
+    fault.spoil(job)
+    print(f"done: {job.run()} steps", flush=True)

@@ -1,0 +1,265 @@
+"""Faults of memory, of file descriptors and of shared memory."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import os
+import resource
+import warnings
+from functools import partial
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from training_harness.jobs.common import JobError
+from training_harness.jobs.faults.job import BATCH_SIZE, FEATURES_COUNT, Batch, Items, Job, fault, sleep
+
+_MIB = 1 << 20
+_PIECE_BYTES = _MIB // 4
+_PICTURE_BYTES = _MIB // 16
+_FLOAT_BYTES = 4
+_ROWS_COUNT = 300_000
+#: Allocator bytes that the process of the fault `cuda-oom` may have.
+_FRACTION_BYTES = 256 * _MIB
+
+
+@fault("copy-on-read", "copy-on-read-growth")
+def copy_on_read(job: Job) -> None:
+    """A list of Python objects is copied page by page into each forked worker."""
+    rows: Any = torch.arange(_ROWS_COUNT)[:, None] + torch.arange(9)
+    if job.faulty:
+        rows = [{"path": f"photographs/{i:09d}.jpg", "box": [i, i + 1, i + 2]} for i in range(_ROWS_COUNT)]
+    job.dataset = Items(partial(look_at_rows, rows), count=_ROWS_COUNT // 4)
+    job.settings = {"shuffle": True}
+    job.step_seconds = 0.025
+
+
+def look_at_rows(rows: Any, index: int) -> None:
+    """Read four annotations: of Python objects that writes the reference counts, and so copies the pages."""
+    for row in rows[4 * index : 4 * index + 4]:
+        list(row.values() if isinstance(row, dict) else row)
+
+
+@fault("worker-cache", "worker-heap-leak")
+def worker_cache(job: Job) -> None:
+    """The dataset keeps the decoded picture of every item, in each worker for itself."""
+    job.settings = {"persistent_workers": True}
+    job.dataset = Items(partial(decode, {}, job.options.limit_mb << 20 if job.faulty else 0))
+
+
+def decode(cache: dict[int, bytearray], limit_bytes: int, index: int) -> None:
+    """Make a picture of 64 KiB in 1 ms, and keep it up to the worker's share of the limit."""
+    sleep(0.008, index)
+    picture, worker = bytearray(b"\1" * _PICTURE_BYTES), get_worker_info()
+    if len(cache) * _PICTURE_BYTES < limit_bytes // (worker.num_workers if worker else 1):
+        cache[index] = picture
+
+
+@fault("main-leak", "main-heap-leak")
+def main_leak(job: Job) -> None:
+    """The training process keeps 256 KiB of each step for ever."""
+    job.step_seconds = 0.020
+    job.after_step = lambda _loss, _batch: job.keep(_PIECE_BYTES, torch.ones(_PIECE_BYTES, dtype=torch.uint8))
+
+
+@fault("loss-list", "main-heap-leak")
+def loss_list(job: Job) -> None:
+    """A list keeps each validation loss with its graph, and so with the activations, 256 KiB."""
+    job.step_seconds = 0.020
+    job.model = job.make_model(hidden_count := 4096)
+
+    def validate(_loss: torch.Tensor, batch: Batch) -> None:
+        loss = job.loss(*batch)  # without torch.no_grad()
+        job.keep(2 * BATCH_SIZE * hidden_count * _FLOAT_BYTES, loss, loss.item())
+
+    job.after_step = validate
+
+
+@fault("loss-sum", "main-heap-leak")
+def loss_sum(job: Job) -> None:
+    """The running sum of the losses is a tensor: the nodes of every step's graph stay, some 10 KiB."""
+    job.steps_count, job.step_seconds, job.dataset = 4000, 0.003, Items(partial(sleep, 0.004))
+    job.model = nn.Sequential(*(nn.Linear(FEATURES_COUNT, FEATURES_COUNT) for _ in range(24)))
+    job.kept = [torch.zeros(())]
+
+    def add(loss: torch.Tensor, _batch: Batch) -> None:
+        job.kept[0] = job.kept[0] + (loss if job.may_take(10 * 1024) else loss.detach())
+
+    job.after_step = add
+
+
+@fault("create-graph", "main-heap-leak")
+def create_graph(job: Job) -> None:
+    """A copy of the model gets gradients with create_graph=True: it and they hold each other."""
+    warnings.filterwarnings("ignore", message="Using backward.. with create_graph")
+    job.step_seconds = 0.020
+    job.model = job.make_model(1024)
+
+    def look_ahead(_loss: torch.Tensor, batch: Batch) -> None:
+        trial = copy.deepcopy(job.model)
+        nn.functional.cross_entropy(trial(batch[0].clone()), batch[1].clone()).backward(create_graph=True)  # type: ignore[no-untyped-call]
+        if not job.may_take(_PIECE_BYTES):
+            trial.zero_grad(set_to_none=True)
+
+    job.after_step = look_ahead
+
+
+@fault("activation-hook", "main-heap-leak")
+def activation_hook(job: Job) -> None:
+    """A forward hook keeps the activations of every step, 512 KiB."""
+    job.step_seconds = 0.020
+    job.model = job.make_model(8192)
+
+    def watch(_model: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        job.keep(2 * output.numel() * _FLOAT_BYTES, output, output.mean().item())
+
+    next(job.model.children()).register_forward_hook(watch)
+
+
+@fault("cycled-loader", "main-heap-leak")
+def cycled_loader(job: Job) -> None:
+    """itertools.cycle(loader) keeps every batch of the first epoch, to hand it out again."""
+    job.num_workers, job.step_seconds = 0, 0.020
+    batches_count = max(1, (job.options.limit_mb << 20) // _PIECE_BYTES)
+    size = _PIECE_BYTES // BATCH_SIZE // _FLOAT_BYTES
+    job.dataset = Items(partial(sleep, 0.0), count=batches_count * BATCH_SIZE, size=size)
+    job.batches = (lambda: itertools.cycle(job.loader())) if job.faulty else job.endless
+
+
+@fault("fd-leak")
+def fd_leak(job: Job) -> None:
+    """A file is opened in each step and not closed, until half of the allowed number are open."""
+    job.step_seconds = 0.020
+
+    def read(_loss: torch.Tensor, _batch: Batch) -> None:
+        descriptor = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+        if job.faulty and descriptor < half_of_the_descriptors():
+            job.closing.callback(os.close, descriptor)
+        else:
+            os.close(descriptor)
+
+    job.after_step = read
+
+
+@fault("kept-batches", "fd-leak")
+def kept_batches(job: Job) -> None:
+    """Batches from workers are kept: each tensor holds a descriptor, up to half of the allowed number."""
+    job.step_seconds = 0.020
+    few = half_of_the_descriptors() // 2
+    job.after_step = lambda _loss, batch: job.kept.append(batch if job.faulty and job.step < few else None)
+
+
+def half_of_the_descriptors() -> int:
+    """Half of the files that this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+@fault("shm-leak")
+def shm_leak(job: Job) -> None:
+    """A shared memory segment of 256 KiB is made in each step and not unlinked."""
+    job.step_seconds = 0.020
+
+    def share(_loss: torch.Tensor, _batch: Batch) -> None:
+        segment = SharedMemory(create=True, size=_PIECE_BYTES)
+        memoryview(segment.buf or b"")[:] = bytes(_PIECE_BYTES)
+        segment.close()
+        if shared_memory_free_bytes() > job.taken_bytes and job.may_take(_PIECE_BYTES):
+            job.closing.callback(segment.unlink)  # after a kill, multiprocessing's resource tracker does it
+        else:
+            segment.unlink()
+
+    job.after_step = share
+
+
+def shared_memory_free_bytes() -> int:
+    """What is free in /dev/shm."""
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
+
+
+def fill_batches(job: Job, batch_bytes: int) -> None:
+    """Make the batches of a job so large, if those that are under way fit into /dev/shm."""
+    needed, free = (2 * job.num_workers + 2) * batch_bytes // _MIB, shared_memory_free_bytes() // _MIB
+    if free < needed:
+        raise JobError(
+            f"{free} MiB are free in /dev/shm and {needed} are needed; give it more (docker: --shm-size)"
+        )
+    job.dataset = Items(partial(sleep, 0.0), size=batch_bytes // BATCH_SIZE // _FLOAT_BYTES)
+
+
+@fault("gpu-loss-list", "gpu-tensor-leak", needs_gpu=True)
+def gpu_loss_list(job: Job) -> None:
+    """A list keeps each validation loss on the GPU with its graph, and so with the activations, 256 KiB."""
+    loss_list(job)
+
+
+@fault("cuda-oom", needs_gpu=True, dies=True)
+def cuda_oom(job: Job) -> None:
+    """The activations that a list keeps fill the 256 MiB of the GPU that the process may use."""
+    loss_list(job)
+    share = _FRACTION_BYTES / torch.cuda.get_device_properties(job.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(share, job.device)
+
+
+@fault("gpu-driver-leak", "gpu-non-pytorch-growth", needs_gpu=True)
+def gpu_driver_leak(job: Job) -> None:
+    """A library takes 2 MiB a step from the CUDA driver itself, unseen by PyTorch's allocator."""
+    job.step_seconds = 0.020
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def call_library(_loss: torch.Tensor, _batch: Batch) -> None:
+        address = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(2 * _MIB)):
+            raise JobError("the CUDA driver has no memory left; free some on the GPU")
+        if not job.may_take(2 * _MIB):
+            driver.cuMemFree_v2(address)
+
+    job.after_step = call_library
+
+
+@fault("gpu-fragmentation", needs_gpu=True)
+def gpu_fragmentation(job: Job) -> None:
+    """Every 50 steps one needs 4 MiB more than ever, and a small tensor stays in the segment that it leaves."""
+    job.step_seconds = 0.020
+    empty = partial(torch.empty, dtype=torch.uint8, device=job.device)
+    wanted_bytes = 12 * _MIB
+
+    def work(_loss: torch.Tensor, _batch: Batch) -> None:
+        nonlocal wanted_bytes
+        if job.step % 50 or not job.may_take(wanted_bytes + 6 * _MIB):
+            empty(wanted_bytes)
+            return
+        wanted_bytes += 4 * _MIB
+        empty(wanted_bytes + 2 * _MIB)  # a segment of its own, since none is large enough; free again at once
+        most = empty(wanted_bytes)  # in that segment: every other is too small
+        job.kept.append(empty(2 * _MIB))  # the best fit is what `most` left there
+        del most
+
+    job.after_step = work
+
+
+@fault("pinned-cache", "pinned-cache-growth", needs_gpu=True)
+def pinned_cache(job: Job) -> None:
+    """Each step has one more pinned buffer of 256 KiB in flight than the last; their cache gives none back."""
+    job.step_seconds = 0.020
+
+    def stage(_loss: torch.Tensor, _batch: Batch) -> None:
+        job.may_take(_PIECE_BYTES)
+        for _ in range(1 + job.taken_bytes // _PIECE_BYTES):
+            job.kept.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
+        job.kept.clear()
+
+    job.after_step = stage
+
+
+@fault("pin-bound", needs_gpu=True)
+def pin_bound(job: Job) -> None:
+    """The one thread that pins batches of 32 MiB takes longer than a step, and than the four workers."""
+    job.num_workers, job.step_seconds = 4, 0.001
+    fill_batches(job, 32 * _MIB)
+    job.settings = {"pin_memory": job.faulty}

@@ -1,0 +1,110 @@
+"""A small language model, a made text and their training loop: a network whose memory is worth looking at."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+VOCABULARY_COUNT = 2048
+_END_OF_DOCUMENT = 0
+_DOCUMENT_TOKENS = 150
+_HEADS_COUNT = 4
+_WIDTH = 128
+
+Window = tuple[torch.Tensor, torch.Tensor]
+
+
+class Text(Dataset[Window]):
+    """Windows of a made text with the shape of a real one.
+
+    Tokens are as frequent as Zipf's law has it, half of them follow from the one before, and
+    documents of lognormal length are packed one after the other. Items are two (length,) int64
+    tensors: the tokens, and the ones that come next.
+    """
+
+    def __init__(self, windows_count: int, length: int, *, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        count = windows_count * length + 1
+        tokens = 1 + random.zipf(1.2, count) % (VOCABULARY_COUNT - 1)
+        follower = 1 + random.permutation(VOCABULARY_COUNT) % (VOCABULARY_COUNT - 1)
+        tokens[1:] = np.where(random.random(count - 1) < 0.5, follower[tokens[:-1]], tokens[1:])
+        lengths = random.lognormal(np.log(_DOCUMENT_TOKENS), 1.0, 1 + count // _DOCUMENT_TOKENS)
+        ends = np.cumsum(1 + lengths.astype(np.int64))
+        tokens[ends[ends < count]] = _END_OF_DOCUMENT
+        self.tokens = torch.from_numpy(tokens)
+        self.windows_count = windows_count
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.windows_count
+
+    def __getitem__(self, index: int) -> Window:
+        window = self.tokens[index * self.length : (index + 1) * self.length + 1]
+        return window[:-1], window[1:]
+
+
+class LanguageModel(nn.Module):
+    """A causal transformer, without dropout: so its loss does not depend on how a batch is cut."""
+
+    def __init__(self, length: int, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY_COUNT, _WIDTH)
+        self.places = nn.Embedding(length, _WIDTH)
+        layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS_COUNT, 4 * _WIDTH, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(_WIDTH, VOCABULARY_COUNT)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token, (batch, length, vocabulary)."""
+        hidden = self.tokens(tokens) + self.places.weight
+        return self.head(self.blocks(hidden, mask=self.mask, is_causal=True))  # type: ignore[no-any-return]
+
+
+class Step(NamedTuple):
+    """What one optimizer step took, and the mean loss of its batch."""
+
+    seconds: float
+    loss: float
+
+
+def make_model(options: argparse.Namespace) -> LanguageModel:
+    """The model that the options ask for; the same one for the same seed."""
+    torch.manual_seed(options.seed)
+    return LanguageModel(options.length, options.depth)
+
+
+def train(
+    model: nn.Module, batches: Iterable[Window], device: torch.device, *, accumulation: int = 1, tell: bool = True
+) -> list[Step]:
+    """Train on all batches, `accumulation` of them to a step; `tell` prints the loss now and then."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps: list[Step] = []
+    total, since = 0.0, time.monotonic()
+    for number, (tokens, following) in enumerate(batches, start=1):
+        scores = model(tokens.to(device)).flatten(0, 1)
+        loss = nn.functional.cross_entropy(scores, following.to(device).flatten()) / accumulation
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+        if number % accumulation:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        now = time.monotonic()
+        steps.append(Step(now - since, total))
+        if tell and len(steps) % 5 == 0:
+            print(f"step {len(steps)}  loss {total:.4f}  {(now - since) * 1e3:.0f} ms", flush=True)
+        total, since = 0.0, now
+    return steps
+
+
+def best_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,205 @@
+"""Where runs live, how they are named, and their manifest: the layout of a Tidegauge home.
+
+    <home>/runs/<run_id>/
+        run.json                                    the manifest
+        journal/<host>.<pid>.<stream>.<time_ns>.journal    the time (CLOCK_MONOTONIC) of its opening
+        events/<host>.<pid>.jsonl
+        lake.sqlite  data/                          written by the collector
+        snapshots/                                  written by the harness, on OOM or on request
+        requests/                                   what `tidegauge snapshot` asks of the harness
+
+    <home>/launches/                                which run the ranks of a launcher belong to, if none was given
+
+Standard library alone: both the harness (`attach()`) and the collector create runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from training_harness.journal import start_ticks
+
+HOME_VARIABLE = "TIDEGAUGE_HOME"
+RUN_DIR_VARIABLE = "TIDEGAUGE_RUN_DIR"
+DISABLED_VARIABLE = "TIDEGAUGE_DISABLED"
+#: "0" switches the recognition of stages off.
+STAGES_VARIABLE = "TIDEGAUGE_STAGES"
+MEMORY_HISTORY_VARIABLE = "TIDEGAUGE_MEMORY_HISTORY"
+
+MANIFEST = "run.json"
+MANIFEST_SCHEMA = 1
+SNAPSHOTS = "snapshots"
+SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
+#: The folder of the requests, made with the first one, and what can be asked for.
+REQUESTS = "requests"
+SNAPSHOT_KINDS = ("allocator", "census", "profile")
+
+_SECRET = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
+
+#: The only environment variables whose values are recorded in a manifest.
+RECORDED_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "WORLD_SIZE",
+)
+
+
+def home_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The Tidegauge home: `TIDEGAUGE_HOME`, else the user's data directory (XDG)."""
+    if environ.get(HOME_VARIABLE):
+        return Path(environ[HOME_VARIABLE]).expanduser()
+    data = environ.get("XDG_DATA_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "share")
+    return Path(data).expanduser() / "tidegauge"
+
+
+def new_run_id(name: str, *, wall_seconds: float) -> str:
+    """`<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_seconds))
+    slug = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:40] or "run"
+    return f"{stamp}-{slug}-{secrets.token_hex(2)}"
+
+
+def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str, str] | None = None) -> Path:
+    """Make a run directory (0700) with its manifest, and return its path.
+
+    Raises:
+        OSError: the home cannot be written.
+
+    """
+    run_dir = home / "runs" / new_run_id(name, wall_seconds=time.time())
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "run_id": run_dir.name,
+        "name": name,
+        "argv": redacted(argv),
+        "cwd": os.getcwd(),
+        "git_commit": _git_commit(),
+        "host": socket.gethostname(),
+        "python": sys.version.split()[0],
+        "environment": {key: os.environ[key] for key in RECORDED_ENVIRONMENT if key in os.environ},
+        "tags": dict(tags or {}),
+        "anchors": {socket.gethostname(): wall_anchor()},
+        "collector": None,
+        "command": None,
+        "end_time_ns": None,
+        "exit_status": None,
+    }
+    for directory in (home, home / "runs", run_dir):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_manifest(run_dir, manifest)
+    for part in SUBDIRECTORIES:
+        (run_dir / part).mkdir(mode=0o700)
+    return run_dir
+
+
+def launcher_pid(environ: Mapping[str, str] = os.environ) -> int | None:
+    """The process that started this one as one of several ranks (torchrun and its like); None if there is none."""
+    return os.getppid() if "LOCAL_RANK" in environ and environ.get("WORLD_SIZE", "1") != "1" else None
+
+
+def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[Path, bool]:
+    """The run of this process, and whether it was made here: of the ranks of one launcher, the first makes it.
+
+    Raises:
+        OSError: the home cannot be written.
+
+    """
+    launcher = launcher_pid()
+    if launcher is None:
+        return create_run(home, name=name, argv=argv), True
+    link = home / "launches" / f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
+    if link.is_symlink():
+        return link.readlink(), False
+    made = create_run(home, name=name, argv=argv)
+    link.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        link.symlink_to(made.absolute())
+    except FileExistsError:  # another rank was faster
+        shutil.rmtree(made)
+        return link.readlink(), False
+    return made, True
+
+
+def wall_anchor() -> dict[str, Any]:
+    """One reading of both clocks, so that monotonic times of this boot can be shown as wall time."""
+    return {"time_ns": time.monotonic_ns(), "wall_ns": time.time_ns(), "boot_id": boot_id()}
+
+
+def boot_id() -> str | None:
+    """The kernel's id of this boot: monotonic times and pids mean nothing beyond it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def redacted(argv: Sequence[str]) -> list[str]:
+    """A command line without the values of options that are named like secrets."""
+    safe: list[str] = []
+    secret_follows = False
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        named = option.startswith("-") and _SECRET.search(option) is not None
+        safe.append("***" if secret_follows else f"{option}=***" if named and equals else word)
+        secret_follows = named and not equals
+    return safe
+
+
+def redacted_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, but for those that are named like secrets."""
+    return {name: "***" if _SECRET.search(str(name)) else value for name, value in values.items()}
+
+
+def read_manifest(run_dir: Path) -> dict[str, Any]:
+    """The manifest of a run.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a manifest, or of a newer Tidegauge.
+
+    """
+    path = run_dir / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+        raise ValueError(f"{path} is damaged: it holds no manifest")
+    if manifest["schema"] > MANIFEST_SCHEMA:
+        raise ValueError(
+            f"{path} has manifest schema {manifest['schema']}, this Tidegauge reads up to "
+            f"{MANIFEST_SCHEMA}: upgrade Tidegauge"
+        )
+    return manifest
+
+
+def write_manifest(run_dir: Path, manifest: Mapping[str, Any]) -> None:
+    """Replace the manifest atomically, so that a reader or a kill never meets half of one."""
+    path = run_dir / MANIFEST
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(manifest, stream, indent=1)
+    os.replace(scratch, path)
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,0 +1,307 @@
+"""Every stream that Tidegauge records, declared once.
+
+The journal layout, the Arrow schema, the lake tables and docs/streams.md are all derived from
+`STREAMS`. Units are part of the names (`_bytes`, `_ns`, `_count`, `_ratio`). A value that is not
+known is *missing*, never zero: the smallest value of an integer type, NaN for a float, no bytes for a
+name. Readers turn all of them into NULL.
+
+This module is pure declarations and imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+#: Bytes of the text columns: UTF-8, cut short or filled with NUL.
+NAME_BYTES = 24
+NAME = f"{NAME_BYTES}s"
+
+#: struct codes in use -> the value that stands for "missing" in a record.
+MISSING: dict[str, Any] = {
+    "q": -(2**63),
+    "i": -(2**31),
+    "h": -(2**15),
+    "b": -(2**7),
+    "d": float("nan"),
+    NAME: b"",
+}
+MISSING_INT64 = -(2**63)
+MISSING_INT32 = -(2**31)
+
+#: What a process is to the run; the `role` column of `process` holds the position in this tuple.
+ROLES = ("main", "worker", "other", "collector")
+ROLE_MAIN, ROLE_WORKER, ROLE_OTHER, ROLE_COLLECTOR = range(4)
+
+#: The worker id of a batch that was made in the training process itself (`num_workers=0`).
+INLINE_WORKER = -1
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: `code` is its struct code (little-endian), `unit` is for people."""
+
+    name: str
+    code: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One kind of record. Every record has the same size; the first column is `time_ns`."""
+
+    name: str
+    one_per: str
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def struct(self) -> struct.Struct:
+        """Packs the columns, in order, little-endian and without padding."""
+        return struct.Struct("<" + "".join(column.code for column in self.columns))
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The layout that stands in each journal header: `[name, struct code]` per column."""
+        return [[column.name, column.code] for column in self.columns]
+
+
+#: Columns that every stream gets from the header of the journal that holds the record. They name
+#: the process that *wrote* the record.
+IDENTITY = (
+    Column("host", "s", "name", "host name of the writing process"),
+    Column("pid", "i", "id", "process id of the writing process"),
+    Column("start_ticks", "q", "ticks", "start time of that process since boot, /proc/PID/stat field 22"),
+    Column("rank", "i", "id", "RANK of the writing process, missing outside a distributed job"),
+)
+
+_TIME = Column("time_ns", "q", "ns", "CLOCK_MONOTONIC when the record was made")
+_LOADER = Column("loader", "i", "id", "DataLoader, numbered from 0 in the order of first use in its process")
+_EPOCH = Column("epoch", "i", "id", "pass over that loader, from 0")
+_INDEX = Column("index", "q", "id", "position of the batch in its epoch, from 0")
+_WORKER = Column(
+    "worker", "i", "id", "id that DataLoader recorded for the worker; -1: made in the training process"
+)
+_DEVICE = Column("device", "h", "id", "device index as the process sees it")
+_SAMPLES = Column("samples_count", "i", "count", "samples in the batch")
+
+STEP = Stream(
+    "step",
+    "optimizer step and rank",
+    (
+        _TIME,
+        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        Column("duration_ns", "q", "ns", "since the end of the step before"),
+        Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__` within the step"),
+        Column("h2d_ns", "q", "ns", "host time in host to device copies"),
+        Column("forward_ns", "q", "ns", "host time from a batch's arrival to the backward pass, without copies"),
+        Column("backward_ns", "q", "ns", "host time in the backward pass"),
+        Column("optimizer_ns", "q", "ns", "host time inside `Optimizer.step`"),
+        Column("other_ns", "q", "ns", "the rest of the step"),
+        Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
+        _SAMPLES,
+    ),
+)
+
+DEVICE_MEMORY = Stream(
+    "device_memory",
+    "optimizer step and device, just before the optimizer runs",
+    (
+        _TIME,
+        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        _DEVICE,
+        Column("allocated_bytes", "q", "bytes", "in blocks handed to tensors"),
+        Column("requested_bytes", "q", "bytes", "asked for, before rounding"),
+        Column("active_bytes", "q", "bytes", "allocated, or freed and awaiting another stream"),
+        Column("reserved_bytes", "q", "bytes", "held from the driver by the caching allocator"),
+        Column("inactive_split_bytes", "q", "bytes", "holes that can't be released (0 with expandable segments)"),
+        Column(
+            "allocated_peak_bytes",
+            "q",
+            "bytes",
+            "highest allocated since the peak was last reset by the user",
+        ),
+        Column("reserved_peak_bytes", "q", "bytes", "highest reserved since the peak was last reset by the user"),
+        Column("allocation_count", "q", "count", "live allocations"),
+        Column("segment_count", "q", "count", "live segments"),
+        Column("alloc_retry_count", "q", "count", "failed device allocations that flushed the cache, so far"),
+        Column("oom_count", "q", "count", "out-of-memory errors thrown, so far"),
+        Column("device_alloc_count", "q", "count", "cudaMalloc and cuMemMap calls, so far"),
+        Column("device_free_count", "q", "count", "cudaFree and cuMemUnmap calls, so far"),
+        Column("private_pool_bytes", "q", "bytes", "reserved by private pools and CUDA graphs"),
+        Column("pinned_allocated_bytes", "q", "bytes", "pinned host memory owned by the host allocator"),
+        Column("pinned_active_bytes", "q", "bytes", "pinned host memory in use"),
+    ),
+)
+
+BATCH = Stream(
+    "batch",
+    "batch yielded to the training loop",
+    (
+        _TIME,
+        _LOADER,
+        _EPOCH,
+        _INDEX,
+        _WORKER,
+        Column("wait_ns", "q", "ns", "time in the DataLoader's `__next__`"),
+        Column("blocked_ns", "q", "ns", "of which on the result queue"),
+        Column("outstanding_count", "i", "count", "batches dispatched and not yet arrived"),
+        Column("parked_count", "i", "count", "batches that arrived out of order and wait for their turn"),
+        Column("ready_count", "i", "count", "batches in the result queue"),
+        Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 2 ms"),
+        _SAMPLES,
+    ),
+)
+
+FETCH = Stream(
+    "fetch",
+    "batch made by a worker, or by the training process when `num_workers=0`",
+    (
+        _TIME,
+        _LOADER,
+        _EPOCH,
+        _INDEX,
+        _WORKER,
+        Column("idle_ns", "q", "ns", "waiting for an index before this batch"),
+        Column("getitem_ns", "q", "ns", "in the dataset; with collate_fn when loading is inline"),
+        Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
+        Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
+        Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
+        Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
+        Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
+        Column("major_fault_count", "i", "count", "page faults that needed I/O"),
+        Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
+        Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache included"),
+        _SAMPLES,
+    ),
+)
+
+STAGE = Stream(
+    "stage",
+    "pipeline stage and batch in which it was called",
+    (
+        _TIME,
+        _LOADER,
+        _EPOCH,
+        _INDEX,
+        Column("worker", "i", "id", "that made the batch; -1: the training process; missing: called by the loop"),
+        Column("stage", NAME, "name", "recognised (read, decode, augment, convert, copy …) or named by the user"),
+        Column("calls_count", "i", "count", "calls while the batch was made, or used"),
+        Column("duration_ns", "q", "ns", "time in them, without the stages called within"),
+        Column("cpu_ns", "q", "ns", "CPU time of the thread in them"),
+    ),
+)
+
+DEVICE_TIME = Stream(
+    "device_time",
+    "optimizer step and CUDA device, when its events have come to pass",
+    (
+        _TIME,
+        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        _DEVICE,
+        Column("duration_ns", "q", "ns", "on the device, since the end of the step before"),
+        Column("forward_ns", "q", "ns", "from the batch's arrival to the backward pass, copies included"),
+        Column("backward_ns", "q", "ns", "backward pass"),
+        Column("optimizer_ns", "q", "ns", "inside `Optimizer.step`"),
+        Column("other_ns", "q", "ns", "the rest of the step"),
+    ),
+)
+
+PROCESS = Stream(
+    "process",
+    "sampled process and tick of the collector",
+    (
+        _TIME,
+        Column("process_pid", "i", "id", "pid of the sampled process"),
+        Column("process_start_ticks", "q", "ticks", "its start time since boot"),
+        Column("process_rank", "i", "id", "its rank"),
+        Column("role", "b", "enum", "0 main, 1 worker, 2 other, 3 collector"),
+        _LOADER,
+        _WORKER,
+        Column("rss_bytes", "q", "bytes", "resident set; blind to copy-on-read growth"),
+        Column("pss_bytes", "q", "bytes", "resident, shared pages divided by their users; additive"),
+        Column("private_dirty_bytes", "q", "bytes", "pages that are this process's alone and written; for trends"),
+        Column("uss_bytes", "q", "bytes", "private pages, clean and dirty"),
+        Column("swap_bytes", "q", "bytes", "swapped out"),
+        Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
+        Column("fd_count", "i", "count", "open file descriptors"),
+        Column("thread_count", "i", "count", "threads"),
+        Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
+        Column("cpu_ns", "q", "ns", "user and system time since its start"),
+        Column("alive", "b", "bool", "0 in the last record of a process that ended"),
+        Column("exit_status", "i", "status", "exit code, or -n for signal n; only the command's own is known"),
+    ),
+)
+
+HOST = Stream(
+    "host",
+    "host and tick of the collector",
+    (
+        _TIME,
+        Column("memory_total_bytes", "q", "bytes", "MemTotal"),
+        Column("memory_available_bytes", "q", "bytes", "MemAvailable"),
+        Column(
+            "cgroup_limit_bytes",
+            "q",
+            "bytes",
+            "smallest memory limit from the command's cgroup up to the root",
+        ),
+        Column(
+            "cgroup_usage_bytes",
+            "q",
+            "bytes",
+            "usage charged at the level of that limit, page cache included",
+        ),
+        Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
+        Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
+        Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),
+        Column("cgroup_oom_count", "q", "count", "times that the limit could not be met, so far"),
+        Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
+        Column("host_oom_kill_count", "q", "count", "processes killed for memory on the whole host, /proc/vmstat"),
+        Column("shm_used_bytes", "q", "bytes", "/dev/shm in use"),
+        Column("shm_total_bytes", "q", "bytes", "/dev/shm size"),
+        Column("memory_some_avg10_ratio", "d", "ratio", "PSI memory, some, 10 s"),
+        Column("memory_full_avg10_ratio", "d", "ratio", "PSI memory, full, 10 s"),
+        Column("cpu_some_avg10_ratio", "d", "ratio", "PSI cpu, some, 10 s"),
+        Column("io_some_avg10_ratio", "d", "ratio", "PSI io, some, 10 s"),
+        Column("usable_cores_count", "d", "count", "cores that affinity and CPU quota leave"),
+    ),
+)
+
+DEVICE = Stream(
+    "device",
+    "NVML device and tick of the collector",
+    (
+        _TIME,
+        _DEVICE,
+        Column("used_bytes", "q", "bytes", "device memory in use, all processes"),
+        Column("total_bytes", "q", "bytes", "device memory"),
+        Column("reserved_bytes", "q", "bytes", "reserved by the driver"),
+        Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
+        Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
+        Column("temperature_celsius", "d", "celsius", "GPU temperature"),
+        Column("power_watts", "d", "watts", "power draw"),
+    ),
+)
+
+AGENT = Stream(
+    "agent",
+    "tick of the collector, about itself",
+    (
+        _TIME,
+        Column("cpu_ns", "q", "ns", "own CPU time since start"),
+        Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
+        Column("rss_bytes", "q", "bytes", "own resident set"),
+        Column("interval_ns", "q", "ns", "achieved sampling interval"),
+        Column("ingest_lag_ns", "q", "ns", "age of the oldest record not yet in the lake"),
+        Column("records_ingested_count", "q", "count", "records moved into the lake so far"),
+        Column("records_lost_count", "q", "count", "records that writers could not write"),
+    ),
+)
+
+STREAMS: dict[str, Stream] = {
+    stream.name: stream
+    for stream in (STEP, DEVICE_TIME, DEVICE_MEMORY, BATCH, FETCH, STAGE, PROCESS, HOST, DEVICE, AGENT)
+}
