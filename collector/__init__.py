@@ -1,0 +1,1 @@
+"""Outside the training: follows a run, stores it, reads it back and judges it."""

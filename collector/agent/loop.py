@@ -1,0 +1,273 @@
+"""The collector's loop: sample, append to the run's journals, feed the lake; and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from collector.agent import procfs
+from collector.agent.devices import DeviceSampler
+from collector.agent.feed import Feed, Problems
+from collector.agent.host import HostSampler
+from collector.agent.processes import ProcessSampler
+from collector.agent.procfs import ProcessKey
+from collector.agent.roster import EventTail, Roster
+from collector.agent.samples import Sample, in_order
+from collector.store.runs import Run, of_this_boot
+from training_harness.journal import EventLog, Identity, JournalWriter
+from training_harness.layout import read_manifest, write_manifest
+from training_harness.records import STREAMS
+
+if TYPE_CHECKING:
+    from collector.store.ingest import Ingester
+
+DEFAULT_INTERVAL_SECONDS = 1.0
+INGEST_EVERY_NS = 10_000_000_000
+#: A commit costs some 65 ms of CPU however little it moves. So when there is little, it can wait longer:
+#: readers take what is not in the lake from the journals.
+INGEST_LITTLE_EVERY_NS = 20_000_000_000
+LITTLE_RECORDS = 20_000
+MAINTAIN_EVERY_NS = 300_000_000_000
+#: Orphaned workers are given this long to end before the run is closed.
+ORPHANS_SECONDS = 1.0
+_ORPHANS_POLL_SECONDS = 0.05
+_PROC = "/proc"
+
+
+class Agent:
+    """Follows one run on this node.
+
+    Args:
+        run: what is followed.
+        command: the run's command, if it is known and runs here.
+        is_parent: this process started the command and will learn its exit status.
+        resumed: another collector followed the run before.
+        ingester: opened by the caller, else at the first ingest.
+        clock_ns: CLOCK_MONOTONIC.
+
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        command: ProcessKey | None,
+        is_parent: bool = False,
+        resumed: bool = False,
+        ingester: Ingester | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._run = run
+        self._command = command
+        self._clock_ns = clock_ns
+        identity = Identity.of_this_process()
+        self.key = ProcessKey(identity.pid, identity.start_ticks)
+        self._events = EventLog(run.events_dir, identity)
+        self._events.append("collector-start", resumed=resumed, command_pid=command.pid if command else None)
+        self._problems = Problems(self._events)
+        self._feed = Feed(run, self._problems, ingester)
+        self._writers = {
+            name: JournalWriter(run.journal_dir, STREAMS[name], identity, events=self._events)
+            for name in ("process", "host", "device", "agent")
+        }
+        self._tail = EventTail(run.events_dir, identity.host)
+        self._roster = Roster(identity.host, _start_ticks)
+        now_ns = clock_ns()
+        self._processes = ProcessSampler(
+            self._roster, self.key, child=command if is_parent else None, now_ns=now_ns
+        )
+        self._host = HostSampler(command.pid if command else self.key.pid)
+        self._devices = DeviceSampler()
+        self._ticked_ns: int | None = None
+        self._ingest_due_ns = now_ns
+        self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
+
+    def run_goes_on(self) -> bool:
+        """Whether the command, or a training process of this host, is alive."""
+        return any(map(_is_alive, [*([self._command] if self._command else []), *self._roster.mains()]))
+
+    def tick(self) -> None:
+        """Take one sample of everything, and ingest if it is time."""
+        now_ns = self._clock_ns()
+        self._sample(now_ns)
+        if now_ns >= self._ingest_due_ns:
+            moved_count = self._feed.step()
+            every_ns = INGEST_EVERY_NS if moved_count > LITTLE_RECORDS else INGEST_LITTLE_EVERY_NS
+            self._ingest_due_ns = now_ns + every_ns
+            if now_ns >= self._maintain_due_ns:
+                self._feed.maintain()
+                self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
+        with self._problems.guard("agent"):
+            self._write("agent", now_ns, [self._own_cost(now_ns)])
+        self._ticked_ns = now_ns
+
+    def command_ended(self, exit_status: int) -> None:
+        """Record how the command ended: its exit code, or -n for signal n."""
+        command = self._command
+        if command is None:
+            return
+        self._events.append("command-exit", command_pid=command.pid, exit_status=exit_status)
+        with self._problems.guard("processes"):
+            last = self._processes.last_sample(command, exit_status)
+            self._write("process", self._clock_ns(), [last])
+
+    def finish(self) -> None:
+        """Sample once more, give orphans a moment, move everything into the lake and close."""
+        self._sample(self._clock_ns())
+        orphans = [*self._roster.workers(), *self._roster.mains()]
+        if any(map(_is_alive, orphans)):
+            deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)
+            while any(map(_is_alive, orphans)) and self._clock_ns() < deadline_ns:
+                time.sleep(_ORPHANS_POLL_SECONDS)
+            self._sample(self._clock_ns())
+        for writer in self._writers.values():
+            writer.close()
+        self._feed.step()
+        self._events.append("collector-stop", records_count=self._feed.records_count)
+        self._feed.step()
+        self._feed.close()
+        with self._problems.guard("devices"):
+            self._devices.close()
+
+    def _sample(self, now_ns: int) -> None:
+        with self._problems.guard("events"):
+            for event in self._tail.read():
+                with self._problems.guard("events"):
+                    self._roster.learn(event)
+        with self._problems.guard("processes"):
+            roots = [self._command] if self._command else []
+            self._write("process", now_ns, self._processes.sample(now_ns, roots))
+        with self._problems.guard("host"):
+            self._write("host", now_ns, [self._host.sample()])
+        with self._problems.guard("devices"):
+            pids = frozenset(key.pid for key in self._processes.alive)
+            self._write("device", now_ns, self._devices.sample(pids))
+
+    def _own_cost(self, now_ns: int) -> Sample:
+        status = procfs.read_status(_PROC, self.key.pid)
+        fed = self._feed.last
+        lost_count = sum(writer.lost_count for writer in self._writers.values())
+        return {
+            "cpu_ns": time.process_time_ns(),
+            "smaps_ns": self._processes.budget.spent_ns,
+            "rss_bytes": status.rss_bytes if status else None,
+            "interval_ns": None if self._ticked_ns is None else now_ns - self._ticked_ns,
+            "ingest_lag_ns": fed.lag_ns if fed else None,
+            "records_ingested_count": self._feed.records_count,
+            # What the lake knows of may include the collector's own.
+            "records_lost_count": max(lost_count, fed.lost_count if fed else 0),
+        }
+
+    def _write(self, name: str, now_ns: int, samples: Iterable[Sample]) -> None:
+        writer, stream = self._writers[name], STREAMS[name]
+        for sample in samples:
+            writer.append(*in_order(stream, now_ns, sample))
+
+
+def next_deadline_ns(deadline_ns: int, now_ns: int, interval_ns: int) -> int:
+    """The first deadline of the series `deadline + k · interval` that is still to come."""
+    return deadline_ns + max((now_ns - deadline_ns) // interval_ns + 1, 1) * interval_ns
+
+
+def follow(
+    agent: Agent,
+    ended: Callable[[float], bool],
+    *,
+    interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+) -> None:
+    """Tick at a fixed rate, free of drift, until the run has ended; a tick that is late is left out.
+
+    Args:
+        agent: what ticks.
+        ended: waits up to so many seconds and tells whether the run has ended.
+        interval_seconds: between two ticks.
+        clock_ns: CLOCK_MONOTONIC.
+
+    """
+    interval_ns = round(interval_seconds * 1e9)
+    deadline_ns = clock_ns()
+    while True:
+        agent.tick()
+        now_ns = clock_ns()
+        deadline_ns = next_deadline_ns(deadline_ns, now_ns, interval_ns)
+        if ended((deadline_ns - now_ns) / 1e9):
+            return
+
+
+def collect(run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS) -> None:
+    """Resume an abandoned run: ingest everything, and follow what is still alive until it ends.
+
+    A run of another host, or of this one before its last boot, is only ingested: its clock is not
+    this machine's. Ctrl-C stops following and leaves the run to be resumed again.
+
+    Raises:
+        TidegaugeError: another collector follows the run.
+
+    """
+    from collector.store.ingest import Ingester
+
+    ingester = Ingester(run)
+    if not of_this_boot(run):
+        ingester.step()
+        ingester.close()
+        return
+    manifest = run.manifest
+    agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester)
+    update_manifest(run, collector=manifest_process(agent.key))
+    was_alive = agent.run_goes_on()
+    interrupted = threading.Event()
+
+    def ended(seconds: float) -> bool:
+        nonlocal was_alive
+        if not agent.run_goes_on():
+            return True
+        was_alive = True
+        return interrupted.wait(seconds)
+
+    # A KeyboardInterrupt could be swallowed: DuckDB makes it an error of the query that it meets.
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        follow(agent, ended, interval_seconds=interval_seconds)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if was_alive and not interrupted.is_set() and manifest["end_time_ns"] is None:
+        update_manifest(run, end_time_ns=time.monotonic_ns())
+    agent.finish()
+
+
+def _command_of(manifest: Mapping[str, Any]) -> ProcessKey | None:
+    """The run's command, if it was started on this host."""
+    command = manifest["command"]
+    if command is None or command["host"] != socket.gethostname():
+        return None
+    return ProcessKey(command["pid"], command["start_ticks"])
+
+
+def manifest_process(key: ProcessKey) -> dict[str, Any]:
+    """A process of this host as the manifest names it."""
+    return {"host": socket.gethostname(), "pid": key.pid, "start_ticks": key.start_ticks}
+
+
+def update_manifest(run: Run, **fields: object) -> None:
+    """Change fields of the manifest.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: it is damaged.
+
+    """
+    write_manifest(run.path, {**read_manifest(run.path), **fields})
+
+
+def _start_ticks(pid: int) -> int | None:
+    stat = procfs.read_stat(_PROC, pid)
+    return None if stat is None or stat.ended else stat.start_ticks
+
+
+def _is_alive(key: ProcessKey) -> bool:
+    return _start_ticks(key.pid) == key.start_ticks

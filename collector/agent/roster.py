@@ -1,0 +1,146 @@
+"""Who is who among the processes of a run, from what they said of themselves in the events."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collector.agent.procfs import ProcessKey
+from collector.store.growing import GrowingFiles
+from collector.store.journals import EVENT_LOG_SUFFIX
+from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+#: A start time is in ticks of 10 ms, an event's time in nanoseconds.
+_CLOCK_SLACK_NS = 50_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a process is to the run: `role` as in `records.ROLES`; None is unknown."""
+
+    role: int
+    rank: int | None = None
+    loader: int | None = None
+    worker: int | None = None
+
+
+UNKNOWN = Role(role=ROLE_OTHER)
+
+
+class Roster:
+    """The processes that the run's events name.
+
+    A worker is known by the pid that DataLoader recorded, whatever its parent is: under forkserver
+    it is no child of the training process.
+
+    Args:
+        host: only events of this host name processes that can be sampled here.
+        start_ticks: start time of a living process, None if there is none.
+        boot_offset_ns: how far CLOCK_BOOTTIME, in which start times are given, is ahead of CLOCK_MONOTONIC.
+
+    """
+
+    def __init__(
+        self,
+        host: str,
+        start_ticks: Callable[[int], int | None],
+        *,
+        boot_offset_ns: int | None = None,
+    ) -> None:
+        self._host = host
+        self._start_ticks = start_ticks
+        if boot_offset_ns is None:
+            boot_offset_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
+        self._boot_offset_ns = boot_offset_ns
+        self._roles: dict[ProcessKey, Role] = {}
+
+    def __iter__(self) -> Iterator[ProcessKey]:
+        """Every process that was named and not forgotten."""
+        return iter(self._roles)
+
+    def role_of(self, key: ProcessKey) -> Role:
+        """What a process is; `other` if no event names it."""
+        return self._roles.get(key, UNKNOWN)
+
+    def mains(self) -> list[ProcessKey]:
+        """The training processes."""
+        return [key for key, role in self._roles.items() if role.role == ROLE_MAIN]
+
+    def workers(self) -> list[ProcessKey]:
+        """The DataLoader workers."""
+        return [key for key, role in self._roles.items() if role.role == ROLE_WORKER]
+
+    def forget(self, key: ProcessKey) -> None:
+        """Drop a process that has ended: a long run without persistent workers names thousands."""
+        self._roles.pop(key, None)
+
+    def learn(self, event: dict[str, Any]) -> None:
+        """Take in one event; what does not name a process of this host changes nothing."""
+        if event.get("host") != self._host:
+            return
+        kind, rank = event.get("kind"), event.get("rank")
+        if kind == "process-start":
+            self._roles.setdefault(_writer(event), Role(role=ROLE_MAIN, rank=rank))
+        elif kind == "worker-start":
+            self._roles[_writer(event)] = Role(
+                role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"]
+            )
+        elif kind == "epoch-start":
+            for worker, pid in enumerate(event["worker_pids"]):
+                key = self._living_since(pid, event["time_ns"])
+                if key is not None:
+                    self._roles[key] = Role(role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=worker)
+
+    def _living_since(self, pid: int, time_ns: int) -> ProcessKey | None:
+        """The process that had this pid at that time, if it still has it."""
+        ticks = self._start_ticks(pid)
+        if ticks is None:
+            return None
+        started_ns = ticks * 1_000_000_000 // _TICKS_PER_SECOND - self._boot_offset_ns
+        return ProcessKey(pid, ticks) if started_ns <= time_ns + _CLOCK_SLACK_NS else None
+
+
+def _writer(event: dict[str, Any]) -> ProcessKey:
+    return ProcessKey(event["pid"], event["start_ticks"])
+
+
+class EventTail:
+    """The events of this host's processes, each handed out once, as they are written."""
+
+    def __init__(self, directory: Path, host: str) -> None:
+        self._files = GrowingFiles(directory, EVENT_LOG_SUFFIX, host=host)
+        self._prefix = f"{host}."
+        self._read_bytes: dict[str, int] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole lines since the last call; damaged ones are left to the ingest to report."""
+        events = []
+        logs = [path for path in self._files.look() if path.name.startswith(self._prefix)]
+        for path in logs:
+            at = self._read_bytes.get(path.name, 0)
+            if path.stat().st_size > at:
+                events += self._read_file(path, at)
+        self._files.read(path.name for path in logs)
+        return events
+
+    def _read_file(self, path: Path, at: int) -> list[dict[str, Any]]:
+        with path.open("rb") as stream:
+            stream.seek(at)
+            text = stream.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes[path.name] = at + len(whole)
+        events = []
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                events.append(event)
+        return events

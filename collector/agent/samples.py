@@ -1,0 +1,27 @@
+"""From what a sampler measured to the record of a stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from training_harness.records import MISSING, STREAMS, Stream
+
+#: One record: column of the stream -> value. An absent column, or None, is missing.
+Sample: TypeAlias = Mapping[str, float | None]
+
+
+def in_order(stream: Stream, time_ns: int, sample: Sample) -> list[float]:
+    """The values of a record, in the order of the stream's columns."""
+    values: list[float] = [time_ns]
+    for name, missing in _columns(stream.name):
+        value = sample.get(name)
+        values.append(missing if value is None else value)
+    return values
+
+
+@functools.cache
+def _columns(stream_name: str) -> tuple[tuple[str, float], ...]:
+    """Name and missing value of each column after the time: looked up 70 times per tick on a large node."""
+    return tuple((column.name, MISSING[column.code]) for column in STREAMS[stream_name].columns[1:])

@@ -1,0 +1,174 @@
+"""What a diagnosis says: the closed vocabulary of findings and their shape.
+
+Everything is a frozen value. `as_json` gives the public form (docs/report.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+
+#: kind -> group. No finding has a kind that is not here.
+KINDS: dict[str, str] = {
+    **dict.fromkeys(
+        ("gpu-oom-risk", "host-oom-risk", "shm-exhaustion-risk", "fd-exhaustion-risk"), "memory forecast"
+    ),
+    **dict.fromkeys(
+        (
+            "gpu-tensor-leak",
+            "gpu-non-pytorch-growth",
+            "gpu-fragmentation",
+            "pinned-cache-growth",
+            "main-heap-leak",
+            "worker-heap-leak",
+            "copy-on-read-growth",
+            "fd-leak",
+            "shm-leak",
+        ),
+        "memory leak",
+    ),
+    **dict.fromkeys(
+        (
+            "workers-too-slow",
+            "slow-worker",
+            "straggler-samples",
+            "collate-bound",
+            "copy-bound",
+            "pin-bound",
+            "sampler-bound",
+            "worker-startup",
+            "epoch-refill",
+            "inline-loading",
+            "shard-skew",
+        ),
+        "data loading",
+    ),
+    **dict.fromkeys(("main-thread-pause", "rank-straggler", "compute-bound"), "training"),
+    **dict.fromkeys(("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "crashed", "killed"), "death"),
+    **dict.fromkeys(("workers-not-reporting", "samples-lost", "cannot-tell"), "trust"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One measurement: what, how much, in which unit, from how many observations, over which window."""
+
+    name: str
+    value: float | str
+    unit: str
+    n: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locus:
+    """Where it is; what does not apply is None. `role` is a word of `records.ROLES`."""
+
+    host: str | None = None
+    rank: int | None = None
+    device: int | None = None
+    role: str | None = None
+    pid: int | None = None
+    worker: int | None = None
+    loader: int | None = None
+    stage: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A growth rate with an interval from a moving block bootstrap.
+
+    Its coverage falls below the nominal 90 % where the samples are autocorrelated beyond a block.
+    """
+
+    value: float
+    low: float
+    high: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The limit that the growth runs into."""
+
+    name: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eta:
+    """When the limit is met: low, middle and high, in seconds, and in steps if a step time is known."""
+
+    low_seconds: float
+    mid_seconds: float
+    high_seconds: float
+    low_steps: float | None = None
+    mid_steps: float | None = None
+    high_steps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One concrete thing to do, and what it should change."""
+
+    text: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One verdict. A finding other than `cannot-tell` stands on two independent measurements.
+
+    Raises:
+        ValueError: the kind is not of the vocabulary, or the evidence is too thin.
+
+    """
+
+    kind: str
+    severity: Severity
+    confidence: float
+    summary: str
+    locus: Locus = Locus()
+    since_step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+    rate: Rate | None = None
+    limit: Limit | None = None
+    eta: Eta | None = None
+    advice: tuple[Advice, ...] = ()
+    limited_by: str | None = None
+
+    def __post_init__(self) -> None:
+        """Hold the vocabulary closed and the evidence independent."""
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown finding kind {self.kind!r}")
+        if not 0.0 <= self.confidence <= 1.0:
+            raise ValueError(f"confidence {self.confidence!r} is outside 0..1")
+        names = {evidence.name for evidence in self.evidence}
+        if self.kind != "cannot-tell" and len(names) < 2:
+            raise ValueError(f"{self.kind} needs two independent measurements, has {sorted(names)}")
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    """The public JSON form: locus without the fields that do not apply, NaN as null."""
+    body = dataclasses.asdict(finding)
+    body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
+    if body["limited_by"] is None:
+        del body["limited_by"]
+    return finite(body)  # type: ignore[no-any-return]
+
+
+def finite(value: Any) -> Any:
+    """The same value fit for JSON: NaN and infinity become None, tuples lists."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

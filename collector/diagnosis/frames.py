@@ -1,0 +1,145 @@
+"""Small helpers that every rule needs: missing-safe columns, who is who, and step numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
+from collector.store.runs import ProcessKey
+
+SECOND_NS = 1e9
+MIB = 2**20
+GIB = 2**30
+
+
+def floats(table: pd.DataFrame, column: str) -> Floats:
+    """A column as float64, NaN where missing; all NaN if the table lacks the column."""
+    if column not in table.columns:
+        return np.full(len(table), np.nan)
+    return pd.to_numeric(table[column], errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def whole(value: Any) -> int | None:
+    """An integer from a cell or a JSON value; None where it is missing."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return None if pd.isna(value) else int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def mean(values: Floats) -> float:
+    """The mean of what is known, NaN if nothing is."""
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def median(values: Floats) -> float:
+    """The median of what is known, NaN if nothing is."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")
+
+
+def last(values: Floats) -> float:
+    """The last known value, NaN if there is none."""
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else float("nan")
+
+
+def peak(values: Floats) -> float:
+    """The largest known value, NaN if there is none."""
+    known = values[np.isfinite(values)]
+    return float(known.max()) if len(known) else float("nan")
+
+
+def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
+    """The process that an event or a manifest entry names by host, pid and start_ticks."""
+    if not isinstance(body, Mapping):
+        return None
+    pid, ticks = whole(body.get("pid")), whole(body.get("start_ticks"))
+    return None if pid is None or ticks is None else (str(body.get("host")), pid, ticks)
+
+
+def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
+    """The records that this process wrote."""
+    host, pid, ticks = key
+    return table[(table["pid"] == pid) & (table["start_ticks"] == ticks) & (table["host"] == host)]
+
+
+def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """The collector's samples of this process."""
+    process = tables.stream("process")
+    host, pid, ticks = key
+    mine = (process["process_pid"] == pid) & (process["host"] == host)
+    return process[mine & ((process["process_start_ticks"] == ticks) | process["process_start_ticks"].isna())]
+
+
+def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | None:
+    """The optimizer step that the process was in at that time; None if it made no steps."""
+    steps = tables.stream("step")
+    if key is not None:
+        steps = of_process(steps, key)
+    if steps.empty or not np.isfinite(time_ns):
+        return None
+    position = int(np.searchsorted(floats(steps, "time_ns"), time_ns))
+    return whole(steps["step"].iloc[min(position, len(steps) - 1)])
+
+
+def step_seconds(tables: RunTables, key: ProcessKey | None = None) -> float:
+    """The present duration of a step (median of the last 200), NaN if there are none."""
+    steps = tables.stream("step")
+    if key is not None:
+        steps = of_process(steps, key)
+    return median(floats(steps.iloc[-200:], "duration_ns")) / SECOND_NS
+
+
+def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
+    """When the first batch or step of a process (or of the run) was recorded; NaN if none was.
+
+    A training that is watched from outside was under way when the run began.
+    """
+    if tables.manifest.get("watched"):
+        return origin_ns(tables)
+    first = [
+        floats(rows, "time_ns")[0]
+        for name in ("batch", "step")
+        if len(rows := tables.stream(name) if key is None else of_process(tables.stream(name), key))
+    ]
+    return min(first) if first else float("nan")
+
+
+def training_end_ns(tables: RunTables) -> float:
+    """When the last batch or step of the run was recorded (the last sample, if it is watched); NaN if none was."""
+    names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
+    ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
+    return max(ends) if ends else float("nan")
+
+
+def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:
+    """A window of time in words, counted from the start of the run."""
+    return f"{(begin_ns - origin_ns) / SECOND_NS:.0f}-{(end_ns - origin_ns) / SECOND_NS:.0f} s"
+
+
+def origin_ns(tables: RunTables) -> float:
+    """The start of the run on the monotonic clock."""
+    anchors = [
+        float(anchor["time_ns"])
+        for anchor in (tables.manifest.get("anchors") or {}).values()
+        if isinstance(anchor, Mapping) and whole(anchor.get("time_ns")) is not None
+    ]
+    if anchors:
+        return min(anchors)
+    first = [floats(rows, "time_ns")[0] for rows in tables.streams.values() if len(rows)]
+    first += [float(event["time_ns"]) for event in tables.events[:1]]
+    return min(first) if first else float(tables.now_ns)
+
+
+def bytes_text(value: float) -> str:
+    """Bytes for people: MiB below one GiB."""
+    return f"{value / GIB:.1f} GiB" if abs(value) >= GIB else f"{value / MIB:.0f} MiB"

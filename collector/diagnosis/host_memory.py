@@ -1,0 +1,33 @@
+"""What a host's memory is asked for, and what limits it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collector.diagnosis.frames import SECOND_NS, floats, last
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
+
+
+def binding_limit(tables: RunTables, host: str) -> tuple[str, float]:
+    """The name and size of the limit that is met first: the cgroup's if it is below the machine's memory."""
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    total = last(floats(samples, "memory_total_bytes"))
+    cgroup = last(floats(samples, "cgroup_limit_bytes"))
+    return ("cgroup", cgroup) if cgroup < total or np.isnan(total) else ("host memory", total)
+
+
+def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
+    """Times (seconds) and the memory that can't be reclaimed: anon and shmem of the cgroup that binds.
+
+    Page cache is left out, since the kernel takes it back. Where no cgroup binds, MemTotal - MemAvailable.
+    """
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    times = floats(samples, "time_ns") / SECOND_NS
+    if binding_limit(tables, host)[0] == "cgroup":
+        anon = floats(samples, "cgroup_anon_bytes")
+        if np.isfinite(anon).any():
+            return times, anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
+    return times, floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")

@@ -1,0 +1,259 @@
+"""Which process keeps taking memory: main heap, worker heap, or pages copied by reading.
+
+The three differ in mechanism. A heap that leaks grows in private dirty *and* resident memory. Copy-on-read moves
+pages that a forked worker shared with its parent to private ones: private dirty grows, resident memory does not,
+and it ends when everything is copied.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.copies import find_copies
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Rate
+from collector.diagnosis.frames import (
+    MIB,
+    SECOND_NS,
+    bytes_text,
+    floats,
+    sampled,
+    step_at,
+    step_seconds,
+    training_start_ns,
+    whole,
+)
+from collector.diagnosis.host_memory import demand_series
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.loops import loader_settings, worker_slots
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import MIN_POINTS, Floats, Growth, growth
+from collector.diagnosis.witnesses import (
+    CONFIRMED,
+    Leak,
+    cumulative_rise,
+    half_slopes,
+    negligible_bytes,
+    rise_evidence,
+    rise_since,
+    witness_of,
+)
+from collector.store.runs import ProcessKey
+from training_harness.records import ROLE_WORKER
+
+
+def find_leaks(tables: RunTables) -> list[Finding]:
+    """Main-heap leaks, copy-on-read growth and worker-heap leaks."""
+    copies = find_copies(tables)
+    life = Lifecycle(tables)
+    found = [
+        _main_leak(tables, key, leak)
+        for key in (*life.mains, *life.watched)
+        if (leak := _main_growth(tables, key)) is not None
+    ]
+    copied = {(finding.locus.rank, finding.locus.loader) for finding in copies}
+    return found + copies + [f for f in _worker_leaks(tables) if (f.locus.rank, f.locus.loader) not in copied]
+
+
+def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
+    """Resident memory that grows and that another measurement confirms to be written memory of its own."""
+    begin = training_start_ns(tables, key)
+    rows = sampled(tables, key)
+    if not math.isfinite(begin) or len(rows) < MIN_POINTS:
+        return None
+    rows = rows[floats(rows, "time_ns") >= begin]
+    times = floats(rows, "time_ns") / SECOND_NS
+    resident = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    resident = resident - np.nan_to_num(floats(rows, "shm_bytes"))
+    grown = growth(times, resident, negligible=negligible_bytes(resident))
+    if grown is None:
+        return None
+    forks = _forks(tables, key, times)
+    private = cumulative_rise(floats(rows, "private_dirty_bytes"), forks)
+    undisturbed = np.ptp(forks[times >= grown.since_seconds]) == 0
+    if undisturbed and rise_since(times, private, grown) < CONFIRMED * grown.rise:
+        return None  # resident, but not written: mapped files
+    witnesses = [
+        witness
+        for name, at, values in (
+            ("private_dirty_rise_bytes", times, private),
+            ("inherited_by_workers_rise_bytes", *_inherited(tables, key)),
+            ("host_demand_rise_bytes", *demand_series(tables, key[0])),
+        )
+        if (witness := witness_of(name, at, values, grown)) is not None
+    ]
+    if not witnesses:
+        return None
+    halves = half_slopes(times, resident, grown)
+    witnesses += [
+        Evidence(
+            name=f"slope_{half}_half", value=round(slope), unit="bytes/s", n=grown.n // 2, window=f"{half} half"
+        )
+        for half, slope in zip(("first", "second"), halves, strict=True)
+    ]
+    return Leak(
+        growth=grown,
+        series="resident",
+        witnesses=tuple(witnesses),
+        begin_ns=grown.since_seconds * SECOND_NS,
+        end_ns=float(times[-1]) * SECOND_NS,
+    )
+
+
+def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
+    """Times (seconds) and resident bytes of forked workers when first seen.
+
+    Fork maps only the parent's written memory into the child, no files: a view of it that no other sample gives.
+    """
+    slots, settings = worker_slots(tables), loader_settings(tables)
+    mine = {
+        pid
+        for (host, pid), (main, loader, _) in slots.items()
+        if main == key and host == key[0] and settings.get((main, loader), {}).get("start_method") == "fork"
+    }
+    process = tables.stream("process")
+    rows = process[
+        process["process_pid"].isin(mine) & (process["host"] == key[0]) & (floats(process, "rss_bytes") > 0)
+    ]
+    rows = rows[~rows.duplicated(["process_pid", "process_start_ticks"])]
+    return floats(rows, "time_ns") / SECOND_NS, floats(rows, "rss_bytes")
+
+
+def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
+    grown = leak.growth
+    pace = step_seconds(tables, key)
+    per_step = f", {bytes_text_fine(grown.slope * pace)} per step" if math.isfinite(pace) else ""
+    return Finding(
+        kind="main-heap-leak",
+        severity="warning",
+        confidence=0.95 if len(leak.witnesses) > 3 else 0.85,
+        summary=(
+            f"The training process (pid {key[1]}) keeps taking host memory: {bytes_text(grown.rise)} so far, "
+            f"{bytes_text_fine(grown.slope)}/s{per_step}."
+        ),
+        locus=Locus(host=key[0], rank=_rank(tables, key), role="main", pid=key[1]),
+        since_step=step_at(tables, key, leak.begin_ns),
+        evidence=(rise_evidence(tables, leak), *leak.witnesses),
+        rate=_rate(grown),
+        advice=(
+            Advice(
+                text="Look for what keeps a reference per step: losses or outputs kept with their graph "
+                "(use .item() or "
+                ".detach()), growing lists of metrics, caches without bound, create_graph=True",
+                expected=f"the growth of {bytes_text_fine(grown.slope)}/s stops",
+            ),
+            Advice(
+                text="Compare two tracemalloc snapshots some hundred steps apart, from the step named here on",
+                expected="the line that allocates what is kept (Python objects only)",
+            ),
+        ),
+    )
+
+
+def _worker_leaks(tables: RunTables) -> list[Finding]:
+    """Workers whose private and resident memory grow together; one finding per loader."""
+    process = tables.stream("process")
+    workers = process[floats(process, "role") == ROLE_WORKER]
+    who = ["host", "process_pid", "process_start_ticks"]
+    workers = workers[workers.groupby(who)["time_ns"].transform("size") >= MIN_POINTS]
+    leaks: dict[tuple[str, int | None, int], list[tuple[int, Leak]]] = {}
+    for (host, _, _), rows in workers.groupby(who):
+        loader, worker = whole(rows["loader"].iloc[-1]), whole(rows["worker"].iloc[-1])
+        if loader is None or worker is None or (leak := _worker_growth(rows)) is None:
+            continue
+        place = (str(host), whole(rows["process_rank"].iloc[-1]), loader)
+        leaks.setdefault(place, []).append((worker, leak))
+    return [_worker_leak(tables, place, found) for place, found in leaks.items()]
+
+
+def _worker_growth(rows: pd.DataFrame) -> Leak | None:
+    times, private = floats(rows, "time_ns") / SECOND_NS, floats(rows, "private_dirty_bytes")
+    if np.isfinite(private).sum() < MIN_POINTS:
+        return None
+    grown = growth(times, private, negligible=negligible_bytes(private))
+    if grown is None:
+        return None
+    resident = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    witness = witness_of("rss_rise_bytes", times, resident, grown)
+    if witness is None:
+        return None
+    return Leak(
+        growth=grown,
+        series="private_dirty",
+        witnesses=(witness,),
+        begin_ns=grown.since_seconds * SECOND_NS,
+        end_ns=float(times[-1]) * SECOND_NS,
+    )
+
+
+def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: list[tuple[int, Leak]]) -> Finding:
+    host, rank, loader = place
+    total = sum(leak.growth.slope for _, leak in found)
+    rise = sum(leak.growth.rise for _, leak in found)
+    leak = max((leak for _, leak in found), key=lambda one: one.growth.rise)
+    names = ", ".join(str(worker) for worker in sorted({worker for worker, _ in found}))
+    return Finding(
+        kind="worker-heap-leak",
+        severity="warning",
+        confidence=0.9,
+        summary=f"Workers {names} of loader {loader} keep taking memory: {bytes_text(rise)} so far, "
+        f"{bytes_text_fine(total)}/s.",
+        locus=Locus(
+            host=host, rank=rank, role="worker", loader=loader, worker=found[0][0] if len(found) == 1 else None
+        ),
+        since_step=step_at(tables, None, leak.begin_ns),
+        evidence=(
+            rise_evidence(tables, leak),
+            *leak.witnesses,
+            Evidence(name="growing_workers_count", value=len(found), unit="count", n=len(found), window="run"),
+        ),
+        rate=Rate(
+            value=total,
+            low=sum(leak.growth.low for _, leak in found),
+            high=sum(leak.growth.high for _, leak in found),
+            unit="bytes/s",
+        ),
+        advice=(
+            Advice(
+                text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache "
+                "without bound)",
+                expected=f"the growth of {bytes_text_fine(total)}/s stops",
+            ),
+            Advice(
+                text="Until then: persistent_workers=False ends the workers at each epoch",
+                expected="their memory is given back at each epoch, for the price of starting them again",
+            ),
+        ),
+    )
+
+
+def bytes_text_fine(value: float) -> str:
+    """Bytes for people, KiB below one MiB."""
+    return bytes_text(value) if abs(value) >= 10 * MIB else f"{value / 1024:.0f} KiB"
+
+
+def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
+    """For each time, how many times the process has started or ended workers: segments of its private memory."""
+    begun: list[float] = []
+    pids: dict[int | None, tuple[int, ...]] = {}
+    for event in tables.events:
+        if event["kind"] == "epoch-start" and (event["host"], event["pid"], event["start_ticks"]) == key:
+            loader, workers = whole(event.get("loader")), tuple(event.get("worker_pids") or ())
+            if pids.get(loader) != workers:
+                begun.append(event["time_ns"] / SECOND_NS)
+            pids[loader] = workers
+        elif event["kind"] == "worker-exit":
+            begun.append(event["time_ns"] / SECOND_NS)
+    changes: Floats = np.searchsorted(np.sort(np.array(begun)), times_seconds).astype(np.float64)
+    return changes
+
+
+def _rate(grown: Growth) -> Rate:
+    return Rate(value=grown.slope, low=grown.low, high=grown.high, unit="bytes/s")
+
+
+def _rank(tables: RunTables, key: ProcessKey) -> int | None:
+    starts = [e for e in tables.events_of("process-start") if (e["host"], e["pid"], e["start_ticks"]) == key]
+    return whole(starts[-1].get("rank")) if starts else None

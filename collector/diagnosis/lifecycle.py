@@ -1,0 +1,251 @@
+"""How the processes of a run ended, from what they wrote, what others saw and whether they live.
+
+A process that is killed writes no farewell. So a process counts as killed only if it said nothing in farewell
+*and* is known not to live; where that can't be known (another host, another boot) nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import pandas as pd
+
+from collector.diagnosis.frames import floats, key_of, sampled, whole
+from collector.diagnosis.tables import RunTables
+from collector.store.runs import ProcessKey
+
+Status = Literal["running", "finished", "failed", "killed"]
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+_SHELL_SIGNAL_BASE = 128
+_LAST_SIGNAL = 64
+_LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
+_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")  # torch.multiprocessing.spawn
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """The ends of the processes of one run."""
+
+    tables: RunTables
+
+    @cached_property
+    def mains(self) -> tuple[ProcessKey, ...]:
+        """The training processes that reported, without those that their launcher has replaced."""
+        return tuple(key for key in self._attempts if key not in self.replaced)
+
+    @cached_property
+    def replaced(self) -> dict[ProcessKey, int]:
+        """Training processes of earlier attempts -> attempt: when a rank fails, torchrun starts all ranks anew."""
+        newest: dict[tuple[str, int | None], int] = {}
+        for launcher, attempt in self._attempts.values():
+            newest[launcher] = max(attempt, newest.get(launcher, 0))
+        return {key: attempt for key, (launcher, attempt) in self._attempts.items() if attempt < newest[launcher]}
+
+    @cached_property
+    def attempts(self) -> int:
+        """How many times the ranks were started."""
+        return 1 + max((attempt for _, attempt in self._attempts.values()), default=0)
+
+    @cached_property
+    def _attempts(self) -> dict[ProcessKey, tuple[tuple[str, int | None], int]]:
+        """Training process -> what launched it (host, pid), and the attempt that it is part of."""
+        return {
+            key: ((key[0], whole(event.get("parent_pid"))), whole(event.get("attempt")) or 0)
+            for event in self.tables.events_of("process-start")
+            if (key := key_of(event))
+        }
+
+    def of_last_attempt(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The rows of a stream that no replaced process wrote: its steps were made anew, or lost."""
+        for host, pid, ticks in self.replaced:
+            rows = rows[(rows["pid"] != pid) | (rows["start_ticks"] != ticks) | (rows["host"] != host)]
+        return rows
+
+    @cached_property
+    def watched(self) -> tuple[ProcessKey, ...]:
+        """The process of `tidegauge watch`, which knows nothing of us: how it ends, nobody is told."""
+        return (self.command,) if self.command is not None and self.tables.manifest.get("watched") else ()
+
+    @cached_property
+    def command(self) -> ProcessKey | None:
+        """The command of the run."""
+        return key_of(self.tables.manifest.get("command"))
+
+    @cached_property
+    def exit_status(self) -> int | None:
+        """How the command ended: exit code, or -n for signal n; None if it runs or nobody saw it end."""
+        seen = [whole(event.get("exit_status")) for event in self.tables.events_of("command-exit")]
+        return seen[-1] if seen else whole(self.tables.manifest.get("exit_status"))
+
+    @cached_property
+    def exceptions(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """The last uncaught exception of each process."""
+        return {key: event for event in self.tables.events_of("exception") if (key := key_of(event))}
+
+    @cached_property
+    def farewells(self) -> frozenset[ProcessKey]:
+        """Training processes that reached the end of the interpreter."""
+        return frozenset(key for e in self.tables.events_of("process-exit") if (key := key_of(e)))
+
+    def is_dead(self, key: ProcessKey) -> bool:
+        """Whether the process is known to have ended."""
+        if self.tables.living is not None:
+            return key not in self.tables.living
+        return bool((floats(sampled(self.tables, key), "alive") == 0).any())
+
+    def is_living(self, key: ProcessKey | None) -> bool:
+        """Whether the process is known to be alive."""
+        return key is not None and self.tables.living is not None and key in self.tables.living
+
+    @cached_property
+    def fatal_signal(self) -> int | None:
+        """The signal that ended the command, as its own status or as a shell passes it on.
+
+        A positive status is the training's own word if it is the command, or if it ended in good order.
+        """
+        own = self.command in self.mains or (bool(self.mains) and not self._unended)
+        return None if own and (self.exit_status or 0) > 0 else signal_of(self.exit_status)
+
+    @cached_property
+    def _unended(self) -> frozenset[ProcessKey]:
+        """Training processes that did not end in good order, or not yet."""
+        return frozenset(key for key in self.mains if key not in self.farewells or key in self.exceptions)
+
+    def ancestors(self, key: ProcessKey) -> tuple[ProcessKey, ...]:
+        """The processes above a training process that raised an exception or are the command, nearest first."""
+        chain, parent = [], self._parents.get(key)
+        while parent is not None and parent not in chain:
+            chain.append(parent)
+            parent = self._parents.get(parent)
+        if self.command is not None and self.command not in (key, *chain):
+            chain.append(self.command)
+        return tuple(chain)
+
+    @cached_property
+    def _parents(self) -> dict[ProcessKey, ProcessKey]:
+        """Training process -> its parent, if that said anything in the run."""
+        known = {key[:2]: key for key in (self.command, *self.exceptions, *self.mains) if key is not None}
+        starts = [
+            (key_of(event), whole(event.get("parent_pid"))) for event in self.tables.events_of("process-start")
+        ]
+        return {key: known[key[0], pid] for key, pid in starts if key and pid and (key[0], pid) in known}
+
+    @cached_property
+    def exceptions_above(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """The exceptions of the processes that started the training processes, and of these themselves."""
+        concerned = {*self.mains, *(above for key in self.mains for above in self.ancestors(key))}
+        concerned |= {self.command} if self.command is not None else set()
+        return {key: event for key, event in self.exceptions.items() if key in concerned}
+
+    @cached_property
+    def killed_mains(self) -> dict[ProcessKey, int | None]:
+        """Training processes (or the command itself) that ended abruptly, and the signal if it is known."""
+        named = self._named_by_launcher()
+        killed: dict[ProcessKey, int | None] = {}
+        for key in self.mains:
+            if key in self.exceptions:
+                if is_interrupt(self.exceptions[key]):
+                    killed[key] = SIGINT
+            elif key[1] in named:
+                killed[key] = signal_of(named[key[1]])
+            elif not named and self._ended_abruptly(key):
+                killed[key] = self._own_signal(key)
+        by_signal = self.fatal_signal
+        if self.command is not None and by_signal is not None and not (killed or self.mains):
+            killed[self.command] = by_signal
+        return killed
+
+    def _ended_abruptly(self, key: ProcessKey) -> bool:
+        """Whether it vanished, and not because what started it ended by an exception or a failure of its own.
+
+        A launcher that fails stops the processes that it started.
+        """
+        if not self.is_dead(key) or self.exit_status == 0:
+            return False
+        if self._own_signal(key) is not None:
+            return True
+        if key in self.farewells or (key == self.command and self.exit_status is not None):
+            return False
+        by_itself = self.exit_status is not None and self.exit_status > 0 and self.fatal_signal is None
+        return not by_itself and not any(above in self.exceptions for above in self.ancestors(key))
+
+    def _own_signal(self, key: ProcessKey) -> int | None:
+        """The signal in the command's exit status, if the command is this process or merely wraps it.
+
+        What merely wraps it may have a status of its own: a farewell is the better witness.
+        """
+        wrapped = len(self.mains) == 1 and key not in self.farewells
+        return self.fatal_signal if key == self.command or wrapped else None
+
+    def _named_by_launcher(self) -> dict[int, int]:
+        """Exit code by pid of the training processes a launcher names as the cause; it stops the others."""
+        named: dict[int, int] = {}
+        for above, event in self.exceptions.items():
+            text = str(event.get("message"))
+            named |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
+            children = sorted((key for key in self.mains if self._parents.get(key) == above), key=_age)
+            for place, name in _SPAWN_MESSAGE.findall(text):
+                if int(place) < len(children) and name in signals.Signals.__members__:
+                    named[children[int(place)][1]] = -signals.Signals[name]
+        causes = {pid: code for pid, code in named.items() if code != -SIGTERM}  # SIGTERM is how it stops the rest
+        return causes or named
+
+    def collectors_killed(self) -> list[Mapping[str, Any]]:
+        """The `collector-start` events of collectors that ended without `collector-stop`."""
+        stopped = {key_of(event) for event in self.tables.events_of("collector-stop")}
+        starts = self.tables.events_of("collector-start")
+        killed = []
+        for position, event in enumerate(starts):
+            key = key_of(event)
+            if key is None or key in stopped:
+                continue
+            succeeded = any(e.get("resumed") and e.get("host") == key[0] for e in starts[position + 1 :])
+            if succeeded or (self.tables.living is not None and key not in self.tables.living):
+                killed.append(event)
+        return killed
+
+    def status(self) -> Status:
+        """Running, finished, failed or killed."""
+        if self.watched:
+            over = self.tables.manifest.get("end_time_ns") is not None
+            return "running" if self.is_living(self.command) and not over else "finished"
+        if any(self.is_living(key) for key in (self.command, *self.mains)):
+            return "running"
+        if self.exit_status is not None:
+            if self.exit_status == 0:
+                return "finished"
+            return "failed" if self.fatal_signal is None else "killed"
+        if self.killed_mains:
+            return "killed"
+        if self.exceptions_above:
+            return "failed"
+        return "finished" if self.mains and self.farewells.issuperset(self.mains) else self._unseen_end()
+
+    def _unseen_end(self) -> Status:
+        gone = self.tables.living is not None and self.command is not None
+        return "killed" if gone else "running"
+
+
+def _age(key: ProcessKey) -> tuple[int, int]:
+    return key[2], key[1]
+
+
+def signal_of(exit_status: int | None) -> int | None:
+    """The signal behind an exit status: -n, or 128+n as shells and launchers pass it on."""
+    if exit_status is None:
+        return None
+    if exit_status < 0:
+        return -exit_status
+    if _SHELL_SIGNAL_BASE < exit_status <= _SHELL_SIGNAL_BASE + _LAST_SIGNAL:
+        return exit_status - _SHELL_SIGNAL_BASE
+    return None
+
+
+def is_interrupt(exception: Mapping[str, Any]) -> bool:
+    """Whether an uncaught exception is the user's Ctrl-C."""
+    return exception.get("type") == "KeyboardInterrupt"

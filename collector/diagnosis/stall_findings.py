@@ -1,0 +1,255 @@
+"""The findings about loading loops: words, evidence and advice for what `stalls` decided."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
+from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, step_at, window_text
+from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
+from collector.diagnosis.loops import Loop
+from collector.diagnosis.pace import Pace, WorkerPace
+from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
+from collector.diagnosis.tables import RunTables
+
+_WARN_WAIT = 0.10  # of the training process's time
+_WARN_STARVED = 0.05  # of the loop's time
+_SPARE_IDLE = 0.10
+
+
+def hand_over(loop: Loop, steady: Pace) -> Finding:
+    """The waiting lies between worker and loop, where nothing is measured yet."""
+    missing = (
+        f"it waits {steady.wait_ratio:.0%} of its time for batches that the workers have made already "
+        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop). Queue, unpickling and "
+        "pinning have no "
+        f"measurement of their own yet; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
+    )
+    advice: tuple[Advice, ...] = ()
+    if steady.fetch_mean < steady.hand_over:
+        advice = (
+            Advice(
+                text="Set num_workers=0",
+                expected=f"about {steady.fetch_mean * 1e3:.1f} ms per batch instead of "
+                f"{steady.hand_over * 1e3:.1f} ms",
+            ),
+        )
+    return dataclasses.replace(cannot_tell(loop, missing, steady.batches), advice=advice)
+
+
+def cannot_tell(loop: Loop, missing: str, batches: int) -> Finding:
+    """What is missing for a verdict on this loop."""
+    return Finding(
+        kind="cannot-tell",
+        severity="info",
+        confidence=1.0,
+        summary=f"Whether loader {loop.loader} keeps up cannot be told: {missing}.",
+        locus=_locus(loop),
+        evidence=(
+            Evidence(name="steady_batches", value=batches, unit="count", n=batches, window="after the ramp-up"),
+        ),
+    )
+
+
+def compute_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
+    """The loop does not starve."""
+    if loop.num_workers:
+        how = f"and its workers have time to spare ({steady.idle_ratio:.0%} idle)"
+        second = _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables)
+        if steady.idle_ratio < _SPARE_IDLE:
+            how = f"and its workers just keep up ({steady.idle_ratio:.0%} idle)"
+    else:
+        how = f"and a batch is made in {steady.fetch_mean * 1e3:.1f} ms"
+        second = _seconds("fetch_seconds", steady.fetch_mean, steady, tables)
+    return Finding(
+        kind="compute-bound",
+        severity="info",
+        confidence=_confidence(steady),
+        summary=f"Data loading keeps up: {steady.starved_ratio:.1%} of the loop's time goes into waiting "
+        "for batches "
+        f"of loader {loop.loader} that are not made yet, {how}.",
+        locus=_locus(loop),
+        since_step=_since(tables, loop, steady),
+        evidence=(*_pace_evidence(steady, tables), second),
+    )
+
+
+def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
+    """The training process makes its batches itself."""
+    limit = worker_limit(tables, loop)
+    small, advice = advise_inline(steady, limit, cores_per_rank(tables, loop.main[0]))
+    return Finding(
+        kind="inline-loading",
+        severity="info" if small else _severity(tables, loop, steady),
+        confidence=_confidence(steady),
+        summary=(
+            f"The training process makes its batches itself (num_workers=0): {steady.wait_ratio:.0%} of "
+            "the loop's time, "
+            f"{steady.fetch_mean * 1e3:.1f} ms per batch"
+            + (
+                ". Workers would not help: handing a batch over costs as much."
+                if small
+                else ", while nothing is computed."
+            )
+        ),
+        locus=_locus(loop, role="main"),
+        since_step=_since(tables, loop, steady),
+        evidence=(
+            *_waiting_evidence(tables, loop, steady),
+            _seconds("fetch_seconds", steady.fetch_mean, steady, tables),
+            *limit.evidence,
+        ),
+        advice=advice,
+    )
+
+
+def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
+    """All workers together cannot keep up."""
+    limit = worker_limit(tables, loop)
+    return Finding(
+        kind="workers-too-slow",
+        severity=_severity(tables, loop, steady),
+        confidence=_confidence(steady),
+        summary=(
+            f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
+            f"{steady.wait_ratio:.0%} of "
+            f"its time and the workers idle {steady.idle_ratio:.0%}; {limit.because}."
+        ),
+        locus=_locus(loop, role="worker"),
+        since_step=_since(tables, loop, steady),
+        evidence=(
+            *_waiting_evidence(tables, loop, steady),
+            _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables),
+            _seconds("fetch_seconds", steady.fetch_mean, steady, tables),
+            _ratio("capacity_ratio", steady.capacity_ratio, steady, tables),
+            *limit.evidence,
+        ),
+        advice=advise_too_slow(loop, steady, limit, cores_per_rank(tables, loop.main[0])),
+        limited_by=limit.by,
+    )
+
+
+def slow_worker(tables: RunTables, loop: Loop, steady: Pace, worker: WorkerPace) -> Finding:
+    """One worker holds up the others."""
+    others = [other for other in steady.workers if other is not worker]
+    usual = float(np.median([other.fetch_median for other in others]))
+    limit: WorkerLimit = worker_limit(tables, loop, worker.worker)
+    idle = float(np.median([other.idle_ratio for other in others]))
+    ratio = worker.fetch_median / usual
+    return Finding(
+        kind="slow-worker",
+        severity=_severity(tables, loop, steady),
+        confidence=_confidence(steady),
+        summary=(
+            f"Worker {worker.worker} of loader {loop.loader} holds up the training: its fetch takes "
+            f"{ratio:.1f} times "
+            f"the others' ({worker.fetch_median * 1e3:.0f} against {usual * 1e3:.0f} ms), which idle {idle:.0%}; "
+            f"{limit.because}."
+        ),
+        locus=_locus(loop, role="worker", worker=worker.worker),
+        since_step=_since(tables, loop, steady),
+        evidence=(
+            *_waiting_evidence(tables, loop, steady),
+            _worker("worker_fetch_ratio", ratio, worker, steady, tables),
+            _worker("worker_idle_ratio", worker.idle_ratio, worker, steady, tables),
+            _ratio("other_workers_idle_ratio", idle, steady, tables),
+            _worker("worker_blame_ratio", worker.blame_ratio, worker, steady, tables),
+            *limit.evidence,
+        ),
+        advice=advise_slow_worker(loop, steady, worker.worker, usual),
+        limited_by=limit.by,
+    )
+
+
+def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
+    """A few batches take far longer than the rest."""
+    return Finding(
+        kind="straggler-samples",
+        severity=_severity(tables, loop, steady),
+        confidence=_confidence(steady),
+        summary=(
+            f"A few batches hold up the training: {steady.tail_ratio:.0%} of the batches of loader "
+            f"{loop.loader} take over 3 "
+            f"times the usual and cause {steady.tail_wait_ratio:.0%} of the waiting; no worker is slow in itself."
+        ),
+        locus=_locus(loop, role="worker"),
+        since_step=_since(tables, loop, steady),
+        evidence=(
+            *_waiting_evidence(tables, loop, steady),
+            _ratio("straggler_ratio", steady.tail_ratio, steady, tables),
+            _ratio("straggler_wait_ratio", steady.tail_wait_ratio, steady, tables),
+            _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables),
+        ),
+        advice=advise_tail(loop, steady),
+    )
+
+
+def _waiting_evidence(tables: RunTables, loop: Loop, steady: Pace) -> tuple[Evidence, ...]:
+    lost = _ratio("lost_wall_ratio", _lost_ratio(tables, loop, steady), steady, tables)
+    return (*_pace_evidence(steady, tables), lost)
+
+
+def _pace_evidence(steady: Pace, tables: RunTables) -> tuple[Evidence, ...]:
+    return (
+        _ratio("starved_ratio", steady.starved_ratio, steady, tables),
+        _ratio("data_wait_ratio", steady.wait_ratio, steady, tables),
+        _seconds("hand_over_seconds", steady.hand_over, steady, tables),
+        _seconds("consumer_seconds", steady.consumer, steady, tables),
+    )
+
+
+def _ratio(name: str, value: float, steady: Pace, tables: RunTables) -> Evidence:
+    return Evidence(
+        name=name, value=round(value, 4), unit="ratio", n=steady.batches, window=_window(steady, tables)
+    )
+
+
+def _seconds(name: str, value: float, steady: Pace, tables: RunTables) -> Evidence:
+    return Evidence(
+        name=name, value=round(value, 6), unit="seconds", n=steady.batches, window=_window(steady, tables)
+    )
+
+
+def _worker(name: str, value: float, worker: WorkerPace, steady: Pace, tables: RunTables) -> Evidence:
+    return Evidence(
+        name=name, value=round(value, 4), unit="ratio", n=worker.fetches, window=_window(steady, tables)
+    )
+
+
+def _window(steady: Pace, tables: RunTables) -> str:
+    return window_text(steady.first_ns, steady.last_ns, origin_ns(tables))
+
+
+def _severity(tables: RunTables, loop: Loop, steady: Pace) -> Severity:
+    """A loop that starves is worth a warning only if the training process as a whole loses time in it."""
+    starves = steady.starved_ratio >= _WARN_STARVED and _lost_ratio(tables, loop, steady) >= _WARN_WAIT
+    return "warning" if starves else "info"
+
+
+def _lost_ratio(tables: RunTables, loop: Loop, steady: Pace) -> float:
+    """Share of the training process's time, from its first to its last record, that it waits in this loop."""
+    times = [floats(of_process(tables.stream(name), loop.main), "time_ns") for name in ("batch", "step")]
+    begin, end = times[0][0], max(series[-1] for series in times if len(series))
+    return float(steady.wait * len(loop.batches) / max((end - begin) / SECOND_NS, steady.wait))
+
+
+def _confidence(steady: Pace) -> float:
+    """Grows with the number of steady batches: 0.75 at 10, 0.95 at 90."""
+    return round(min(0.99, 1 - 0.5 / (1 + steady.batches / 10)), 2)
+
+
+def _since(tables: RunTables, loop: Loop, steady: Pace) -> int | None:
+    return step_at(tables, loop.main, steady.first_ns)
+
+
+def _locus(loop: Loop, *, role: str | None = None, worker: int | None = None) -> Locus:
+    return Locus(
+        host=loop.main[0],
+        rank=loop.rank,
+        role=role,
+        loader=loop.loader,
+        worker=worker,
+        pid=loop.main[1] if role == "main" else None,
+    )

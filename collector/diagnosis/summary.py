@@ -1,0 +1,164 @@
+"""The figures of a run at a glance; what was not measured is None."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.frames import SECOND_NS, floats, last, origin_ns, peak, whole
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.tables import RunTables
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+_WHO = ["host", "pid", "start_ticks"]
+
+
+def summarise(tables: RunTables) -> dict[str, Any]:
+    """Peaks in bytes, throughput per second, the share of the loop's time spent waiting, Tidegauge's own cost."""
+    return {
+        "peak": _peaks(tables),
+        "throughput": _throughput(tables),
+        "data_wait_ratio": data_wait_ratio(tables),
+        "overhead": _overhead(tables.stream("agent")),
+    }
+
+
+def steps_count(tables: RunTables) -> int:
+    """Optimizer steps of the run; ranks step together, so the rank with the most counts."""
+    steps = Lifecycle(tables).of_last_attempt(tables.stream("step"))
+    if steps.empty:
+        return 0
+    made = steps.groupby(_WHO).agg(count=("step", "max"), rank=("rank", "first"))
+    counts = pd.Series(np.nan_to_num(floats(made, "count") + 1))
+    per_rank = counts.groupby(np.nan_to_num(floats(made, "rank"), nan=-1.0)).sum()
+    return int(per_rank.max())
+
+
+def duration_seconds(tables: RunTables, *, running: bool) -> float | None:
+    """From the start of the run to its end, or to now while it runs."""
+    begin = origin_ns(tables)
+    exits = [float(event["time_ns"]) for event in tables.events_of("command-exit")]
+    end = whole(tables.manifest.get("end_time_ns"))
+    if running:
+        finish = float(tables.now_ns)
+    elif exits:
+        finish = exits[-1]
+    elif end is not None:
+        finish = float(end)
+    else:
+        times = [floats(rows, "time_ns")[-1] for rows in tables.streams.values() if len(rows)]
+        times += [float(event["time_ns"]) for event in tables.events[-1:]]
+        if not times:
+            return None
+        finish = max(times)
+    return max(0.0, (finish - begin) / SECOND_NS)
+
+
+def data_wait_ratio(tables: RunTables) -> float | None:
+    """Time in the DataLoader over the time of the steps; in a run without steps, over the loop's time."""
+    step = tables.stream("step")
+    duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
+    both = np.isfinite(duration) & np.isfinite(wait)
+    if duration[both].sum() > 0:
+        return float(wait[both].sum() / duration[both].sum())
+    return _batch_wait_ratio(tables.stream("batch"))
+
+
+def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:
+    """Time in the DataLoader over the loop's time, between the first and the last batch of each epoch."""
+    if batch.empty:
+        return None
+    rows = batch.assign(wait=floats(batch, "wait_ns"), time=floats(batch, "time_ns"))
+    groups = rows.groupby([*_WHO, "loader", "epoch"])
+    waits = groups["wait"].sum() - groups["wait"].first()
+    spans = groups["time"].max() - groups["time"].min()
+    return float(waits.sum() / spans.sum()) if spans.sum() > 0 else None
+
+
+def _peaks(tables: RunTables) -> dict[str, float | None]:
+    host, process = tables.stream("host"), tables.stream("process")
+    roles = floats(process, "role")
+    mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
+    device = tables.stream("device_memory")
+    return {
+        "host_used_bytes": _known(
+            peak(floats(host, "memory_total_bytes") - floats(host, "memory_available_bytes"))
+        ),
+        "cgroup_demand_bytes": _known(
+            peak(floats(host, "cgroup_anon_bytes") + np.nan_to_num(floats(host, "cgroup_shmem_bytes")))
+        ),
+        "shm_used_bytes": _known(peak(floats(host, "shm_used_bytes"))),
+        "run_pss_bytes": _peak_sum(process, "pss_bytes"),
+        "main_rss_bytes": _known(peak(floats(mains, "rss_bytes"))),
+        "main_private_dirty_bytes": _known(peak(floats(mains, "private_dirty_bytes"))),
+        "worker_rss_bytes": _known(peak(floats(workers, "rss_bytes"))),
+        "worker_private_dirty_bytes": _known(peak(floats(workers, "private_dirty_bytes"))),
+        "device_allocated_bytes": _known(peak(floats(device, "allocated_peak_bytes"))),
+        "device_reserved_bytes": _known(peak(floats(device, "reserved_peak_bytes"))),
+    }
+
+
+def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
+    """The highest sum over the processes; each holds its last reading until the next one or its end.
+
+    Readings are rationed, so those of one tick alone do not add up to the run.
+    """
+    ended = floats(process, "alive") == 0
+    rows = process.assign(value=np.where(ended, 0.0, floats(process, column)))
+    rows = rows[np.isfinite(rows["value"])]
+    if not (rows["value"] > 0).any():
+        return None
+    held = rows.groupby(["host", "process_pid", "process_start_ticks"], dropna=False)["value"]
+    changes = rows["value"] - held.shift().fillna(0.0)
+    return float(changes.groupby(rows["time_ns"]).sum().cumsum().max())
+
+
+def _throughput(tables: RunTables) -> dict[str, float | None]:
+    batch, step = (Lifecycle(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
+    samples = floats(batch, "samples_count")
+    return {
+        "steps_per_second": _per_second(step, np.ones(len(step)), per_rank=True),
+        "batches_per_second": _per_second(batch, np.ones(len(batch))),
+        "samples_per_second": _per_second(batch, samples) if np.isfinite(samples).any() else None,
+    }
+
+
+def _per_second(rows: pd.DataFrame, counts: np.ndarray[Any, Any], *, per_rank: bool = False) -> float | None:
+    """Counts per second from the first to the last record, over all processes, or of the fastest (`per_rank`)."""
+    if len(rows) < 2:
+        return None
+    table = rows.assign(count=np.nan_to_num(counts), time=floats(rows, "time_ns"))
+    rates = []
+    for _, mine in table.groupby(_WHO):
+        seconds = (mine["time"].iloc[-1] - mine["time"].iloc[0]) / SECOND_NS
+        if seconds > 0:
+            rates.append(float(mine["count"].iloc[1:].sum() / seconds))
+    if not rates:
+        return None
+    return max(rates) if per_rank else sum(rates)
+
+
+def _overhead(agent: pd.DataFrame) -> dict[str, float | None]:
+    times = floats(agent, "time_ns")
+    span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
+    return {
+        "collector_cpu_ratio": _share(floats(agent, "cpu_ns"), span),
+        "smaps_cpu_ratio": _share(floats(agent, "smaps_ns"), span),
+        "collector_rss_bytes": _known(peak(floats(agent, "rss_bytes"))),
+        "interval_seconds": _known(float(np.nanmedian(floats(agent, "interval_ns"))) / SECOND_NS)
+        if np.isfinite(floats(agent, "interval_ns")).any()
+        else None,
+        "ingest_lag_seconds": _known(last(floats(agent, "ingest_lag_ns")) / SECOND_NS),
+    }
+
+
+def _share(spent: np.ndarray[Any, Any], span: float) -> float | None:
+    known = spent[np.isfinite(spent)]
+    return float(known[-1] - known[0]) / span if len(known) > 1 and span > 0 else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,187 @@
+"""What the rules look at: one run, read at one moment, as plain tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from collector.store.reader import Snapshot, read
+from collector.store.runs import ProcessKey as ProcessKey
+from collector.store.runs import Run, living_processes
+from training_harness.records import IDENTITY, STREAMS
+
+#: The rules look at no more than about so many rows of each stream, so a verdict has a bounded cost.
+ROWS_PER_STREAM = 200_000
+#: What a run is made of: these events are few, and none is ever left out.
+STRUCTURAL_EVENTS = (
+    "process-start",
+    "process-exit",
+    "loader",
+    "exception",
+    "worker-died",
+    "command-exit",
+    "collector-start",
+    "collector-stop",
+    "hook-disabled",
+    "records-lost",
+)
+#: The last part of a run is never thinned: what killed it shows there.
+WHOLE_NS = 300_000_000_000
+#: Streams that are thinned over the whole run, since its beginning tells of growth and of peaks: what one
+#: series of samples is of, and what its largest sample is the largest of.
+_THINNED = {
+    "process": ("host, process_pid, process_start_ticks", "(coalesce(pss_bytes, 0), coalesce(rss_bytes, 0))"),
+    "host": (
+        "host",
+        "coalesce(cgroup_anon_bytes + coalesce(cgroup_shmem_bytes, 0), "
+        "memory_total_bytes - memory_available_bytes, 0)",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """How many rows a stream has over the whole run, and the times of its first and last one (ns)."""
+
+    rows_count: int
+    first_ns: int | None
+    last_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTables:
+    """One run.
+
+    Attributes:
+        manifest: run.json.
+        events: every event, in order of time; each has time_ns, kind, host, pid, start_ticks, rank.
+        streams: a table per stream of `records.STREAMS`, each with the stream's columns and those of
+            `records.IDENTITY`, in order of time; missing values are NA. An absent stream is an empty
+            table with the right columns. A long run is not there in full: see `load_tables`.
+        living: the processes named in the manifest and the events that were alive at the moment of
+            reading; None where that can't be known (the run is of another host or another boot).
+        now_ns: CLOCK_MONOTONIC at the moment of reading; for a run of another boot, its last record.
+        lost_count: records that writers could not write.
+        totals: what the whole run holds of each stream.
+        problems: one line for each thing that could not be read; the tables lack it.
+
+    """
+
+    manifest: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    streams: Mapping[str, pd.DataFrame]
+    living: frozenset[ProcessKey] | None
+    now_ns: int
+    lost_count: int = field(default=0)
+    totals: Mapping[str, Total] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def stream(self, name: str) -> pd.DataFrame:
+        """The table of one stream."""
+        return self.streams[name]
+
+    def rows_count(self, name: str) -> int:
+        """How many rows a stream has over the whole run, also where its table is not there in full."""
+        return self.totals[name].rows_count if name in self.totals else len(self.streams[name])
+
+    def events_of(self, *kinds: str) -> list[Mapping[str, Any]]:
+        """The events of these kinds, in order of time."""
+        return [event for event in self.events if event["kind"] in kinds]
+
+
+def load_tables(run: Run) -> RunTables:
+    """The tables of a run at this moment, from one snapshot.
+
+    Of each stream there are the last `ROWS_PER_STREAM` rows. But `process` and `host` cover the whole run,
+    thinned by time where there are more, with every process's end; and no structural event is left out.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    manifest = run.manifest
+    with read(run) as snapshot:
+        events = _events(snapshot)
+        totals = _totals(snapshot)
+        streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS}
+        now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
+    return RunTables(
+        manifest=manifest,
+        events=events,
+        streams=streams,
+        living=living_processes(run, _keys(manifest, events)),
+        now_ns=now_ns,
+        lost_count=lost_count,
+        totals=totals,
+        problems=problems,
+    )
+
+
+def _totals(snapshot: Snapshot) -> dict[str, Total]:
+    parts = [
+        f"SELECT '{name}' AS name, count(*) AS n, min(time_ns) AS lo, max(time_ns) AS hi FROM \"{name}\""
+        for name in STREAMS
+    ]
+    found = snapshot.query(" UNION ALL ".join(parts))
+    return {
+        str(name): Total(rows_count=int(n), first_ns=_optional_int(lo), last_ns=_optional_int(hi))
+        for name, n, lo, hi in found.itertuples(index=False)
+    }
+
+
+def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
+    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS[name].columns, *IDENTITY))
+    if total.rows_count <= ROWS_PER_STREAM:
+        source = f'"{name}"'
+    elif name in _THINNED:
+        source = f"({_thinned(snapshot, name, total)})"
+    else:
+        source = f'(FROM "{name}" ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})'
+    return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
+
+
+def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
+    """SQL for the part of a stream that keeps its shape.
+
+    Of each series and piece of time, the largest sample stays. Of each piece of time, so does the tick in which
+    the run's processes are largest together. And so do their ends, and the last part of the run.
+    """
+    series, use = _THINNED[name]
+    tick_ns = snapshot.query(
+        "SELECT sum(span) / sum(n) AS ns FROM (SELECT max(time_ns) - min(time_ns) AS span, "
+        f'count(DISTINCT time_ns) AS n FROM "{name}" GROUP BY host)'
+    )["ns"][0]
+    piece_ns = max(1, int(2 * tick_ns * total.rows_count / ROWS_PER_STREAM))
+    largest = f'SELECT ({series}, arg_max(time_ns, {use})) FROM "{name}" GROUP BY {series}, time_ns // {piece_ns}'
+    kept = f"({series}, time_ns) IN ({largest}) OR time_ns >= {(total.last_ns or 0) - WHOLE_NS}"
+    if name == "process":
+        together = (
+            "SELECT (host, arg_max(time_ns, used)) "
+            "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process GROUP BY host, time_ns) "
+            f"GROUP BY host, time_ns // {piece_ns}"
+        )
+        kept += f" OR (host, time_ns) IN ({together}) OR alive = 0"
+    return f'FROM "{name}" WHERE {kept}'
+
+
+def _events(snapshot: Snapshot) -> list[dict[str, Any]]:
+    structural = f"kind IN {STRUCTURAL_EVENTS}"
+    found: list[dict[str, Any]] = snapshot.query(
+        f"FROM (FROM event WHERE {structural} UNION ALL FROM (FROM event WHERE NOT {structural} "
+        f"ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})) ORDER BY time_ns"
+    ).to_dict("records")  # type: ignore[assignment]
+    return [{**json.loads(row.pop("body")), **row, "rank": _optional_int(row["rank"])} for row in found]
+
+
+def _optional_int(value: float) -> int | None:
+    return None if pd.isna(value) else int(value)
+
+
+def _keys(manifest: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> set[ProcessKey]:
+    """The processes that the events and the manifest name."""
+    named = [manifest.get("collector"), manifest.get("command")]
+    return {(who["host"], who["pid"], who["start_ticks"]) for who in (*events, *named) if who}

@@ -1,0 +1,188 @@
+"""Is a series growing without bound? Robust trend statistics, on plain arrays.
+
+Memory series are full of growth that is no leak: warm-up that saturates, the high-water mark of varying
+sizes, one step at a checkpoint, the sawtooth of a garbage collector, slow noise. A rank test or a
+regression alone calls most of them leaks. `growth` therefore asks several questions of the *lower
+envelope* (the level that is never given back), and only a series that passes all of them grows:
+
+1. after the warm-up, which ends when the first differences become stationary,
+2. a monotone trend (Kendall),
+3. not in one step: no single increment makes most of the rise,
+4. not saturating: the second half rises like the first,
+5. the rise stands out from the noise, and from what the caller calls negligible,
+6. the interval of the slope (moving-block bootstrap) is above zero.
+
+The questions are asked at several block widths, because a sawtooth hides a leak from blocks that are
+narrower than its period.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+#: Fewer points than this say nothing about a trend.
+MIN_POINTS = 12
+_BLOCK_COUNTS = (20, 12, 8, 6)
+_MIN_BLOCKS = 6
+_MAX_POINTS = 2000
+_KENDALL_Z = 2.6  # one-sided p < 0.005; with six blocks that asks for a monotone envelope
+_LARGEST_INCREMENT = 0.45  # of the whole rise, in one block
+_SECOND_HALF = 0.4  # of the sum of both halves' slopes; 0.5 when linear, 0.34 for a logarithm, less when saturating
+_RISE_TO_NOISE = 4.0
+_BOOTSTRAP_COUNT = 200
+_INTERVAL = (5.0, 95.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """A series that grows.
+
+    Attributes:
+        slope: units per second on the lower envelope; `low` and `high` bound it (90 %).
+        rise: how much the envelope rose after the warm-up.
+        since_seconds: time at which the growth began.
+        n: points after the warm-up.
+
+    """
+
+    slope: float
+    low: float
+    high: float
+    rise: float
+    since_seconds: float
+    n: int
+
+
+def growth(times_seconds: Floats, values: Floats, *, negligible: float) -> Growth | None:
+    """The growth of a series, or None if it does not grow without bound.
+
+    Args:
+        times_seconds: increasing, irregular steps are fine.
+        values: same length; NaN where missing.
+        negligible: a rise below this (in the unit of the values) is of no interest.
+
+    """
+    known = np.isfinite(values) & np.isfinite(times_seconds)
+    times, levels = thin(times_seconds[known], values[known])
+    if len(times) < MIN_POINTS or np.ptp(levels) < negligible or times[-1] <= times[0]:
+        return None
+    begin = warm_up_end(levels)
+    times, levels = times[begin:], levels[begin:]
+    for count in _BLOCK_COUNTS:
+        if len(times) >= 2 * count:
+            found = _growth_in_blocks(times, levels, count, negligible)
+            if found is not None:
+                return found
+    return None
+
+
+def theil_sen(x: Floats, y: Floats) -> float:
+    """The median of the slopes of all pairs."""
+    return float(_slopes(x, y[np.newaxis, :])[0])
+
+
+def lower_envelope(times: Floats, values: Floats, blocks: int) -> tuple[Floats, Floats]:
+    """The low level of each of `blocks` blocks (10 % quantile) and the block's mean time."""
+    edges = np.linspace(0, len(times), blocks + 1).astype(int)
+    middle = np.array([times[a:b].mean() for a, b in itertools.pairwise(edges)])
+    low = np.array([np.quantile(values[a:b], 0.1) for a, b in itertools.pairwise(edges)])
+    return middle, low
+
+
+def warm_up_end(values: Floats) -> int:
+    """Index at which the warm-up is over, at most the middle of the series.
+
+    The warm-up lasts as long as the envelope's first differences lie far from those of the second half.
+    At least a tenth is always skipped.
+    """
+    count = len(values)
+    least = math.ceil(count / 10)
+    blocks = min(20, count // 2)
+    if blocks < _MIN_BLOCKS:
+        return least
+    edges = np.linspace(0, count, blocks + 1).astype(int)
+    low = np.array([np.quantile(values[a:b], 0.1) for a, b in itertools.pairwise(edges)])
+    steps = np.diff(low)
+    late = steps[blocks // 2 :]
+    middle = float(np.median(late))
+    spread = 1.4826 * float(np.median(np.abs(late - middle)))
+    tolerance = max(4.0 * spread, abs(middle), 1e-3 * float(np.ptp(values)))
+    unusual = np.flatnonzero(np.abs(steps[: blocks // 2] - middle) > tolerance)
+    return max(least, int(edges[unusual[-1] + 1])) if len(unusual) else least
+
+
+def slope_interval(x: Floats, y: Floats, *, seed: int = 0) -> tuple[float, float]:
+    """90 % interval of the Theil-Sen slope by a moving-block bootstrap of its residuals."""
+    slope = theil_sen(x, y)
+    fitted = slope * x + np.median(y - slope * x)
+    count = len(x)
+    residuals = y - fitted
+    # Short series underrate both the spread and the memory of their noise.
+    follow = np.clip(
+        residuals[1:] @ residuals[:-1] / max(float(residuals @ residuals), 1e-300) + 2 / count, 0.0, 0.8
+    )
+    residuals = residuals * math.sqrt(count / max(count - 2, 1) * (1 + follow) / (1 - follow))
+    width = max(2, round(count ** (1 / 3)))
+    generator = np.random.default_rng(seed)
+    starts = generator.integers(0, count - width + 1, size=(_BOOTSTRAP_COUNT, math.ceil(count / width)))
+    index = (starts[:, :, np.newaxis] + np.arange(width)).reshape(_BOOTSTRAP_COUNT, -1)[:, :count]
+    low, high = np.percentile(_slopes(x, fitted + residuals[index]), _INTERVAL)
+    return float(low), float(high)
+
+
+def thin(times: Floats, values: Floats, *, most: int = _MAX_POINTS) -> tuple[Floats, Floats]:
+    """At most `most` points: the lowest of each block, since the envelope is what counts."""
+    if len(times) <= most:
+        return times, values
+    edges = np.linspace(0, len(times), most + 1).astype(int)
+    lowest = np.minimum.reduceat(values, edges[:-1])
+    return times[edges[:-1]], lowest
+
+
+def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: float) -> Growth | None:
+    x, y = lower_envelope(times, values, count)
+    x_origin = x[0]
+    x = x - x_origin
+    slope = theil_sen(x, y)
+    rise = slope * x[-1]
+    net = y[-1] - y[0]
+    steps = np.diff(y)
+    noise = 1.4826 * float(np.median(np.abs(y - slope * x - np.median(y - slope * x))))
+    if min(rise, net) < max(negligible, _RISE_TO_NOISE * noise):
+        return None
+    if _kendall_z(y) < _KENDALL_Z or steps.max() > _LARGEST_INCREMENT * net:
+        return None
+    half = count // 2
+    first, second = (y[half] - y[0]) / x[half], (y[-1] - y[half]) / (x[-1] - x[half])
+    if second < _SECOND_HALF * (first + second):
+        return None
+    low, high = slope_interval(x, y)
+    if low <= 0:
+        return None
+    begun = int(np.argmax(y >= y[0] + 0.1 * net))
+    since = x_origin + x[max(begun - 1, 0)]
+    return Growth(slope=slope, low=low, high=high, rise=float(net), since_seconds=float(since), n=len(times))
+
+
+def _kendall_z(y: Floats) -> float:
+    """Kendall's trend statistic in standard deviations, with the continuity correction."""
+    count = len(y)
+    i, j = np.triu_indices(count, 1)
+    score = float(np.sign(y[j] - y[i]).sum())
+    return (score - math.copysign(1.0, score)) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+
+
+def _slopes(x: Floats, y: Floats) -> Floats:
+    """Theil-Sen slope of every row of `y`."""
+    i, j = np.triu_indices(len(x), 1)
+    span = x[j] - x[i]
+    i, j, span = i[span > 0], j[span > 0], span[span > 0]
+    medians: Floats = np.median((y[:, j] - y[:, i]) / span, axis=1)
+    return medians

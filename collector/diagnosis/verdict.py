@@ -1,0 +1,94 @@
+"""All rules over one run: the one place where the collector, the report and the app get their verdict from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from collector.diagnosis.deaths import find_deaths
+from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
+from collector.diagnosis.leaks import find_leaks
+from collector.diagnosis.lifecycle import Lifecycle, Status
+from collector.diagnosis.risk import find_host_risk
+from collector.diagnosis.stalls import find_stalls
+from collector.diagnosis.summary import duration_seconds, steps_count, summarise
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trust import find_trust, workers_reporting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is known of a run.
+
+    Attributes:
+        findings: most severe first, then most confident.
+        exit_status: the command's exit code, -n for signal n; None if it runs or nobody saw it end.
+        attempts: how many times the launcher started the ranks.
+        steps: optimizer steps of the last attempt; ranks step together, so those of one rank.
+        batches: yielded in all training processes.
+        workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
+        summary: peak, throughput, data_wait_ratio and overhead; what was not measured is None.
+
+    """
+
+    findings: tuple[Finding, ...]
+    status: Status
+    exit_status: int | None
+    attempts: int
+    steps: int
+    batches: int
+    duration_seconds: float | None
+    workers_reporting: tuple[int, int]
+    summary: dict[str, Any]
+
+
+def diagnose(tables: RunTables) -> Verdict:
+    """The verdict on a run. Pure: the same tables give the same verdict."""
+    life = Lifecycle(tables)
+    status = life.status()
+    return Verdict(
+        findings=_findings(tables),
+        status=status,
+        exit_status=life.exit_status,
+        attempts=life.attempts,
+        steps=steps_count(tables),
+        batches=tables.rows_count("batch"),
+        duration_seconds=duration_seconds(tables, running=status == "running"),
+        workers_reporting=workers_reporting(tables),
+        summary=summarise(tables),
+    )
+
+
+def _findings(tables: RunTables) -> tuple[Finding, ...]:
+    leaks = _guarded("leaks", lambda: find_leaks(tables))
+    copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
+    found = [
+        *_guarded("deaths", lambda: find_deaths(tables)),
+        *_guarded("risk", lambda: find_host_risk(tables, copies)),
+        *leaks,
+        *_guarded("stalls", lambda: find_stalls(tables)),
+        *_guarded("trust", lambda: find_trust(tables)),
+    ]
+    return tuple(sorted(found, key=_order))
+
+
+def _order(finding: Finding) -> tuple[int, bool, float]:
+    """Most severe first, then most confident; what cannot be told comes last of its severity."""
+    return SEVERITIES.index(finding.severity), finding.kind == "cannot-tell", -finding.confidence
+
+
+def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of a rule; a rule that fails says so and leaves the others their word."""
+    try:
+        return rule()
+    except Exception as error:  # noqa: BLE001
+        return [
+            Finding(
+                kind="cannot-tell",
+                severity="info",
+                confidence=1.0,
+                summary=f"The rule {name!r} failed on this run and has no verdict: {type(error).__name__}: {error}",
+                evidence=(Evidence(name="rule_error", value=repr(error)[:300], unit="text", n=1, window="run"),),
+            )
+        ]

@@ -1,0 +1,90 @@
+"""A growing process and the other measurements that confirm it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from collector.diagnosis.findings import Evidence
+from collector.diagnosis.frames import MIB, origin_ns, window_text
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats, Growth
+
+#: A rise below this is the interpreter's and the allocator's own.
+NEGLIGIBLE_BYTES = 16 * MIB
+_NEGLIGIBLE_RATIO = 0.01  # of what the process holds
+CONFIRMED = 0.5  # a witness must show at least this share of the growth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """A growing process with what confirms it."""
+
+    growth: Growth
+    series: str
+    witnesses: tuple[Evidence, ...]
+    begin_ns: float
+    end_ns: float
+
+
+def witness_of(name: str, times: Floats, values: Floats, grown: Growth) -> Evidence | None:
+    """Another series over the window of a growth, if it confirms it."""
+    rise = rise_since(times, values, grown)
+    if not rise >= CONFIRMED * grown.rise:
+        return None
+    n = int((np.isfinite(values) & (times >= grown.since_seconds)).sum())
+    return Evidence(name=name, value=round(rise), unit="bytes", n=n, window="same window")
+
+
+def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
+    """A series put together from its segments: a fork shares pages, which takes them from private dirty."""
+    known = np.flatnonzero(np.isfinite(values))
+    result = np.full(len(values), np.nan)
+    if not len(known):
+        return result
+    segment = restarts[known]
+    steps = np.diff(values[known])
+    steps[np.diff(segment) != 0] = 0.0
+    result[known] = values[known[0]] + np.concatenate([[0.0], np.cumsum(steps)])
+    return result
+
+
+def rise_since(times_seconds: Floats, values: Floats, grown: Growth) -> float:
+    """How much another series rose over the window of a growth, NaN if it was not sampled enough."""
+    inside = np.isfinite(values) & (times_seconds >= grown.since_seconds)
+    known = values[inside]
+    if len(known) < 4:
+        return float("nan")
+    edge = max(1, len(known) // 6)
+    return float(np.median(known[-edge:]) - np.median(known[:edge]))
+
+
+def half_slopes(times_seconds: Floats, values: Floats, grown: Growth) -> tuple[float, float]:
+    """The slope in the first and the second half of the window of a growth, units per second."""
+    inside = np.isfinite(values) & (times_seconds >= grown.since_seconds)
+    times, known = times_seconds[inside], values[inside]
+    half = len(times) // 2
+    if half < 2:
+        return float("nan"), float("nan")
+    return (
+        float(np.polyfit(times[:half] - times[0], known[:half], 1)[0]),
+        float(np.polyfit(times[half:] - times[0], known[half:], 1)[0]),
+    )
+
+
+def negligible_bytes(values: Floats) -> float:
+    """A rise of this series that is of no interest."""
+    known = values[np.isfinite(values)]
+    return max(NEGLIGIBLE_BYTES, _NEGLIGIBLE_RATIO * float(np.median(known))) if len(known) else NEGLIGIBLE_BYTES
+
+
+def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
+    """The rise of the series in which the growth was found."""
+    return Evidence(
+        name=f"{leak.series}_rise_bytes",
+        value=round(leak.growth.rise),
+        unit="bytes",
+        n=leak.growth.n,
+        window=window_text(leak.begin_ns, leak.end_ns, origin_ns(tables)),
+    )

@@ -1,0 +1,78 @@
+"""`tidegauge runs`: one line per run, from its manifest and from the report that was kept when it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rich.table import Table
+
+from collector import wording
+from collector.errors import TidegaugeError
+from collector.store.runs import Run, living_processes
+
+#: The last report on an ended run, so that a list of runs need not judge them all again.
+KEPT_REPORT = "report.json"
+
+
+def keep_report(run: Run, report: Mapping[str, Any]) -> None:
+    """Keep the report in the run directory; a directory that can't be written goes without."""
+    path = run.path / KEPT_REPORT
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    with suppress(OSError):
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump(report, stream, allow_nan=False)
+        os.replace(scratch, path)
+
+
+def run_table(runs: Iterable[Run]) -> Table:
+    """Id, status, steps, duration and the gravest finding of each run, in the given order."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("run", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("duration", justify="right", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for run in runs:
+        table.add_row(run.run_id, *_cells(run))
+    return table
+
+
+def _cells(run: Run) -> tuple[str, str, str, str]:
+    kept = _kept_report(run)
+    if kept is None:
+        return _status_without_report(run), wording.MISSING, wording.MISSING, wording.MISSING
+    facts, findings = kept["run"], kept["findings"]
+    first = f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention"
+    return facts["status"], wording.number(facts["steps"]), wording.duration(facts["duration_seconds"]), first
+
+
+def _kept_report(run: Run) -> dict[str, Any] | None:
+    try:
+        kept = json.loads((run.path / KEPT_REPORT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and kept.get("schema") == 1 else None
+
+
+def _status_without_report(run: Run) -> str:
+    """From the manifest alone: `running`, `ended`, or `abandoned` (its collector is gone, see `collect`)."""
+    try:
+        manifest = run.manifest
+    except TidegaugeError:
+        return "damaged"
+    if manifest["end_time_ns"] is not None:
+        return "ended"
+    keys = [
+        (process["host"], process["pid"], process["start_ticks"])
+        for process in (manifest["command"], manifest["collector"])
+        if process is not None
+    ]
+    living = living_processes(run, keys)
+    if living is None:
+        return "unknown"
+    return "running" if living else "abandoned"

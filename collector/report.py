@@ -1,0 +1,197 @@
+"""The verdict on a run, as a card for the terminal and as the public JSON (docs/report.md)."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from collector import wording
+from collector.diagnosis.findings import Finding, Severity, as_json, finite
+from collector.diagnosis.verdict import Verdict
+
+SCHEMA = 1
+#: severity -> (symbol, colour): the word is always there too.
+_MARKS: dict[Severity, tuple[str, str]] = {
+    "critical": ("✖", "bold red"),
+    "warning": ("▲", "bold yellow"),
+    "info": ("●", "blue"),
+}
+_STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
+
+
+def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
+    """The public JSON form; what is not known is null, never NaN."""
+    return {
+        "schema": SCHEMA,
+        "run": {
+            "run_id": run_id,
+            "name": name,
+            "status": verdict.status,
+            "exit_status": verdict.exit_status,
+            "attempts": verdict.attempts,
+            "steps": verdict.steps,
+            "batches": verdict.batches,
+            "duration_seconds": finite(verdict.duration_seconds),
+            "workers_reporting": list(verdict.workers_reporting),
+        },
+        "findings": [as_json(finding) for finding in verdict.findings],
+        "summary": finite(verdict.summary),
+    }
+
+
+def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str) -> Group:
+    """The card for the terminal: the run, each finding with its evidence, and how to see more.
+
+    Args:
+        verdict: of the run.
+        run_id: of the run.
+        name: of the run.
+        dashboard: the command that opens the dashboard.
+
+    """
+    return Group(
+        Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
+        _header(verdict, run_id),
+        Text(),
+        *_findings(verdict),
+        Text.assemble(("to see it  ", "dim"), dashboard),
+    )
+
+
+def dashboard_command(home: Path, default_home: Path) -> str:
+    """How to open the dashboard on this home."""
+    return "tidegauge dashboard" if home == default_home else f"tidegauge dashboard --home {shlex.quote(str(home))}"
+
+
+def _header(verdict: Verdict, run_id: str) -> Table:
+    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+    status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
+    if verdict.exit_status is not None:
+        status.append(f", {_exit_words(verdict.exit_status)}", style="default")
+    pairs: list[tuple[str, RenderableType]] = [
+        ("run", run_id),
+        ("status", status.append(f", {wording.duration(verdict.duration_seconds)}", style="default")),
+    ]
+    if verdict.attempts > 1:
+        pairs.append(("attempts", f"{verdict.attempts}, the figures are of the last one"))
+    if _trained(verdict):
+        speeds = [wording.quantity(throughput["steps_per_second"], "steps/second")]
+        if throughput["samples_per_second"] is not None:
+            speeds.append(wording.quantity(throughput["samples_per_second"], "samples/second"))
+        reporting, workers = verdict.workers_reporting
+        pairs += [
+            ("steps", ", ".join([wording.number(verdict.steps), *speeds])),
+            ("data wait", f"{wording.percent(verdict.summary['data_wait_ratio'])} of the loop's time"),
+            ("workers", f"{reporting} of {workers} report" if workers else "none, batches are made inline"),
+        ]
+    pairs.append(("peak", f"{wording.quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
+    if peak["device_reserved_bytes"] is not None:
+        pairs.append(("", f"{wording.quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
+    return _grid(pairs)
+
+
+def _exit_words(exit_status: int) -> str:
+    """`exit status 1`, `signal 9 (SIGKILL)`."""
+    if exit_status >= 0:
+        return f"exit status {exit_status}"
+    try:
+        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    except ValueError:
+        return f"signal {-exit_status}"
+
+
+def _trained(verdict: Verdict) -> bool:
+    return bool(verdict.steps or verdict.batches)
+
+
+def _findings(verdict: Verdict) -> Iterator[RenderableType]:
+    if not any(finding.severity != "info" for finding in verdict.findings):
+        yield _all_clear(verdict)
+        yield Text()
+    for rank, finding in enumerate(verdict.findings, start=1):
+        yield from _finding(rank, finding)
+        yield Text()
+
+
+def _all_clear(verdict: Verdict) -> Text:
+    if not _trained(verdict):
+        return Text("No training was seen: no optimizer step and no batch was recorded.", style="bold")
+    return Text("✔ Nothing needs attention", style="bold green")
+
+
+def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
+    mark, style = _MARKS[finding.severity]
+    yield Text.assemble(
+        f"{rank}. ",
+        (f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style),
+        (f"   confidence {wording.percent(finding.confidence)}", "dim"),
+    )
+    yield Padding(Text(finding.summary), (0, 0, 0, 3))
+    details = list(_details(finding))
+    if details:
+        yield Padding(_grid(details), (0, 0, 0, 3))
+
+
+def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
+    where = wording.locus(finding.locus)
+    since = "" if finding.since_step is None else f"since step {wording.number(finding.since_step)}"
+    if where or since:
+        yield "where", ", ".join(part for part in (where, since) if part)
+    if finding.evidence:
+        yield "evidence", _evidence(finding)
+    if finding.rate is not None:
+        unit = finding.rate.unit
+        low, high = wording.quantity(finding.rate.low, unit), wording.quantity(finding.rate.high, unit)
+        yield "growth", f"{wording.quantity(finding.rate.value, unit)} ({low} to {high})"
+    if finding.limit is not None:
+        limit = wording.quantity(finding.limit.value, finding.limit.unit)
+        yield "limit", f"{limit}, {wording.label(finding.limit.name)}"
+    if finding.eta is not None:
+        yield "reached", wording.eta(finding.eta)
+    if finding.advice:
+        yield "do", _advice(finding)
+
+
+def _evidence(finding: Finding) -> Group:
+    """Numbers in columns; texts, such as an exception's message, on lines of their own that may wrap."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    texts = []
+    for evidence in finding.evidence:
+        observed = f"n {wording.number(evidence.n)}, {evidence.window}"
+        if isinstance(evidence.value, str):
+            texts.append(Text.assemble(f"{wording.label(evidence.name)}: {evidence.value}  ", (observed, "dim")))
+        else:
+            table.add_row(wording.label(evidence.name), wording.quantity(evidence.value, evidence.unit), observed)
+    return Group(*([table] if table.row_count else []), *texts)
+
+
+def _advice(finding: Finding) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for number, advice in enumerate(finding.advice, start=1):
+        table.add_row(f"{number}.", advice.text)
+        table.add_row("", Text(f"→ {advice.expected}", style="dim"))
+    return table
+
+
+def _grid(pairs: list[tuple[str, RenderableType]]) -> Table:
+    """Label and value, one pair a row; the values wrap under themselves."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", min_width=9, no_wrap=True)
+    table.add_column()
+    for label, value in pairs:
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,1 @@
+"""Runs on disk: manifests, journals, the lake, and one way to read both together."""

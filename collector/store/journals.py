@@ -1,0 +1,337 @@
+"""The journal reader: segments and event logs, from any byte on, to Arrow tables.
+
+A segment's header carries its layout, so an older file is read with the columns that it has. What is
+not yet whole (a header, a record, a line) is not there yet. What is damaged is a `JournalError`, which
+callers gather as a problem while they go on with the other files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from collector.errors import TidegaugeError
+from collector.store.runs import Run
+from training_harness.journal import FORMAT_VERSION, MAGIC
+from training_harness.records import IDENTITY, MISSING, NAME, NAME_BYTES, STREAMS, Stream
+
+SEGMENT_SUFFIX = ".journal"
+EVENT_LOG_SUFFIX = ".jsonl"
+#: struct code -> Arrow type.
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "q": pa.int64(),
+    "i": pa.int32(),
+    "h": pa.int16(),
+    "b": pa.int8(),
+    "d": pa.float64(),
+    "s": pa.string(),
+    NAME: pa.string(),
+}
+
+EVENT_SCHEMA = pa.schema(
+    [("time_ns", pa.int64()), ("kind", pa.string())]
+    + [(column.name, ARROW_TYPES[column.code]) for column in IDENTITY]
+    + [("body", pa.string())]
+)
+
+_PREFIX_BYTES = len(MAGIC) + 4
+#: A real header has about 1 kB; a length beyond this is damage, not a header still being written.
+_HEADER_LIMIT_BYTES = 2**20
+
+
+class JournalError(TidegaugeError):
+    """A journal that cannot be read; the others can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentHeader:
+    """Who wrote a segment, and in which layout.
+
+    Attributes:
+        layout: (column, struct code) in the order of the record.
+        header_bytes: where the first record begins.
+        lost_before_count: records that this writer had lost when it opened the segment.
+
+    """
+
+    stream: str
+    layout: tuple[tuple[str, str], ...]
+    record_bytes: int
+    header_bytes: int
+    host: str
+    pid: int
+    start_ticks: int
+    rank: int | None
+    lost_before_count: int
+
+    @property
+    def writer(self) -> str:
+        """One name per writer, the same in all its segments."""
+        return writer_name(self.host, self.pid, self.start_ticks, self.stream)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLines:
+    """The whole lines of an event log from some byte on.
+
+    Attributes:
+        table: one row per event, in `EVENT_SCHEMA`; `body` holds the fields that have no column.
+        end_bytes: where the next read begins.
+        damaged_count: lines that were skipped because they are no event.
+
+    """
+
+    table: pa.Table
+    end_bytes: int
+    damaged_count: int
+
+
+def writer_name(host: str, pid: int, start_ticks: int, stream: str) -> str:
+    """The name of the writer of one stream in one process."""
+    return f"{host}.{pid}.{start_ticks}.{stream}"
+
+
+def arrow_schema(stream: Stream) -> pa.Schema:
+    """The columns of a stream and of the identity, as Arrow knows them."""
+    return pa.schema([(column.name, ARROW_TYPES[column.code]) for column in (*stream.columns, *IDENTITY)])
+
+
+def list_segments(run: Run) -> list[Path]:
+    """All segments of a run; those of one writer in the order in which they were written."""
+    names = list_names(run.journal_dir, SEGMENT_SUFFIX)
+    return [run.journal_dir / name for name in sorted(names, key=segment_order)]
+
+
+def list_event_logs(run: Run) -> list[Path]:
+    """All event logs of a run."""
+    return [run.events_dir / name for name in sorted(list_names(run.events_dir, EVENT_LOG_SUFFIX))]
+
+
+def list_names(directory: Path, suffix: str) -> list[str]:
+    """The names in a directory that end so, in no order; none if there is no such directory.
+
+    Raises:
+        TidegaugeError: it cannot be listed.
+
+    """
+    try:
+        return [name for name in os.listdir(directory) if name.endswith(suffix)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TidegaugeError(f"cannot list {directory}: {error.strerror}; make it readable") from None
+
+
+def table_of(name: str) -> str:
+    """The table that a journal or event log fills, by its name."""
+    return "event" if name.endswith(EVENT_LOG_SUFFIX) else name.split(".")[-3]
+
+
+def segment_order(name: str) -> tuple[str, int]:
+    """Sorts the names of segments: those of one writer in the order in which they were written."""
+    writer, _, sequence = name.removesuffix(SEGMENT_SUFFIX).rpartition(".")
+    return writer, int(sequence) if sequence.isdecimal() else 0
+
+
+def size_bytes(path: Path) -> int:
+    """The size of a journal or event log now.
+
+    Raises:
+        JournalError: the file cannot be reached.
+
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a segment will not grow any more: its writer has let go of its lock (flock(2)).
+
+    False as well where that can't be told.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def read_header(path: Path) -> SegmentHeader | None:
+    """The header of a segment; None while it is not yet whole.
+
+    Raises:
+        JournalError: it is no journal, damaged, or of a newer Tidegauge.
+
+    """
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(_PREFIX_BYTES)
+            if not prefix.startswith(MAGIC[: len(prefix)]):
+                raise JournalError(f"{path} is skipped: it begins with {prefix[:4]!r}, not {MAGIC!r}; remove it")
+            length = int.from_bytes(prefix[len(MAGIC) :], "little")
+            text = file.read(min(length, _HEADER_LIMIT_BYTES))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if length > _HEADER_LIMIT_BYTES:
+        raise _damaged(path, f"it claims {length} bytes, the bound is {_HEADER_LIMIT_BYTES}")
+    if len(prefix) < _PREFIX_BYTES or len(text) < length:
+        return None
+    try:
+        return _parse_header(path, json.loads(text), _PREFIX_BYTES + length)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop: int | None = None) -> pa.Table:
+    """The whole records between two bytes of a segment, in the reader's schema.
+
+    Columns that this Tidegauge does not know are left out; those that the file lacks, and the values
+    that stand for missing, are NULL.
+
+    Args:
+        path: the segment.
+        header: what `read_header` gave for it.
+        offset_bytes: where to begin; before the first record means at the first record.
+        stop: where to end, by default at the end of the file.
+
+    Raises:
+        JournalError: the file cannot be read.
+
+    """
+    begin = max(offset_bytes, header.header_bytes)
+    try:
+        end = os.stat(path).st_size if stop is None else stop
+        count = max(0, (end - begin) // header.record_bytes)
+        dtype = np.dtype([(name, _NUMPY_CODES[code]) for name, code in header.layout])
+        records = np.fromfile(path, dtype, count, offset=begin)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    schema = arrow_schema(STREAMS[header.stream])
+    identity = {column.name: getattr(header, column.name) for column in IDENTITY}
+    columns = [
+        pa.repeat(pa.scalar(identity[field.name], field.type), len(records))
+        if field.name in identity
+        else _column(records, field)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def read_events(path: Path, offset_bytes: int, stop: int | None = None) -> EventLines:
+    """The whole lines between two bytes of an event log; a damaged line is skipped and counted.
+
+    Raises:
+        JournalError: the file cannot be read.
+
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset_bytes)
+            text = file.read(-1 if stop is None else max(0, stop - offset_bytes))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    whole = text[: text.rfind(b"\n") + 1]
+    lines = [line for line in whole.split(b"\n") if line]
+    rows = [row for line in lines if (row := _event_row(line)) is not None]
+    return EventLines(
+        table=pa.Table.from_pylist(rows, schema=EVENT_SCHEMA),
+        end_bytes=offset_bytes + len(whole),
+        damaged_count=len(lines) - len(rows),
+    )
+
+
+def reported_losses(table: pa.Table) -> dict[str, int]:
+    """Writer -> records that it says to have lost, from the `records-lost` rows of an event table."""
+    losses: dict[str, int] = {}
+    for row in table.filter(pc.equal(table["kind"], "records-lost")).to_pylist():
+        body = json.loads(row["body"])
+        writer = writer_name(row["host"], row["pid"], row["start_ticks"], str(body.get("stream")))
+        if isinstance(body.get("count"), int):
+            losses[writer] = max(losses.get(writer, 0), body["count"])
+    return losses
+
+
+_NUMPY_CODES = {"q": "<i8", "i": "<i4", "h": "<i2", "b": "<i1", "d": "<f8", NAME: f"S{NAME_BYTES}"}
+_EVENT_COLUMNS = EVENT_SCHEMA.names[:-1]
+
+
+def _unreadable(path: Path, error: OSError) -> JournalError:
+    return JournalError(f"{path} is skipped: {error.strerror}; make it readable")
+
+
+def _damaged(path: Path, what: str) -> JournalError:
+    return JournalError(f"{path} is skipped: its header is damaged ({what}); remove the file")
+
+
+def _parse_header(path: Path, body: dict[str, Any], header_bytes: int) -> SegmentHeader:
+    if body["version"] > FORMAT_VERSION or body["stream"] not in STREAMS:
+        raise JournalError(
+            f"{path} is skipped: journal version {body['version']}, stream {body['stream']!r}; this Tidegauge "
+            f"reads up to version {FORMAT_VERSION} and the streams {', '.join(STREAMS)}: upgrade Tidegauge"
+        )
+    header = SegmentHeader(
+        stream=body["stream"],
+        layout=tuple((str(name), str(code)) for name, code in body["layout"]),
+        record_bytes=int(body["record_bytes"]),
+        header_bytes=header_bytes,
+        host=str(body["host"]),
+        pid=int(body["pid"]),
+        start_ticks=int(body["start_ticks"]),
+        rank=None if body["rank"] is None else int(body["rank"]),
+        lost_before_count=int(body["lost_before_count"]),
+    )
+    for name, code in (("pid", "i"), ("start_ticks", "q"), ("rank", "i")):
+        value = getattr(header, name)
+        struct.pack(code, 0 if value is None else value)
+    codes = {column.name: column.code for column in STREAMS[header.stream].columns}
+    for name, code in header.layout:
+        if code not in MISSING or codes.get(name, code) != code:
+            raise JournalError(
+                f"{path} is skipped: column {name!r} has code {code!r}, this Tidegauge knows "
+                f"{codes.get(name) or ', '.join(MISSING)}: read it with the Tidegauge that wrote it"
+            )
+    size = struct.calcsize("<" + "".join(code for _, code in header.layout))
+    if size != header.record_bytes or len(dict(header.layout)) != len(header.layout) or not size:
+        raise _damaged(path, f"a record of {header.record_bytes} bytes, the layout makes {size}")
+    return header
+
+
+def _column(records: np.ndarray[Any, Any], field: pa.Field) -> pa.Array:
+    if records.dtype.names is None or field.name not in records.dtype.names:
+        return pa.nulls(len(records), field.type)
+    values = np.ascontiguousarray(records[field.name])
+    if values.dtype.kind == "S":
+        names, places = np.unique(values, return_inverse=True)
+        return pa.array([name.decode(errors="replace") or None for name in names], field.type).take(places)
+    missing = np.isnan(values) if values.dtype.kind == "f" else values == np.iinfo(values.dtype).min
+    return pa.array(values, mask=missing) if missing.any() else pa.array(values)
+
+
+def _event_row(line: bytes) -> dict[str, Any] | None:
+    """The row of one line; None if it is no event."""
+    try:
+        body = json.loads(line)
+        row = {name: pa.scalar(body.pop(name), EVENT_SCHEMA.field(name).type).as_py() for name in _EVENT_COLUMNS}
+        if any(row[name] is None for name in _EVENT_COLUMNS if name != "rank"):
+            return None
+        row["body"] = json.dumps(body)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+    return row

@@ -1,0 +1,136 @@
+"""The named queries about data loading: loaders, what their workers did, what the training waited for."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+
+from collector.store.queries import (
+    GRID_BUCKETS,
+    GRID_STEP_NS,
+    LINE_BUCKETS,
+    Lines,
+    Queryable,
+    Span,
+    lines,
+    width_ns,
+)
+
+_OF_LOADER = "time_ns BETWEEN $from_ns AND $to_ns AND loader = $loader AND ($rank IS NULL OR rank = $rank)"
+
+
+def loaders(snapshot: Queryable) -> pd.DataFrame:
+    """The DataLoaders of the run: loader, rank, num_workers, prefetch_factor, batch_size, dataset."""
+    table = snapshot.query("SELECT rank, body FROM event WHERE kind = 'loader' ORDER BY time_ns")
+    fields = ("loader", "num_workers", "prefetch_factor", "batch_size", "dataset")
+    rows = [{key: json.loads(body).get(key) for key in fields} for body in table["body"]]
+    frame = pd.DataFrame(rows, columns=list(fields))
+    frame.insert(1, "rank", table["rank"])
+    return frame.drop_duplicates(["loader", "rank"], ignore_index=True)
+
+
+def fetching_loaders(snapshot: Queryable, within: Span) -> list[int]:
+    """The loaders that made batches in the span, busiest first."""
+    table = snapshot.query(
+        'SELECT loader FROM "fetch" WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank) '
+        "GROUP BY loader ORDER BY count(*) DESC",
+        within.params,
+    )
+    return [int(loader) for loader in table["loader"]]
+
+
+def throughput(snapshot: Queryable, within: Span) -> pd.Series:
+    """Of the batches yielded in the span, all ranks together: n, and batches and samples per second."""
+    seconds = "nullif((max(time_ns) - min(time_ns)) / 1e9, 0)"
+    return snapshot.query(
+        f"SELECT count(*) n, (count(*) - 1) / {seconds} batches_per_second, "
+        f"(sum(samples_count) - arg_min(samples_count, time_ns)) / {seconds} samples_per_second FROM batch "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)",
+        within.params,
+    ).iloc[0]
+
+
+def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
+    """What each worker of a loader did with its time.
+
+    Returns:
+        rank, worker, n (batches), median_ms and p95_ms of getitem plus collate, and the totals of
+        idle_ms, getitem_ms, collate_ms, cpu_ms, run_queue_ms, blocked_ms (NaN where not measured).
+
+    """
+    sums = ", ".join(
+        f"sum({name}_ns)::DOUBLE / 1e6 {name}_ms"
+        for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
+    )
+    return snapshot.query(
+        f"SELECT rank, worker, count(*) n, quantile_cont(getitem_ns + collate_ns, 0.5) / 1e6 median_ms, "
+        f'quantile_cont(getitem_ns + collate_ns, 0.95) / 1e6 p95_ms, {sums} FROM "fetch" '
+        f"WHERE {_OF_LOADER} GROUP BY rank, worker ORDER BY rank, worker",
+        {**within.params, "loader": loader},
+    )
+
+
+def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
+    """The longest fetch (getitem plus collate) by worker and bucket of time.
+
+    Returns:
+        rank, worker, elapsed_seconds (start of the bucket), fetch_ms, n.
+
+    """
+    width = max(width_ns(within, GRID_BUCKETS // 2), GRID_STEP_NS)
+    table = snapshot.query(
+        f"SELECT rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
+        f'max(getitem_ns + coalesce(collate_ns, 0)) / 1e6 fetch_ms, count(*) n FROM "fetch" '
+        f"WHERE {_OF_LOADER} GROUP BY ALL ORDER BY rank, worker, time_ns",
+        {**within.params, "loader": loader},
+    )
+    table["elapsed_seconds"] = within.elapsed(table["time_ns"])
+    return table.drop(columns="time_ns")
+
+
+def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
+    """Per batch yielded: the wait (ms), and the batches parked, ready and outstanding."""
+    where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
+    values = {"wait": "wait_ns / 1e6", **{name: f"{name}_count" for name in ("parked", "ready", "outstanding")}}
+    return {
+        name: lines(snapshot, within, "batch", value=value, where=where, buckets=LINE_BUCKETS // 2)
+        for name, value in values.items()
+    }
+
+
+def stage_summary(snapshot: Queryable) -> pd.DataFrame:
+    """The stages of a run's pipeline, all loaders and ranks together, longest first; empty if none was recorded.
+
+    What collating and the rest of the fetch took are rows of their own, so that the stages of a fetch add up to it;
+    a stage that was called while collating is counted in both.
+
+    Returns:
+        stage, in_fetch (false: called by the training loop), calls_per_batch, total_seconds, batch_ms (per batch
+        made, or used by the loop), cpu_ratio (of the stage's time, where it was measured), fetch_ratio (of all
+        time spent fetching; NaN outside of it).
+
+    """
+    return snapshot.query(
+        """
+        WITH made AS (
+            SELECT count(*) n, sum(getitem_ns + coalesce(collate_ns, 0)) wall_ns, sum(collate_ns) collate_ns
+            FROM "fetch"
+        ), used AS (SELECT count(*) n FROM batch),
+        called AS (
+            SELECT stage, worker IS NOT NULL in_fetch, sum(calls_count) calls, sum(duration_ns) wall_ns,
+                   sum(cpu_ns) / sum(duration_ns) FILTER (cpu_ns IS NOT NULL) cpu_ratio
+            FROM stage WHERE index IS NOT NULL GROUP BY ALL
+        ), listed AS (
+            FROM called
+            UNION ALL SELECT 'collate', true, n, collate_ns, NULL FROM made WHERE collate_ns > 0
+            UNION ALL SELECT 'other', true, NULL, greatest(0, wall_ns - coalesce(collate_ns, 0) - (
+                SELECT coalesce(sum(wall_ns), 0) FROM called WHERE in_fetch)), NULL FROM made
+        )
+        SELECT stage, in_fetch, calls / batches.n calls_per_batch, listed.wall_ns / 1e9 total_seconds,
+               listed.wall_ns / 1e6 / batches.n batch_ms, cpu_ratio,
+               CASE WHEN in_fetch THEN listed.wall_ns / made.wall_ns END fetch_ratio
+        FROM listed, made, used, LATERAL (SELECT CASE WHEN in_fetch THEN made.n ELSE used.n END n) batches
+        WHERE EXISTS (FROM called) ORDER BY in_fetch DESC, total_seconds DESC
+        """
+    )

@@ -1,0 +1,202 @@
+"""The named queries about memory: of processes, of the host's limits, of GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.store.queries import (
+    GRID_BUCKETS,
+    GRID_STEP_NS,
+    Lines,
+    Queryable,
+    Span,
+    lines,
+    only,
+    quoted,
+    width_ns,
+)
+from training_harness.records import ROLES
+
+#: A process that was sampled this long ago and did not end is taken to be there still.
+CARRY_NS = 2_000_000_000
+#: limit -> SQL of what is used and of the capacity, over `host`.
+HOST_LIMITS = {
+    "cgroup": ("cgroup_usage_bytes", "cgroup_limit_bytes"),
+    "host": ("memory_total_bytes - memory_available_bytes", "memory_total_bytes"),
+    "shm": ("shm_used_bytes", "shm_total_bytes"),
+}
+_OF_RANK = "($rank IS NULL OR process_rank = $rank OR process_rank IS NULL)"
+#: A process counts as what it has turned out to be: the main one is an "other" until it trains.
+_PLACED = (
+    "(SELECT * REPLACE (arg_max(role, time_ns) OVER whole AS role, arg_max(loader, time_ns) OVER whole AS loader, "
+    "arg_max(worker, time_ns) OVER whole AS worker, arg_max(process_rank, time_ns) OVER whole AS process_rank) "
+    "FROM process WINDOW whole AS (PARTITION BY host, process_pid, process_start_ticks))"
+)
+#: The place that a process has in the run: a restarted worker has the same place as the one before.
+_SERIES = (
+    "CASE WHEN process_rank IS NULL THEN '' ELSE 'rank ' || process_rank || ' ' END || "
+    "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
+    "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
+)
+
+
+def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None:
+    """`wanted` if any process has it in the span, else `rss_bytes`, else None."""
+    row = snapshot.query(
+        f"SELECT count({wanted}) wanted, count(rss_bytes) rss FROM process "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns",
+        only(within.params, "from_ns", "to_ns"),
+    ).iloc[0]
+    if row["wanted"]:
+        return wanted
+    return "rss_bytes" if row["rss"] else None
+
+
+def memory_by_role(snapshot: Queryable, within: Span, metric: str) -> pd.DataFrame:
+    """A process metric summed by role on one grid of time.
+
+    Returns:
+        elapsed_seconds, and one column (bytes) for each role that occurs. Each process counts with its
+        largest value in a bucket, carried forward while it lives.
+
+    """
+    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
+    table = snapshot.query(
+        f"SELECT host, process_pid pid, process_start_ticks ticks, any_value(role) AS role, "
+        f"((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric})::DOUBLE v, min(alive) alive "
+        f"FROM {_PLACED} WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        "AND ($rank IS NULL OR process_rank = $rank OR process_rank IS NULL) GROUP BY ALL ORDER BY bucket",
+        within.params,
+    )
+    count = 0 if table.empty else int(table["bucket"].max()) + 1
+    totals: dict[str, np.ndarray[Any, Any]] = {}
+    for _, process in table.groupby(["host", "pid", "ticks"], sort=False):
+        role = ROLES[int(process["role"].iloc[0])]
+        held = _carried(process, count, CARRY_NS // width + 1)
+        if held is not None:
+            totals[role] = totals.get(role, np.zeros(count)) + held
+    elapsed = (within.from_ns + np.arange(count) * width - within.origin_ns) / 1e9
+    grid = pd.DataFrame({"elapsed_seconds": elapsed, **{role: totals[role] for role in ROLES if role in totals}})
+    return grid.iloc[0 if table.empty else int(table["bucket"].min()) :].reset_index(drop=True)
+
+
+def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """One row per process of the span.
+
+    Returns:
+        series (`main`, `loader 0 worker 2`, …), pid, role, first_seconds, last_seconds, ended, restart
+        (there was another process in this place before), and for each of private_dirty, pss, rss the
+        last and the largest value (bytes) and, of private_dirty and rss, the slope (bytes per second)
+        with the number of samples.
+
+    """
+    table = snapshot.query(
+        f"SELECT host, {_SERIES} AS series, process_pid pid, process_start_ticks ticks, any_value(role) AS role, "
+        "min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
+        "arg_max(private_dirty_bytes, time_ns) private_dirty_bytes, "
+        "regr_slope(private_dirty_bytes, time_ns / 1e9) private_dirty_slope, "
+        "count(private_dirty_bytes) private_dirty_count, "
+        "arg_max(pss_bytes, time_ns) pss_bytes, max(pss_bytes) pss_peak_bytes, "
+        "arg_max(rss_bytes, time_ns) rss_bytes, regr_slope(rss_bytes, time_ns / 1e9) rss_slope, "
+        f"count(rss_bytes) rss_count FROM {_PLACED} "
+        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND {_OF_RANK} GROUP BY ALL "
+        "ORDER BY first_ns, pid",
+        within.params,
+    )
+    table["restart"] = table.duplicated("series") & table["role"].isin([0, 1])
+    table["first_seconds"] = within.elapsed(table["first_ns"])
+    table["last_seconds"] = within.elapsed(table["last_ns"])
+    return table
+
+
+def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[str]) -> Lines:
+    """A line per place (main, worker k of loader l) of a process metric, thinned."""
+    names = ", ".join(quoted(name) for name in series) or "''"
+    return lines(
+        snapshot,
+        within,
+        _PLACED,
+        value=metric,
+        series=_SERIES,
+        where=f"{_OF_RANK} AND {_SERIES} IN ({names})",
+        buckets=GRID_BUCKETS,
+    )
+
+
+def host_limits(snapshot: Queryable) -> pd.DataFrame:
+    """Usage now, peak and capacity (bytes) of each limit of each host, over the whole run.
+
+    Returns:
+        limit (`cgroup`, `host`, `shm`), host, now_bytes, peak_bytes, capacity_bytes. A limit that is not
+        there, as an unlimited cgroup, has no row.
+
+    """
+    parts = [
+        f"SELECT '{name}' AS \"limit\", host, arg_max({used}, time_ns) now_bytes, max({used}) peak_bytes, "
+        f"arg_max({total}, time_ns) capacity_bytes FROM host GROUP BY host"
+        for name, (used, total) in HOST_LIMITS.items()
+    ]
+    table = snapshot.query(f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE capacity_bytes > 0")
+    return table.sort_values(["host", "limit"], ignore_index=True)
+
+
+def host_lines(snapshot: Queryable, within: Span, limit: str, host: str) -> dict[str, Lines]:
+    """The usage of one limit of one host over time; of a cgroup also its anonymous part."""
+    values = {"used": HOST_LIMITS[limit][0]}
+    if limit == "cgroup":
+        values["anonymous"] = "cgroup_anon_bytes"
+    where = f"host = {quoted(host)}"
+    return {name: lines(snapshot, within, "host", value=value, where=where) for name, value in values.items()}
+
+
+def devices(snapshot: Queryable) -> pd.DataFrame:
+    """Usage now, peak and capacity (bytes) per GPU over the whole run.
+
+    Returns:
+        device, used_bytes and used_peak_bytes (the driver's figure, all processes), total_bytes,
+        reserved_peak_bytes and allocated_peak_bytes (the caching allocator's, worst rank).
+
+    """
+    return snapshot.query(
+        "WITH driver AS (SELECT device, arg_max(used_bytes, time_ns) used_bytes, max(used_bytes) used_peak_bytes, "
+        "max(total_bytes) total_bytes FROM device GROUP BY device), "
+        "torch AS (SELECT device, max(greatest(reserved_bytes, reserved_peak_bytes)) reserved_peak_bytes, "
+        "max(greatest(allocated_bytes, allocated_peak_bytes)) allocated_peak_bytes, "
+        "arg_max(reserved_bytes, time_ns) reserved_bytes FROM device_memory GROUP BY device) "
+        "SELECT * FROM driver FULL JOIN torch USING (device) ORDER BY device"
+    )
+
+
+def device_lines(snapshot: Queryable, within: Span, device: int) -> dict[str, Lines]:
+    """What the caching allocator of each rank has allocated and reserved, and what the driver says is used."""
+    of_device = f"device = {device:d}"
+    of_rank = f"{of_device} AND ($rank IS NULL OR rank = $rank)"
+    by_rank = "coalesce('rank ' || rank, '')"
+    return {
+        name: lines(snapshot, within, "device_memory", value=f"{name}_bytes", series=by_rank, where=of_rank)
+        for name in ("allocated", "reserved")
+    } | {
+        "used": lines(snapshot, within, "device", value="used_bytes", where=of_device),
+    }
+
+
+def _carried(process: pd.DataFrame, count: int, carry: int) -> np.ndarray[Any, Any] | None:
+    """One process on the grid: its first value from first sight, each held until the next or to its end.
+
+    A process that has not ended is held for `carry` buckets beyond its last sample.
+    """
+    measured = process.dropna(subset="v")
+    if measured.empty:
+        return None
+    at = measured["bucket"].to_numpy(copy=True)
+    at[0] = process["bucket"].iloc[0]  # smaps are read later than the rest: it was there already
+    ended = process["alive"].min() == 0
+    end = int(process["bucket"].iloc[-1]) + (0 if ended else carry)
+    held = np.zeros(count)
+    stops = np.append(at[1:], max(end, at[-1] + 1)).clip(max=count)
+    for start, stop, value in zip(at, stops, measured["v"].to_numpy(), strict=True):
+        held[start:stop] = value
+    return held

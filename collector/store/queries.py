@@ -1,0 +1,221 @@
+"""The named queries behind the dashboard's figures: what part of a run is looked at, lines, and steps.
+
+Each takes a snapshot and gives a small table: whatever the length of the run, DuckDB reduces it to
+at most a few thousand points before pandas sees it. Lines are thinned to the smallest and the
+largest value of each bucket of time, so a peak is never lost. Times come back as seconds since the
+run was made (`elapsed_seconds`), sizes in bytes, durations in milliseconds. A missing value is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import pandas as pd
+
+Window = Literal["5min", "500steps", "run"]
+WINDOWS: tuple[Window, ...] = ("5min", "500steps", "run")
+#: The streams that tell how far a run has come; the others tick along with one of them.
+PULSE = ("step", "batch", "process", "host")
+#: Buckets of one line: with two points each, a trace has at most 2,000.
+LINE_BUCKETS = 1000
+#: Buckets of a stack or a heat map, where every series shares one grid of time.
+GRID_BUCKETS = 400
+#: No grid is finer than the fastest sampling, else it would have holes.
+GRID_STEP_NS = 500_000_000
+
+
+class Queryable(Protocol):
+    """What the queries need of a snapshot (`collector.store.reader.Snapshot`)."""
+
+    def query(self, sql: str, params: Any = None) -> pd.DataFrame:
+        """Run SQL over the stream views and `event`."""
+
+
+class Memo:
+    """A snapshot that answers the same question once: panels of one page share many."""
+
+    def __init__(self, snapshot: Queryable) -> None:
+        self._snapshot = snapshot
+        self._answers: dict[str, pd.DataFrame] = {}
+
+    def query(self, sql: str, params: Any = None) -> pd.DataFrame:
+        """As the snapshot's own; each caller gets a copy."""
+        key = f"{sql}{params}"
+        if key not in self._answers:
+            self._answers[key] = self._snapshot.query(sql, params)
+        return self._answers[key].copy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The part of a run that is looked at: a window of time (ns, both ends included) and a rank.
+
+    `origin_ns` is the moment that `elapsed_seconds` counts from; `rank` None means all ranks.
+    """
+
+    origin_ns: int
+    from_ns: int
+    to_ns: int
+    rank: int | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the SQL below."""
+        return {"from_ns": self.from_ns, "to_ns": self.to_ns, "rank": self.rank}
+
+    def elapsed(self, time_ns: pd.Series) -> pd.Series:
+        """Seconds since the run was made."""
+        return (time_ns.astype("int64") - self.origin_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Thinned lines: `points` has series, elapsed_seconds, value; `samples_count` says of how many."""
+
+    points: pd.DataFrame
+    samples_count: int
+
+    @property
+    def thinned(self) -> bool:
+        """Whether there are fewer points than samples."""
+        return len(self.points) < self.samples_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How far the records of a run reach (ns) and how many there are."""
+
+    first_ns: int
+    newest_ns: int
+    records_count: int
+
+
+def origin_ns(manifest: Mapping[str, Any]) -> int | None:
+    """The monotonic time at which the run was made, on the host that made it."""
+    anchor = manifest.get("anchors", {}).get(manifest.get("host"))
+    return int(anchor["time_ns"]) if anchor else None
+
+
+def wall_ns(manifest: Mapping[str, Any], time_ns: int) -> int | None:
+    """A monotonic time of the run's host as wall time."""
+    anchor = manifest.get("anchors", {}).get(manifest.get("host"))
+    return int(anchor["wall_ns"]) + time_ns - int(anchor["time_ns"]) if anchor else None
+
+
+def extent(snapshot: Queryable) -> Extent | None:
+    """The first and the newest record of the streams that pulse in every run; None if there is none."""
+    parts = [f'SELECT min(time_ns) lo, max(time_ns) hi, count(*) n FROM "{name}"' for name in PULSE]
+    row = snapshot.query(
+        f"SELECT min(lo) lo, max(hi) hi, sum(n)::BIGINT n FROM ({' UNION ALL '.join(parts)})"
+    ).iloc[0]
+    if not row["n"]:
+        return None
+    return Extent(first_ns=int(row["lo"]), newest_ns=int(row["hi"]), records_count=int(row["n"]))
+
+
+def span(snapshot: Queryable, whole: Extent, *, origin: int, window: Window, rank: int | None) -> Span:
+    """The span that a window names, ending at the newest record."""
+    start = min(whole.first_ns, origin)
+    if window == "5min":
+        start = max(start, whole.newest_ns - 300 * 10**9)
+    elif window == "500steps":
+        since = snapshot.query(
+            "WITH s AS (SELECT step, time_ns FROM step WHERE $rank IS NULL OR rank = $rank) "
+            "SELECT min(time_ns) t FROM s WHERE step > (SELECT max(step) FROM s) - 500",
+            {"rank": rank},
+        )["t"].iloc[0]
+        start = max(start, int(since)) if pd.notna(since) else start
+    return Span(origin_ns=origin, from_ns=start, to_ns=whole.newest_ns, rank=rank)
+
+
+def lines(
+    snapshot: Queryable,
+    within: Span,
+    source: str,
+    *,
+    value: str,
+    series: str = "''",
+    where: str = "TRUE",
+    buckets: int = LINE_BUCKETS,
+) -> Lines:
+    """One thinned line per value of the SQL expression `series`, of the SQL expression `value` over `source`.
+
+    Each bucket gives its smallest and its largest value, in the order in which they occurred.
+    """
+    width = width_ns(within, buckets)
+    table = snapshot.query(
+        f"SELECT series, arg_min(time_ns, v) t_low, min(v) low, arg_max(time_ns, v) t_high, max(v) high, "
+        f"count(*) n FROM (SELECT time_ns, {series} AS series, ({value})::DOUBLE AS v FROM {source} "
+        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND ({where})) WHERE v IS NOT NULL "
+        f"GROUP BY series, (time_ns - $from_ns) // {width} ORDER BY series, t_low",
+        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
+    )
+    low = table[["series", "t_low", "low"]].set_axis(["series", "time_ns", "value"], axis=1)
+    high = table[["series", "t_high", "high"]].set_axis(["series", "time_ns", "value"], axis=1)
+    points = pd.concat([low, high]).drop_duplicates(["series", "time_ns"]).sort_values(["series", "time_ns"])
+    points["elapsed_seconds"] = within.elapsed(points["time_ns"])
+    return Lines(
+        points=points[["series", "elapsed_seconds", "value"]].reset_index(drop=True),
+        samples_count=int(table["n"].sum()),
+    )
+
+
+def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """Where the step time goes, by step.
+
+    Returns:
+        step (first of its group), n, wait_ms and rest_ms (means), slowest_ms.
+
+    """
+    return snapshot.query(
+        "WITH s AS (SELECT step, duration_ns, coalesce(data_wait_ns, 0) AS wait_ns FROM step "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)), "
+        f"w AS (SELECT min(step) lo, greatest(1, ceil((max(step) - min(step) + 1) / {2 * GRID_BUCKETS}))::BIGINT "
+        "width FROM s) "
+        "SELECT min(step) AS step, count(*) n, avg(wait_ns) / 1e6 wait_ms, "
+        "avg(greatest(duration_ns - wait_ns, 0)) / 1e6 rest_ms, max(duration_ns) / 1e6 slowest_ms "
+        "FROM s, w WHERE duration_ns IS NOT NULL GROUP BY (s.step - w.lo) // w.width ORDER BY 1",
+        within.params,
+    )
+
+
+def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
+    """Of the steps in the span: n, newest step, p50_ms, p95_ms, wait_ratio."""
+    return snapshot.query(
+        "SELECT count(duration_ns) n, max(step) AS step, quantile_cont(duration_ns, 0.5) / 1e6 p50_ms, "
+        "quantile_cont(duration_ns, 0.95) / 1e6 p95_ms, "
+        "sum(data_wait_ns) FILTER (duration_ns IS NOT NULL) / sum(duration_ns) wait_ratio "
+        "FROM step WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)",
+        within.params,
+    ).iloc[0]
+
+
+def step_elapsed(snapshot: Queryable, within: Span, step: int, rank: int | None) -> float | None:
+    """When a step ended, in seconds since the run was made; None if it was not recorded."""
+    found = snapshot.query(
+        "SELECT min(time_ns) t FROM step WHERE step >= $step AND ($rank IS NULL OR rank = $rank)",
+        {"step": step, "rank": rank},
+    )["t"].iloc[0]
+    return None if pd.isna(found) else (int(found) - within.origin_ns) / 1e9
+
+
+def whole(within: Span, reach: Extent) -> Span:
+    """The same rank over the whole run."""
+    return replace(within, from_ns=min(reach.first_ns, within.origin_ns), to_ns=reach.newest_ns)
+
+
+def quoted(text: str) -> str:
+    """A text as an SQL literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def width_ns(within: Span, buckets: int) -> int:
+    """The width of one of so many buckets over the span."""
+    return (within.to_ns - within.from_ns) // buckets + 1
+
+
+def only(params: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """These parameters alone: DuckDB refuses one that the SQL does not name."""
+    return {name: params[name] for name in names}

@@ -1,0 +1,241 @@
+"""Reading a run: one snapshot of the lake, and the journals beyond it.
+
+The stored offsets are read in the lake's transaction, the journals after that. Journals only grow, and none is
+deleted while somebody looks, so together they hold every record up to some moment, once: with the collector
+alive, dead or never there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import pandas as pd
+import pyarrow as pa
+
+from collector.errors import TidegaugeError
+from collector.store import journals, lake
+from collector.store.ingest import damaged_lines
+from collector.store.runs import Run, of_this_boot
+from training_harness.records import STREAMS
+
+_COPY_ATTEMPTS = 5
+#: A busy catalog is waited for in each (`lake.attached`).
+_OPEN_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tail:
+    """What a segment holds beyond the lake, up to its size when the snapshot was taken."""
+
+    path: Path
+    header: journals.SegmentHeader
+    begin_bytes: int
+    end_bytes: int
+
+
+class Snapshot:
+    """A run at one moment. Use it in one thread, inside `with read(run)`."""
+
+    def __init__(
+        self,
+        run: Run,
+        connection: duckdb.DuckDBPyConnection,
+        *,
+        progress: lake.Progress,
+        problems: Sequence[str],
+    ) -> None:
+        self._run = run
+        self._connection = connection
+        self._views: set[str] = set()
+        self._problems = list(problems)
+        self._progress = progress
+        self._stored = {journals.table_of(name) for name in progress.offsets}
+        self._events = self._read_events(progress)
+        self._tails = self._find_tails(progress)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each thing that could not be read."""
+        return tuple(self._problems)
+
+    @functools.cached_property
+    def now_ns(self) -> int:
+        """CLOCK_MONOTONIC now; for a run of another host or boot, the time of its last record."""
+        if of_this_boot(self._run):
+            return time.monotonic_ns()
+        sources = " UNION ALL ".join(
+            f'SELECT max(time_ns) AS time_ns FROM "{name}"' for name in ("event", *STREAMS)
+        )
+        last = self._query(f"SELECT max(time_ns) FROM ({sources})", None).fetchone()
+        return int(last[0]) if last and last[0] is not None else 0
+
+    @functools.cached_property
+    def lost_count(self) -> int:
+        """Records that writers could not write."""
+        reported = self._query("FROM event WHERE kind = 'records-lost'", None).to_arrow_table()
+        for writer, count in journals.reported_losses(reported).items():
+            self._progress.note_loss(writer, count)
+        return self._progress.lost_count
+
+    def query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None = None) -> pd.DataFrame:
+        """Run SQL over the views: one per stream of `records.STREAMS`, and `event`.
+
+        A column of integers with NULLs comes as float64 with NaN, one without as integers.
+
+        Args:
+            sql: DuckDB SQL. `"fetch"` is a reserved word there and must be quoted.
+            params: values for `$name` or `?`.
+
+        Raises:
+            TidegaugeError: files of the lake are damaged or gone.
+
+        """
+        frame = self._query(sql, params).df()
+        # DuckDB gives some of them as masked integers, whose NA breaks comparisons.
+        masked = [
+            name
+            for name, dtype in frame.dtypes.items()
+            if isinstance(dtype, pd.Int64Dtype | pd.Int32Dtype | pd.Int16Dtype | pd.Int8Dtype)
+        ]
+        return frame.astype(dict.fromkeys(masked, "float64"))
+
+    def _query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None) -> duckdb.DuckDBPyConnection:
+        # Journals are read when a query first names their stream: most pages need two or three.
+        for name in set(re.findall(r"\w+", sql.lower())) & ({*STREAMS, "event"} - self._views):
+            self._add_view(name)
+        try:
+            return self._connection.execute(sql, params)
+        except duckdb.IOException as error:
+            raise TidegaugeError(
+                f"{self._run.data_dir} is damaged ({lake.one_line(error)}): move it and {self._run.catalog_path} "
+                "away and run `tidegauge collect`, for what the journals still hold"
+            ) from None
+
+    def _add_view(self, name: str) -> None:
+        tail = self._events if name == "event" else self._read_tail(name)
+        self._connection.register(f"tail_{name}", tail)
+        columns = ", ".join(f'"{column}"' for column in tail.column_names)
+        view = f'CREATE TEMP VIEW "{name}" AS SELECT {columns} FROM '
+        source = f"tail_{name}"
+        if name in self._stored:  # an empty table of the lake would cost as much as a full one
+            source = f"(FROM tail_{name} UNION ALL BY NAME FROM {lake.LAKE}.{name})"
+        self._connection.execute(view + source)
+        self._views.add(name)
+
+    def _read_tail(self, stream: str) -> pa.Table:
+        tables = [journals.arrow_schema(STREAMS[stream]).empty_table()]
+        for tail in self._tails.get(stream, ()):
+            try:
+                tables.append(journals.read_records(tail.path, tail.header, tail.begin_bytes, tail.end_bytes))
+            except journals.JournalError as error:
+                self._problems.append(str(error))
+        return pa.concat_tables(tables)
+
+    def _find_tails(self, progress: lake.Progress) -> dict[str, list[_Tail]]:
+        tails: dict[str, list[_Tail]] = {}
+        for path in journals.list_segments(self._run):
+            begin = progress.offsets.get(path.name, 0)
+            try:
+                end = journals.size_bytes(path)
+                header = journals.read_header(path) if end > begin else None
+            except journals.JournalError as error:
+                self._problems.append(str(error))
+                continue
+            if header is not None:
+                progress.note_loss(header.writer, header.lost_before_count)
+                tails.setdefault(header.stream, []).append(
+                    _Tail(path=path, header=header, begin_bytes=begin, end_bytes=end)
+                )
+        return tails
+
+    def _read_events(self, progress: lake.Progress) -> pa.Table:
+        tables = [journals.EVENT_SCHEMA.empty_table()]
+        for path in journals.list_event_logs(self._run):
+            damaged_count, begin = progress.damaged.get(path.name, 0), progress.offsets.get(path.name, 0)
+            try:
+                lines = journals.read_events(path, begin) if journals.size_bytes(path) > begin else None
+            except journals.JournalError as error:
+                self._problems.append(str(error))
+                continue
+            if lines is not None:
+                damaged_count += lines.damaged_count
+                tables.append(lines.table)
+            if damaged_count:
+                self._problems.append(damaged_lines(path, damaged_count))
+        return pa.concat_tables(tables)
+
+
+@contextmanager
+def read(run: Run) -> Iterator[Snapshot]:
+    """One consistent look at a run.
+
+    Without a lake the journals alone are read: nobody has deleted any of them. With a lake that cannot be
+    opened too, but then they are not the whole run, for segments that were in the lake are gone: a problem says so.
+
+    Raises:
+        TidegaugeError: the run's directory cannot be read, or DuckDB's extensions are missing.
+
+    """
+    with ExitStack() as stack:
+        stack.enter_context(lake.files_locked(run, exclusive=False))
+        connection, progress, problems = None, lake.Progress(), []
+        if run.catalog_path.exists():
+            for _ in range(_OPEN_ATTEMPTS):
+                try:
+                    connection, progress = stack.enter_context(_lake_of(run))
+                except (duckdb.Error, OSError) as error:
+                    why = lake.one_line(error)
+                else:
+                    break
+            else:
+                problems.append(
+                    f"{run.catalog_path} cannot be opened ({why}): the journals alone are shown, "
+                    "which lack what is in the lake alone"
+                )
+        connection = connection or stack.enter_context(lake.connected())
+        yield Snapshot(run, connection, progress=progress, problems=problems)
+
+
+@contextmanager
+def _lake_of(run: Run) -> Iterator[tuple[duckdb.DuckDBPyConnection, lake.Progress]]:
+    """The lake in a transaction."""
+    with (
+        _usable_catalog(run) as catalog,
+        lake.attached(catalog, run.data_dir, read_only=True) as connection,
+    ):
+        connection.begin()
+        yield connection, lake.read_progress(connection)
+
+
+@contextmanager
+def _usable_catalog(run: Run) -> Iterator[Path]:
+    """The catalog, or a copy of it: SQLite cannot open a WAL database in a directory that it can't write."""
+    if os.access(run.path, os.W_OK):
+        yield run.catalog_path
+        return
+    with tempfile.TemporaryDirectory(prefix="tidegauge-") as scratch:
+        copy = Path(scratch) / run.catalog_path.name
+        wal = run.catalog_path.with_name(f"{run.catalog_path.name}-wal")
+        for _ in range(_COPY_ATTEMPTS):
+            before = _versions(run.catalog_path, wal)
+            for source in (run.catalog_path, wal):
+                if source.exists():
+                    shutil.copyfile(source, copy.with_name(source.name))
+            if _versions(run.catalog_path, wal) == before:
+                break
+        yield copy
+
+
+def _versions(*paths: Path) -> list[tuple[int, int] | None]:
+    stats = [path.stat() if path.exists() else None for path in paths]
+    return [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]

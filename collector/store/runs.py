@@ -1,0 +1,159 @@
+"""Finding runs in a home, their manifests, and which of their processes still live."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collector.errors import TidegaugeError
+from training_harness import layout
+
+ProcessKey = tuple[str, int, int]
+"""(host, pid, start_ticks)."""
+
+LATEST = "latest"
+_STAMP_CHARACTERS = len("yyyymmdd-hhmmss")
+_SHOWN_MATCHES = 5
+#: Process states of /proc/PID/stat that are no life: zombie and dead (proc_pid_stat(5)).
+_DEAD_STATES = (b"Z", b"X", b"x")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run directory."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The name of the directory."""
+        return self.path.name
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, read afresh each time.
+
+        Raises:
+            TidegaugeError: it cannot be read, is damaged, or is of a newer Tidegauge.
+
+        """
+        try:
+            return layout.read_manifest(self.path)
+        except ValueError as error:
+            raise TidegaugeError(str(error)) from None
+        except OSError as error:
+            raise TidegaugeError(f"cannot read the manifest of run {self.run_id}: {error}") from None
+
+    @property
+    def journal_dir(self) -> Path:
+        """Where the journals are."""
+        return self.path / "journal"
+
+    @property
+    def events_dir(self) -> Path:
+        """Where the event logs are."""
+        return self.path / "events"
+
+    @property
+    def data_dir(self) -> Path:
+        """Where the lake keeps its Parquet files."""
+        return self.path / "data"
+
+    @property
+    def catalog_path(self) -> Path:
+        """The lake's catalog; it exists once a collector has opened the run."""
+        return self.path / "lake.sqlite"
+
+
+def list_runs(home: Path) -> list[Run]:
+    """All runs of a home, newest first; none if the home does not exist yet.
+
+    Raises:
+        TidegaugeError: the home cannot be read.
+
+    """
+    try:
+        paths = [path for path in (home / "runs").iterdir() if (path / layout.MANIFEST).is_file()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TidegaugeError(f"cannot list the runs of {home}: {error}") from None
+    paths.sort(key=lambda path: (path.name[:_STAMP_CHARACTERS], _started_wall_ns(path)), reverse=True)
+    return [Run(path) for path in paths]
+
+
+def find_run(home: Path, spec: str) -> Run:
+    """The run that `spec` means: a run id, `latest`, a path to a run directory, or a unique prefix.
+
+    Raises:
+        TidegaugeError: there is none, or more than one.
+
+    """
+    as_path = Path(spec).expanduser()
+    if spec and (as_path / layout.MANIFEST).is_file():
+        return Run(as_path.resolve())
+    runs = list_runs(home)
+    if not runs:
+        raise TidegaugeError(
+            f"no run {spec!r}: {home / 'runs'} holds no runs; start one with `tidegauge run -- COMMAND`"
+        )
+    if spec == LATEST:
+        return runs[0]
+    matches = [run for run in runs if spec and run.run_id.startswith(spec)]
+    exact = [run for run in matches if run.run_id == spec]
+    if len(exact or matches) == 1:
+        return (exact or matches)[0]
+    if not matches:
+        raise TidegaugeError(
+            f"no run {spec!r} among the {len(runs)} in {home / 'runs'}: give a run id, a unique prefix, the path "
+            f"of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
+        )
+    shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
+    more = ", …" if len(matches) > _SHOWN_MATCHES else ""
+    raise TidegaugeError(f"{spec!r} fits {len(matches)} runs ({shown}{more}): give more of the id")
+
+
+def of_this_boot(run: Run) -> bool:
+    """Whether the run began on this host in this boot, so that its clock and pids are ours."""
+    anchor = run.manifest.get("anchors", {}).get(socket.gethostname())
+    boot = layout.boot_id()
+    return anchor is not None and boot is not None and anchor.get("boot_id") == boot
+
+
+def living_processes(
+    run: Run, keys: Iterable[ProcessKey], proc: Path = Path("/proc")
+) -> frozenset[ProcessKey] | None:
+    """Those of `keys` that are alive now; a zombie is not.
+
+    Returns:
+        None where it can't be known: the run is of another boot, or a key is of another host.
+
+    """
+    wanted = frozenset(keys)
+    if not of_this_boot(run) or any(host != socket.gethostname() for host, _, _ in wanted):
+        return None
+    return frozenset(key for key in wanted if _is_alive(key, proc))
+
+
+def _is_alive(key: ProcessKey, proc: Path) -> bool:
+    _, pid, start_ticks = key
+    try:
+        stat = (proc / str(pid) / "stat").read_bytes()
+    except OSError:
+        return False
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return int(fields[19]) == start_ticks and fields[0] not in _DEAD_STATES
+
+
+@functools.cache
+def _started_wall_ns(path: Path) -> int:
+    """When the run began; it orders runs of the same second. 0 if the manifest does not tell."""
+    try:
+        anchors = layout.read_manifest(path)["anchors"].values()
+        return min(int(anchor["wall_ns"]) for anchor in anchors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
