@@ -1,0 +1,159 @@
+"""What a panel can consist of, and how Streamlit draws it. Blocks are values; only `draw` has effects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import streamlit as st
+
+from app.figures.base import Chart
+from collector.diagnosis.findings import KINDS, Finding
+from collector.wording import eta, label, locus, percent, quantity, title
+
+#: severity -> (icon, word, badge colour): never a colour alone.
+SEVERITY = {
+    "critical": (":material/error:", "critical", "red"),
+    "warning": (":material/warning:", "warning", "orange"),
+    "info": (":material/info:", "info", "blue"),
+}
+#: group of findings -> (page, its title): where the evidence is to be seen.
+EVIDENCE_PAGES = {
+    "memory forecast": ("views/oom_risk.py", "OOM risk"),
+    "memory leak": ("views/leak_timeline.py", "Leak timeline"),
+    "data loading": ("views/worker_stalls.py", "Worker stalls"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One key figure."""
+
+    label: str
+    value: str
+    help: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """A row of key figures."""
+
+    items: Sequence[Metric]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of texts, ready to be read, with its caption."""
+
+    frame: pd.DataFrame
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A sentence where a figure would be empty, or that explains one."""
+
+    text: str
+    icon: str = ":material/info:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Findings in order; `nothing` is said when there are none, `link` adds the way to the evidence."""
+
+    findings: Sequence[Finding]
+    nothing: str
+    link: bool = False
+    headline: bool = False
+
+
+Block = Chart | Metrics | Table | Note | Findings
+
+
+def draw(block: Block, key: str) -> None:
+    """Draw one block; `key` is stable from refresh to refresh."""
+    match block:
+        case Chart():
+            with st.container(border=True):
+                st.markdown(f"**{block.title}**")
+                # Streamlit replaces a Plotly chart whose data have changed: hold its place meanwhile.
+                with st.container(height=block.figure.layout.height, border=False):
+                    st.plotly_chart(
+                        block.figure,
+                        width="stretch",
+                        theme=None,
+                        key=key,
+                        config={"displaylogo": False, "displayModeBar": False},
+                        alt=block.alt,
+                    )
+                if block.caption:
+                    st.caption(block.caption)
+        case Metrics():
+            with st.container(horizontal=True):
+                for item in block.items:
+                    st.metric(item.label, item.value, help=item.help, border=True)
+        case Table():
+            st.dataframe(block.frame, hide_index=True, width="stretch", key=key)
+            if block.caption:
+                st.caption(block.caption)
+        case Note():
+            st.info(block.text, icon=block.icon)
+        case Findings():
+            _draw_findings(block)
+
+
+def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings that ask for something to be done."""
+    return [finding for finding in findings if finding.severity != "info"]
+
+
+def _draw_findings(block: Findings) -> None:
+    urgent = needs_attention(block.findings)
+    rest = [finding for finding in block.findings if finding.severity == "info"]
+    if block.headline:
+        things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
+        st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
+    if not block.findings:
+        st.caption(f":material/check_circle: {block.nothing}")
+    for finding in urgent[:4]:
+        _draw_finding(finding, link=block.link)
+    if urgent[4:]:
+        with st.expander(f"{len(urgent) - 4} more"):
+            for finding in urgent[4:]:
+                _draw_finding(finding, link=block.link)
+    for finding in rest:
+        with st.expander(f"{title(finding)}: {finding.summary}", icon=SEVERITY["info"][0]):
+            _draw_body(finding)
+
+
+def _draw_finding(finding: Finding, *, link: bool) -> None:
+    icon, word, colour = SEVERITY[finding.severity]
+    with st.container(border=True):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
+            st.markdown(f"**{title(finding)}**", width="content")
+            where = locus(finding.locus)
+            since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
+            st.caption(
+                " · ".join(part for part in (where, since, f"confidence {percent(finding.confidence)}") if part),
+                width="content",
+            )
+        st.markdown(finding.summary)
+        _draw_body(finding)
+        page = EVIDENCE_PAGES.get(KINDS[finding.kind])
+        if link and page:
+            st.page_link(page[0], label=f"See {page[1]}", icon=":material/arrow_forward:")
+
+
+def _draw_body(finding: Finding) -> None:
+    if finding.eta is not None:
+        st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
+    for advice in finding.advice:
+        st.markdown(f":material/build: {advice.text}" + (f" — *{advice.expected}*" if advice.expected else ""))
+    measured = [
+        f"{label(item.name)} **{quantity(item.value, item.unit)}** (n = {item.n:,}, {item.window})"
+        for item in finding.evidence
+    ]
+    if measured:
+        st.caption("Measured: " + "; ".join(measured))

@@ -1,0 +1,134 @@
+"""What every figure has in common: layout, axes with units, limit lines, the budget of points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from app.theme import Theme
+from collector.store.queries import Lines
+
+#: No trace has more points than this.
+MAX_POINTS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A figure and its words: the title states the question that it answers, the caption what it shows.
+
+    The title stands outside the figure, where it wraps on a narrow screen and meets no legend.
+    """
+
+    title: str
+    figure: go.Figure
+    caption: str
+    takeaway: str = ""
+
+    @property
+    def alt(self) -> str:
+        """What the figure says, for one who can't see it."""
+        return f"{self.title} {self.caption} {self.takeaway}".strip()
+
+
+def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: int = 320) -> go.Figure:
+    """An empty figure in the house style.
+
+    `revision` is the run: zoom and hidden traces stay as the reader left them while it is the same.
+    """
+    figure = go.Figure()
+    axis = {"gridcolor": theme.grid, "zerolinecolor": theme.grid, "linecolor": theme.grid}
+    figure.update_layout(
+        height=height,
+        margin={"l": 56, "r": 16, "t": 12, "b": 44},
+        paper_bgcolor=theme.background,
+        plot_bgcolor=theme.background,
+        font={"color": theme.text, "size": 13},
+        hovermode="x unified",
+        hoverlabel={"bgcolor": theme.background, "font": {"color": theme.text}},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
+        uirevision=revision,
+    )
+    figure.update_xaxes(title=axis_title(x_title), **axis)
+    figure.update_yaxes(title=axis_title(y_title), rangemode="tozero", automargin=True, **axis)
+    return figure
+
+
+def axis_title(text: str) -> dict[str, Any]:
+    """The title of an axis: quantity and unit."""
+    return {"text": text, "standoff": 8, "font": {"size": 13}}
+
+
+def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> go.Scatter:
+    """A line trace on numpy arrays; `unit` stands behind the value on hover."""
+    return go.Scatter(
+        name=name,
+        x=np.asarray(x, dtype=np.float64),
+        y=np.asarray(y, dtype=np.float32),
+        mode=more.pop("mode", "lines"),
+        line={"color": colour, "width": 1.8, **more.pop("line", {})},
+        hovertemplate=f"%{{y:,.4~g}} {unit}",
+        **more,
+    )
+
+
+def area(name: str, x: Any, y: Any, colour: str, unit: str) -> go.Scatter:
+    """One layer of a stack; the layers share one grid of x."""
+    return line(name, x, y, colour, unit, stackgroup="one", fillcolor=_faint(colour), line={"width": 1.2})
+
+
+def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
+    """A limit: dashed, neutral, and named on the line itself."""
+    figure.add_hline(
+        y=value,
+        line={"color": theme.limit, "width": 1.6, "dash": "dash"},
+        annotation={
+            "text": text,
+            "font": {"color": theme.limit},
+            "bgcolor": theme.background,
+            "xanchor": "left",
+            "x": 0,
+        },
+        annotation_position="top left",
+    )
+
+
+def moment(figure: go.Figure, x: float, text: str, theme: Theme) -> None:
+    """A moment worth a word, as the step since which something grows."""
+    figure.add_vline(
+        x=x,
+        line={"color": theme.quiet, "width": 1.4, "dash": "dot"},
+        annotation={
+            "text": text,
+            "font": {"color": theme.text, "size": 12},
+            "bgcolor": theme.background,
+            "yanchor": "top",
+        },
+        annotation_position="top right",
+    )
+
+
+def broken(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: list[float]) -> tuple[Any, Any]:
+    """The line with a gap before each moment in `starts`: what follows belongs to another process."""
+    at = np.searchsorted(x, starts)
+    at = at[(at > 0) & (at < len(x))]
+    return np.insert(x, at, np.nan), np.insert(y, at, np.nan)
+
+
+def sampled(lines: Lines) -> str:
+    """How a thinned line came about, in words; empty if every sample is drawn."""
+    return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""
+
+
+def _faint(colour: str) -> str:
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.45)"

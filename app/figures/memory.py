@@ -1,0 +1,185 @@
+"""Memory over time: of the host by role, of each process, and against each limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from app.figures.base import Chart, area, blank, broken, limit, line, moment, sampled
+from app.format import GIB, MIB
+from app.theme import Theme
+from collector.store.queries import Lines
+from collector.wording import duration, known, percent, size
+
+ELAPSED = "elapsed (s)"
+#: column of `process` -> how an axis calls it.
+METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
+#: More restarts of one worker than this would hide its line.
+MAX_MARKED_RESTARTS = 200
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def by_role(
+    totals: pd.DataFrame,
+    theme: Theme,
+    *,
+    metric: str,
+    capacity_bytes: float | None,
+    capacity_name: str,
+    title: str,
+    revision: str,
+) -> Chart:
+    """Process memory stacked by role, under the limit that binds.
+
+    Args:
+        totals: elapsed_seconds and one column of bytes per role.
+        theme: colours.
+        metric: the column of `process` that was summed.
+        capacity_bytes: the limit; drawn only if the stack comes within a factor of three of it, else it
+            would press the stack flat and is told in the caption.
+        capacity_name: what the limit is.
+        title: the question that the figure answers.
+        revision: the run.
+
+    """
+    word = METRIC_WORDS[metric]
+    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} (GiB)", revision=revision)
+    colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
+    names = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
+    roles = [column for column in totals.columns if column != "elapsed_seconds"]
+    for role in roles:
+        figure.add_trace(area(names[role], totals["elapsed_seconds"], totals[role] / GIB, colours[role], "GiB"))
+    sums = totals[roles].sum(axis=1)
+    last, peak = sums.iloc[-1], sums.max()
+    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)}."
+    if metric == "rss_bytes":
+        caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
+    if capacity_bytes is not None and known(capacity_bytes):
+        caption += f" {capacity_name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
+        if peak * 3 > capacity_bytes:
+            limit(figure, capacity_bytes / GIB, f"{capacity_name} {size(capacity_bytes)}", theme)
+    return Chart(title=title, figure=figure, caption=caption)
+
+
+def against_limit(
+    usage: Mapping[str, Lines], theme: Theme, *, name: str, capacity_bytes: float | None, revision: str
+) -> Chart:
+    """Usage of one limited resource over time, its capacity a dashed line, y from 0.
+
+    Args:
+        usage: label -> line of bytes.
+        theme: colours.
+        name: what is limited.
+        capacity_bytes: the limit, None if it is not known.
+        revision: the run.
+
+    """
+    figure = blank(theme, x_title=ELAPSED, y_title="used (GiB)", revision=revision)
+    colours = {"allocated": theme.allocated, "reserved": theme.reserved, "anonymous": theme.latency}
+    captions = []
+    peak = 0.0
+    for label, lines in usage.items():
+        if lines.points.empty:
+            continue
+        colour = colours.get(label, theme.host)
+        for part, points in lines.points.groupby("series"):
+            name_of_line = f"{label}, {part!s}" if part else label
+            x, y = points["elapsed_seconds"], points["value"] / GIB
+            figure.add_trace(line(name_of_line, x, y, colour, "GiB", showlegend=True))
+        values = lines.points["value"]
+        peak = max(peak, float(values.max()))
+        captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())}")
+        if sampled(lines):
+            captions[-1] += f" ({sampled(lines)})"
+    caption = "; ".join(captions) + "." if captions else "No samples in this window."
+    if capacity_bytes is not None and known(capacity_bytes):
+        limit(figure, capacity_bytes / GIB, f"limit {size(capacity_bytes)}", theme)
+        figure.update_yaxes(range=[0, max(capacity_bytes, peak) / GIB * 1.12])
+        caption += f" Limit {size(capacity_bytes)}."
+    else:
+        caption += " The limit is not known."
+    return Chart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)
+
+
+def per_process(
+    lines: Lines,
+    places: pd.DataFrame,
+    theme: Theme,
+    *,
+    metric: str,
+    notes: Sequence[tuple[float, str]],
+    revision: str,
+) -> Chart:
+    """One line per place in the run; a restarted worker starts a new stretch, marked with a triangle.
+
+    Args:
+        lines: the thinned lines, series = place.
+        places: `queries.processes`.
+        theme: colours.
+        metric: the column of `process` that is drawn.
+        notes: (elapsed seconds, words) to mark.
+        revision: the run.
+
+    """
+    word = METRIC_WORDS[metric]
+    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} (MiB)", revision=revision, height=400)
+    restarts = 0
+    by_place = dict(iter(lines.points.groupby("series")))
+    for number, name in enumerate(name for name in places["series"].unique() if name in by_place):
+        points = by_place[name]
+        starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
+        gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
+        x, y = broken(points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / MIB, gaps)
+        colour = theme.series[number % len(theme.series)]
+        dash = _DASHES[number // len(theme.series) % len(_DASHES)]
+        figure.add_trace(line(str(name), x, y, colour, "MiB", line={"dash": dash}))
+        restarts += len(starts)
+        if 0 < len(starts) <= MAX_MARKED_RESTARTS:
+            figure.add_trace(_restarts(str(name), starts, x, y, colour))
+    for at, text in notes:
+        moment(figure, at, text, theme)
+    caption = f"{word[0].upper()}{word[1:]} memory per process"
+    if metric == "rss_bytes":
+        caption += " (private dirty could not be read; RSS is blind to copy-on-read growth)"
+    caption += f". {restarts:,} worker restarts (▲)." if restarts else "."
+    if sampled(lines):
+        caption += f" Drawn as {sampled(lines)}."
+    return Chart(
+        title="Which process grows, and since when?",
+        figure=figure,
+        caption=caption,
+        takeaway=_fastest(places, metric),
+    )
+
+
+def _restarts(
+    name: str,
+    starts: list[float],
+    x: np.ndarray[Any, Any],
+    y: np.ndarray[Any, Any],
+    colour: str,
+) -> go.Scatter:
+    at = np.searchsorted(x[~np.isnan(x)], starts).clip(max=np.count_nonzero(~np.isnan(x)) - 1)
+    return go.Scatter(
+        name=f"{name} restarted",
+        x=x[~np.isnan(x)][at],
+        y=y[~np.isnan(x)][at],
+        mode="markers",
+        marker={"symbol": "triangle-up", "size": 9, "color": colour},
+        hovertemplate="restarted",
+        showlegend=False,
+    )
+
+
+def _fastest(places: pd.DataFrame, metric: str) -> str:
+    slope = f"{metric.removesuffix('_bytes')}_slope"
+    rising = places.dropna(subset=slope)
+    if rising.empty:
+        return ""
+    first = rising.iloc[int(rising[slope].to_numpy().argmax())]
+    seconds = first["last_seconds"] - first["first_seconds"]
+    return f"Fastest: {first['series']}, {first[slope] / MIB * 60:+.1f} MiB/min over {duration(seconds)}."

@@ -1,0 +1,1 @@
+"""One file per view: which figures, in which order, with which words."""

@@ -1,0 +1,130 @@
+"""Leak timeline: which process grows, since when, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from app.blocks import Block, Findings, Note, Table
+from app.figures import memory
+from app.format import MIB
+from app.panel import Moment, Panel, View, show
+from collector.diagnosis.findings import KINDS, Finding
+from collector.store import memory_queries, queries
+from collector.wording import MISSING, duration, known, number, size
+
+#: More lines than this can't be told apart; the steepest are drawn.
+MAX_LINES = 12
+
+
+def findings(moment: Moment) -> Iterator[Block]:
+    """The leaks that were found."""
+    if moment.verdict is not None:
+        yield Findings(findings=_leaks(moment), nothing="No leak has been found.")
+
+
+def per_process(moment: Moment) -> Iterator[Block]:
+    """Private dirty memory of each process; RSS, called RSS, where that can't be read."""
+    metric = memory_queries.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
+    if metric is None:
+        yield Note(text="No process has been sampled in this window: only the collector does that.")
+        return
+    places = memory_queries.processes(moment.snapshot, moment.span)
+    shown = _steepest(places, metric)
+    lines = memory_queries.process_lines(moment.snapshot, moment.span, metric, shown)
+    yield memory.per_process(
+        lines,
+        places[places["series"].isin(shown)],
+        moment.theme,
+        metric=metric,
+        notes=_notes(moment),
+        revision=moment.run_id,
+    )
+    if len(shown) == MAX_LINES:
+        yield Note(text=f"Only the {MAX_LINES} steepest lines are drawn; the table has the others.")
+
+
+def total(moment: Moment) -> Iterator[Block]:
+    """All processes together, as PSS, which adds up."""
+    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    if metric is not None:
+        yield memory.by_role(
+            memory_queries.memory_by_role(moment.snapshot, moment.span, metric),
+            moment.theme,
+            metric=metric,
+            capacity_bytes=None,
+            capacity_name="",
+            title="Does the total grow?",
+            revision=moment.run_id,
+        )
+
+
+def table(moment: Moment) -> Iterator[Block]:
+    """One row per process, steepest first."""
+    found = memory_queries.processes(moment.snapshot, moment.span)
+    if found.empty:
+        return
+    smaps = found["private_dirty_count"].sum() > 0
+    base, word = ("private_dirty", "private dirty") if smaps else ("rss", "RSS")
+    alive = "alive" if moment.verdict is not None and moment.verdict.status == "running" else MISSING
+    found = found.sort_values(f"{base}_slope", ascending=False, na_position="last").head(50)
+    frame = pd.DataFrame(
+        {
+            "Process": found["series"],
+            "Pid": found["pid"].astype(str),
+            "Seen for": [duration(s) for s in found["last_seconds"] - found["first_seconds"]],
+            "State": ["ended" if ended else alive for ended in found["ended"].fillna(False)],
+            f"Slope of {word}": [_slope(value) for value in found[f"{base}_slope"]],
+            "n": [number(count) for count in found[f"{base}_count"]],
+            "Private dirty": [size(value) for value in found["private_dirty_bytes"]],
+            "PSS": [size(value) for value in found["pss_bytes"]],
+            "RSS": [size(value) for value in found["rss_bytes"]],
+        }
+    )
+    yield Table(
+        frame=frame, caption=f"Last values in the window; slope: least squares over the n samples of {word}."
+    )
+
+
+def _leaks(moment: Moment) -> list[Finding]:
+    return [f for f in moment.verdict.findings if KINDS[f.kind] == "memory leak"] if moment.verdict else []
+
+
+def _notes(moment: Moment) -> list[tuple[float, str]]:
+    """Since when each leak grows, once per kind: workers mostly leak together."""
+    first: dict[str, tuple[float, str]] = {}
+    for finding in _leaks(moment):
+        if finding.since_step is None:
+            continue
+        at = queries.step_elapsed(moment.snapshot, moment.span, finding.since_step, finding.locus.rank)
+        if at is not None and (finding.kind not in first or at < first[finding.kind][0]):
+            first[finding.kind] = (at, f"{finding.kind} since step {finding.since_step:,}")
+    return list(first.values())
+
+
+def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
+    own = places[places["role"].isin([0, 1])]
+    chosen = own if not own.empty else places
+    slope = f"{metric.removesuffix('_bytes')}_slope"
+    steep = chosen.groupby("series", sort=False)[slope].max()
+    if len(steep) <= MAX_LINES:
+        return [str(name) for name in steep.index]
+    return [str(name) for name in steep.sort_values(ascending=False).index[:MAX_LINES]]
+
+
+def _slope(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 60 / MIB:+,.2f} MiB/min" if known(bytes_per_second) else MISSING
+
+
+show(
+    View(
+        name="leak-timeline",
+        rows=(
+            (Panel(name="Findings", build=findings),),
+            (Panel(name="Memory per process", build=per_process),),
+            (Panel(name="Total", build=total),),
+            (Panel(name="Processes", build=table),),
+        ),
+    )
+)

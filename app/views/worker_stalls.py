@@ -1,0 +1,141 @@
+"""Worker stalls: what the training waits for, and which worker is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from app.blocks import Block, Findings, Note, Table
+from app.figures import workers
+from app.panel import Moment, Panel, View, show
+from collector.diagnosis.findings import KINDS
+from collector.store import loading_queries
+from collector.wording import number, quantity
+from training_harness.records import INLINE_WORKER
+
+GROUPS = ("data loading", "training")
+NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
+
+
+def findings(moment: Moment) -> Iterator[Block]:
+    """What was found about data loading and the training loop."""
+    if moment.verdict is None:
+        return
+    chosen = [
+        f
+        for f in moment.verdict.findings
+        if KINDS[f.kind] in GROUPS or f.kind in ("workers-not-reporting", "worker-killed")
+    ]
+    yield Findings(findings=chosen, nothing="No stall has been found.")
+
+
+def setting(moment: Moment) -> Iterator[Block]:
+    """How the loader is set up."""
+    if moment.loader is None:
+        yield NO_FETCH
+        return
+    table = loading_queries.loaders(moment.snapshot)
+    of_loader = table[table["loader"] == moment.loader]
+    if of_loader.empty:
+        return
+    first = of_loader.iloc[0]
+    made = (
+        "batches are made inline, in the training process (num_workers = 0)"
+        if first["num_workers"] == 0
+        else f"num_workers = {number(first['num_workers'])}, prefetch_factor = {number(first['prefetch_factor'])}"
+    )
+    yield Note(
+        text=f"Loader {moment.loader} ({first['dataset']}, batch size {number(first['batch_size'])}): {made}.",
+        icon=":material/settings:",
+    )
+
+
+def stages(moment: Moment) -> Iterator[Block]:
+    """Idle, dataset and collate of each worker."""
+    split = _split(moment)
+    if split is not None:
+        yield workers.stages(split, moment.theme, revision=moment.run_id)
+
+
+def causes(moment: Moment) -> Iterator[Block]:
+    """CPU, run queue and blocked of each worker."""
+    split = _split(moment)
+    if split is None:
+        return
+    if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
+        yield Note(text="CPU time per fetch was not measured here.")
+        return
+    yield workers.causes(split, moment.theme, revision=moment.run_id)
+
+
+def heat(moment: Moment) -> Iterator[Block]:
+    """Fetch time by worker over time."""
+    if moment.loader is None:
+        return
+    fetches = loading_queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
+    yield workers.heat(fetches, moment.theme, revision=moment.run_id)
+
+
+def waits(moment: Moment) -> Iterator[Block]:
+    """The wait per batch and what lay ready."""
+    if moment.loader is None:
+        return
+    batches = loading_queries.batch_lines(moment.snapshot, moment.span, moment.loader)
+    if batches["wait"].points.empty:
+        yield Note(text="No batch was yielded to the training loop in this window.")
+        return
+    split = _split(moment)
+    inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
+    yield workers.waits(batches, moment.theme, inline=inline, revision=moment.run_id)
+
+
+def table(moment: Moment) -> Iterator[Block]:
+    """The same in numbers."""
+    split = _split(moment)
+    if split is None:
+        return
+    means = {
+        name: [quantity(value, "ms") for value in split[f"{name}_ms"] / split["n"]]
+        for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
+    }
+    yield Table(
+        frame=pd.DataFrame(
+            {
+                "Worker": [workers.worker_name(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)],
+                "Batches": [number(count) for count in split["n"]],
+                "Fetch p50": [quantity(value, "ms") for value in split["median_ms"]],
+                "Fetch p95": [quantity(value, "ms") for value in split["p95_ms"]],
+                "Idle": means["idle"],
+                "__getitem__": means["getitem"],
+                "Collate": means["collate"],
+                "CPU": means["cpu"],
+                "Run queue": means["run_queue"],
+                "Blocked": means["blocked"],
+            }
+        ),
+        caption="Idle to Blocked: mean per batch.",
+    )
+
+
+def _split(moment: Moment) -> pd.DataFrame | None:
+    if moment.loader is None:
+        return None
+    split = loading_queries.worker_split(moment.snapshot, moment.span, moment.loader)
+    return None if split.empty else split
+
+
+show(
+    View(
+        name="worker-stalls",
+        by_loader=True,
+        rows=(
+            (Panel(name="Findings", build=findings),),
+            (Panel(name="Setting", build=setting),),
+            (Panel(name="Worker time", build=stages), Panel(name="Fetch time", build=causes)),
+            (Panel(name="Fetch time by worker", build=heat),),
+            (Panel(name="Waits", build=waits),),
+            (Panel(name="Workers", build=table),),
+        ),
+    )
+)
