@@ -1,0 +1,224 @@
+"""Every view in every state that a run can be in."""
+
+import json
+from pathlib import Path
+
+import make_run as runs
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app.figures.base import MAX_POINTS
+from collector import wording
+from collector.diagnosis.tables import load_tables
+from collector.diagnosis.verdict import diagnose
+from collector.store.runs import Run
+from training_harness import layout
+
+ENTRY = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+VIEWS = ("overview", "oom_risk", "leak_timeline", "worker_stalls")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A home per state, each with one run."""
+    scripts = (runs.HEALTHY, runs.CUDA, runs.KILLED, runs.SLOW_WORKER, runs.INLINE, runs.NO_SMAPS, runs.NO_DATA)
+    homes = {script.name: tmp_path_factory.mktemp(script.name) for script in scripts}
+    for script in scripts:
+        runs.make_run(homes[script.name], script)
+    return homes
+
+
+def run_of(home):
+    return next((home / "runs").iterdir())
+
+
+def open_view(monkeypatch, home, view, **query):
+    monkeypatch.setenv(layout.HOME_VARIABLE, str(home))
+    at = AppTest.from_file(str(ENTRY), default_timeout=30)
+    for name, value in query.items():
+        at.query_params[name] = value
+    at.run()
+    if view != "overview":
+        at.switch_page(f"views/{view}.py").run()
+    assert not at.exception, at.exception
+    return at
+
+
+def figures(at):
+    return [json.loads(chart.proto.spec) for chart in at.get("plotly_chart")]
+
+
+def texts(at):
+    """Everything that can be read on the page, in one string."""
+    parts = [*at.caption, *at.markdown, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
+    expanders = [expander.label for expander in at.expander]
+    return "\n".join([*(str(part.value) for part in parts), *expanders])
+
+
+def trace_names(figure):
+    return [trace["name"] for trace in figure["data"]]
+
+
+def points(figure):
+    """The longest trace; arrays travel as typed base64 blocks."""
+    widths = {"f4": 4, "f8": 8, "i1": 1, "i2": 2, "i4": 4}
+    lengths = [0]
+    for trace in figure["data"]:
+        x = trace["x"]
+        lengths.append(len(x["bdata"]) * 3 // 4 // widths[x["dtype"]] if isinstance(x, dict) else len(x))
+    return max(lengths)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_runs_shows_how_to_make_one(monkeypatch, tmp_path, view):
+    at = open_view(monkeypatch, tmp_path, view)
+    assert at.subheader[0].value == "No runs yet"
+    assert "tidegauge run -- python train.py" in at.code[0].value
+    assert not at.error
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_run_without_data_says_so(monkeypatch, made, view):
+    at = open_view(monkeypatch, made["no-data"], view)
+    assert "left no records" in at.info[0].value
+    assert not figures(at)
+    assert not at.error
+
+
+@pytest.mark.parametrize("state", ["healthy", "cuda", "killed", "slow-worker", "inline", "no-smaps"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_draws_every_kind_of_run(monkeypatch, made, view, state):
+    at = open_view(monkeypatch, made[state], view)
+    assert not at.error, [error.value for error in at.error]
+    run_id = run_of(made[state]).name
+    shown = figures(at)
+    assert shown
+    for figure in shown:
+        assert figure["layout"]["uirevision"] == run_id
+        assert points(figure) <= MAX_POINTS
+    assert all(chart.proto.alt for chart in at.get("plotly_chart"))
+    assert "data as of" in texts(at)
+
+
+def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch, made):
+    at = open_view(monkeypatch, made["healthy"], "overview")
+    assert at.subheader[0].value == "Nothing needs attention"
+    assert "CPU-only run" in texts(at)
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Steps"] == "400"
+    assert shown["Step p50 / p95"] == "103 ms / 106 ms"
+    assert shown["Workers reporting"] == "2 of 2"
+    assert "GPU reserved peak" not in shown
+    assert len(shown) <= 6
+
+
+def test_the_overview_and_the_report_give_the_same_figures(monkeypatch, made):
+    summary = diagnose(load_tables(Run(run_of(made["healthy"])))).summary
+    at = open_view(monkeypatch, made["healthy"], "overview", window="500steps")
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Data wait"] == wording.percent(summary["data_wait_ratio"])
+    assert shown["Peak host memory (PSS)"].startswith(wording.size(summary["peak"]["run_pss_bytes"]))
+
+
+def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
+    overview = open_view(monkeypatch, made["cuda"], "overview")
+    assert {m.label: m.value for m in overview.metric}["GPU reserved peak"] == "40%"
+    at = open_view(monkeypatch, made["cuda"], "oom_risk")
+    gpu = figures(at)[0]
+    assert trace_names(gpu) == ["allocated", "reserved", "used, all processes"]
+    assert gpu["layout"]["yaxis"]["title"]["text"] == "used (GiB)"
+    assert "24 GiB" in gpu["layout"]["annotations"][0]["text"]
+    table = at.dataframe[0].value
+    assert table["Limit"].tolist() == ["GPU 0", "cgroup memory", "host memory", "/dev/shm"]
+    assert table["Capacity"].tolist() == ["24 GiB", "8 GiB", "16 GiB", "2 GiB"]
+
+
+def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypatch, made):
+    at = open_view(monkeypatch, made["killed"], "overview")
+    assert at.subheader[0].value.endswith("need attention")
+    said = texts(at)
+    assert "**killed**" in said
+    assert "**copy-on-read-growth**" in said
+    assert "Measured:" in said
+    assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
+
+
+def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
+    at = open_view(monkeypatch, made["killed"], "leak_timeline")
+    lines = figures(at)[0]
+    assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (MiB)"
+    assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
+    assert "copy-on-read-growth since step" in lines["layout"]["annotations"][0]["text"]
+    assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
+
+
+def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
+    at = open_view(monkeypatch, made["no-smaps"], "leak_timeline")
+    assert [figure["layout"]["yaxis"]["title"]["text"] for figure in figures(at)] == ["RSS (MiB)", "RSS (GiB)"]
+    assert set(at.dataframe[0].value["Private dirty"]) == {"—"}
+
+
+def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+    assert "**slow-worker**" in texts(at)
+    assert "worker 1 of loader 0" in texts(at)
+    assert figures(at)[0]["data"][0]["y"] == ["0", "1", "2", "3"]
+
+
+def test_loading_without_workers_is_called_inline(monkeypatch, made):
+    at = open_view(monkeypatch, made["inline"], "worker_stalls")
+    assert "num_workers = 0" in texts(at)
+    assert figures(at)[0]["data"][0]["y"] == ["inline"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path, view):
+    runs.make_run(tmp_path, runs.LIVE)
+    at = open_view(monkeypatch, tmp_path, view)
+    assert "newest record" in texts(at)
+    assert figures(at)
+    assert not at.error
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_damaged_journal_is_named_and_the_rest_is_shown(monkeypatch, tmp_path, view):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    broken = next((run_dir / "journal").glob("*.fetch.*.journal"))
+    broken.write_bytes(b"not a journal at all")
+    at = open_view(monkeypatch, tmp_path, view)
+    assert broken.name in at.warning[0].value
+    assert figures(at)
+
+
+def test_a_damaged_manifest_is_one_clear_line(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    (run_dir / layout.MANIFEST).write_text("{ half a mani")
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert "is damaged" in at.error[0].value
+    assert "\n" not in at.error[0].value
+
+
+def test_a_newer_schema_asks_for_an_upgrade(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "schema": layout.MANIFEST_SCHEMA + 1})
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert "upgrade Tidegauge" in at.error[0].value
+
+
+def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
+    (tmp_path / "runs").write_text("a file where a directory should be")
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert str(tmp_path) in at.error[0].value
+    assert "TIDEGAUGE_HOME" in at.error[0].value
+
+
+def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
+    first = runs.make_run(tmp_path, runs.KILLED)
+    runs.make_run(tmp_path, runs.INLINE)
+    newest = open_view(monkeypatch, tmp_path, "overview")
+    assert {m.label: m.value for m in newest.metric}["Steps"] == "400"
+    at = open_view(monkeypatch, tmp_path, "overview", run=first.name, window="last 500 steps")
+    assert {m.label: m.value for m in at.metric}["Steps"] == "1,200"
+    assert at.selectbox[0].value == first.name
+    step_time = next(metric for metric in at.metric if metric.label == "Step p50 / p95")
+    assert "over 500 steps" in step_time.proto.help

@@ -1,0 +1,54 @@
+"""A real memory cgroup, and a real kill in it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collector.agent.host import HostSampler
+
+MIB = 2**20
+
+
+@pytest.fixture
+def memory_group():
+    """A cgroup v1 of 64 MiB, without swap."""
+    group = Path(f"/sys/fs/cgroup/memory/tidegauge-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 * MIB))
+        (group / "memory.swappiness").write_text("0")
+    except OSError as error:
+        pytest.skip(f"a cgroup v1 can't be made here: {error}")
+    yield group
+    with contextlib.suppress(FileNotFoundError):
+        group.rmdir()
+
+
+HUNGRY = "import os, sys; print('ready', flush=True); sys.stdin.readline(); x = b'x' * (200 << 20)"
+
+
+def test_the_limit_of_a_real_cgroup_and_the_kill_in_it(memory_group):
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", HUNGRY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    (memory_group / "cgroup.procs").write_text(str(process.pid))
+    sampler = HostSampler(process.pid)
+    before = sampler.sample()
+    process.communicate("eat\n")
+    assert process.returncode == -signal.SIGKILL
+    after = sampler.sample()
+    memory_group.rmdir()
+    kept = sampler.sample()
+
+    assert before["cgroup_limit_bytes"] == 64 * MIB
+    assert after["cgroup_oom_kill_count"] == before["cgroup_oom_kill_count"] + 1
+    assert after["cgroup_oom_count"] > before["cgroup_oom_count"]
+    assert after["host_oom_kill_count"] > before["host_oom_kill_count"]
+    assert 0 <= before["cgroup_usage_bytes"] < 64 * MIB
+    assert kept["cgroup_oom_kill_count"] == after["cgroup_oom_kill_count"]

@@ -1,0 +1,247 @@
+"""Real training scripts under the shim: what is recorded, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import TRAIN, bare_environment
+from training_harness import layout
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, TRAIN, *arguments], env=bare_environment(), capture_output=True, text=True, check=True
+    )
+
+
+def test_spawned_workers_report_when_the_script_drops_pythonpath(attached):
+    run = attached(TRAIN, "--num-workers=2", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
+    assert run.done.returncode == 0, run.done.stderr
+    assert len(run.table("fetch")) == 16
+
+
+def test_inline_loading_is_recorded_as_inline(attached):
+    run = attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1")
+    batch, fetch = run.table("batch"), run.table("fetch")
+    assert set(batch.worker) == set(fetch.worker) == {-1}
+    assert batch.outstanding_count.isna().all(), "there is no queue to look at"
+    assert fetch.idle_ns.isna().all()
+    # The scheduler counts the wait for a core on its own; on a busy one it may book a part of a sleep there.
+    assert fetch.blocked_ns.median() >= 4 * 2e6, "four sleeps of 2 ms each are blocked time"
+    assert (batch.wait_ns >= 4 * 2e6).all()
+
+
+def test_a_loader_inside_a_dataset_is_part_of_the_fetch(attached):
+    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", "--dataset=nested", "--epochs=1")
+    assert run.done.returncode == 0, run.done.stderr
+    assert len(run.table("batch")) == len(run.table("fetch")) == 16
+    assert len(run.events("process-start")) == 1
+
+
+def test_a_killed_worker_is_named(attached):
+    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
+    assert run.done.returncode == 1
+    assert "killed by signal" in run.done.stderr
+    (died,) = map(json.loads, run.events("worker-died").body)
+    finished = set(run.events("worker-exit").pid)
+    assert died["exit_code"] == -9
+    assert died["worker_pid"] in set(run.events("worker-start").pid) - finished
+    # torch's SIGCHLD handler may raise once more while the first exception is on its way out.
+    assert {json.loads(body)["type"] for body in run.events("exception").body} == {"RuntimeError"}
+
+
+def test_an_uncaught_exception_and_the_exit_are_recorded(attached):
+    run = attached(TRAIN, "--crash-at-step=5")
+    assert run.done.returncode == 1
+    (raised,) = map(json.loads, run.events("exception").body)
+    assert raised["message"] == "the loss is not a number"
+    assert "RuntimeError" in run.done.stderr
+    assert len(run.events("process-exit")) == 1
+
+
+def test_an_exception_in_a_dataset_reaches_the_script_unchanged(attached):
+    arguments = ("--num-workers=2", "--start-method=fork", "--raise-at=3")
+    run = attached(TRAIN, *arguments)
+    assert run.done.returncode == 1
+    assert "ValueError: a bad row" in run.done.stderr
+
+
+def test_disabled_leaves_no_trace(attached):
+    run = attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"})
+    assert run.done.returncode == 0
+    assert list(run.run.journal_dir.iterdir()) == []
+    assert list(run.run.events_dir.iterdir()) == []
+
+
+def test_the_users_own_sitecustomize_runs(attached, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 'was here'\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys, sitecustomize; print(mine, sitecustomize.__file__)\n")
+    path = f"{layout.Path(layout.__file__).parent / 'bootstrap'}:{tmp_path}"
+    run = attached(script, environ={"PYTHONPATH": path})
+    assert run.done.stdout.split() == ["was", "here", str(tmp_path / "sitecustomize.py")]
+
+
+@pytest.mark.parametrize("stream", ["batch", "step"])
+def test_a_failing_hook_says_so_once_and_training_goes_on(attached, tmp_path, stream):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import runpy, torch.utils.data\n"
+        "from training_harness import session\n"
+        f"session.active.{stream} = None\n"
+        f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+    )
+    run = attached(script)
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.done.stdout == bare().stdout
+    (disabled,) = map(json.loads, run.events("hook-disabled").body)
+    assert disabled["hook"] == stream
+    assert {name: len(run.table(name)) for name in ("batch", "step")} == {"batch": 32, "step": 32, stream: 0}
+
+
+def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch._utils, torch\n"
+        "import torch.utils.data.dataloader as d\n"
+        "parallel = d._MultiProcessingDataLoaderIter\n"
+        "from training_harness import detach, attach\n"
+        "detach()\n"
+        "import os; os.environ['TIDEGAUGE_RUN_DIR'] = os.environ['KEPT']\n"
+        "original = parallel._get_data\n"
+        "parallel._renamed = original\n"
+        "del parallel._get_data\n"
+        "parallel._next_data_ = None\n"
+        "attach()\n"
+        "parallel._get_data = original\n"
+        f"import sys, runpy; sys.argv[1:] = ['--num-workers=2', '--start-method=fork', '--epochs=1']\n"
+        f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
+    )
+    directory = layout.create_run(tmp_path, name="kept", argv=[])
+    run = attached(script, run_dir=directory, environ={"KEPT": str(directory)})
+    assert run.done.returncode == 0, run.done.stderr
+    assert len(run.table("batch")) == 16
+    (start,) = map(json.loads, run.events("process-start").body)
+    assert start["capabilities"]["_get_data"] is False
+
+
+def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
+    """Choose the start method after a first loader, iterate in short-lived threads, yield sparse batches."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, threading, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "rows = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+        "list(rows)\n"
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "for _ in range(20):\n"
+        "    thread = threading.Thread(target=list, args=(rows,)); thread.start(); thread.join()\n"
+        "print(len(os.listdir('/proc/self/fd')) - before)\n"
+        "list(DataLoader([torch.eye(2).to_sparse()] * 4, batch_size=None))\n"
+        "list(rows)\n"
+        "multiprocessing.set_start_method('spawn')\n"
+    )
+    run = attached(script)
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.done.stdout.split() == ["0"]
+    batch = run.table("batch")
+    assert len(batch) == 2 + 20 * 2 + 4 + 2
+    assert (batch.groupby("loader").payload_bytes.count() == 0).sum() == 1, "a sparse tensor has no size in bytes"
+
+
+def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from torch._dynamo.utils import counters\n"
+        "parameter = torch.nn.Parameter(torch.ones(2))\n"
+        "optimizer = torch.optim.SGD([parameter], lr=0.1)\n"
+        "step = torch.compile(lambda: optimizer.step(), backend='eager')\n"
+        "for _ in range(12):\n"
+        "    parameter.grad = torch.ones(2)\n"
+        "    step()\n"
+        "torch.compile(lambda: parameter.sum().backward(), backend='eager')()\n"
+        "print(parameter.tolist(), dict(counters['graph_break']), counters['frames']['total'])\n"
+    )
+    run = attached(script)
+    done = subprocess.run(
+        [sys.executable, script], env=bare_environment(), capture_output=True, text=True, check=True
+    )
+    assert run.done.returncode == 0, run.done.stderr
+    attached_result, attached_frames = run.done.stdout.rsplit(maxsplit=1)
+    bare_result, bare_frames = done.stdout.rsplit(maxsplit=1)
+    assert attached_result == bare_result
+    assert len(run.done.stderr.splitlines()) == len(done.stderr.splitlines()), run.done.stderr
+    assert int(attached_frames) <= int(bare_frames) + 2, "the two hooks, each traced once and found empty"
+
+
+def test_a_training_child_of_multiprocessing_says_farewell(attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "def train(): list(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4))\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('fork').Process(target=train)\n"
+        "    child.start(); child.join(); print(child.pid)\n"
+    )
+    run = attached(script)
+    child = int(run.done.stdout)
+    assert run.events("process-start").pid.tolist() == [child]
+    assert run.events("process-exit").pid.tolist() == [child]
+
+
+def test_secrets_on_the_command_line_are_not_kept(attached, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import torch\nfrom torch.utils.data import DataLoader\nlist(DataLoader(torch.ones(2, 2)))\n")
+    run = attached(script, "--lr=0.1", "--api-key=hunter2", "--wandb-token", "hunter2", "--epochs", "3")
+    kept = run.events("process-start").body[0] + (run.run.path / layout.MANIFEST).read_text()
+    assert "hunter2" not in kept
+    assert "--lr=0.1" in kept
+
+
+def test_a_journal_that_cannot_be_written_does_not_stop_training(attached, home):
+    directory = layout.create_run(home, name="gone", argv=[])
+    for part in ("journal", "events"):
+        (directory / part).rmdir()
+    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", run_dir=directory)
+    assert run.done.returncode == 0
+    assert run.done.stderr == ""
+    assert run.done.stdout == bare("--num-workers=2", "--start-method=fork").stdout
+
+
+def test_attach_and_detach_from_code(home, tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "import training_harness\n"
+        "def epoch():\n"
+        "    for _ in DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2): pass\n"
+        "method = torch.utils.data.dataloader._BaseDataLoaderIter.__next__\n"
+        "print(first := training_harness.attach(name='book'))\n"
+        "assert training_harness.attach('elsewhere') == first, 'it stays in its run'\n"
+        "epoch()\n"
+        "training_harness.detach()\n"
+        "assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is method\n"
+        "epoch()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", script],
+        env=bare_environment() | {"TIDEGAUGE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    from collector.store.reader import read
+    from collector.store.runs import find_run
+
+    run = find_run(home, "latest")
+    assert done.stdout.strip() == str(run.path)
+    with read(run) as snapshot:
+        assert snapshot.query("SELECT count(*) AS n FROM batch").n[0] == 4
+        assert snapshot.query("SELECT count(*) AS n FROM event WHERE kind = 'process-exit'").n[0] == 1

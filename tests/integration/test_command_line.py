@@ -1,0 +1,186 @@
+"""The command line on real commands and real runs, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training_harness import layout
+
+ROOT = Path(__file__).parents[2]
+TRAINING = [sys.executable, "examples/plain_train.py", "--steps", "150", "--num-workers", "1"]
+
+
+class Home:
+    """A Tidegauge home and its command line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("TIDEGAUGE_")}
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "collector", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=ROOT,
+            env={**clean, "TIDEGAUGE_HOME": str(self.path), "OMP_NUM_THREADS": "1", **environment},
+        )
+
+    @property
+    def newest(self) -> Path:
+        return max((self.path / "runs").iterdir())
+
+
+@pytest.fixture
+def home(tmp_path) -> Home:
+    return Home(tmp_path / "home")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Home, subprocess.CompletedProcess[str]]:
+    """A home with the run of one training, and what was printed meanwhile."""
+    made = Home(tmp_path_factory.mktemp("trained"))
+    done = made("run", "--name", "demo", "--tag", "lr=0.1", "--interval", "0.2", "--", *TRAINING)
+    assert done.returncode == 0, done.stderr
+    return made, done
+
+
+def test_the_command_keeps_its_stdout_and_the_card_goes_to_stderr(trained):
+    home, done = trained
+    assert re.fullmatch(r"100 \d\.\d{4}\n", done.stdout)
+    assert home.newest.name in done.stderr
+    assert "finished, exit status 0" in done.stderr
+    assert "1 of 1 report" in done.stderr
+    assert done.stderr.rstrip().endswith("tidegauge dashboard")
+
+
+def test_the_report_is_json_for_programs(trained):
+    home, _ = trained
+    done = home("report", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    body = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} in the JSON"))
+    assert body["schema"] == 1
+    assert body["run"]["name"] == "demo"
+    assert (body["run"]["status"], body["run"]["exit_status"]) == ("finished", 0)
+    assert (body["run"]["steps"], body["run"]["workers_reporting"]) == (150, [1, 1])
+    assert set(body["summary"]) == {"peak", "throughput", "data_wait_ratio", "overhead"}
+    for finding in body["findings"]:
+        assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
+
+
+def test_a_run_is_found_by_id_prefix_path_and_latest(trained):
+    home, _ = trained
+    for spec in (home.newest.name, home.newest.name[:-2], home.newest, "latest"):
+        done = home("report", spec)
+        assert done.returncode == 0, done.stderr
+        assert home.newest.name in done.stdout
+        assert "\x1b[" not in done.stdout
+
+
+def test_a_report_goes_to_a_file(trained, tmp_path):
+    home, _ = trained
+    card, body = tmp_path / "card.txt", tmp_path / "report.json"
+    assert home("report", "--output", card).stdout == ""
+    assert home.newest.name in card.read_text()
+    assert max(map(len, card.read_text().splitlines())) <= 80
+    home("report", "--format", "json", "--output", body)
+    assert json.loads(body.read_text())["run"]["steps"] == 150
+    refused = home("report", "--output", tmp_path / "no" / "card.txt")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
+    home, _ = trained
+    copy = tmp_path / "elsewhere"
+    home.newest.rename(copy)
+    try:
+        done = Home(tmp_path / "other")("report", copy, "--format", "json")
+    finally:
+        copy.rename(home.path / "runs" / json.loads((copy / "run.json").read_text())["run_id"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["run"]["steps"] == 150
+
+
+def test_the_list_shows_what_the_report_found(trained):
+    home, _ = trained
+    done = home("runs")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        ("echo out; exit 3", 3, "failed, exit status 3"),
+        ("echo out; kill -9 $$", 137, "killed, signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_exit_status_is_the_commands_own(home, script, status, said):
+    done = home("run", "--", "sh", "-c", script)
+    assert done.returncode == status
+    assert done.stdout == "out\n"
+    assert said in " ".join(done.stderr.split())
+
+
+def test_a_command_that_is_not_there(home):
+    done = home("run", "--", "no-such-command")
+    assert done.returncode == 127
+    assert "no-such-command: command not found" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_options_of_the_command_are_its_own(home):
+    done = home("run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--name", "x", "--home")
+    assert done.stdout == "['--name', 'x', '--home']\n"
+
+
+def test_switched_off_it_is_not_there(home):
+    done = home("run", "--", "sh", "-c", "exit 5", TIDEGAUGE_DISABLED="1")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
+    assert not home.path.exists()
+
+
+def test_a_built_in_job_runs_under_watch(home):
+    done = home("job", "fault", "slow-worker", "--steps", "150")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"done: \d+ steps", done.stdout)
+    assert "fault-slow-worker" in home.newest.name
+    assert "4 of 4 report" in done.stderr
+
+
+def test_the_help_of_a_job_makes_no_run(home):
+    done = home("job", "diabetes", "--help")
+    assert done.returncode == 0
+    assert "--sweep" in done.stdout
+    assert not home.path.exists()
+
+
+def test_a_run_that_nobody_followed_is_collected(attached, home):
+    recorded = attached(
+        ROOT / TRAINING[1], *TRAINING[2:], run_dir=layout.create_run(home.path, name="alone", argv=[])
+    )
+    assert recorded.done.returncode == 0, recorded.done.stderr
+    done = home("collect")
+    assert done.returncode == 0, done.stderr
+    assert "150 steps" in done.stderr
+    assert (home.newest / "lake.sqlite").exists()
+
+
+def test_doctor_hooks_a_real_training(home):
+    done = home("doctor")
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.split())
+    assert "warning hook" not in words
+    assert "ok hook _get_data which worker made a batch" in words
+    assert "ok lake" in words
+    assert not home.path.exists()

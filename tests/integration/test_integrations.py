@@ -1,0 +1,98 @@
+"""The programs of docs/integrations.md, with the real libraries: they run, and what they say is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from training_harness.hooks.patching import Hook
+from training_harness.integrations import _short, fail_open
+
+PAGE = (REPOSITORY / "docs" / "integrations.md").read_text()
+
+
+@pytest.fixture
+def example(attached, tmp_path, monkeypatch):
+    """Runs the program of a section, without the shim."""
+
+    def run(section):
+        script = tmp_path / "train.py"
+        script.write_text(re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)[1])
+        monkeypatch.chdir(tmp_path)
+        made = attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"})
+        assert made.done.returncode == 0, made.done.stderr
+        return made
+
+    return run
+
+
+def told(run, kind):
+    return [json.loads(body) for body in run.events(kind).body]
+
+
+def phases(run):
+    """The phases with their epoch and step; one that is told twice counts once."""
+    found = [(event["phase"], event["epoch"], event["step"]) for event in told(run, "phase")]
+    return [phase for place, phase in enumerate(found) if place == 0 or phase != found[place - 1]]
+
+
+def test_lightning(example):
+    run = example("Lightning")
+    assert len(run.table("step")) == 16
+    assert phases(run) == [
+        ("validation", 0, 0),  # Lightning's sanity check
+        ("train", 0, 0),
+        ("validation", 0, 8),
+        ("train", 0, 8),
+        ("train", 1, 8),
+        ("validation", 1, 16),
+        ("train", 1, 16),
+        ("done", 2, 16),
+    ]
+    [parameters] = told(run, "hyper-parameters")
+    assert parameters["framework"] == "lightning"
+    assert parameters["values"].items() >= {"lr": 0.1, "max_epochs": 2}.items()
+
+
+def test_transformers(example):
+    run = example("transformers")
+    steps = run.table("step")
+    assert len(steps) == 8
+    # Micro-batches of one optimizer step; the Trainer takes one ahead, so that the first step has more.
+    assert steps.batches_count.tolist()[:4] == [3, 2, 2, 1]
+    assert phases(run) == [
+        ("train", 0, 0),
+        ("validation", 1, 4),
+        ("train", 1, 4),
+        ("validation", 2, 8),
+        ("train", 2, 8),
+        ("done", 2, 8),
+    ]
+    [parameters] = told(run, "hyper-parameters")
+    assert parameters["values"].items() >= {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}.items()
+    assert "learning_rate" not in parameters["values"], "a default"
+
+
+def test_nested_hyper_parameters_are_not_written_out():
+    given = [0.1, True, None, "adam", float("inf"), {"api_key": "hunter2"}, ["hunter2"], Hook("x")]
+    assert list(map(_short, given)) == [0.1, True, None, "adam", "inf", "dict", "list", "Hook"]
+
+
+def test_a_callback_that_fails_is_silent_from_then_on():
+    class Callback:
+        narrator = SimpleNamespace(hook=Hook("framework"))
+        calls = 0
+
+        @fail_open
+        def on_step(self):
+            self.calls += 1
+            raise RuntimeError("an attribute that is gone")
+
+    callback = Callback()
+    callback.on_step()
+    callback.on_step()
+    assert callback.calls == 1

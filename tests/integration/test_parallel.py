@@ -1,0 +1,78 @@
+"""Several devices and several processes: DataParallel's parts, ranks in one run, attempts told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from collector.diagnosis.tables import load_tables
+from collector.diagnosis.verdict import diagnose
+from tests.conftest import REPOSITORY, bare_environment
+from training_harness import layout
+
+SCRIPTS = REPOSITORY / "tests" / "scripts"
+
+
+def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    # Else torch keeps the store of the first attempt, where the second may meet the dead rank's address.
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run = attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
+    assert run.done.returncode == 0, run.done.stderr
+    starts = run.events("process-start")
+    attempt_of = {pid: json.loads(body)["attempt"] for pid, body in zip(starts.pid, starts.body, strict=True)}
+    assert sorted(zip(starts["rank"], attempt_of.values(), strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    steps = run.table("step").assign(attempt=lambda table: table.pid.map(attempt_of))
+    made = {key: rows.step.tolist() for key, rows in steps.groupby(["attempt", "rank"])}
+    # The batch that rank 0 takes before there is an optimizer is a step of its own.
+    assert made == {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2], (1, 0): [*range(7)], (1, 1): [*range(6)]}
+    batches = run.table("batch")
+    late = batches[(batches.pid.map(attempt_of) == 1)]
+    assert late["rank"].iloc[0] == 0
+    assert (late["rank"] == 1).sum() == 6, "the rank that joined late is there in full"
+
+    verdict = diagnose(load_tables(run.run))
+    assert (verdict.status, verdict.attempts, verdict.steps) == ("finished", 2, 7)
+    [restart] = [finding for finding in verdict.findings if finding.severity != "info"]
+    assert restart.severity == "warning"
+    assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
+
+
+def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached):
+    run = attached(SCRIPTS / "replicas.py", environ={"PYTHONPATH": ""})
+    assert run.done.returncode == 0, run.done.stderr
+    stages = run.table("stage")
+    names = {"scatter", "replicate", "parallel_apply", "gather"}
+    of_batch = {index: set(rows.stage) & names for index, rows in stages.groupby("index")}
+    assert of_batch == dict.fromkeys(range(4), names)
+    parts = stages[stages.stage.isin(names)]
+    assert (parts.calls_count == 1).all()
+    assert (parts[parts.stage == "parallel_apply"].duration_ns >= 2_000_000).all()
+
+
+def test_ranks_that_attach_themselves_find_each_other(tmp_path):
+    """Eight at once, and a late one; their launcher is this process. One of another launcher is not among them."""
+    code = "from pathlib import Path; from training_harness import layout; print(*layout.join_or_create_run("
+    code += f"Path({str(tmp_path)!r}), name='ddp', argv=[]))"
+    environ = bare_environment() | {"LOCAL_RANK": "0", "WORLD_SIZE": "9"}
+
+    def start(*prefix, **changes):
+        argv = [*prefix, sys.executable, "-c", code]
+        return subprocess.Popen(argv, env=environ | changes, stdout=subprocess.PIPE, text=True)
+
+    at_once = [start() for _ in range(8)]
+    told = [process.communicate()[0].split() for process in at_once]
+    late = start().communicate()[0].split()
+    other = start("sh", "-c", '"$@"; true', "sh").communicate()[0].split()
+    alone = start(WORLD_SIZE="1").communicate()[0].split()
+
+    [shared] = {directory for directory, _ in [*told, late]}
+    assert sorted(made for _, made in told) == ["False"] * 7 + ["True"]
+    assert late[1] == "False"
+    assert (other[1], alone[1]) == ("True", "True")
+    assert {directory.name for directory in (tmp_path / "runs").iterdir()} == {
+        os.path.basename(directory) for directory in (shared, other[0], alone[0])
+    }
+    assert layout.read_manifest(tmp_path / "runs" / os.path.basename(shared))["name"] == "ddp"

@@ -1,0 +1,117 @@
+"""`tidegauge snapshot` against real trainings: every rank answers, and the training never notices."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from collector.errors import TidegaugeError
+from collector.snapshot import take
+from collector.store.runs import Run
+from training_harness import layout
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "asked.py"
+SHIM = Path(layout.__file__).parent / "bootstrap"
+TAKEN = re.compile(r"rank (\d) \(pid \d+\), step \d+, the training waited .*: (.*)")
+
+
+def opened(path: str):
+    with gzip.open(path) as stream:
+        return json.load(stream)
+
+
+def losses_of(count: int) -> list[str]:
+    """What the script's losses are, without Tidegauge."""
+    spec = importlib.util.spec_from_file_location("asked", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return [f"{loss:.17g}" for loss in itertools.islice(script.steps(), count)]
+
+
+def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path):
+    run = Run(layout.create_run(home, name="asked", argv=["asked.py"]))
+    stop = tmp_path / "stop"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TIDEGAUGE")}
+    environ |= {layout.RUN_DIR_VARIABLE: str(run.path), "PYTHONPATH": str(SHIM), "PYTHONUNBUFFERED": "1"}
+    outputs = [tmp_path / f"rank{rank}" for rank in range(2)]
+    ranks = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as stdout:
+            ranks.append(
+                subprocess.Popen([sys.executable, SCRIPT, stop], env=environ | {"RANK": str(rank)}, stdout=stdout)
+            )
+
+    def ask(what, *, steps=3, timeout_seconds=60.0):
+        taken, refused = take(run, what, steps=steps, timeout_seconds=timeout_seconds, say=lambda text: None)
+        places = [TAKEN.fullmatch(line) for line in taken]
+        return {int(place[1]): place[2].split("  ") for place in places}, refused
+
+    try:
+        while not all(output.stat().st_size for output in outputs):  # each has made a step
+            assert [rank.poll() for rank in ranks] == [None, None]
+            time.sleep(0.05)
+
+        taken, refused = ask("census")
+        assert (sorted(taken), refused) == ([0, 1], [])
+        counted = opened(taken[1][0])
+        kept = next(row for row in counted["rows"] if row["shape"] == [1000, 50])
+        assert (kept["dtype"], kept["device"], kept["storage_bytes"]) == ("torch.float32", "cpu", 200_000)
+        views = next(row for row in counted["rows"] if row["shape"] == [990, 50])
+        assert views["storage_bytes"] == 0, "a view's storage is counted with its largest tensor"
+        assert counted["rank"] == 1
+
+        (run.path / layout.REQUESTS / "census-damaged.json").write_text("{")
+        taken, refused = ask("profile")
+        assert (sorted(taken), refused) == ([0, 1], [])
+        summary, trace = map(opened, taken[0])
+        assert summary["steps_count"] == 3
+        assert {"aten::empty", "aten::addmm"} <= {operator["operator"] for operator in summary["operators"]}
+        assert trace["traceEvents"]
+
+        taken, refused = ask("allocator")
+        assert taken == {}
+        assert len(refused) == 2
+        assert all("does not use CUDA" in line for line in refused)
+
+        ranks[1].send_signal(signal.SIGSTOP)
+        shutil.rmtree(run.path / layout.SNAPSHOTS)
+        taken, (late, failed) = ask("census", timeout_seconds=3.0)
+        assert taken == {}
+        assert re.fullmatch(r"rank 1 \(pid \d+\): it came to no step's end in 3 s; give --timeout more", late)
+        assert "No such file or directory" in failed
+    finally:
+        ranks[1].send_signal(signal.SIGCONT)
+        stop.touch()
+        ends = [rank.wait(timeout=60) for rank in ranks]
+
+    assert ends == [0, 0]
+    for output in outputs:
+        lines = output.read_text().splitlines()
+        assert lines == losses_of(len(lines))
+    assert list((run.path / layout.REQUESTS).glob("*")) == [run.path / layout.REQUESTS / "census-damaged.json"]
+    kinds = [json.loads(line) for path in run.events_dir.iterdir() for line in path.read_text().splitlines()]
+    assert not [event for event in kinds if event["kind"] == "hook-disabled"]
+    damaged = [event for event in kinds if event.get("request") == "census-damaged"]
+    assert len(damaged) == 2, "told once by each"
+    assert all("JSONDecodeError" in event["error"] for event in damaged)
+
+    with pytest.raises(TidegaugeError, match="it has ended; ask while it trains"):
+        ask("census")
+
+
+def test_a_run_in_which_nothing_trains_is_said_to_be_one(home):
+    run = Run(layout.create_run(home, name="idle", argv=["sleep"]))
+    with pytest.raises(TidegaugeError, match="none began to train in 0"):
+        take(run, "census", steps=1, timeout_seconds=0.1, say=lambda text: None)

@@ -1,0 +1,38 @@
+"""Who ends a step, and where its time goes, in a real process."""
+
+from __future__ import annotations
+
+from tests.conftest import TRAIN
+
+SCRIPT = TRAIN.with_name("phases.py")
+PHASES = ["data_wait_ns", "h2d_ns", "forward_ns", "backward_ns", "optimizer_ns", "other_ns"]
+MS = 1e6
+
+
+def test_steps_end_where_the_loop_says_and_every_moment_has_a_phase(attached):
+    run = attached(SCRIPT)
+    assert run.done.returncode == 0, run.done.stderr
+    step = run.table("step")
+    child = step[step.pid != step.pid[0]]
+    step = step[step.pid == step.pid[0]]
+    assert child.step.tolist() == [0, 1, 2], "a forked child that trains counts its own steps"
+    assert step.step.tolist() == list(range(6 + 3 + 1 + 1))
+    batches, optimized, said = step[:6], step[6:9], step[10:]
+
+    assert (batches.batches_count == 1).all(), "without an optimizer each batch is a step"
+    assert batches[["forward_ns", "backward_ns", "optimizer_ns"]].isna().all(axis=None)
+    assert (batches.data_wait_ns >= 4 * MS).all()
+
+    assert (optimized.batches_count == 2).all(), "two micro-batches per optimizer step"
+    assert (optimized.samples_count == 8).all()
+    assert (said.batches_count == 3).all(), "step() alone ends steps from its first call on"
+    for steps, micro_batches in ((optimized, 2), (said, 3)):
+        assert (steps.data_wait_ns >= micro_batches * 4 * MS).all()
+        assert (steps.forward_ns >= micro_batches * 8 * MS).all()
+        assert (steps.backward_ns >= micro_batches * 12 * MS).all()
+        assert (steps.other_ns >= 20 * MS).all()
+        assert (steps.optimizer_ns >= 16 * MS).all()
+
+    timed = step[step.duration_ns.notna()]
+    assert len(timed) == len(step) - 1, "when the first step began is not known"
+    assert (timed[PHASES].sum(axis=1) == timed.duration_ns).all()

@@ -1,0 +1,118 @@
+"""Real jobs with one known fault each, and their twins without it: is the verdict right?
+
+The jobs mostly sleep, so those of a group run side by side; each is started once for the module.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, bare_environment
+
+pytestmark = pytest.mark.alone
+TIDEGAUGE = (sys.executable, "-P", "-m", "collector")
+JOB = (sys.executable, "-P", "-m", "training_harness.jobs")
+GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {
+        "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "1000"),
+        "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "1000"),
+    },
+    {
+        "copy-on-read": (*JOB, "fault", "copy-on-read", "--steps", "1150"),
+        "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "1150"),
+    },
+    {  # alone: what it takes from the host's memory is a risk to whatever runs beside it
+        "main-leak": (*JOB, "fault", "main-leak", "--steps", "1400"),
+    },
+    {
+        "two ranks": (
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29511"),
+            *(str(REPOSITORY / "examples" / "plain_train.py"), "--steps", "200"),
+        ),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    """The report of each job."""
+    home: Path = tmp_path_factory.mktemp("home")
+    found = {}
+    for group in GROUPS:
+        running = {name: start(home / name, name, command) for name, command in group.items()}
+        for name, process in running.items():
+            _, card = process.communicate(timeout=240)
+            assert process.returncode == 0, card
+            found[name] = report(home / name)
+    return found
+
+
+def start(home: Path, name: str, command: tuple[str, ...]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*TIDEGAUGE, "run", "--name", name.replace(" ", "-"), "--home", str(home), "--", *command],
+        env=bare_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def report(home: Path) -> dict:
+    done = subprocess.run(
+        [*TIDEGAUGE, "report", "--home", str(home), "--format", "json"],
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def warnings(report: dict) -> dict[str, dict]:
+    return {each["kind"]: each for each in report["findings"] if each["severity"] != "info"}
+
+
+def test_one_slow_worker_is_named_and_its_twin_is_not_confused_with_it(reports):
+    one, all_slow = warnings(reports["slow-worker"]), warnings(reports["workers-too-slow"])
+    assert set(one) == {"slow-worker"}
+    assert one["slow-worker"]["locus"]["worker"] == 1
+    assert set(all_slow) == {"workers-too-slow"}
+    assert "worker" not in all_slow["workers-too-slow"]["locus"]
+
+
+def test_copy_on_read_is_found_and_its_tensor_backed_twin_is_silent(reports):
+    found = warnings(reports["copy-on-read"])
+    assert set(found) == {"copy-on-read-growth"}
+    assert len(found["copy-on-read-growth"]["evidence"]) >= 2
+    assert warnings(reports["copy-on-read-fixed"]) == {}
+
+
+def test_a_leak_in_the_training_process_is_found_there(reports):
+    found = warnings(reports["main-leak"])
+    assert "main-heap-leak" in found
+    assert found["main-heap-leak"]["locus"]["role"] == "main"
+    assert found["main-heap-leak"]["rate"]["value"] > 0
+    assert not {"copy-on-read-growth", "worker-heap-leak"} & set(found)
+
+
+def test_two_ranks_make_one_run_and_every_worker_of_both_reports(reports):
+    report = reports["two ranks"]
+    assert report["run"]["workers_reporting"] == [4, 4]
+    assert report["run"]["steps"] == 200
+    assert {each["locus"]["rank"] for each in report["findings"] if "rank" in each["locus"]} == {0, 1}
+    assert warnings(report) == {}
+
+
+@pytest.mark.parametrize("name", [name for group in GROUPS for name in group])
+def test_every_finding_says_where_why_and_what_to_do(reports, name):
+    for finding in reports[name]["findings"]:
+        assert len({each["name"] for each in finding["evidence"]}) >= 2
+        assert all(each["unit"] and each["window"] and each["n"] > 0 for each in finding["evidence"])
+        if finding["severity"] != "info":
+            assert finding["advice"]
+            assert finding["locus"]

@@ -1,0 +1,243 @@
+"""The command line without a training: its surface, its errors, the list of runs and doctor's judgement."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from rich.console import Console
+
+from collector import cli, doctor, listing
+from collector.store.runs import list_runs
+from training_harness.jobs.__main__ import JOBS
+from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
+
+DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = {"run", "report", "runs", "dashboard", "job", "collect", "doctor", "snapshot", "watch"}
+
+
+@pytest.fixture
+def tidegauge(monkeypatch, capsys, tmp_path):
+    """Calls the entry point; returns exit status, stdout and stderr."""
+    monkeypatch.setenv("TIDEGAUGE_HOME", str(tmp_path / "home"))
+
+    def call(*arguments: object):
+        monkeypatch.setattr(sys, "argv", ["tidegauge", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def shown(table) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(table)
+    return stream.getvalue()
+
+
+def test_the_commands_are_those_of_the_documentation():
+    assert set(cli.cli.commands) == COMMANDS
+    text = (DOCS / "cli.md").read_text()
+    for name, command in cli.cli.commands.items():
+        assert f"`tidegauge {name}" in text
+        for option in (option for option in command.params if isinstance(option, click.Option)):
+            assert option.opts[-1] in text, f"{option.opts[-1]} of {name} is not in docs/cli.md"
+
+
+def test_every_command_takes_a_home():
+    for command in cli.cli.commands.values():
+        assert any("--home" in parameter.opts for parameter in command.params)
+
+
+def test_the_jobs_are_those_that_there_are():
+    assert set(cli.JOBS) == set(JOBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bogus"], "No such command 'bogus'; see tidegauge --help"),
+        (["run"], "Missing argument 'COMMAND...'; see tidegauge run --help"),
+        (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
+        (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
+        (["run", "--interval", "1000", "--", "true"], "1000"),
+        (["watch", "99999999"], "no process 99999999 runs here; give the pid of one"),
+        (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
+        (["report", "--format", "html"], "no format 'html'; this version writes text and json"),
+        (["report", "nope"], "no run 'nope'"),
+        (["report", "--home", "/dev/null/x"], "/dev/null/x"),
+        (
+            ["job", "nope"],
+            "'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault'",
+        ),
+        (["job", "images", "--home"], "Option '--home' requires an argument; see tidegauge job --help"),
+        (["dashboard", "--port", "99999"], "99999 is not in the range 1<=x<=65535"),
+        (["collect", "nope"], "no run 'nope'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):
+    status, out, err = tidegauge(*arguments)
+    assert status == 2
+    assert out == ""
+    assert said in err
+    assert err.startswith("tidegauge: ")
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_manifest_is_one_line(tidegauge, tmp_path):
+    run_dir = create_run(tmp_path / "home", name="x", argv=["x"])
+    (run_dir / MANIFEST).write_text("{")
+    status, _, err = tidegauge("report", run_dir.name)
+    assert status == 2
+    assert "is damaged" in err
+    assert err.count("\n") == 1
+
+
+def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("collector.store.runs.list_runs", lambda _home: 1 / 0)
+    status, _, err = tidegauge("runs")
+    assert status == 1
+    assert err.count("\n") == 1
+    saved = re.search(r"unexpected ZeroDivisionError.*the traceback is in (\S+)", err)
+    assert saved
+    assert "list_runs" in Path(saved[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--home", "/h", "images", "--steps", "3"),
+        ("images", "--home", "/h", "--steps", "3"),
+        ("images", "--steps", "3", "--home=/h"),
+    ],
+)
+def test_the_home_of_a_job_may_stand_anywhere(tidegauge, monkeypatch, arguments):
+    started = []
+    monkeypatch.setattr(cli, "_run", lambda command, *, home, name: started.append((home, command[-3:])))
+    tidegauge("job", *arguments)
+    assert started == [(Path("/h"), ("images", "--steps", "3"))]
+
+
+def test_without_a_command_the_help_is_shown(tidegauge):
+    status, out, _ = tidegauge()
+    assert status == 0
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_a_home_without_runs_says_how_to_start_one(tidegauge):
+    status, out, _ = tidegauge("runs")
+    assert status == 0
+    assert "tidegauge run -- COMMAND" in out
+
+
+def test_runs_are_listed_newest_first_from_their_kept_reports(tmp_path):
+    made = [create_run(tmp_path, name=f"job{number}", argv=["x"]) for number in range(3)]
+    judged, ended, _living = list(reversed(list_runs(tmp_path)))
+    assert [judged.path, ended.path] == made[:2]
+    facts = {"status": "killed", "steps": 1234, "duration_seconds": 61.2}
+    findings = [{"severity": "critical", "kind": "killed"}]
+    listing.keep_report(judged, {"schema": 1, "run": facts, "findings": findings})
+    write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
+    lines = shown(listing.run_table(list_runs(tmp_path))).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
+    assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
+    assert re.search(r"ended +— +— +—", lines[2])
+    assert re.search(r"abandoned +— +— +—", lines[1])
+
+
+def test_a_report_of_a_run_that_cannot_be_read_whole_is_not_kept(tidegauge, tmp_path):
+    made = create_run(tmp_path / "home", name="half", argv=["x"])
+    command = {"host": os.uname().nodename, "pid": 2**22 + 1, "start_ticks": 1}
+    write_manifest(made, {**read_manifest(made), "command": command})
+    catalog = made / "lake.sqlite"
+    catalog.write_bytes(b"no database at all")
+    status, _, err = tidegauge("report")
+    assert (status, err.count("the journals alone are shown")) == (0, 1)
+    assert not (made / listing.KEPT_REPORT).exists()
+    catalog.unlink()
+    status, _, err = tidegauge("report")
+    assert (status, err) == (0, "")
+    assert (made / listing.KEPT_REPORT).exists()
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+    broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
+    (broken / MANIFEST).write_text("[]")
+    (whole / listing.KEPT_REPORT).write_text("{")
+    text = shown(listing.run_table(list_runs(tmp_path)))
+    assert re.search(rf"{broken.name} +damaged", text)
+    assert re.search(rf"{whole.name} +abandoned", text)
+
+
+HOST = {
+    "memory_total_bytes": 64 * 2**30,
+    "cgroup_limit_bytes": None,
+    "shm_used_bytes": 0,
+    "shm_total_bytes": 8 * 2**30,
+    "memory_some_avg10_ratio": 0.0,
+    "cpu_some_avg10_ratio": 0.25,
+}
+
+
+def test_a_good_machine_has_nothing_to_remedy(tmp_path):
+    checks = [
+        doctor.check_memory_limit(HOST),
+        doctor.check_shm(HOST),
+        doctor.check_pressure(HOST),
+        doctor.check_smaps("/proc", os.getpid()),
+        doctor.check_devices("none: NVIDIA driver not found"),
+        doctor.check_lake(),
+        doctor.check_home(tmp_path / "not" / "yet"),
+    ]
+    assert [check.remedy for check in checks] == [None] * len(checks)
+    assert not (tmp_path / "not").exists()
+    text = shown(doctor.checks_table(checks))
+    assert text.count("ok") >= len(checks)
+    assert "none: NVIDIA driver not found" in text
+
+
+def test_what_is_lacking_comes_with_a_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    lacking = [
+        doctor.check_shm({**HOST, "shm_total_bytes": 64 * 2**20}),
+        doctor.check_shm({**HOST, "shm_total_bytes": None}),
+        doctor.check_pressure({**HOST, "memory_some_avg10_ratio": None}),
+        doctor.check_smaps(str(tmp_path), 1),
+        doctor.check_home(tmp_path / "file" / "home"),
+    ]
+    assert all(check.remedy for check in lacking)
+    text = shown(doctor.checks_table(lacking))
+    assert text.count("warning") == len(lacking)
+    assert "--shm-size=8g" in text
+
+
+STARTED = {
+    "kind": "process-start",
+    "torch": "2.13.0",
+    "capabilities": {"batch": True, "worker": True, "step": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "stderr", "events", "said"),
+    [
+        (0, "", [STARTED, {"kind": "worker-start"}], None),
+        (0, "", [STARTED], "the worker did not report"),
+        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "hook batch"),
+        (0, "", [STARTED, {"kind": "hook-disabled", "hook": "step", "error": "E"}], "(E)"),
+        (0, "", [], "reported nothing"),
+        (1, "Traceback\nModuleNotFoundError: No module named 'torch'\n", [], "No module named 'torch'"),
+    ],
+)
+def test_doctor_judges_the_hooks_by_what_they_reported(exit_status, stderr, events, said):
+    text = shown(doctor.checks_table(doctor.judge_hooks(exit_status, stderr, events)))
+    assert ("warning" in text) == (said is not None)
+    assert said is None or said in text

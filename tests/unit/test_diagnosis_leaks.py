@@ -1,0 +1,206 @@
+"""What keeps taking memory, and what only looks like it."""
+
+import numpy as np
+import pytest
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finished,
+    jittered,
+    sample_host,
+    sample_process,
+    simulate,
+)
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+MEMORY = {"main-heap-leak", "worker-heap-leak", "copy-on-read-growth", "host-oom-risk"}
+SECONDS = np.arange(60) + START_SECONDS + 1
+WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
+FLAT = np.zeros(60)
+RAMP = np.arange(60) / 60
+SATURATING = 1 - np.exp(-np.arange(60) / 8)
+
+
+def training(**settings):
+    """60 s of healthy loading by two persistent, forked workers."""
+    return simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230, **settings)
+
+
+def memory(
+    script,
+    *,
+    main=FLAT,
+    main_private=None,
+    workers=FLAT,
+    workers_private=None,
+    host=FLAT,
+    noise=0.3,
+    **host_settings,
+):
+    """Samples of everyone: growth in MiB over what they held at first."""
+    generator = np.random.default_rng(0)
+
+    def series(base, growth):
+        return (base + growth + noise * generator.normal(size=60)) * MIB
+
+    private = main if main_private is None else main_private
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=series(300, private), rss=series(500, main))
+    private = workers if workers_private is None else workers_private
+    for worker, key in enumerate(WORKERS):
+        held, resident = series(10, private), series(320, workers)
+        sample_process(script, SECONDS, key, ROLE_WORKER, private=held, rss=resident, worker=worker, loader=0)
+    return sample_host(script, SECONDS, demand=series(4000, host), **host_settings)
+
+
+def found(script):
+    return [finding for finding in diagnose(script.tables()).findings if finding.kind in MEMORY]
+
+
+def kinds(script):
+    return [finding.kind for finding in found(script)]
+
+
+def test_flat_memory_is_healthy():
+    assert kinds(memory(training())) == []
+
+
+def test_a_leak_of_the_main_heap_is_found_with_its_rate():
+    leak = found(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
+    assert [f.kind for f in leak] == ["main-heap-leak"]
+    assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
+    assert leak[0].rate.low <= leak[0].rate.value <= leak[0].rate.high
+    assert leak[0].locus.role == "main"
+    assert leak[0].since_step is not None
+
+
+def test_a_leak_that_begins_in_the_middle_says_since_when():
+    late = 600 * np.maximum(0, RAMP - 0.5)
+    leak = found(memory(training(), main=late, host=late, total=10**14))
+    assert [f.kind for f in leak] == ["main-heap-leak"]
+    assert 80 <= leak[0].since_step <= 150
+
+
+@pytest.mark.parametrize(
+    ("main", "private", "host"),
+    [
+        (600 * RAMP, FLAT, FLAT),  # mapped files: resident, never written
+        (FLAT, 300 * SATURATING, FLAT),  # pages that come back from the workers
+        (300 * SATURATING, 300 * SATURATING, 300 * SATURATING),  # warm-up
+        (300 * (RAMP > 0.4), 300 * (RAMP > 0.4), 300 * (RAMP > 0.4)),  # a checkpoint
+        (8 * RAMP, 8 * RAMP, 8 * RAMP),  # too little to matter
+        (400 * (np.arange(60) % 10) / 10, 400 * (np.arange(60) % 10) / 10, FLAT),  # garbage collection
+    ],
+)
+def test_what_is_no_leak_of_the_main_heap(main, private, host):
+    assert kinds(memory(training(), main=main, main_private=private, host=host)) == []
+
+
+def test_a_leak_is_found_although_each_epoch_forks_anew():
+    """At each fork the whole heap becomes shared, so private dirty shows only what came since."""
+    script = Script()
+    script.event(START_SECONDS, "process-start")
+    script.event(START_SECONDS, "loader", loader=0, num_workers=1, prefetch_factor=2, start_method="fork")
+    leak = 600 * RAMP
+    private = np.full(60, np.nan)
+    for epoch in range(10):
+        at = epoch * 6
+        worker = ("node", 1000 + epoch, 7000 + epoch)
+        script.event(SECONDS[at] - 0.5, "epoch-start", loader=0, epoch=epoch, worker_pids=[worker[1]])
+        script.event(SECONDS[at] - 0.4, "worker-start", worker, loader=0, epoch=epoch, worker=0)
+        inherited = np.full(6, 300 + leak[at]) * MIB
+        sample_process(
+            script,
+            SECONDS[at : at + 6],
+            worker,
+            ROLE_WORKER,
+            private=np.full(6, 9 * MIB),
+            rss=inherited,
+            worker=0,
+            loader=0,
+        )
+        private[at + 4] = 20
+    script.add(
+        "step", [{"time_ns": round(s * 1e9), "step": i, "duration_ns": 10**9} for i, s in enumerate(SECONDS)]
+    )
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=private * MIB, rss=(500 + leak) * MIB)
+    assert kinds(script) == ["main-heap-leak"]
+
+
+def test_copying_by_reading_is_found_and_has_a_plateau():
+    script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
+    copies = found(script)
+    assert [f.kind for f in copies] == ["copy-on-read-growth"]
+    assert copies[0].locus.loader == 0
+    assert copies[0].limit.value >= 500 * MIB
+
+
+def test_sparse_samples_are_enough():
+    """smaps is read only now and then."""
+    sparse = np.full(60, np.nan)
+    sparse[[0, 7, 15, 30]] = [10, 40, 90, 110]
+    assert kinds(memory(training(), workers_private=sparse)) == ["copy-on-read-growth"]
+
+
+def test_a_tensor_backed_dataset_is_silent():
+    assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
+
+
+def test_spawned_workers_copy_nothing():
+    script = memory(training(start_method="spawn"), workers_private=250 * SATURATING)
+    assert kinds(script) == []
+
+
+def test_a_growing_cache_in_the_workers_is_a_leak_of_theirs():
+    leak = found(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
+    assert [f.kind for f in leak] == ["worker-heap-leak"]
+    assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
+
+
+def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.severity == "critical"
+    assert risk.limit.value == 6000 * MIB
+    assert risk.eta.mid_seconds == pytest.approx(140, rel=0.15)
+    assert risk.eta.low_seconds <= risk.eta.mid_seconds <= risk.eta.high_seconds
+    assert "was running out when the run ended" in risk.summary
+    assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
+
+
+def test_growth_that_will_take_days_is_no_risk():
+    script = memory(training(), main=30 * RAMP, host=30 * RAMP, noise=0.1, total=10**14)
+    assert "host-oom-risk" not in kinds(script)
+
+
+def test_copying_that_ends_below_the_limit_is_no_risk():
+    script = memory(training(), workers_private=100 * RAMP, host=200 * RAMP, total=30_000 * MIB)
+    assert kinds(script) == ["copy-on-read-growth"]
+
+
+def test_growth_of_strangers_on_a_roomy_host_is_no_risk():
+    assert kinds(memory(training(), host=2000 * RAMP)) == []
+
+
+def test_a_full_host_is_a_risk_even_when_nothing_grows():
+    script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
+    risk = found(script)
+    assert [(f.kind, f.severity, f.eta) for f in risk] == [("host-oom-risk", "critical", None)]
+
+
+def test_page_cache_is_no_demand():
+    script = memory(training(), limit=10_000 * MIB, cgroup_usage_bytes=np.full(60, 9990.0 * MIB))
+    assert kinds(script) == []
+
+
+def test_every_finding_stands_on_two_measurements():
+    script = finished(
+        memory(training(), main=600 * RAMP, workers_private=250 * SATURATING, host=900 * RAMP, limit=7000 * MIB)
+    )
+    for finding in diagnose(script.tables()).findings:
+        assert finding.kind == "cannot-tell" or len({e.name for e in finding.evidence}) >= 2
+        assert all(e.n >= 0 and e.window and e.unit for e in finding.evidence)
+        assert finding.severity == "info" or finding.advice

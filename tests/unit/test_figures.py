@@ -1,0 +1,177 @@
+"""Figures: names, units, the budget of points, and the words."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from app.figures import base, memory, steps, workers
+from app.theme import DARK, LIGHT
+from collector.store.queries import Lines
+
+GIB = 2**30
+
+
+def _lines(values, *, series="", samples=None):
+    points = pd.DataFrame({"series": series, "elapsed_seconds": np.arange(len(values)) * 1.0, "value": values})
+    return Lines(points=points, samples_count=samples or len(values))
+
+
+def _split():
+    return pd.DataFrame(
+        {
+            "rank": np.nan,
+            "worker": [0, 1],
+            "n": [10, 10],
+            "median_ms": [20.0, 60.0],
+            "p95_ms": [25.0, 70.0],
+            "idle_ms": [600.0, 0.0],
+            "getitem_ms": [150.0, 500.0],
+            "collate_ms": [50.0, 100.0],
+            "cpu_ms": [100.0, 300.0],
+            "run_queue_ms": [50.0, 100.0],
+            "blocked_ms": [50.0, 200.0],
+        }
+    )
+
+
+def _places(**more):
+    row = {"series": "main", "restart": False, "first_seconds": 0.0, "last_seconds": 60.0}
+    return pd.DataFrame([{**row, "private_dirty_slope": 0.0, **more}])
+
+
+def _charts():
+    table = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "main": [1.0 * GIB] * 2, "worker": [2.0 * GIB, 3.0 * GIB]})
+    step = pd.DataFrame(
+        {"step": [0, 1], "n": [1, 1], "wait_ms": [1.0, 2.0], "rest_ms": [9.0, 8.0], "slowest_ms": 10.0}
+    )
+    heat = pd.DataFrame({"rank": np.nan, "worker": [0, 1], "elapsed_seconds": 0.0, "fetch_ms": [1.0, 2.0], "n": 1})
+    queue = {name: _lines([1.0, 2.0]) for name in ("wait", "parked", "ready", "outstanding")}
+    return {
+        "by role": memory.by_role(
+            table,
+            LIGHT,
+            metric="pss_bytes",
+            capacity_bytes=8 * GIB,
+            capacity_name="cgroup limit",
+            title="Who holds it?",
+            revision="r1",
+        ),
+        "limit": memory.against_limit(
+            {"used": _lines([1.0 * GIB, 2.0 * GIB])}, DARK, name="/dev/shm", capacity_bytes=4 * GIB, revision="r1"
+        ),
+        "processes": memory.per_process(
+            _lines([1.0, 2.0], series="main"),
+            _places(),
+            LIGHT,
+            metric="private_dirty_bytes",
+            notes=[],
+            revision="r1",
+        ),
+        "steps": steps.split(step, LIGHT, revision="r1"),
+        "stages": workers.stages(_split(), LIGHT, revision="r1"),
+        "causes": workers.causes(_split(), LIGHT, revision="r1"),
+        "heat": workers.heat(heat, LIGHT, revision="r1"),
+        "waits": workers.waits(queue, LIGHT, inline=False, revision="r1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("by role", ("elapsed (s)", "PSS (GiB)")),
+        ("limit", ("elapsed (s)", "used (GiB)")),
+        ("processes", ("elapsed (s)", "private dirty (MiB)")),
+        ("steps", ("step", "time per step (ms)")),
+        ("stages", ("share of time (%)", "worker (id)")),
+        ("causes", ("share of time (%)", "worker (id)")),
+        ("heat", ("elapsed (s)", "worker (id)")),
+    ],
+)
+def test_axes_say_quantity_and_unit(name, axes):
+    layout = _charts()[name].figure.layout
+    assert (layout.xaxis.title.text, layout.yaxis.title.text) == axes
+
+
+def test_every_figure_keeps_the_readers_zoom_for_its_run_and_asks_a_question():
+    for name, chart in _charts().items():
+        assert chart.figure.layout.uirevision == "r1", name
+        assert chart.title.endswith("?"), name
+        assert chart.caption in chart.alt
+
+
+def test_trace_names():
+    named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
+    assert named["by role"] == ["main", "workers"]
+    assert named["steps"] == ["data wait", "rest of the step"]
+    assert named["stages"] == ["idle, no index to fetch", "__getitem__", "collate"]
+    assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
+    assert sorted(named["waits"]) == ["outstanding", "parked", "ready", "wait"]
+
+
+def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
+    near = _charts()["by role"]
+    assert near.figure.layout.shapes[0].y0 == 8
+    table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [0.1 * GIB]})
+    far = memory.by_role(
+        table, LIGHT, metric="pss_bytes", capacity_bytes=8 * GIB, capacity_name="limit", title="?", revision="r"
+    )
+    assert not far.figure.layout.shapes
+    assert "8 GiB" in far.caption
+
+
+def test_rss_is_called_rss():
+    table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [GIB]})
+    chart = memory.by_role(
+        table, LIGHT, metric="rss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+    )
+    assert chart.figure.layout.yaxis.title.text == "RSS (GiB)"
+    assert "shared pages" in chart.caption
+
+
+def test_a_restarted_worker_has_a_gap_and_a_mark():
+    places = pd.concat([_places(), _places(restart=True, first_seconds=2.0)])
+    chart = memory.per_process(
+        _lines([1.0, 2.0, 3.0, 4.0], series="main"),
+        places,
+        LIGHT,
+        metric="private_dirty_bytes",
+        notes=[(1.0, "worker-heap-leak since step 7")],
+        revision="r",
+    )
+    line, mark = chart.figure.data
+    assert np.isnan(line.x[2])
+    assert (mark.marker.symbol, list(mark.x)) == ("triangle-up", [2.0])
+    assert "1 worker restarts" in chart.caption
+    assert chart.figure.layout.annotations[0].text == "worker-heap-leak since step 7"
+
+
+def test_a_thinned_line_says_so():
+    chart = memory.against_limit(
+        {"used": _lines([1.0] * 10, samples=5000)}, LIGHT, name="x", capacity_bytes=None, revision="r"
+    )
+    assert "min-max of 5,000 samples" in chart.caption
+    assert "limit is not known" in chart.caption
+
+
+def test_one_slow_first_step_does_not_press_the_others_flat():
+    table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0, "slowest_ms": 10.0})
+    table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
+    chart = steps.split(table, LIGHT, revision="r")
+    assert chart.figure.layout.yaxis.range[1] < 100
+    assert "3 s, at step 0" in chart.caption
+
+
+def test_inline_loading_is_called_inline_and_has_no_queue():
+    split = _split().iloc[:1].assign(worker=-1)
+    assert list(workers.stages(split, LIGHT, revision="r").figure.data[0].y) == ["inline"]
+    empty = _lines([])
+    queue = {"wait": _lines([1.0]), "parked": empty, "ready": empty, "outstanding": empty}
+    chart = workers.waits(queue, LIGHT, inline=True, revision="r")
+    assert len(chart.figure.data) == 1
+    assert "inline" in chart.caption
+
+
+def test_no_trace_exceeds_the_budget_of_points():
+    for chart in _charts().values():
+        for trace in chart.figure.data:
+            assert len(trace.x) <= base.MAX_POINTS

@@ -1,0 +1,166 @@
+"""The dashboard's queries, on real journals."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "app"))
+
+import make_run as runs
+
+from collector.store import loading_queries, memory_queries, queries
+from collector.store.reader import read
+from collector.store.runs import Run
+
+MIB = runs.MIB
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    return {
+        s.name: Run(runs.make_run(home, s)) for s in (runs.SLOW_WORKER, runs.COPY_ON_READ, runs.CUDA, runs.RESTARTS)
+    }
+
+
+@pytest.fixture
+def look(made):
+    """Opens a run: gives the snapshot and the span of a window."""
+    opened = []
+
+    def open_run(name, window="run"):
+        run = made[name]
+        context = read(run)
+        snapshot = context.__enter__()
+        opened.append(context)
+        reach = queries.extent(snapshot)
+        origin = queries.origin_ns(run.manifest)
+        return snapshot, queries.span(snapshot, reach, origin=origin, window=window, rank=None)
+
+    yield open_run
+    for context in opened:
+        context.__exit__(None, None, None)
+
+
+def test_a_window_of_steps_begins_with_its_first_step(look):
+    snapshot, within = look("copy-on-read", "500steps")
+    assert queries.step_summary(snapshot, within)["n"] == 500
+    assert queries.steps(snapshot, within)["step"].iloc[0] == 700
+
+
+def test_no_peak_is_lost_when_a_line_is_thinned(look):
+    snapshot, within = look("copy-on-read")
+    found = queries.lines(snapshot, within, "step", value="duration_ns", buckets=40)
+    exact = snapshot.query("SELECT max(duration_ns) AS high, min(duration_ns) AS low FROM step").iloc[0]
+    assert len(found.points) <= 80
+    assert found.thinned
+    assert found.samples_count == 1199  # the first step has no duration
+    assert (found.points["value"].max(), found.points["value"].min()) == (exact["high"], exact["low"])
+    assert found.points["elapsed_seconds"].is_monotonic_increasing
+
+
+def test_key_figure_and_chart_agree_on_the_data_wait(look):
+    snapshot, within = look("slow-worker")
+    table = queries.steps(snapshot, within)
+    of_chart = (table["wait_ms"] * table["n"]).sum() / ((table["wait_ms"] + table["rest_ms"]) * table["n"]).sum()
+    assert queries.step_summary(snapshot, within)["wait_ratio"] == pytest.approx(of_chart)
+
+
+def test_the_same_question_is_asked_once_and_each_answer_is_ones_own(look):
+    snapshot, _ = look("slow-worker")
+    asked = []
+
+    class Counting:
+        def query(self, sql, params=None):
+            asked.append(sql)
+            return snapshot.query(sql, params)
+
+    memo = queries.Memo(Counting())
+    first = memory_queries.host_limits(memo)
+    first["capacity_bytes"] = 0
+    assert (memory_queries.host_limits(memo)["capacity_bytes"] > 0).all()
+    assert len(asked) == 1
+
+
+def test_steps_split_adds_up_to_their_duration(look):
+    snapshot, within = look("slow-worker")
+    table = queries.steps(snapshot, within)
+    assert table["n"].sum() == 399  # the first step has no duration
+    assert table["wait_ms"].sum() == pytest.approx(100 * 90 + 299 * 0.5)
+    assert (table["wait_ms"] + table["rest_ms"]).max() == pytest.approx(106)
+
+
+def test_memory_by_role_sums_processes_and_holds_each_until_its_next_sample(look):
+    snapshot, within = look("slow-worker")
+    table = memory_queries.memory_by_role(snapshot, within, "pss_bytes")
+    last = snapshot.query(
+        "SELECT role, sum(pss_bytes)::BIGINT AS total FROM process "
+        "WHERE time_ns = (SELECT max(time_ns) FROM process) GROUP BY role ORDER BY role"
+    )["total"].tolist()
+    assert list(table.columns) == ["elapsed_seconds", "main", "worker"]
+    assert table[["main", "worker"]].iloc[-1].tolist() == last
+    assert (table["worker"] > 0).all()
+
+
+def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
+    run_dir = runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0, steps=40))
+    with read(Run(run_dir)) as snapshot:
+        within = queries.span(snapshot, queries.extent(snapshot), origin=0, window="run", rank=None)
+        begin = snapshot.query("SELECT min(time_ns) AS t FROM process")["t"].iloc[0]
+        late = f"CASE WHEN time_ns > {begin} + 1500000000 THEN pss_bytes END"
+        table = memory_queries.memory_by_role(snapshot, within, late)
+    assert (table["main"] > 0).all()
+
+
+def test_a_worker_that_was_replaced_is_not_counted_twice(look):
+    snapshot, within = look("restarts")
+    table = memory_queries.memory_by_role(snapshot, within, "pss_bytes")
+    assert table["worker"].max() < 1.2 * table["worker"].min()
+
+
+def test_restarts_and_slopes_of_processes(look):
+    snapshot, within = look("restarts")
+    places = memory_queries.processes(snapshot, within)
+    assert places.groupby("series")["restart"].sum().to_dict() == {
+        "main": 0,
+        "loader 0 worker 0": 3,
+        "loader 0 worker 1": 3,
+    }
+    snapshot, within = look("copy-on-read")
+    places = memory_queries.processes(snapshot, within).set_index("series")
+    assert places.loc["loader 0 worker 0", "private_dirty_slope"] > 4 * MIB
+    assert abs(places.loc["main", "private_dirty_slope"]) < MIB / 10
+
+
+def test_without_smaps_the_metric_falls_back_to_rss(look, tmp_path):
+    run = Run(runs.make_run(tmp_path, replace(runs.NO_SMAPS, steps=20)))
+    with read(run) as snapshot:
+        within = queries.span(snapshot, queries.extent(snapshot), origin=0, window="run", rank=None)
+        assert memory_queries.process_metric(snapshot, within, "pss_bytes") == "rss_bytes"
+
+
+def test_limits_have_usage_peak_and_capacity(look):
+    snapshot, _ = look("cuda")
+    table = memory_queries.host_limits(snapshot).set_index("limit")
+    assert table["capacity_bytes"].to_dict() == {"cgroup": 8 * 2**30, "host": 16 * 2**30, "shm": 2 * 2**30}
+    assert (table["peak_bytes"] >= table["now_bytes"]).all()
+    device = memory_queries.devices(snapshot).iloc[0]
+    assert device["total_bytes"] == 24 * 2**30
+    assert device["reserved_peak_bytes"] == (8 * 2**30 + 399 * 4 * MIB)
+
+
+def test_the_slow_worker_shows_in_the_split_and_on_the_heat_map(look):
+    snapshot, within = look("slow-worker")
+    split = loading_queries.worker_split(snapshot, within, 0).set_index("worker")
+    assert split["n"].tolist() == [100, 100, 100, 100]
+    assert split["median_ms"].idxmax() == 1
+    heat = loading_queries.fetch_heat(snapshot, within, 0)
+    assert heat.groupby("worker")["fetch_ms"].median().idxmax() == 1
+    assert heat["n"].sum() == 400
+
+
+def test_an_empty_run_has_no_extent(tmp_path):
+    with read(Run(runs.make_run(tmp_path, runs.NO_DATA))) as snapshot:
+        assert queries.extent(snapshot) is None
