@@ -1,0 +1,178 @@
+"""What Tidegauge adds to a training step and to a worker's batch.
+
+    python benchmarks/overhead.py [--blocks 200] [--steps 100]
+
+Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both
+meet the same machine. For all steps of all blocks the lower quartile and the median are given, bare and what
+is added to it: on a noisy machine the quartile is the steadier of the two. The last column holds what is paid
+only now and then as well (a write and a full metering at most every 2 ms): the median, over the pairs, of the
+difference between their means. The budget is 20 µs for the training thread and 20 µs for a worker, per step with
+one batch; with `num_workers=0` the training thread plays the worker too. A stage is a call that is recognised
+(docs/stages.md). The last row is what a batch costs that takes more than 2 ms to make, and so is metered in full
+and written at once, without those 2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import queue
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, _utils
+
+from training_harness import attach, detach, layout, session
+from training_harness.hooks import meter, worker
+
+BATCH_SIZE = 8
+#: Batches that fit into the pipe between a worker and the training.
+QUEUED = 40
+Block = Callable[[], list[int]]
+"""Runs some steps; returns the duration of each, in ns."""
+
+
+class Rows(Dataset[np.ndarray]):
+    """Small arrays: with tensors, passing shared memory between processes would hide the step."""
+
+    def __init__(self, steps: int) -> None:
+        self.rows = np.random.default_rng(0).normal(size=(steps * BATCH_SIZE, 32)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.rows[index]
+
+
+def training_block(
+    num_workers: int,
+    steps: int,
+    *,
+    made_before: bool = False,
+    to_tensor: Callable[..., torch.Tensor] = torch.tensor,
+) -> Block:
+    """A block of training steps below 1 ms, one batch each, which the loop makes a tensor.
+
+    With `made_before` all batches wait in the queue: the workers rest, and share no core and no cache.
+    """
+    # Persistent, so that no block pays for a fork: the pages that it shares are copied for a while afterwards.
+    loader = DataLoader(
+        Rows(steps),
+        batch_size=BATCH_SIZE,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        prefetch_factor=steps if made_before else None,
+        collate_fn=np.stack,
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+    def block() -> list[int]:
+        ends_ns = []
+        batches = iter(loader)
+        time.sleep(0.05 if made_before else 0)
+        for batch in batches:
+            loss = model(to_tensor(batch)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ends_ns.append(time.monotonic_ns())
+        return durations(ends_ns)
+
+    return block
+
+
+def worker_block(steps: int) -> Block:
+    """A block of torch's own worker loop, run in this thread and fed with all its indices at once."""
+    data = Rows(steps)
+
+    def block() -> list[int]:
+        indices: queue.Queue[object] = queue.Queue()
+        for index in range(steps):
+            indices.put((index, list(range(index * BATCH_SIZE, (index + 1) * BATCH_SIZE))))
+        indices.put(None)
+        sink = Sink()
+        worker.starting.loader = worker.starting.epoch = 0
+        # The final None comes without the done event, so that the loop skips no batch.
+        with contextlib.suppress(AssertionError):
+            _utils.worker._worker_loop(
+                0, data, indices, sink, threading.Event(), True, np.stack, False, 0, None, 0, 1, False, None
+            )
+        _utils.worker._worker_info = None
+        return durations(sink.ends_ns)
+
+    return block
+
+
+class Sink:
+    """A result queue that notes when each batch arrives."""
+
+    def __init__(self) -> None:
+        self.ends_ns: list[int] = []
+
+    def put(self, message: object) -> None:
+        self.ends_ns.append(time.monotonic_ns())
+
+
+def durations(ends_ns: list[int]) -> list[int]:
+    warm = len(ends_ns) // 10
+    return [after - before for before, after in itertools.pairwise(ends_ns[warm:])]
+
+
+def compare(name: str, block: Block, blocks: int, run_dir: str) -> None:
+    attach(run_dir)
+    block()
+    taken: dict[bool, list[list[int]]] = {False: [], True: []}
+    for _ in range(blocks):
+        for attached in random.sample((False, True), 2):
+            if attached:
+                attach(run_dir)
+            else:
+                detach()
+            taken[attached].append(block())
+    detach()
+    row = f"{name:<26}"
+    bare, with_us = ([value / 1e3 for each in taken[attached] for value in each] for attached in (False, True))
+    for before, after in list(zip(quartiles(bare), quartiles(with_us), strict=True))[:2]:
+        row += f"{before:>9.1f}{after - before:>8.1f}"
+    pairs = zip(taken[False], taken[True], strict=True)
+    low, middle, high = quartiles([(statistics.fmean(b) - statistics.fmean(a)) / 1e3 for a, b in pairs])
+    print(row + f"{middle:>10.1f} ({low:.1f} … {high:.1f})", flush=True)
+
+
+def quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=200, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=100, help="steps per block")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'µs per step':<26}{'lower quartile':^17}{'median':^17}{'mean, of pairs':>20}")
+    print(f"{'':<26}" + 2 * f"{'bare':>9}{'added':>8}" + f"{'added (quartiles)':>21}")
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = str(layout.create_run(layout.Path(folder), name="overhead", argv=[]))
+        for name, block in (
+            ("training thread", training_block(1, QUEUED, made_before=True)),
+            ("the same, worker at work", training_block(1, options.steps)),
+            ("num_workers=0", training_block(0, options.steps)),
+            ("num_workers=0, one stage", training_block(0, options.steps, to_tensor=torch.from_numpy)),
+        ):
+            compare(name, block, options.blocks, run_dir)
+        compare("worker", worker_block(options.steps), options.blocks, run_dir)
+        meter.FULL_EVERY_NS = session.HOLD_NS = 0
+        compare("worker, batches > 2 ms", worker_block(options.steps), options.blocks, run_dir)
+
+
+if __name__ == "__main__":
+    main()
