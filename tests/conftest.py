@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pandas as pd
 import pytest
@@ -21,6 +23,18 @@ SHIM = REPOSITORY / "training_harness" / "bootstrap"
 TRAIN = REPOSITORY / "tests" / "scripts" / "train.py"
 #: The interpreter of the scripts; `make versions` names those with other versions of torch.
 PYTHON = os.environ.get("TIDEGAUGE_TEST_PYTHON", sys.executable)
+
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
+    """What `condition` gives as soon as that is true; an AssertionError that names `what` if it never is."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.05)
+    return value
 
 
 def bare_environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -50,8 +51,11 @@ def test_a_killed_worker_is_named(attached):
     finished = set(run.events("worker-exit").pid)
     assert died["exit_code"] == -9
     assert died["worker_pid"] in set(run.events("worker-start").pid) - finished
-    # torch's SIGCHLD handler may raise once more while the first exception is on its way out.
-    assert {json.loads(body)["type"] for body in run.events("exception").body} == {"RuntimeError"}
+    # torch's SIGCHLD handler may raise once more while the first exception is on its way out, and that may be the
+    # connection that the worker's death broke: all that is recorded is what the script itself died of.
+    raised = [json.loads(body)["type"] for body in run.events("exception").body]
+    assert raised
+    assert all(re.search(rf"^{kind}: ", run.done.stderr, re.MULTILINE) for kind in raised), run.done.stderr
 
 
 def test_an_uncaught_exception_and_the_exit_are_recorded(attached):

@@ -24,21 +24,12 @@ import pytest
 from collector.store import lake
 from collector.store.journals import list_segments, read_header, read_records
 from collector.store.runs import Run, list_runs
-from tests.conftest import TRAIN, bare_environment
+from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.records import STREAMS
 
 VICTIMS = ("training", "worker", "collector", "all")
 TIMES = int(os.environ.get("TIDEGAUGE_KILLS", "4"))
 TIDEGAUGE = (sys.executable, "-P", "-m", "collector")
-
-
-def wait_for(condition, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("what was waited for did not come")
 
 
 def events(run: Run, kind: str) -> list[dict]:
@@ -53,8 +44,8 @@ def start(home: Path) -> tuple[subprocess.Popen, Run]:
          "--num-workers=2", "--start-method=fork", "--rows=100000", "--row-ms=2", "--step-ms=1"],
         env=bare_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    (run,) = wait_for(lambda: list_runs(home))
-    wait_for(lambda: run.events_dir.is_dir() and len(events(run, "worker-start")) == 2)
+    (run,) = wait_for(lambda: list_runs(home), "the run")
+    wait_for(lambda: run.events_dir.is_dir() and len(events(run, "worker-start")) == 2, "both workers")
     return collector, run
 
 
@@ -148,10 +139,10 @@ def test_the_victim_is_named_and_nothing_is_lost(tmp_path, number):
             assert psutil.pid_exists(main_pid), "the training goes on unharmed"
             kill([main_pid])
         collector.wait(60)
-        wait_for(lambda: has_ended(main_pid))
+        wait_for(lambda: has_ended(main_pid), "the death of the training")
         survivors = [pid for pid in workers.values() if pid not in pids]
         # An orphaned worker may hang in its exit, where its queue's pipe is full and unread; it has left its loop.
-        wait_for(lambda: all(has_ended(pid) or said_farewell(run, pid) for pid in survivors))
+        wait_for(lambda: all(has_ended(pid) or said_farewell(run, pid) for pid in survivors), "the survivors' ends")
         report = verdict(tmp_path, run)
     found = {(each["kind"], each["locus"].get("role"), each["locus"].get("worker")) for each in report["findings"]}
     kinds = {kind for kind, _, _ in found}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 
 import psutil
 import pytest
 
 from collector.store.runs import Run
-from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment
+from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment, wait_for
 from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "matrix.py"
@@ -77,10 +76,8 @@ def test_nothing_is_left_behind(matrix):
     pids = set(run.events("worker-start").pid) | set(run.events("process-start").pid)
     shared = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
     assert not pids & {int(name.split("_")[1]) for name in shared}
-    until = time.monotonic() + 20
-    while living := attached_processes(run):  # the fork server and the tracker notice that they are alone
-        assert time.monotonic() < until, living
-        time.sleep(0.1)
+    # The fork server and the tracker notice that they are alone.
+    wait_for(lambda: not attached_processes(run), "the end of every process")
 
 
 def attached_processes(run: Attached) -> list[str]:

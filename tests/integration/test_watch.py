@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from collector.store.reader import read
 from collector.store.runs import find_run
-from tests.conftest import bare_environment
+from tests.conftest import bare_environment, wait_for
 
 #: A parent with a child, which end when their stdin is closed.
 TREE = """
@@ -58,11 +57,7 @@ def watching(home):
         started.append(process)
         assert "Ctrl-C ends the watch, not the process" in process.stderr.readline()
         run = find_run(home, "latest")
-        deadline = time.monotonic() + 60
-        while not list(run.journal_dir.glob("*.process.*")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: list(run.journal_dir.glob("*.process.*")), "a sample of the processes")
         return process, run
 
     yield start
