@@ -20,9 +20,11 @@ The writer never raises and never blocks on anything but the file system.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ RETRY_AFTER_NS = 1_000_000_000
 #: Why records were lost, in the `records-lost` event.
 WRITE_FAILED = "write-failed"
 NOT_COLLECTED = "not-collected"
+NOT_A_RECORD = "not-a-record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,10 @@ class JournalWriter:
             or `close`; 0 writes each record at once.
         clock_ns: for the pause after a failed write.
 
+    Attributes:
+        hold: takes a record, as a tuple, for the next `flush` or `append`.
+        lost_count: records that could not be written.
+
     """
 
     def __init__(
@@ -118,9 +125,9 @@ class JournalWriter:
         self._segments_at_most = segments_at_most
         self._hold_ns = hold_ns
         self._clock_ns = clock_ns
-        self._pack = stream.struct.pack
         self._record_bytes = stream.struct.size
-        self._held: deque[bytes] = deque()
+        self._held: deque[tuple[Any, ...]] = deque()
+        self.hold = self._held.append
         self._written_at_ns: float = -hold_ns
         self._sequence = 0
         self._on_disk: list[Path] = []
@@ -130,18 +137,17 @@ class JournalWriter:
         self._room_bytes = 0
         self._retry_at_ns = 0
 
-    def append(self, time_ns: float, *values: float | bytes) -> None:
-        """Write one record, or hold it; a record that cannot be written is counted in `lost_count`."""
-        self._held.append(self._pack(time_ns, *values))
-        if 0 <= time_ns - self._written_at_ns < self._hold_ns:
-            return
-        self._written_at_ns = time_ns
-        self.flush()
+    def append(self, *record: Any) -> None:
+        """Write one record, which begins with its time, or hold it; one that can't be written counts as lost."""
+        self.hold(record)
+        if not 0 <= record[0] - self._written_at_ns < self._hold_ns:
+            self.flush()
 
     def append_all(self, records: Sequence[tuple[Any, ...]]) -> None:
-        """Write records that belong together in one go, or hold them all; each begins with its time."""
-        self._held.extend(self._pack(*record) for record in records[:-1])
-        self.append(*records[-1])
+        """Write records that belong together in one go, or hold them all."""
+        self._held.extend(records)
+        if not 0 <= records[-1][0] - self._written_at_ns < self._hold_ns:
+            self.flush()
 
     def flush(self) -> None:
         """Write the records that are held. Each is taken once, whichever thread comes first."""
@@ -151,8 +157,15 @@ class JournalWriter:
                 records.append(self._held.popleft())
         except IndexError:
             pass
-        if records:
-            self._write(b"".join(records))
+        if not records:
+            return
+        self._written_at_ns = records[-1][0]
+        try:
+            packed = b"".join(itertools.starmap(self._stream.struct.pack, records))
+        except struct.error:
+            self._lose(len(records), NOT_A_RECORD)
+            return
+        self._write(packed)
 
     def _write(self, records: bytes) -> None:
         written = 0
@@ -167,13 +180,17 @@ class JournalWriter:
         self._room_bytes = 0
         if not self._waits():
             self._retry_at_ns = self._clock_ns() + RETRY_AFTER_NS
-        self.lost_count += (len(records) - written + self._record_bytes - 1) // self._record_bytes
-        if self.lost_count >= 2 * self._told_count:
-            self._tell_losses()
+        self._lose((len(records) - written + self._record_bytes - 1) // self._record_bytes, self._loss_reason)
 
     def _waits(self) -> bool:
         # A clock that went back ends the wait too: then it says nothing.
         return 0 < self._retry_at_ns - self._clock_ns() <= RETRY_AFTER_NS
+
+    def _lose(self, count: int, reason: str) -> None:
+        self.lost_count += count
+        self._loss_reason = reason
+        if self.lost_count >= 2 * self._told_count:
+            self._tell_losses()
 
     def _tell_losses(self) -> None:
         self._told_count = self.lost_count

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -39,23 +40,36 @@ class Session:
             name: JournalWriter(journal, stream, self.identity, events=self.events, hold_ns=HOLD_NS)
             for name, stream in STREAMS.items()
         }
-        self.step = self.writers["step"].append
+        self.step = self.writers["step"].hold
         self.device_time = self.writers["device_time"].append
         self.device_memory = self.writers["device_memory"].append_all
-        self.batch = self.writers["batch"].append
+        self.batch = self.writers["batch"].hold
         self.fetch = self.writers["fetch"].append
         self.stage = self.writers["stage"].append_all
         self.process_started = False
+        #: Turns what the training loop has logged into records, once it is there.
+        self.add_up: Callable[[Session], None] = _nothing
 
     @property
     def lost_count(self) -> int:
         """Records of this process that could not be written."""
         return sum(writer.lost_count for writer in self.writers.values())
 
+    def flush(self) -> None:
+        """Write what is logged or held."""
+        self.add_up(self)
+        for writer in self.writers.values():
+            writer.flush()
+
     def close(self) -> None:
-        """Write what is held, close the journals and tell of losses; a writer that is used again opens another."""
+        """Write what is logged or held, close the journals and tell of losses; who is used again opens another."""
+        self.add_up(self)
         for writer in self.writers.values():
             writer.close()
+
+
+def _nothing(current: Session) -> None:
+    """There is no training loop in this process."""
 
 
 #: The session of this process; None when Tidegauge is off or the run directory is gone.

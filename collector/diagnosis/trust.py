@@ -11,7 +11,7 @@ from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings, same_loop
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
-from training_harness.journal import NOT_COLLECTED, WRITE_FAILED
+from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
 GRACE_SECONDS = 20.0
 _GRACE_BATCHES = 3
@@ -23,6 +23,7 @@ _LOSS_ADVICE = {
     "(TIDEGAUGE_HOME)",
     NOT_COLLECTED: "Let a collector follow the run, which deletes the journals that it has taken in: start the "
     "training with `tidegauge run`, or keep `tidegauge collect RUN` running beside it",
+    NOT_A_RECORD: "A value did not fit its column, which is a defect of Tidegauge: report it with the run",
 }
 
 

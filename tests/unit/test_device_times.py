@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from training_harness.hooks.device_times import SAMPLE_EVERY_NS, DeviceTimes
-from training_harness.hooks.progress import BACKWARD, FORWARD, OPTIMIZE, OTHER
+from training_harness.hooks.phases import BACKWARD, FORWARD, OPTIMIZE, OTHER
 
 START_NS = 10 * SAMPLE_EVERY_NS
 

@@ -68,7 +68,7 @@ def steps(tmp_path, monkeypatch):
     monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
     current = session.start(layout.create_run(tmp_path, name="steps", argv=[]))
     recorded: list[int] = []
-    current.step = lambda time_ns, step, *rest: recorded.append(step)
+    current.step = lambda record: recorded.append(record[1])
     yield StepHook(Progress(), lambda: False), recorded
     session.stop()
 
@@ -81,6 +81,7 @@ def play(hook: StepHook, *optimizers: Optimizer) -> None:
     for optimizer in optimizers:
         hook.before(optimizer, (), {})
         hook.after(optimizer, (), {})
+    session.active.flush()
 
 
 def test_two_optimizers_in_turn_make_one_step(steps):

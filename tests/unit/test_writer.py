@@ -78,6 +78,19 @@ def test_records_close_to_the_last_write_are_held_until_the_next_one_or_the_end(
     assert steps_in(run) == [0, 5, 9, 10, 12, 14]
 
 
+def test_a_value_that_fits_no_column_costs_the_records_held_with_it_and_no_other(run):
+    events = EventLog(run.events_dir, IDENTITY)
+    writer = JournalWriter(run.journal_dir, STEP, IDENTITY, events=events)
+    writer.append(*step_record(0))
+    writer.hold(step_record(1))
+    writer.append(2, "no number")
+    writer.append(*step_record(3))
+    writer.close()
+    assert steps_in(run) == [0, 3]
+    told = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert {(each["count"], each["reason"]) for each in told} == {(2, "not-a-record")}
+
+
 def test_threads_that_share_a_writer_lose_and_double_nothing(run):
     writer = JournalWriter(run.journal_dir, STEP, IDENTITY, hold_ns=50)
 
@@ -152,18 +165,20 @@ def test_a_forked_child_writes_as_itself(run, monkeypatch):
     parent = session.start(run.path)
     assert parent is not None
     try:
-        parent.step(*step_record(0))
-        parent.step(*step_record(3))  # held, and the parent's own to write
+        parent.step(step_record(0))
+        parent.flush()
+        parent.step(step_record(3))  # held, and the parent's own to write
         child = os.fork()
         if child == 0:
             try:
-                session.active.step(*step_record(1))
+                session.active.step(step_record(1))
+                session.active.flush()
                 inherited = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
                 os._exit(any(f".{os.getppid()}.step" in name for name in inherited))
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the parent's segment is the parent's alone"
-        parent.step(*step_record(2))
+        parent.step(step_record(2))
     finally:
         session.stop()
     writers = {read_header(segment).pid: segment for segment in list_segments(run)}

@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from training_harness import session
+from training_harness.hooks.phases import FORWARD, OTHER
 
 #: Recording five events costs some 20 µs: a step is sampled only if the last one is this long ago.
 SAMPLE_EVERY_NS = 20_000_000
@@ -22,8 +23,7 @@ _MARKS_AT_MOST = 256
 
 
 #: The phases that the device is asked about, in the order of their columns.
-PHASES = range(2, 6)
-OTHER = PHASES[-1]
+PHASES = range(FORWARD, OTHER + 1)
 _START = -1
 
 

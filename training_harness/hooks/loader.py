@@ -19,7 +19,8 @@ from training_harness import session
 from training_harness.hooks import stages, worker
 from training_harness.hooks.meter import FetchMeter
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.progress import BATCH, OTHER, WAIT, Progress
+from training_harness.hooks.phases import OTHER, WAIT
+from training_harness.hooks.progress import BATCH, Progress
 from training_harness.hooks.register import LoaderInfo, Register, is_iterable
 from training_harness.hooks.steps import follow_batches
 from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
@@ -109,7 +110,7 @@ class LoaderHook(Hook):
         if progress.requests.due_ns == 0 and current is not None:
             now_ns = progress.requests.expire(current, progress.step)
         if progress.thread in (0, threading.get_ident()):  # no thread that loads ahead
-            progress.mark(OTHER, now_ns)
+            progress.log((OTHER, now_ns))
         if progress.ended_by == BATCH and progress.batches and current is not None:
             progress.gauge(current)
             progress.end(current, now_ns)
@@ -149,21 +150,12 @@ class LoaderHook(Hook):
             progress.batches += 1
             progress.samples += samples
             if progress.thread in (0, threading.get_ident()):
-                progress.mark(WAIT, now_ns)
-        current.batch(
-            now_ns,
-            state.info.number,
-            state.epoch,
-            index,
-            maker,
-            now_ns - begun_ns,
-            blocked_ns,
-            outstanding,
-            parked,
-            ready,
-            size_bytes,
-            samples,
-        )
+                progress.log((WAIT, now_ns))
+        waited_ns = now_ns - begun_ns
+        made = state.info.number, state.epoch, index, maker
+        current.batch((now_ns, *made, waited_ns, blocked_ns, outstanding, parked, ready, size_bytes, samples))
+        if now_ns >= self.progress.due_ns:
+            self.progress.write(current, now_ns)
 
     def fetched_inline(self, state: IterState, meter: FetchMeter) -> None:
         """A batch was made in the training process: its `fetch` record, without idle time."""

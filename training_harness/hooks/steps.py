@@ -17,17 +17,8 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.progress import (
-    BACKWARD,
-    BATCH,
-    FORWARD,
-    NOBODY,
-    OPTIMIZE,
-    OPTIMIZER,
-    OTHER,
-    USER,
-    Progress,
-)
+from training_harness.hooks.phases import BACKWARD, FORWARD, OPTIMIZE, OTHER
+from training_harness.hooks.progress import BATCH, NOBODY, OPTIMIZER, USER, Progress
 
 
 def _nobody() -> None:
@@ -64,7 +55,7 @@ class StepHook(Hook):
                 progress.ended_by = OPTIMIZER
                 if progress.uses_cuda:
                     progress.gauge(current)
-            progress.mark(OTHER, time.monotonic_ns())
+            progress.log((OTHER, time.monotonic_ns()))
         except Exception as error:
             self.fail(error)
 
@@ -77,7 +68,7 @@ class StepHook(Hook):
             if current is None:
                 return
             now_ns = time.monotonic_ns()
-            progress.mark(OPTIMIZE, now_ns)
+            progress.log((OPTIMIZE, now_ns))
             if progress.ended_by == OPTIMIZER and self._leader() is optimizer:
                 progress.end(current, now_ns)
                 self._follower = _nobody
@@ -127,7 +118,7 @@ def install_backward(progress: Progress) -> Hook:
                 return original(*args, **kwargs)
             running = True
             try:
-                progress.mark(FORWARD, clock())
+                progress.log((FORWARD, clock()))
             except Exception as error:
                 hook.fail(error)
             try:
@@ -135,7 +126,7 @@ def install_backward(progress: Progress) -> Hook:
             finally:
                 running = False
                 try:
-                    progress.mark(BACKWARD, clock())
+                    progress.log((BACKWARD, clock()))
                 except Exception as error:
                     hook.fail(error)
 

@@ -159,8 +159,7 @@ class FetchRecorder:
     def idle(self) -> None:
         """Nothing to do: write what is held, which nobody may see for long otherwise."""
         try:
-            for writer in self._session.writers.values():
-                writer.flush()
+            self._session.flush()
         except Exception as error:
             self._hook.fail(error)
 
