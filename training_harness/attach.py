@@ -158,7 +158,8 @@ def detach() -> None:
     """Take every hook out and close the journals. Workers that already run keep reporting."""
     _progress.capabilities.clear()
     undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
-    for part in (_progress.requests.close, *undo, lambda: farewell(session.active), session.stop):
+    undo = [_progress.tape.play, _progress.requests.close, *undo]
+    for part in (*undo, lambda: farewell(session.active), session.stop):
         try:
             part()
         except Exception:

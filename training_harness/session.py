@@ -47,8 +47,8 @@ class Session:
         self.fetch = self.writers["fetch"].append
         self.stage = self.writers["stage"].append_all
         self.process_started = False
-        #: Turns what the training loop has logged into records, once it is there.
-        self.add_up: Callable[[Session], None] = _nothing
+        #: Turns what the training loop has logged into records, once there is one.
+        self.before_flush: Callable[[], None] = _nothing
 
     @property
     def lost_count(self) -> int:
@@ -57,19 +57,19 @@ class Session:
 
     def flush(self) -> None:
         """Write what is logged or held."""
-        self.add_up(self)
+        self.before_flush()
         for writer in self.writers.values():
             writer.flush()
 
     def close(self) -> None:
         """Write what is logged or held, close the journals and tell of losses; who is used again opens another."""
-        self.add_up(self)
+        self.before_flush()
         for writer in self.writers.values():
             writer.close()
 
 
-def _nothing(current: Session) -> None:
-    """There is no training loop in this process."""
+def _nothing() -> None:
+    """No training loop was met in this process."""
 
 
 #: The session of this process; None when Tidegauge is off or the run directory is gone.

@@ -137,10 +137,12 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
     """Choose the start method after a first loader, iterate in short-lived threads, yield sparse batches."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import multiprocessing, os, threading, torch\n"
+        "import multiprocessing, os, threading, time, torch\n"
         "from torch.utils.data import DataLoader, TensorDataset\n"
         "rows = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
         "list(rows)\n"
+        "time.sleep(0.005)\n"
+        "list(rows)\n"  # by now the journals are open
         "before = len(os.listdir('/proc/self/fd'))\n"
         "for _ in range(20):\n"
         "    thread = threading.Thread(target=list, args=(rows,)); thread.start(); thread.join()\n"
@@ -153,7 +155,7 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
     assert run.done.returncode == 0, run.done.stderr
     assert run.done.stdout.split() == ["0"]
     batch = run.table("batch")
-    assert len(batch) == 2 + 20 * 2 + 4 + 2
+    assert len(batch) == 2 + 2 + 20 * 2 + 4 + 2
     assert (batch.groupby("loader").payload_bytes.count() == 0).sum() == 1, "a sparse tensor has no size in bytes"
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,7 +59,7 @@ def test_an_iterator_without_books_is_told_of_once_per_class(steps):
     current, hook = session.active, LoaderHook(Progress())
     for _ in range(3):
         state = SimpleNamespace()
-        hook._look_for_books(current, Optimizer(), state)
+        hook.look_for_books(Optimizer(), state)
         assert state.queued is False
     (events,) = (current.run_dir / "events").iterdir()
     assert events.read_text().count("hook-disabled") == 1
@@ -69,7 +72,9 @@ def steps(tmp_path, monkeypatch):
     current = session.start(layout.create_run(tmp_path, name="steps", argv=[]))
     recorded: list[int] = []
     current.step = lambda record: recorded.append(record[1])
-    yield StepHook(Progress(), lambda: False), recorded
+    progress = Progress()
+    progress.announce(current)
+    yield StepHook(progress), recorded
     session.stop()
 
 
@@ -79,9 +84,8 @@ class Optimizer:
 
 def play(hook: StepHook, *optimizers: Optimizer) -> None:
     for optimizer in optimizers:
-        hook.before(optimizer, (), {})
-        hook.after(optimizer, (), {})
-    session.active.flush()
+        hook.stepping(time.monotonic_ns(), threading.get_ident(), weakref.ref(optimizer))
+        hook.stepped(time.monotonic_ns(), weakref.ref(optimizer))
 
 
 def test_two_optimizers_in_turn_make_one_step(steps):

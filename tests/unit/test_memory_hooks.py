@@ -223,6 +223,7 @@ def out_of_memory(tmp_path, monkeypatch):
 
     def end_step() -> None:
         progress.end(current, time.monotonic_ns())
+        progress.catch_up(time.monotonic_ns())
 
     yield SimpleNamespace(
         hook=hook, current=current, progress=progress, events=events, end_step=end_step, observers=observers,

@@ -19,10 +19,12 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from training_harness.hooks.loader import STATE, LoaderHook
+from training_harness import session
+from training_harness.hooks import stages
+from training_harness.hooks.loader import INNER, STATE, LoaderHook
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.worker import WorkerEntry
-from training_harness.records import INLINE_WORKER
+from training_harness.records import MISSING_INT64
 
 
 def install(progress: Progress) -> tuple[LoaderHook, dict[str, bool]]:
@@ -81,28 +83,36 @@ def _init(hook: LoaderHook, original: Any) -> Any:
 
 
 def _next(hook: LoaderHook, original: Any) -> Any:
-    clock = time.monotonic_ns
+    clock, here, waiting, fetching = time.monotonic_ns, stages.here, stages.waiting, hook.fetching
+    progress, tape = hook.progress, hook.progress.tape
+    asked, yielded = progress.asked, hook.yielded
 
     def advance(self: Any) -> Any:
-        state = self.__dict__.get(STATE)
+        state, thread = self.__dict__.get(STATE), get_ident()
         # Inside the dataset of a loader that loads inline, a loader is part of that one's fetch.
-        inner = get_ident() in hook.fetching
+        inner = thread in fetching
         if state is None or not hook.active or (inner and state.inline):
             return original(self)
-        meter = None
+        meter, begun_ns = None, clock()
         try:
-            if not inner:
-                hook.asked(clock(), inline=state.inline)
+            if inner:
+                thread = INNER
+            else:
+                tape.log((hook, asked, begun_ns, thread))
+                if begun_ns >= tape.due_ns:
+                    progress.catch_up(begun_ns)
+                elif waiting and begun_ns >= stages.due_ns:
+                    stages.used(begun_ns)
             if state.inline:
-                meter = hook.open_fetch()
+                meter = hook.open_fetch(begun_ns)
+            begun_ns = clock()
         except Exception as error:
             hook.fail(error)
-        begun_ns = clock()
         try:
             data = original(self)
         except BaseException as error:
             if state.inline:
-                hook.fetching.discard(get_ident())
+                fetching.discard(get_ident())
             if not isinstance(error, StopIteration):
                 _guarded(hook, hook.note_deaths, self)
             raise
@@ -110,7 +120,19 @@ def _next(hook: LoaderHook, original: Any) -> Any:
         try:
             if meter is not None:
                 hook.fetched_inline(state, meter)
-            hook.yielded(self, state, data, begun_ns, now_ns, inner)
+            if not state.looked:
+                hook.look_for_books(self, state)
+            index, queue = state.yielded, None
+            if state.queued:
+                index = self._rcvd_idx - 1 if state.in_order else state.popped_index
+                queue = self._tasks_outstanding, len(self._task_info), state.queue_size()
+            state.yielded += 1
+            size_bytes = hook.weigh(state, data, now_ns) if now_ns >= state.weigh_at_ns else MISSING_INT64
+            tape.log((hook, yielded, state, index, thread, (begun_ns, now_ns), queue, size_bytes))
+            if now_ns >= tape.due_ns and session.active is not None:
+                tape.write(session.active, now_ns)
+            if thread != INNER:
+                here.tally.batch = state.info.number, state.epoch, index
         except Exception as error:
             hook.fail(error)
         return data
@@ -124,7 +146,7 @@ def _next_index(hook: LoaderHook, original: Any) -> Any:
         state = self.__dict__.get(STATE)
         if state is not None and state.countable and isinstance(index, (list, tuple)):
             try:
-                state.samples[INLINE_WORKER if state.inline else self._send_idx] = len(index)
+                state.samples[state.yielded if state.inline else self._send_idx] = len(index)
             except AttributeError:  # it counts otherwise than torch does
                 state.countable = False
             except Exception as error:
@@ -147,7 +169,7 @@ def _reset(hook: LoaderHook, original: Any) -> Any:
 
 
 def _get_data(hook: LoaderHook, original: Any) -> Any:
-    clock = time.monotonic_ns
+    clock, tape, popped = time.monotonic_ns, hook.progress.tape, hook.popped
 
     def _get_data(self: Any) -> Any:
         begun_ns = clock()
@@ -157,9 +179,8 @@ def _get_data(hook: LoaderHook, original: Any) -> Any:
             try:
                 index, tasks = message[0], getattr(self, "_task_info", ())
                 if index in tasks:  # else a persistent worker's `_ResumeIteration`, which stands for no task
-                    state.blocked_ns += clock() - begun_ns
                     state.popped_index = index
-                    state.makers[index] = tasks[index][0]
+                    tape.log((hook, popped, state, index, tasks[index][0], clock() - begun_ns))
             except Exception as error:
                 hook.fail(error)
         return message

@@ -19,8 +19,7 @@ from training_harness import session
 from training_harness.hooks import stages, worker
 from training_harness.hooks.meter import FetchMeter
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.phases import OTHER, WAIT
-from training_harness.hooks.progress import BATCH, Progress
+from training_harness.hooks.progress import Progress
 from training_harness.hooks.register import LoaderInfo, Register, is_iterable
 from training_harness.hooks.steps import follow_batches
 from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
@@ -29,6 +28,8 @@ from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
 STATE = "_tidegauge"
 _PAYLOAD_DEPTH = 4
 _PAYLOAD_LEAVES = 64
+#: The thread of a batch that becomes part of another one.
+INNER = -1
 #: What DataLoader knows of its own queues; an iterator without them costs the columns that come from there.
 _BOOKS = ("_task_info", "_tasks_outstanding", "_rcvd_idx", "_send_idx")
 
@@ -41,6 +42,7 @@ class IterState:
         self.begun_ns = begun_ns
         self.inline = loader.num_workers == 0
         self.queued = not self.inline
+        self.looked = self.inline
         self.in_order = getattr(loader, "in_order", True)
         #: What an iterable dataset yields, and whether its last batch is full, only it knows.
         self.countable = loader.batch_sampler is not None and not is_iterable(loader)
@@ -94,6 +96,7 @@ class LoaderHook(Hook):
         if state is None or current is None:
             return
         if not first:
+            self.progress.tape.play()  # what is logged is of the epoch before
             state.next_epoch()
             state.begun_ns = time.monotonic_ns()
         current.events.append(
@@ -104,58 +107,53 @@ class LoaderHook(Hook):
             begun_ns=state.begun_ns,
         )
 
-    def asked(self, now_ns: int, *, inline: bool) -> None:
-        """The training loop asks for a batch, and so is done with the one before."""
-        progress, current = self.progress, session.active
-        if progress.requests.due_ns == 0 and current is not None:
-            now_ns = progress.requests.expire(current, progress.step)
-        if progress.thread in (0, threading.get_ident()):  # no thread that loads ahead
-            progress.log((OTHER, now_ns))
-        if progress.ended_by == BATCH and progress.batches and current is not None:
-            progress.gauge(current)
-            progress.end(current, now_ns)
-        # With `inline`, what this thread calls next is for the making of a batch.
-        if stages.waiting and (inline or now_ns >= stages.due_ns):
-            stages.used(now_ns)
+    def popped(self, state: IterState, index: int, maker: int, blocked_ns: int) -> None:
+        """A batch left the result queue; it may have to wait for its turn."""
+        state.blocked_ns += blocked_ns
+        state.makers[index] = maker
 
-    def yielded(self, iterator: Any, state: IterState, data: Any, begun_ns: int, now_ns: int, inner: bool) -> None:
-        """A batch is on its way to the training loop, or to what makes one there (`inner`): write its record."""
+    def yielded(
+        self,
+        state: IterState,
+        index: int,
+        thread: int,
+        times_ns: tuple[int, int],
+        queue: tuple[int, int, int] | None,
+        size_bytes: int,
+    ) -> None:
+        """A batch is on its way to who asked for it: hold its record.
+
+        Args:
+            state: of its iterator.
+            index: of the batch.
+            thread: that asked for it; `INNER` if it becomes part of another batch.
+            times_ns: when it was asked for, and when it came.
+            queue: at that time, tasks outstanding, tasks known and batches in the result queue, if there is one.
+            size_bytes: of its tensors.
+        """
         current = session.active
         if current is None:
             return
-        if not state.yielded and state.queued:
-            self._look_for_books(current, iterator, state)
-        if not state.queued:
+        begun_ns, now_ns = times_ns
+        samples = state.samples.pop(index, MISSING_INT32)
+        if queue is None:
             maker = INLINE_WORKER if state.inline else MISSING_INT32
-            index, samples = state.yielded, state.samples.get(maker, MISSING_INT32)
-            outstanding = parked = ready = MISSING_INT32
-            blocked_ns = MISSING_INT64
+            blocked_ns, outstanding, parked, ready = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
         else:
-            index = iterator._rcvd_idx - 1 if state.in_order else state.popped_index
             maker = state.makers.pop(index, MISSING_INT32)
-            samples = state.samples.pop(index, MISSING_INT32)
-            outstanding = iterator._tasks_outstanding
-            parked = len(iterator._task_info) - outstanding
-            ready = state.queue_size()
-            blocked_ns = state.blocked_ns
+            outstanding, known, ready = queue
+            blocked_ns, parked = state.blocked_ns, known - outstanding
             state.blocked_ns = 0
-        size_bytes = MISSING_INT64
-        if now_ns >= state.weigh_at_ns:
-            state.weigh_at_ns = now_ns + session.HOLD_NS
-            size_bytes = payload_bytes(data)
-        state.yielded += 1
-        if not inner:
-            stages.here.tally.batch = state.info.number, state.epoch, index
-            progress = self.progress
-            progress.batches += 1
-            progress.samples += samples
-            if progress.thread in (0, threading.get_ident()):
-                progress.log((WAIT, now_ns))
-        waited_ns = now_ns - begun_ns
+        if thread != INNER:
+            self.progress.yielded(now_ns, thread, samples)
         made = state.info.number, state.epoch, index, maker
+        waited_ns = now_ns - begun_ns
         current.batch((now_ns, *made, waited_ns, blocked_ns, outstanding, parked, ready, size_bytes, samples))
-        if now_ns >= self.progress.due_ns:
-            self.progress.write(current, now_ns)
+
+    def weigh(self, state: IterState, data: Any, now_ns: int) -> int:
+        """The bytes of a batch's tensors, now and then."""
+        state.weigh_at_ns = now_ns + session.HOLD_NS
+        return payload_bytes(data)
 
     def fetched_inline(self, state: IterState, meter: FetchMeter) -> None:
         """A batch was made in the training process: its `fetch` record, without idle time."""
@@ -176,11 +174,13 @@ class LoaderHook(Hook):
             wall_ns,
             MISSING_INT64,
             *spent,
-            state.samples.get(-1, MISSING_INT32),
+            state.samples.get(state.yielded, MISSING_INT32),
         )
 
-    def open_fetch(self) -> FetchMeter | None:
+    def open_fetch(self, now_ns: int) -> FetchMeter | None:
         """A batch is about to be made in this thread: its meter, running."""
+        if stages.waiting:  # those for the batch before: what this thread calls next is for the new one
+            stages.used(now_ns)
         try:
             meter: FetchMeter | None = getattr(self._meters, "meter", None)
             if meter is None or meter.pid != os.getpid():
@@ -222,7 +222,9 @@ class LoaderHook(Hook):
                 last_index=min(lost, default=None),
             )
 
-    def _look_for_books(self, current: session.Session, iterator: Any, state: IterState) -> None:
+    def look_for_books(self, iterator: Any, state: IterState) -> None:
+        """Find out what an iterator with workers knows of its queues, once there are any."""
+        state.looked = True
         missing = [name for name in _BOOKS if not hasattr(iterator, name)]
         try:
             state.queue_size = iterator._data_queue.qsize
@@ -234,9 +236,9 @@ class LoaderHook(Hook):
             if (type(iterator), "books") in self.known:
                 return
             self.known.add((type(iterator), "books"))
-            current.events.append(
-                "hook-disabled", hook="worker of a batch", error=f"{type(iterator).__name__} has no {missing[0]}"
-            )
+            error = f"{type(iterator).__name__} has no {missing[0]}"
+            if session.active is not None:
+                session.active.events.append("hook-disabled", hook="worker of a batch", error=error)
 
 
 def _unknown_size() -> int:

@@ -62,7 +62,9 @@ class OomHook(Hook):
             self._noticed.append((time.monotonic_ns(), device, requested_bytes, limit_bytes, free_bytes))
             self._progress.requests.call(self._training_went_on)
 
-    def tell(self, current: session.Session, *, caught: bool | None, error: BaseException | None = None) -> None:
+    def tell(
+        self, current: session.Session, step: int, *, caught: bool | None, error: BaseException | None = None
+    ) -> None:
         """Write a `cuda-oom` event for the errors since the last one, and a snapshot."""
         errors = [self._noticed.popleft() for _ in range(len(self._noticed))]
         if not errors and error is None:
@@ -81,7 +83,7 @@ class OomHook(Hook):
         current.events.append(
             "cuda-oom",
             device=device,
-            step=self._progress.step,
+            step=step,
             caught=caught,
             error_time_ns=at_ns,
             errors_count=max(1, len(errors)),
@@ -102,8 +104,8 @@ class OomHook(Hook):
             self._progress.requests.has_history = True
             self.on_remove(lambda: record(enabled=None))
 
-    def _training_went_on(self, current: session.Session) -> None:
-        self.tell(current, caught=True)
+    def _training_went_on(self, current: session.Session, step: int) -> None:
+        self.tell(current, step, caught=True)
 
     def _excepthook(self, previous: Any) -> Any:
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -120,7 +122,7 @@ class OomHook(Hook):
         if current is None or not self.active:
             return
         try:
-            self.tell(current, caught=caught, error=error)
+            self.tell(current, self._progress.step, caught=caught, error=error)
         except Exception as problem:
             self.fail(problem)
 

@@ -1,8 +1,9 @@
-"""The step that the training loop is in: what the hooks of loaders, optimizers and copies tell it.
+"""Where the time of the training loop goes: every moment of a step belongs to one phase.
 
-What runs in each step costs little by being few functions: in a real step, where the model has pushed the hooks out
-of the caches, calling one more costs some 0.7 µs whatever it does. So the hooks append their marks themselves, and
-what they mean is worked out now and then, for many short steps at once (`Phases`).
+The thread that trains is followed from mark to mark, and the time between two marks goes to the phase that the
+later one ends: a batch is asked for, it comes, the backward pass begins and ends, the optimizer begins and ends.
+So *forward* is what lies between a batch and the backward pass, and a loop that never goes backward has none.
+These are times of the host: on a GPU the work itself may run later (`DeviceTimes`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
 
 from training_harness import session
 from training_harness.hooks import stages
@@ -18,25 +18,22 @@ from training_harness.hooks.announce import announce
 from training_harness.hooks.device_times import DeviceTimes
 from training_harness.hooks.memory import DeviceGauges
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.phases import BEGIN, COPIED, END, Phases
+from training_harness.hooks.phases import BACKWARD, COPY, FORWARD, OPTIMIZE, OTHER, WAIT
 from training_harness.hooks.requests import Requests
+from training_harness.hooks.tape import Tape
+from training_harness.records import MISSING_INT32, MISSING_INT64
 
 #: Who ends a step.
 NOBODY, BATCH, OPTIMIZER, USER = range(4)
-#: Marks that may wait: a forked child that only iterates its parent's loader never adds them up.
-_MARKS_AT_MOST = 65_536
 
 
 class Progress:
-    """The step that the training loop is in.
+    """The step that the training loop is in. What hooks tell of it in every step, they tell through the tape.
 
     Attributes:
-        step: its number, from 0.
+        tape: what is logged in the loop.
+        step: the number of the step, from 0.
         ended_by: who ends it; batches do in a process without an optimizer, the user if `step()` was called.
-        batches: batches yielded within it.
-        samples: samples in them; below 0 if that of any is missing.
-        log: takes the mark `(phase, now_ns)`: what lies behind was that phase.
-        due_ns: when what was logged is to be written next, by `write`.
         thread: that steps the optimizer, 0 before it has.
         uses_cuda: CUDA is initialised, so there are gauges to read; looked for now and then.
         copies_are_seen: whether host to device copies are reported to `copied`.
@@ -48,8 +45,8 @@ class Progress:
         self.copies_are_seen = self.uses_cuda = False
         self.capabilities: dict[str, bool] = {}
         self.requests = Requests()
-        self._marks: deque[tuple[int, ...]] = deque(maxlen=_MARKS_AT_MOST)
-        self._adding_up = threading.Lock()
+        self.tape = Tape()
+        self._hook = Hook("copy")
         self._gauges = DeviceGauges()
         self._gauges_hook = Hook("device_memory")
         self._device_times = DeviceTimes()
@@ -57,53 +54,67 @@ class Progress:
         self._forget()
 
     def _forget(self) -> None:
-        self.step = self.batches = self.samples = 0
+        self.tape.clear()
+        self.step = 0
         self.ended_by = NOBODY
-        self.thread = self.due_ns = 0
-        self.log = self._marks.append
-        self._marks.clear()
-        self._phases = Phases(time.monotonic_ns())
+        self.thread = 0
+        self._begin(0)
+        self._mark_ns = time.monotonic_ns()
 
-    def restart(self, now_ns: int) -> None:
-        """A step begins now, whatever was counted before."""
-        self._marks.append((BEGIN, now_ns))
-        self.batches = self.samples = 0
+    def _begin(self, now_ns: int) -> None:
+        """A step begins now, whatever was counted before; when the first one's work began is not known."""
+        self._boundary_ns = self._mark_ns = now_ns
+        self._batches = self._samples = 0
+        self._spent_ns = [0] * 6
+        self._at_boundary = True
 
     def announce(self, current: session.Session) -> None:
         """Say once that this process trains; called wherever training may begin."""
+        if not current.process_started:
+            self._forget()  # what was counted in another run, or before a fork, is not of this one
+            current.before_flush = self.tape.play
+            announce(current, self.capabilities)
         self._look_for_cuda()
-        if current.process_started:
+
+    def asked(self, now_ns: int, thread: int) -> None:
+        """A thread asks for a batch, and so is done with the one before; not one that makes a batch itself."""
+        current = session.active
+        if current is None:
             return
-        self._forget()  # what was counted in another run, or before a fork, is not of this one
-        current.add_up = self._add_up
-        announce(current, self.capabilities)
+        if self.requests.due_ns == 0:
+            now_ns = self.requests.expire(current, self.step)
+        if self.thread in (0, thread):  # no thread that loads ahead
+            self.mark(OTHER, now_ns)
+        if self.ended_by == BATCH and self._batches:
+            self.gauge(current)
+            self.end(current, now_ns)
 
-    def write(self, current: session.Session, now_ns: int) -> None:
-        """Write what was logged and held, once `due_ns` has come."""
-        self.due_ns = now_ns + session.HOLD_NS
-        current.flush()
+    def yielded(self, now_ns: int, thread: int, samples: int) -> None:
+        """The batch came."""
+        self._batches += 1
+        self._samples += samples
+        if self.thread in (0, thread):
+            self.mark(WAIT, now_ns)
 
-    def _add_up(self, current: session.Session) -> None:
-        if self._adding_up.acquire(blocking=False):  # else another thread is at it
+    def mark(self, phase: int, now_ns: int) -> None:
+        """What lies behind was that phase."""
+        self._at_boundary = False
+        self._spent_ns[phase] += now_ns - self._mark_ns
+        self._mark_ns = now_ns
+        if self._device_times.sampling:
             try:
-                marks = [self._marks.popleft() for _ in range(len(self._marks))]
-                for record in self._phases.steps(marks, copies_are_seen=self.copies_are_seen):
-                    current.step(record)
-            finally:
-                self._adding_up.release()
-
-    def _log_on_device(self, mark: tuple[int, ...]) -> None:
-        self._marks.append(mark)
-        try:
-            if self._device_times.sampling:
-                self._device_times.mark(mark[0])
-        except Exception as error:
-            self._fail_device_times(error)
+                self._device_times.mark(phase)
+            except Exception as error:
+                self._fail_device_times(error)
 
     def copied(self, duration_ns: int) -> None:
-        """The loop's thread copied something to a device."""
-        if self.thread in (0, threading.get_ident()):
-            self._marks.append((COPIED, duration_ns))
+        """The thread that calls this copied something to a device."""
+        self.tape.log((self._hook, self._copied, duration_ns, threading.get_ident()))
+
+    def _copied(self, duration_ns: int, thread: int) -> None:
+        if self.thread in (0, thread):
+            self._spent_ns[COPY] += duration_ns
+            self._mark_ns += duration_ns  # whichever phase it happened in does not count it too
 
     def gauge(self, current: session.Session) -> None:
         """Read the allocator of every device in use, once per step and always in the same phase."""
@@ -114,33 +125,58 @@ class Progress:
                 self._gauges_hook.fail(error)
 
     def end(self, current: session.Session, now_ns: int) -> None:
-        """The step is over; the next one begins."""
-        self._marks.append((END, now_ns, self.step, self.batches, self.samples))
-        self.batches = self.samples = 0
-        if now_ns >= self.due_ns:
-            self.write(current, now_ns)
-        if stages.waiting and now_ns >= stages.due_ns:
-            stages.used(now_ns)
+        """The step is over: hold its record; the next one begins."""
+        spent_ns = self._spent_ns
+        spent_ns[OTHER] += now_ns - self._mark_ns
+        duration_ns = now_ns - self._boundary_ns if self._boundary_ns else MISSING_INT64
+        phases_ns = (
+            spent_ns[WAIT],
+            spent_ns[COPY] if self.copies_are_seen else MISSING_INT64,
+            spent_ns[FORWARD] or MISSING_INT64,
+            spent_ns[BACKWARD] or MISSING_INT64,
+            spent_ns[OPTIMIZE] or MISSING_INT64,
+            spent_ns[OTHER],
+        )
+        samples = self._samples if self._samples > 0 else MISSING_INT32
+        current.step((now_ns, self.step, duration_ns, *phases_ns, self._batches, samples))
         if self.uses_cuda and self._device_times_hook.active:
             try:
                 self._device_times.step_ended(current, self.step, now_ns)
-                self.log = self._log_on_device if self._device_times.sampling else self._marks.append
             except Exception as error:
                 self._fail_device_times(error)
-        if now_ns >= self.requests.due_ns:
-            self._serve(current)
         self.step += 1
+        self._begin(now_ns)
+
+    def restart(self, now_ns: int) -> None:
+        """The step that has begun begins only now."""
+        self._begin(now_ns)
+
+    def catch_up(self, now_ns: int) -> None:
+        """Between two steps or batches, once the tape is due: write, and do what waits for the end of a step."""
+        current = session.active
+        if current is None:
+            return
+        self.tape.play()
+        if stages.waiting and now_ns >= stages.due_ns:
+            stages.used(now_ns)
+        if self._at_boundary and now_ns >= self.requests.due_ns:
+            self._serve(current)
+        self.tape.write(current, now_ns)
 
     def _serve(self, current: session.Session) -> None:
         self._look_for_cuda()
         if self.uses_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return  # what was asked for can wait until the graph is there
-        self.restart(self.requests.serve(current, self.step))
+        now_ns = self.requests.serve(current, self.step - 1)
+        self._begin(now_ns)
+        self._look_for_cuda()
 
     def _look_for_cuda(self) -> None:
+        """Find out whether there is something to read at its moment."""
         torch = sys.modules.get("torch")
         self.uses_cuda = torch is not None and torch.cuda.is_initialized()
+        self.tape.wait(not self.uses_cuda and self.requests.due_ns > 0)
 
     def _fail_device_times(self, error: Exception) -> None:
-        self.log = self._marks.append
+        self._device_times.sampling = False
         self._device_times_hook.fail(error)

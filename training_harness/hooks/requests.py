@@ -43,11 +43,11 @@ class Requests:
         self.has_history = False
         self._hook = Hook("requests")
         self._seen: set[str] = set()
-        self._call: Callable[[session.Session], None] | None = None
+        self._call: Callable[[session.Session, int], None] | None = None
         self._profile: Profile | None = None
         self._profile_name = ""
 
-    def call(self, function: Callable[[session.Session], None]) -> None:
+    def call(self, function: Callable[[session.Session, int], None]) -> None:
         """Have a function called at the end of this step; the last one that is given wins."""
         self._call = function
         if self._hook.active:
@@ -58,7 +58,7 @@ class Requests:
         try:
             function, self._call = self._call, None
             if function is not None:
-                function(current)
+                function(current, step)
             if self._profile is not None and self._profile.step_ended():
                 self._end_profile(current, step, self._profile)
             for name in self._unseen(current.run_dir):

@@ -26,75 +26,85 @@ def _nobody() -> None:
 
 
 class StepHook(Hook):
-    """Sees every `Optimizer.step` of the process.
+    """Sees every `Optimizer.step` of the process."""
 
-    Args:
-        progress: of the training loop.
-        is_compiling: Dynamo takes it for a constant, so that in a compiled step the hooks are nothing at all.
-    """
-
-    def __init__(self, progress: Progress, is_compiling: Callable[[], bool]) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__("step")
         self._progress = progress
-        self._is_compiling = is_compiling
         self._leader: Callable[[], Any] = _nobody
         self._follower: Callable[[], Any] = _nobody
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def stepping(self, now_ns: int, thread: int, optimizer: Callable[[], Any]) -> None:
         """Just before an optimizer steps: the fixed phase at which device memory is read."""
-        if self._is_compiling() or not self.active:
+        current, progress = session.active, self._progress
+        if current is None:
             return
-        try:
-            current, progress = session.active or session.start(), self._progress
-            if current is None:
-                return
-            if not current.process_started:
-                progress.announce(current)
-            progress.thread = get_ident()
-            if progress.ended_by != USER and (self._leader() is optimizer or self._takes_the_lead(optimizer)):
-                progress.ended_by = OPTIMIZER
-                if progress.uses_cuda:
-                    progress.gauge(current)
-            progress.log((OTHER, time.monotonic_ns()))
-        except Exception as error:
-            self.fail(error)
+        progress.thread = thread
+        if progress.ended_by != USER and (self._leader is optimizer or self._takes_the_lead(optimizer)):
+            progress.ended_by = OPTIMIZER
+            progress.gauge(current)
+        progress.mark(OTHER, now_ns)
 
-    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def stepped(self, now_ns: int, optimizer: Callable[[], Any]) -> None:
         """An optimizer has stepped."""
-        if self._is_compiling() or not self.active:
+        current, progress = session.active, self._progress
+        if current is None:
             return
-        try:
-            current, progress = session.active, self._progress
-            if current is None:
-                return
-            now_ns = time.monotonic_ns()
-            progress.log((OPTIMIZE, now_ns))
-            if progress.ended_by == OPTIMIZER and self._leader() is optimizer:
-                progress.end(current, now_ns)
-                self._follower = _nobody
-        except Exception as error:
-            self.fail(error)
+        progress.mark(OPTIMIZE, now_ns)
+        if progress.ended_by == OPTIMIZER and self._leader is optimizer:
+            progress.end(current, now_ns)
+            self._follower = _nobody
 
-    def _takes_the_lead(self, optimizer: Any) -> bool:
-        if self._leader() is None or self._follower() is optimizer:
-            self._leader = weakref.ref(optimizer)
+    def _takes_the_lead(self, optimizer: Callable[[], Any]) -> bool:
+        if self._leader() is None or self._follower is optimizer:
+            self._leader = optimizer
             return True
         if self._follower() is None:
-            self._follower = weakref.ref(optimizer)
+            self._follower = optimizer
         return False
 
 
 def install(progress: Progress) -> StepHook:
     """Register the global optimizer hooks.
 
+    Dynamo takes `is_compiling` for a constant, so that in a compiled step the hooks are nothing at all.
+
     Raises:
         AttributeError: this torch has no global optimizer hooks.
         KeyError: `torch.optim.optimizer` or `torch.compiler` is not imported yet.
     """
     module = sys.modules["torch.optim.optimizer"]
-    with StepHook(progress, compiler.is_compiling()) as hook:
-        hook.on_remove(module.register_optimizer_step_pre_hook(hook.before).remove)
-        hook.on_remove(module.register_optimizer_step_post_hook(hook.after).remove)
+    is_compiling = compiler.is_compiling()
+    tape, clock, reference = progress.tape, time.monotonic_ns, weakref.ref
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_compiling() or not hook.active:
+            return
+        try:
+            current = session.active or session.start()
+            if current is None:
+                return
+            if not current.process_started:
+                progress.announce(current)
+            tape.log((hook, stepping, clock(), get_ident(), reference(optimizer)))
+        except Exception as error:
+            hook.fail(error)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_compiling() or not hook.active:
+            return
+        try:
+            now_ns = clock()
+            tape.log((hook, stepped, now_ns, reference(optimizer)))
+            if now_ns >= tape.due_ns:
+                progress.catch_up(now_ns)
+        except Exception as error:
+            hook.fail(error)
+
+    with StepHook(progress) as hook:
+        stepping, stepped = hook.stepping, hook.stepped
+        hook.on_remove(module.register_optimizer_step_pre_hook(before).remove)
+        hook.on_remove(module.register_optimizer_step_post_hook(after).remove)
         return hook
 
 
@@ -107,7 +117,7 @@ def install_backward(progress: Progress) -> Hook:
     """
     hook = Hook("backward")
     is_compiling = compiler.is_compiling()
-    clock = time.monotonic_ns
+    tape, mark, clock = progress.tape, progress.mark, time.monotonic_ns
     running = False  # a checkpointed part of the model goes backward within the backward pass
 
     def make(original: Any) -> Any:
@@ -118,7 +128,7 @@ def install_backward(progress: Progress) -> Hook:
                 return original(*args, **kwargs)
             running = True
             try:
-                progress.log((FORWARD, clock()))
+                tape.log((hook, mark, FORWARD, clock()))
             except Exception as error:
                 hook.fail(error)
             try:
@@ -126,7 +136,7 @@ def install_backward(progress: Progress) -> Hook:
             finally:
                 running = False
                 try:
-                    progress.log((BACKWARD, clock()))
+                    tape.log((hook, mark, BACKWARD, clock()))
                 except Exception as error:
                     hook.fail(error)
 
@@ -142,16 +152,21 @@ def step(progress: Progress) -> None:
     if current is None:
         return
     progress.announce(current)
+    progress.tape.play()
+    now_ns = time.monotonic_ns()
     if progress.ended_by == OPTIMIZER:  # the part of a step since the optimizer ended the last one
-        progress.restart(time.monotonic_ns())
+        progress.restart(now_ns)
     else:
         progress.gauge(current)
-        progress.end(current, time.monotonic_ns())
+        progress.end(current, now_ns)
     progress.ended_by = USER
+    if now_ns >= progress.tape.due_ns:
+        progress.catch_up(now_ns)
 
 
 def follow_batches(progress: Progress) -> None:
     """Let batches end the steps of a process in which no optimizer was ever made."""
+    progress.tape.play()
     if progress.ended_by in (NOBODY, BATCH):
         progress.ended_by = NOBODY if _has_optimizer() else BATCH
 
