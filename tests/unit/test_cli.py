@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from collector import cli, doctor, listing
+from collector.commands import running
 from collector.store.runs import list_runs
 from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
@@ -57,7 +58,7 @@ def test_every_command_takes_a_home():
 
 
 def test_the_jobs_are_those_that_there_are():
-    assert set(cli.JOBS) == set(JOBS)
+    assert set(running.JOBS) == set(JOBS)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch,
 )
 def test_the_home_of_a_job_may_stand_anywhere(tidegauge, monkeypatch, arguments):
     started = []
-    monkeypatch.setattr(cli, "_run", lambda command, *, home, name: started.append((home, command[-3:])))
+    monkeypatch.setattr(running, "_run", lambda command, *, home, name: started.append((home, command[-3:])))
     tidegauge("job", *arguments)
     assert started == [(Path("/h"), ("images", "--steps", "3"))]
 

@@ -1,0 +1,46 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from training_harness.layout import HOME_VARIABLE, home_path
+
+#: For commands whose arguments are another command's.
+PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--home`."""
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=home_path,
+        help=f"Where runs are kept [default: ${HOME_VARIABLE}, else the user's data directory].",
+    )(command)
+
+
+def _parse_tags(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    tags = {}
+    for value in values:
+        key, equals, content = value.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{value!r} is not of the form KEY=VALUE")
+        tags[key] = content
+    return tags
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what a new run is given: `--name`, `--tag` and `--interval`."""
+    tag_help, interval_help = "Kept with the run.", "Seconds between samples."
+    for option in (
+        click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
+        click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=tag_help),
+        click.option("--name", help="Name of the run [default: the script's]."),
+    ):
+        command = option(command)
+    return command

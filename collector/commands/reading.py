@@ -1,0 +1,93 @@
+"""Commands that look at what there is: report, runs, snapshot."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from collector.commands.options import home_option
+from collector.commands.verdicts import as_report, card_text, judge, show_card
+from collector.errors import TidegaugeError
+from training_harness.layout import SNAPSHOT_KINDS
+
+FORMATS = ("text", "json")
+#: Columns of a table in a pipe, so that one run stays one line.
+PIPE_WIDTH = 200
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option(
+    "--format", "form", default="text", show_default=True, metavar="|".join(FORMATS), help="Of the report."
+)
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not to the terminal.")
+@home_option
+def report(spec: str, form: str, output: Path | None, home: Path) -> None:
+    """Tell what a run's memory and data loading are like, and what to change.
+
+    RUN is a run id, a unique prefix, the path of a run directory, or `latest`.
+    """
+    from collector.store.runs import find_run
+
+    if form not in FORMATS:
+        raise TidegaugeError(f"no format {form!r}; this version writes {' and '.join(FORMATS)}")
+    found = find_run(home, spec)
+    verdict = judge(found)
+    if form == "json":
+        text = json.dumps(as_report(found, verdict), indent=1, allow_nan=False) + "\n"
+        _write(text, output)
+    elif output is None:
+        show_card(found, verdict, home=home, to_stderr=False)
+    else:
+        _write(card_text(found, verdict, home=home), output)
+
+
+@click.command()
+@home_option
+def runs(home: Path) -> None:
+    """List the runs, newest first."""
+    from rich.console import Console
+
+    from collector.listing import run_table
+    from collector.store.runs import list_runs
+
+    listed = list_runs(home)
+    if not listed:
+        click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
+        return
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(width=width).print(run_table(listed))
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--kind", type=click.Choice(SNAPSHOT_KINDS), default="allocator", show_default=True, help="Of what.")
+@click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="That a profile lasts.")
+@click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait.")
+@home_option
+def snapshot(spec: str, kind: str, steps: int, timeout: float, home: Path) -> None:
+    """Have a running training save what only it can see of its memory, at the end of a step."""
+    from rich.console import Console
+
+    from collector.snapshot import take
+    from collector.store.runs import find_run
+
+    with Console(stderr=True).status("asking") as status:
+        taken, refused = take(find_run(home, spec), kind, steps=steps, timeout_seconds=timeout, say=status.update)
+    for line in taken:
+        click.echo(line)
+    if refused:
+        raise TidegaugeError("; ".join(refused))
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise TidegaugeError(f"cannot write {output}: {error.strerror}; give --output a file in a folder") from None

@@ -1,0 +1,142 @@
+"""Commands that follow a training: run, job, watch, collect."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from collector.commands.options import PASS_ON, home_option, run_options
+from collector.commands.verdicts import judge, show_card
+from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
+from training_harness.layout import MEMORY_HISTORY_VARIABLE, STAGES_VARIABLE
+
+if TYPE_CHECKING:
+    from collector.store.runs import Run
+
+#: The jobs of `training_harness.jobs`, which this package may not import.
+JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
+
+
+@click.command(context_settings=PASS_ON)
+@run_options
+@click.option(
+    "--memory-history",
+    type=click.IntRange(1, 1_000_000),
+    metavar="N",
+    help="Record the last N CUDA allocations with their stacks, for snapshots.",
+)
+@click.option("--no-stages", is_flag=True, help="Do not note what reading, decoding, augmenting … take.")
+@home_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    name: str | None,
+    tags: Mapping[str, str],
+    interval: float,
+    memory_history: int | None,
+    no_stages: bool,
+    home: Path,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND and watch it: tidegauge run -- python train.py --lr 0.1."""
+    if memory_history is not None:
+        os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
+    if no_stages:
+        os.environ[STAGES_VARIABLE] = "0"
+    _run(command, home=home, name=name, tags=tags, interval_seconds=interval)
+
+
+@click.command(context_settings=PASS_ON)
+@home_option
+@click.argument("name", type=click.Choice(JOBS))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def job(home: Path, name: str, arguments: tuple[str, ...]) -> None:
+    """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
+    home, arguments = _take_home(arguments, home)
+    command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
+    if not {"--help", "-h", "--list"}.isdisjoint(arguments):
+        os.execv(sys.executable, command)
+    kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
+    _run(command, home=home, name="-".join([name, *kind]) if name == "fault" else name)
+
+
+def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
+    """The home that a job's arguments name, else `home`; and the arguments without it."""
+    rest, words = [], iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--home":
+            rest.append(word)
+            continue
+        given = value if equals else next(words, "")
+        if not given:
+            raise click.UsageError("Option '--home' requires an argument", click.get_current_context())
+        home = Path(given)
+    return home, tuple(rest)
+
+
+@click.command()
+@run_options
+@home_option
+@click.argument("pid", type=click.IntRange(1))
+def watch(name: str | None, tags: Mapping[str, str], interval: float, home: Path, pid: int) -> None:
+    """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
+    from collector.agent.watch import watch as watch_process
+
+    def say(run: Run) -> None:
+        words = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
+        click.echo(words, err=True)
+
+    run = watch_process(pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say)
+    show_card(run, judge(run), home=home, to_stderr=True)
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
+@home_option
+def collect(spec: str, follow: int | None, home: Path) -> None:
+    """Resume a run whose collector has ended: store what waits, follow what lives."""
+    from collector.agent import loop
+    from collector.agent.procfs import ProcessKey
+    from collector.store.runs import find_run
+    from training_harness.journal import start_ticks
+
+    found = find_run(home, spec)
+    if follow is not None and found.manifest["command"] is None:
+        try:
+            command = loop.manifest_process(ProcessKey(follow, start_ticks(follow)))
+        except OSError:
+            raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
+        loop.update_manifest(found, command=command)
+    loop.collect(found)
+    verdict = judge(found)
+    click.echo(f"{found.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
+
+
+def _run(
+    command: Sequence[str],
+    *,
+    home: Path,
+    name: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    interval_seconds: float = 1.0,
+) -> None:
+    """Run and follow a command, show the card, and exit as the command did."""
+    from collector.agent.launch import run_command
+
+    outcome = run_command(command, home=home, name=name, tags=tags, interval_seconds=interval_seconds)
+    if outcome.run is not None:
+        try:
+            show_card(outcome.run, judge(outcome.run), home=home, to_stderr=True)
+        except Exception as error:  # noqa: BLE001 - the command's exit status stands, whatever fails here
+            if os.environ.get(DEBUG_VARIABLE) == "1":
+                traceback.print_exc()
+            reason = one_line(f"{type(error).__name__}: {error}")
+            click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
+    sys.exit(outcome.exit_status)
