@@ -21,7 +21,7 @@ from typing import Any
 
 from training_harness import session
 from training_harness.hooks import stages
-from training_harness.hooks.loader import INNER, STATE, LoaderHook
+from training_harness.hooks.loader import INNER, LoaderHook, states
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.worker import WorkerEntry
 from training_harness.records import MISSING_INT64
@@ -84,11 +84,11 @@ def _init(hook: LoaderHook, original: Any) -> Any:
 
 def _next(hook: LoaderHook, original: Any) -> Any:
     clock, here, waiting, fetching = time.monotonic_ns, stages.here, stages.waiting, hook.fetching
-    progress, tape = hook.progress, hook.progress.tape
+    state_of, progress, tape = states.get, hook.progress, hook.progress.tape
     asked, yielded = progress.asked, hook.yielded
 
     def advance(self: Any) -> Any:
-        state, thread = self.__dict__.get(STATE), get_ident()
+        state, thread = state_of(id(self)), get_ident()
         # Inside the dataset of a loader that loads inline, a loader is part of that one's fetch.
         inner = thread in fetching
         if state is None or not hook.active or (inner and state.inline):
@@ -98,14 +98,16 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             if inner:
                 thread = INNER
             else:
-                tape.log((hook, asked, begun_ns, thread))
-                if begun_ns >= tape.due_ns:
+                is_due = begun_ns >= tape.due_ns
+                if is_due or not tape.waits or not state.queued:  # else `yielded` tells it
+                    tape.log((hook, asked, begun_ns, thread))
+                if is_due:
                     progress.catch_up(begun_ns)
                 elif waiting and begun_ns >= stages.due_ns:
                     stages.used(begun_ns)
             if state.inline:
                 meter = hook.open_fetch(begun_ns)
-            begun_ns = clock()
+                begun_ns = clock()
         except Exception as error:
             hook.fail(error)
         try:
@@ -125,7 +127,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             index, queue = state.yielded, None
             if state.queued:
                 index = self._rcvd_idx - 1 if state.in_order else state.popped_index
-                queue = self._tasks_outstanding, len(self._task_info), state.queue_size()
+                queue = self._tasks_outstanding, len(self._task_info), state.free_places()
             state.yielded += 1
             size_bytes = hook.weigh(state, data, now_ns) if now_ns >= state.weigh_at_ns else MISSING_INT64
             tape.log((hook, yielded, state, index, thread, (begun_ns, now_ns), queue, size_bytes))
@@ -141,9 +143,11 @@ def _next(hook: LoaderHook, original: Any) -> Any:
 
 
 def _next_index(hook: LoaderHook, original: Any) -> Any:
+    state_of = states.get
+
     def _next_index(self: Any) -> Any:
         index = original(self)
-        state = self.__dict__.get(STATE)
+        state = state_of(id(self))
         if state is not None and state.countable and isinstance(index, (list, tuple)):
             try:
                 state.samples[state.yielded if state.inline else self._send_idx] = len(index)
@@ -169,12 +173,12 @@ def _reset(hook: LoaderHook, original: Any) -> Any:
 
 
 def _get_data(hook: LoaderHook, original: Any) -> Any:
-    clock, tape, popped = time.monotonic_ns, hook.progress.tape, hook.popped
+    clock, state_of, tape, popped = time.monotonic_ns, states.get, hook.progress.tape, hook.popped
 
     def _get_data(self: Any) -> Any:
         begun_ns = clock()
         message = original(self)
-        state = self.__dict__.get(STATE)
+        state = state_of(id(self))
         if state is not None and state.queued and hook.active:
             try:
                 index, tasks = message[0], getattr(self, "_task_info", ())

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,8 +25,9 @@ from training_harness.hooks.register import LoaderInfo, Register, is_iterable
 from training_harness.hooks.steps import follow_batches
 from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
 
-#: The attribute of an iterator that holds its `IterState`.
-STATE = "_tidegauge"
+#: id of an iterator -> what is known of it, as long as it lives. Not kept in the iterator itself: a look into its
+#: `__dict__` makes CPython give it a real one, and then all that torch does with it is slower.
+states: dict[int, IterState] = {}
 _PAYLOAD_DEPTH = 4
 _PAYLOAD_LEAVES = 64
 #: The thread of a batch that becomes part of another one.
@@ -36,6 +38,8 @@ _BOOKS = ("_task_info", "_tasks_outstanding", "_rcvd_idx", "_send_idx")
 
 class IterState:
     """What is known of one iterator's pass over its loader."""
+
+    iterator: weakref.ref[Any]
 
     def __init__(self, info: LoaderInfo, loader: Any, begun_ns: int) -> None:
         self.info = info
@@ -49,7 +53,8 @@ class IterState:
         #: Looking at a batch's tensors takes some 5 µs: of batches that follow each other closely one is weighed.
         self.weigh_at_ns = 0
         self.dead: set[int] = set()
-        self.queue_size: Callable[[], int] = _unknown_size
+        self.free_places: Callable[[], int] = _unknown
+        self.all_places: int | None = None
         self.next_epoch()
 
     def next_epoch(self) -> None:
@@ -87,12 +92,13 @@ class LoaderHook(Hook):
             self._register = Register(current)
         info = self._register.info(loader, iterator)
         state = IterState(info, loader, begun_ns)
-        iterator.__dict__[STATE] = state
+        state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
+        states[id(iterator)] = state
         worker.starting.loader, worker.starting.epoch = info.number, state.epoch
 
     def started(self, iterator: Any, *, first: bool) -> None:
         """A multi-process iterator has its workers, or a persistent one begins another epoch."""
-        state, current = iterator.__dict__.get(STATE), session.active
+        state, current = states.get(id(iterator)), session.active
         if state is None or current is None:
             return
         if not first:
@@ -128,7 +134,7 @@ class LoaderHook(Hook):
             index: of the batch.
             thread: that asked for it; `INNER` if it becomes part of another batch.
             times_ns: when it was asked for, and when it came.
-            queue: at that time, tasks outstanding, tasks known and batches in the result queue, if there is one.
+            queue: then, tasks outstanding, tasks known and free places in the result queue, if there is one.
             size_bytes: of its tensors.
         """
         current = session.active
@@ -141,9 +147,12 @@ class LoaderHook(Hook):
             blocked_ns, outstanding, parked, ready = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
         else:
             maker = state.makers.pop(index, MISSING_INT32)
-            outstanding, known, ready = queue
+            outstanding, known, places = queue
             blocked_ns, parked = state.blocked_ns, known - outstanding
+            ready = MISSING_INT32 if state.all_places is None else state.all_places - places
             state.blocked_ns = 0
+            if thread != INNER:
+                self.progress.asked(begun_ns, thread)
         if thread != INNER:
             self.progress.yielded(now_ns, thread, samples)
         made = state.info.number, state.epoch, index, maker
@@ -201,7 +210,7 @@ class LoaderHook(Hook):
         self._note_deaths(iterator, (None, 0, -signal.SIGTERM))
 
     def _note_deaths(self, iterator: Any, good: tuple[int | None, ...]) -> None:
-        state, current = iterator.__dict__.get(STATE), session.active
+        state, current = states.get(id(iterator)), session.active
         if state is None or current is None:
             return
         if self._register is None or self._register.session is not current:
@@ -226,11 +235,7 @@ class LoaderHook(Hook):
         """Find out what an iterator with workers knows of its queues, once there are any."""
         state.looked = True
         missing = [name for name in _BOOKS if not hasattr(iterator, name)]
-        try:
-            state.queue_size = iterator._data_queue.qsize
-            state.queue_size()
-        except (NotImplementedError, AttributeError):  # macOS has no sem_getvalue
-            state.queue_size = _unknown_size
+        state.free_places, state.all_places = _places(getattr(iterator, "_data_queue", None))
         if missing:
             state.queued = state.countable = False
             if (type(iterator), "books") in self.known:
@@ -241,8 +246,32 @@ class LoaderHook(Hook):
                 session.active.events.append("hook-disabled", hook="worker of a batch", error=error)
 
 
-def _unknown_size() -> int:
-    return MISSING_INT32
+def _forget(number: int, _: object) -> None:
+    states.pop(number, None)
+
+
+def _places(queue: Any) -> tuple[Callable[[], int], int | None]:
+    """What tells the free places of a result queue, and how many it has; None if that can't be known.
+
+    A queue between processes counts them with a semaphore, which macOS cannot read (multiprocessing/queues.py); one
+    between threads has as many as it wants, and `qsize` is asked for those that are taken.
+    """
+    try:
+        semaphore, places = queue._sem._semlock, int(queue._maxsize)
+        semaphore._get_value()
+    except (AttributeError, NotImplementedError):
+        if not hasattr(queue, "qsize"):
+            return _unknown, None
+        try:
+            queue.qsize()
+        except NotImplementedError:
+            return _unknown, None
+        return lambda: -queue.qsize(), 0
+    return semaphore._get_value, places
+
+
+def _unknown() -> int:
+    return 0
 
 
 def payload_bytes(data: Any) -> int:

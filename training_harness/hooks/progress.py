@@ -77,7 +77,10 @@ class Progress:
         self._look_for_cuda()
 
     def asked(self, now_ns: int, thread: int) -> None:
-        """A thread asks for a batch, and so is done with the one before; not one that makes a batch itself."""
+        """A thread asks for a batch, and so is done with the one before; not one that makes a batch itself.
+
+        Told again, it changes nothing.
+        """
         current = session.active
         if current is None:
             return
@@ -175,7 +178,7 @@ class Progress:
         """Find out whether there is something to read at its moment."""
         torch = sys.modules.get("torch")
         self.uses_cuda = torch is not None and torch.cuda.is_initialized()
-        self.tape.wait(not self.uses_cuda and self.requests.due_ns > 0)
+        self.tape.wait(yes=not self.uses_cuda and self.requests.due_ns > 0)
 
     def _fail_device_times(self, error: Exception) -> None:
         self._device_times.sampling = False

@@ -23,6 +23,7 @@ class Tape:
 
     Attributes:
         log: takes a call, `(hook, function, *arguments)`: made if the hook is still active, whose error it may be.
+        waits: the calls wait, so that it does not matter in which step of the loop they are logged.
         due_ns: when the hooks are to write next.
     """
 
@@ -35,10 +36,11 @@ class Tape:
         """Forget the calls; the next ones wait."""
         self._calls.clear()
         self.due_ns = 0
-        self.wait(True)
+        self.wait(yes=True)
 
-    def wait(self, yes: bool) -> None:
+    def wait(self, *, yes: bool) -> None:
         """Whether the calls wait, or are made as they are logged: where one reads a gauge at its moment, say."""
+        self.waits = yes
         self.log = self._calls.append if yes else self._log_and_play
         if not yes:
             self.play()
