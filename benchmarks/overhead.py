@@ -2,14 +2,14 @@
 
     python benchmarks/overhead.py [--blocks 200] [--steps 100] [--image-pairs 300]
 
-Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both meet
-the same machine. For all steps of all blocks the fastest tenth and the median are given, bare and what is added to
-it: where cores change their speed with what others do, the tenth is the steadier of the two. The last column holds
-what is paid only now and then as well (a write and a full metering at most every 2 ms): the median, over the pairs, of
-the difference between their means. The budget is 20 µs for the training thread and 20 µs for a worker, per step with
-one batch; with `num_workers=0` the training thread plays the worker too. A stage is a call that is recognised
-(docs/stages.md). The last row is what a batch costs that takes more than 2 ms to make, and so is metered in full and
-written at once, without those 2 ms.
+Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both
+meet the same machine. For all steps of all blocks the fastest tenth and the median are given, bare and what is
+added to it: where cores change their speed with what others do, the tenth is the steadier of the two. The last
+column holds what is paid only now and then as well (a write and a full metering at most every 2 ms): the
+median, over the pairs, of the difference between their means. The budget is 20 µs for the training thread and
+20 µs for a worker, per step with one batch; with `num_workers=0` the training thread plays the worker too. A
+stage is a call that is recognised (docs/stages.md). The last row is what a batch costs that takes more than 2
+ms to make, and so is metered in full and written at once, without those 2 ms.
 
 At the end, by how much all of it makes the `images` job longer, with its loading in the training process: pairs of
 the same two steps, the median of their ratio with its 95 % interval by order statistics.

@@ -151,11 +151,13 @@ class JournalWriter:
 
     def flush(self) -> None:
         """Write the records that are held. Each is taken once, whichever thread comes first."""
+        if not self._held:
+            return
         records = []
         try:
-            while True:
+            while self._held:
                 records.append(self._held.popleft())
-        except IndexError:
+        except IndexError:  # another thread was faster
             pass
         if not records:
             return

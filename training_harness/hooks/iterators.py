@@ -22,7 +22,7 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks import stages
 from training_harness.hooks.loader import INNER, LoaderHook, states
-from training_harness.hooks.progress import Progress
+from training_harness.hooks.progress import BATCH, Progress
 from training_harness.hooks.worker import WorkerEntry
 from training_harness.records import MISSING_INT64
 
@@ -98,7 +98,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             if inner:
                 thread = INNER
             else:
-                is_due = begun_ns >= tape.due_ns
+                is_due = begun_ns >= tape.due_ns and progress.ended_by <= BATCH  # else its end is the time
                 if is_due or not tape.waits or not state.queued:  # else `yielded` tells it
                     tape.log((hook, asked, begun_ns, thread))
                 if is_due:
@@ -131,8 +131,8 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             state.yielded += 1
             size_bytes = hook.weigh(state, data, now_ns) if now_ns >= state.weigh_at_ns else MISSING_INT64
             tape.log((hook, yielded, state, index, thread, (begun_ns, now_ns), queue, size_bytes))
-            if now_ns >= tape.due_ns and session.active is not None:
-                tape.write(session.active, now_ns)
+            if now_ns >= tape.batch_due_ns and session.active is not None:
+                tape.write_batches(session.active, now_ns)
             if thread != INNER:
                 here.tally.batch = state.info.number, state.epoch, index
         except Exception as error:

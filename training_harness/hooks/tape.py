@@ -24,7 +24,8 @@ class Tape:
     Attributes:
         log: takes a call, `(hook, function, *arguments)`: made if the hook is still active, whose error it may be.
         waits: the calls wait, so that it does not matter in which step of the loop they are logged.
-        due_ns: when the hooks are to write next.
+        due_ns: when the hooks are to write next, at the end of a step or as a batch is asked for.
+        batch_due_ns: when they are to write as a batch comes: what the loop may die of is in that one.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Tape:
     def clear(self) -> None:
         """Forget the calls; the next ones wait."""
         self._calls.clear()
-        self.due_ns = 0
+        self.due_ns = self.batch_due_ns = 0
         self.wait(yes=True)
 
     def wait(self, *, yes: bool) -> None:
@@ -59,8 +60,14 @@ class Tape:
 
     def write(self, current: session.Session, now_ns: int) -> None:
         """Write what was logged and what is held."""
-        self.due_ns = now_ns + session.HOLD_NS
+        self.due_ns = self.batch_due_ns = now_ns + session.HOLD_NS
         current.flush()
+
+    def write_batches(self, current: session.Session, now_ns: int) -> None:
+        """Write the batches that were logged."""
+        self.batch_due_ns = now_ns + session.HOLD_NS
+        self.play()
+        current.writers["batch"].flush()
 
     def _log_and_play(self, call: tuple[Any, ...]) -> None:
         self._calls.append(call)
