@@ -150,7 +150,7 @@ BATCH = Stream(
         Column("outstanding_count", "i", "count", "batches dispatched and not yet arrived"),
         Column("parked_count", "i", "count", "batches that arrived out of order and wait for their turn"),
         Column("ready_count", "i", "count", "batches in the result queue"),
-        Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 2 ms"),
+        Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 5 ms"),
         _SAMPLES,
     ),
 )

@@ -21,7 +21,7 @@ _TRACEBACK_CHARACTERS = 4000
 _MESSAGE_CHARACTERS = 2000
 #: Records of one stream that come closer together than this are written together: a loop of shorter steps does
 #: not pay for a `write(2)` in each, and a kill costs it no more than the records of this span.
-HOLD_NS = 2_000_000
+HOLD_NS = 5_000_000
 
 
 class Session:

@@ -141,7 +141,7 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
         "from torch.utils.data import DataLoader, TensorDataset\n"
         "rows = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
         "list(rows)\n"
-        "time.sleep(0.005)\n"
+        "time.sleep(0.01)\n"
         "list(rows)\n"  # by now the journals are open
         "before = len(os.listdir('/proc/self/fd'))\n"
         "for _ in range(20):\n"

@@ -38,7 +38,7 @@ for step, (x,) in enumerate(DataLoader(rows, batch_size=4)):
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.005)  # no record is held back when the kill comes
+    time.sleep(0.01)  # no record is held back when the kill comes
     if ATTEMPT == 0 and step == 2:
         dist.barrier()
         if RANK == 1:
