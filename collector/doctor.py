@@ -55,7 +55,7 @@ _HOOK_POINTS = {
     "cuda_oom": "snapshot of the allocator when CUDA memory runs out",
     "compiler": "torch.compile leaves the hooks alone",
     "stage:torch": "copies to devices, conversions to tensors",
-    "stage:parallel": "scatter, replicate and gather of DataParallel",
+    "stage:torch.nn.parallel.data_parallel": "scatter, replicate and gather of DataParallel",
 }
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from training_harness import layout, session
-from training_harness.hooks import compiler, iterators, oom, parallel, stage_calls, steps, worker
+from training_harness.hooks import compiler, iterators, oom, stage_calls, steps, worker
 from training_harness.hooks.announce import farewell
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
@@ -32,19 +32,8 @@ def _install_loader() -> Hook:
     return hook
 
 
-def _install_steps() -> Hook | None:
-    ready = {"torch.optim.optimizer", "torch.compiler"} <= sys.modules.keys()
-    return steps.install(_progress) if ready else None
-
-
-def _install_backward() -> Hook | None:
-    ready = {"torch.autograd", "torch.compiler"} <= sys.modules.keys()
-    return steps.install_backward(_progress) if ready else None
-
-
 def _install_stages() -> Hook | None:
-    ready = {"torch.utils.data.dataloader", "torch.compiler"} <= sys.modules.keys()
-    hook = stage_calls.install("torch", _progress.copied) if ready else None
+    hook = stage_calls.install("torch", _progress.copied)
     _progress.copies_are_seen = hook is not None
     return hook
 
@@ -66,39 +55,38 @@ def _watch_exceptions() -> Hook:
     return hook
 
 
-#: module whose import makes a hook possible -> name and installer, in the order of installation.
-INSTALLERS: dict[str, tuple[tuple[str, Callable[[], Hook | None]], ...]] = {
-    "torch.utils.data.dataloader": (
-        ("worker", worker.install),
-        ("batch", _install_loader),
-        ("stage:torch", _install_stages),
+#: hook -> the modules that it needs, and its installer, in the order of installation.
+HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
+    "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
+    "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
+    "stage:torch": (frozenset({"torch.utils.data.dataloader", "torch.compiler"}), _install_stages),
+    "step": (frozenset({"torch.optim.optimizer", "torch.compiler"}), functools.partial(steps.install, _progress)),
+    "backward": (
+        frozenset({"torch.autograd", "torch.compiler"}),
+        functools.partial(steps.install_backward, _progress),
     ),
-    "torch.optim.optimizer": (("step", _install_steps),),
-    "torch.autograd": (("backward", _install_backward),),
-    "torch.compiler": (
-        ("step", _install_steps),
-        ("backward", _install_backward),
-        ("cuda_oom", functools.partial(oom.install, _progress)),
-        ("stage:torch", _install_stages),
-        ("stage:parallel", parallel.install),
-    ),
+    "cuda_oom": (frozenset({"torch.compiler"}), functools.partial(oom.install, _progress)),
 }
-_OF_TORCH = tuple(INSTALLERS)
-INSTALLERS |= {
-    module: ((f"stage:{module}", functools.partial(stage_calls.install, module)),)
+_OF_TORCH = sorted(frozenset().union(*(needs for needs, _ in HOOKS.values())))
+HOOKS |= {
+    f"stage:{module}": (frozenset({module}), functools.partial(stage_calls.install, module))
     for module in (*stage_calls.CALLS, *stage_calls.COMPOSERS)
     if module != "torch"
 }
-INSTALLERS["torch._dynamo.eval_frame"] = (("compiler", compiler.install),)
+HOOKS["compiler"] = (frozenset({"torch._dynamo.eval_frame"}), compiler.install)
+#: Modules whose import makes a hook possible.
+TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))
 
 
 def imported(module: str) -> None:
-    """A module of `INSTALLERS` was imported: install what it makes possible. Never raises."""
+    """One of `TRIGGERS` was imported: install what it makes possible. Never raises."""
     try:
         current = session.start()
         if current is None:
             return
-        for name, install in INSTALLERS[module]:
+        for name, (needs, install) in HOOKS.items():
+            if module not in needs or not needs <= sys.modules.keys():
+                continue
             if name in _hooks or _progress.capabilities.get(name) is False:
                 continue
             try:
@@ -143,9 +131,8 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             directory = Path(given)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
         session.start(directory)
-        for module in INSTALLERS:
-            if module in sys.modules:
-                imported(module)
+        for module in sorted(TRIGGERS & sys.modules.keys()):
+            imported(module)
         if given is None:  # under `tidegauge run` the shim has seen to it
             _hooks["exception"] = _watch_exceptions()
     except Exception as error:

@@ -15,13 +15,14 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-#: The modules of `training_harness.attach.INSTALLERS`.
+#: `training_harness.attach.TRIGGERS`, which this may not import yet.
 _TRIGGERS = {
     "torch.utils.data.dataloader",
     "torch.optim.optimizer",
     "torch.autograd",
     "torch.compiler",
     "torch._dynamo.eval_frame",
+    "torch.nn.parallel.data_parallel",
     "cv2",
     "numpy",
     "PIL.Image",

@@ -41,6 +41,15 @@ CALLS: dict[str, dict[str, str]] = {
     "PIL.ImageFile": {"decode": "ImageFile.load"},
     "torchvision.io.image": {"read": "read_file", "decode": "decode_image decode_jpeg decode_png"},
     "torch": {"convert": "from_numpy", "copy": "Tensor.to Tensor.cuda"},
+    # What `nn.DataParallel` does around the model on several GPUs; on one, and on the CPU, it does none of this.
+    # The times are the host's, and what the backward pass does to reduce the gradients is not among them. The names
+    # are those in the module that calls them, so `data_parallel()` and subclasses are seen too.
+    "torch.nn.parallel.data_parallel": {
+        "scatter": "scatter_kwargs",
+        "replicate": "replicate",
+        "parallel_apply": "parallel_apply",
+        "gather": "gather",
+    },
 }
 #: Modules with a `Compose`, whose instances call their `transforms` one after the other.
 COMPOSERS = (
