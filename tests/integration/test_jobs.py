@@ -144,7 +144,7 @@ def test_the_sweep_claims_only_what_it_measured():
 def test_a_killed_worker_ends_the_training_as_torch_has_it():
     done = run("-P", "-m", "training_harness.jobs", "fault", "worker-killed", "--at-batch", 5)
     assert done.returncode == 1
-    # Which of these comes last is torch's timing: its signal handler, its look at the workers, or a broken connection.
+    # Which of these comes last is torch's timing: its signal handler, its look at workers, or a broken connection.
     assert re.search(r"is killed by signal: Killed|exited unexpectedly|Connection\w+Error|EOFError", done.stderr)
 
 
