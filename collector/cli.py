@@ -9,7 +9,7 @@ import traceback
 
 import click
 
-from collector.commands import reading, running, serving
+from collector.commands import keeping, reading, running, serving
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -31,6 +31,7 @@ for _command in (
     reading.report,
     reading.runs,
     reading.snapshot,
+    keeping.export,
     serving.dashboard,
     serving.doctor,
 ):

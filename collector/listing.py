@@ -1,4 +1,4 @@
-"""`tidegauge runs`: one line per run, from its manifest and from the report that was kept when it ended."""
+"""Lists for the terminal: of runs, from manifests and the reports that were kept, and of an export's files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from collector import wording
 from collector.errors import TidegaugeError
 from collector.store.runs import Run, living_processes
+
+if TYPE_CHECKING:
+    from collector.store.export import ExportedFile
 
 #: The last report on an ended run, so that a list of runs need not judge them all again.
 KEPT_REPORT = "report.json"
@@ -31,7 +34,7 @@ def keep_report(run: Run, report: Mapping[str, Any]) -> None:
 
 def run_table(runs: Iterable[Run]) -> Table:
     """Id, status, steps, duration and the gravest finding of each run, in the given order."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = _plain_table()
     table.add_column("run", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
@@ -40,6 +43,21 @@ def run_table(runs: Iterable[Run]) -> Table:
     for run in runs:
         table.add_row(run.run_id, *_cells(run))
     return table
+
+
+def export_table(files: Iterable[ExportedFile]) -> Table:
+    """Name, rows and size of each file."""
+    table = _plain_table()
+    table.add_column("file", no_wrap=True)
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for file in files:
+        table.add_row(file.name, wording.number(file.rows_count), wording.size(file.size_bytes))
+    return table
+
+
+def _plain_table() -> Table:
+    return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def _cells(run: Run) -> tuple[str, str, str, str]:

@@ -1,15 +1,21 @@
-"""Options that several commands share."""
+"""What several commands share: options, and how a table is printed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from training_harness.layout import HOME_VARIABLE, home_path
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Columns of a table in a pipe, so that one run stays one line.
+PIPE_WIDTH = 200
 #: For commands whose arguments are another command's.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -44,3 +50,10 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):
         command = option(command)
     return command
+
+
+def show_table(table: Table) -> None:
+    """Print a table on stdout, in a pipe without wrapping it."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)

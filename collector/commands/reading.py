@@ -8,14 +8,12 @@ from pathlib import Path
 
 import click
 
-from collector.commands.options import home_option
+from collector.commands.options import home_option, show_table
 from collector.commands.verdicts import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError
 from training_harness.layout import SNAPSHOT_KINDS
 
 FORMATS = ("text", "json")
-#: Columns of a table in a pipe, so that one run stays one line.
-PIPE_WIDTH = 200
 
 
 @click.command()
@@ -49,8 +47,6 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
 @home_option
 def runs(home: Path) -> None:
     """List the runs, newest first."""
-    from rich.console import Console
-
     from collector.listing import run_table
     from collector.store.runs import list_runs
 
@@ -58,8 +54,7 @@ def runs(home: Path) -> None:
     if not listed:
         click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
         return
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(width=width).print(run_table(listed))
+    show_table(run_table(listed))
 
 
 @click.command()

@@ -25,12 +25,15 @@ import pyarrow as pa
 from collector.errors import TidegaugeError
 from collector.store import journals, lake
 from collector.store.ingest import damaged_lines
+from collector.store.queries import quoted
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
 
 _COPY_ATTEMPTS = 5
 #: A busy catalog is waited for in each (`lake.attached`).
 _OPEN_ATTEMPTS = 2
+#: What a copy may take, however long the run: DuckDB sorts the rest on disk. Each thread holds a row group.
+_COPY_MEMORY, _COPY_THREADS = "512MB", 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +112,54 @@ class Snapshot:
         ]
         return frame.astype(dict.fromkeys(masked, "float64"))
 
+    def copy(self, name: str, path: Path, options: str) -> int:
+        """Write a view to a file in order of time, with DuckDB's COPY, and return how many rows it has.
+
+        Args:
+            name: of the view.
+            path: of the file.
+            options: of COPY, as `FORMAT csv`.
+
+        Raises:
+            TidegaugeError: files of the lake are damaged or gone.
+            OSError: the file cannot be written, or there is no room on disk to sort.
+
+        """
+        self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
+        try:
+            copied = self._execute(
+                f'COPY (FROM "{name}" ORDER BY time_ns) TO {quoted(str(path))} ({options})', None
+            )
+            rows_count = int(copied.fetchall()[0][0])
+        except duckdb.IOException as error:
+            if str(path) not in str(error):
+                raise self._damaged(error) from None
+            raise OSError(str(error).rpartition(": ")[2]) from None
+        except duckdb.OutOfMemoryException:
+            raise OSError(f"no room to sort in {tempfile.gettempdir()}; set TMPDIR to a folder with room") from None
+        # After an error this instance is not used again (`lake.connected`).
+        self._connection.execute("RESET memory_limit; RESET threads")
+        return rows_count
+
     def _query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None) -> duckdb.DuckDBPyConnection:
+        try:
+            return self._execute(sql, params)
+        except duckdb.IOException as error:
+            raise self._damaged(error) from None
+
+    def _execute(
+        self, sql: str, params: Mapping[str, object] | Sequence[object] | None
+    ) -> duckdb.DuckDBPyConnection:
         # Journals are read when a query first names their stream: most pages need two or three.
         for name in set(re.findall(r"\w+", sql.lower())) & ({*STREAMS, "event"} - self._views):
             self._add_view(name)
-        try:
-            return self._connection.execute(sql, params)
-        except duckdb.IOException as error:
-            raise TidegaugeError(
-                f"{self._run.data_dir} is damaged ({lake.one_line(error)}): move it and {self._run.catalog_path} "
-                "away and run `tidegauge collect`, for what the journals still hold"
-            ) from None
+        return self._connection.execute(sql, params)
+
+    def _damaged(self, error: duckdb.Error) -> TidegaugeError:
+        return TidegaugeError(
+            f"{self._run.data_dir} is damaged ({lake.one_line(error)}): move it and {self._run.catalog_path} "
+            "away and run `tidegauge collect`, for what the journals still hold"
+        )
 
     def _add_view(self, name: str) -> None:
         tail = self._events if name == "event" else self._read_tail(name)

@@ -14,6 +14,7 @@ import pytest
 from training_harness import layout
 
 ROOT = Path(__file__).parents[2]
+QUERYING = ROOT / "docs" / "querying.md"
 TRAINING = [sys.executable, "examples/plain_train.py", "--steps", "150", "--num-workers", "1"]
 
 
@@ -116,6 +117,32 @@ def test_the_list_shows_what_the_report_found(trained):
     done = home("runs")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
+
+
+def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monkeypatch, capsys):
+    home, _ = trained
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIDEGAUGE_HOME", str(home.path))
+    page = QUERYING.read_text()
+    [words] = re.findall(r"^tidegauge (export .*)$", page, re.MULTILINE)
+    done = home(*[str(tmp_path / word) if word == "exported" else word for word in words.split()])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^batch\.parquet +150 +[\d.]+ KiB$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith(f"{home.newest.name} is in {tmp_path / 'exported'}\n")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == page.count("```python")
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, QUERYING.name, "exec"), names)
+    said = capsys.readouterr().out
+    assert "of the training was waiting for data" in said
+    assert "time in the DataLoader's `__next__` within the step" in said
+    [(worker, batches)] = names["by_worker"].select("worker", "batches").rows()
+    assert worker == 0
+    assert batches >= 150  # some were made and not asked for
+    assert len(names["late"].fetchall()) == 10
+    assert names["connection"].execute("SELECT count(*) FROM lake.step").fetchall() == [(150,)]
+    names["connection"].close()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,18 @@ from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
 
 DOCS = Path(__file__).parents[2] / "docs"
-COMMANDS = {"run", "report", "runs", "dashboard", "job", "collect", "doctor", "snapshot", "watch"}
+COMMANDS = {
+    "run",
+    "report",
+    "runs",
+    "dashboard",
+    "job",
+    "collect",
+    "doctor",
+    "snapshot",
+    "watch",
+    "export",
+}
 
 
 @pytest.fixture
@@ -81,6 +92,9 @@ def test_the_jobs_are_those_that_there_are():
         (["job", "images", "--home"], "Option '--home' requires an argument; see tidegauge job --help"),
         (["dashboard", "--port", "99999"], "99999 is not in the range 1<=x<=65535"),
         (["collect", "nope"], "no run 'nope'"),
+        (["export"], "Missing option '--to'"),
+        (["export", "--to", __file__], "test_cli.py' is a file"),
+        (["export", "nope", "--to", "/tmp/x"], "no run 'nope'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):

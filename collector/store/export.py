@@ -1,0 +1,141 @@
+"""Exporting a run: one file per stream, in order of time, for other programs to read.
+
+Everything is from one snapshot of the reader, so a run that goes on can be exported. Files are written in
+a scratch folder within the target and moved when all are whole: an export is there, or it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collector.errors import TidegaugeError
+from collector.store.reader import Snapshot, read
+from collector.store.runs import Run
+from training_harness.layout import MANIFEST
+from training_harness.records import IDENTITY, STREAMS, Column, Stream
+
+SCHEMA_FILE = "schema.json"
+SCHEMA_VERSION = 1
+#: format -> options of DuckDB's COPY.
+FORMATS = {"parquet": "FORMAT parquet, COMPRESSION zstd", "csv": "FORMAT csv, HEADER true"}
+
+_EVENTS = Stream(
+    "event",
+    "rare fact: docs/events.md tells them",
+    (
+        Column("time_ns", "q", "ns", "CLOCK_MONOTONIC when it was written"),
+        Column("kind", "s", "name", "what happened"),
+        Column("body", "s", "JSON", "what else is known, by kind"),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedFile:
+    """One file of an export; `rows_count` is None where there are no rows to count."""
+
+    name: str
+    rows_count: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was exported, and one line for each thing of the run that could not be read."""
+
+    files: tuple[ExportedFile, ...]
+    problems: tuple[str, ...]
+
+
+def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
+    """Write all that a reader sees of a run to a new or empty directory.
+
+    Args:
+        run: the run, ended or not.
+        directory: made if it is missing.
+        form: one of `FORMATS`.
+        say: told the name of each file before it is written.
+
+    Returns:
+        The files: of each stream that has rows, of the events, what the columns are, and the manifest.
+
+    Raises:
+        TidegaugeError: there is no such format, the run cannot be read, or the directory cannot be written or is
+            not empty. Then nothing is left in it.
+
+    """
+    if form not in FORMATS:
+        raise TidegaugeError(f"no format {form!r}; this version writes {' and '.join(FORMATS)}")
+    manifest = run.manifest
+    with _all_or_nothing(directory) as scratch:
+        with read(run) as snapshot:
+            rows = dict(_copy_tables(snapshot, scratch, form, say))
+            problems = snapshot.problems
+        described = {"schema": SCHEMA_VERSION, "run_id": run.run_id, "tables": {n: _described(n) for n in rows}}
+        for name, body in ((SCHEMA_FILE, described), (MANIFEST, manifest)):
+            (scratch / name).write_text(json.dumps(body, indent=1) + "\n")
+        names = {**{f"{table}.{form}": count for table, count in rows.items()}, SCHEMA_FILE: None, MANIFEST: None}
+        files = tuple(
+            ExportedFile(name=name, rows_count=count, size_bytes=(scratch / name).stat().st_size)
+            for name, count in names.items()
+        )
+    return Export(files=files, problems=problems)
+
+
+def _copy_tables(
+    snapshot: Snapshot, directory: Path, form: str, say: Callable[[str], None]
+) -> Iterator[tuple[str, int]]:
+    """Write the tables that hold rows; gives their names and numbers of rows."""
+    for table in (*STREAMS, _EVENTS.name):
+        name = f"{table}.{form}"
+        if not snapshot.query(f'SELECT 1 FROM "{table}" LIMIT 1').empty:
+            say(name)
+            yield table, snapshot.copy(table, directory / name, FORMATS[form])
+
+
+def _described(table: str) -> dict[str, Any]:
+    """The meaning of a table and its columns, with their units."""
+    stream = STREAMS.get(table, _EVENTS)
+    columns = (*stream.columns, *IDENTITY)
+    return {
+        "one_per": stream.one_per,
+        "columns": {column.name: {"unit": column.unit, "meaning": column.meaning} for column in columns},
+    }
+
+
+@contextmanager
+def _all_or_nothing(directory: Path) -> Iterator[Path]:
+    """A folder inside `directory` whose files get there in the end, unless something fails.
+
+    Raises:
+        TidegaugeError: the directory is not empty, or it cannot be written.
+
+    """
+    made = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if found := next(directory.iterdir(), None):
+            raise TidegaugeError(f"{directory} is not empty, it holds {found.name}: name a new or an empty folder")
+        scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory))
+        try:
+            yield scratch
+            for path in sorted(scratch.iterdir()):
+                os.rename(path, directory / path.name)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if made:
+                with suppress(OSError):
+                    directory.rmdir()
+            raise
+        scratch.rmdir()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise TidegaugeError(f"cannot export to {directory} ({why}): name a folder that has room") from None

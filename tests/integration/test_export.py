@@ -1,0 +1,127 @@
+"""Exporting a run: the files hold all that a reader sees, in order, or they are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from store_world import Writer, journalled, make_run
+
+from collector.errors import TidegaugeError
+from collector.store.export import export
+from collector.store.ingest import Ingester
+from training_harness.records import IDENTITY, STREAMS
+
+READERS = {"parquet": pd.read_parquet, "csv": pd.read_csv}
+
+
+def ingest(run):
+    with Ingester(run) as ingester:
+        assert ingester.step().problems == ()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two writers, partly in the lake, which goes on."""
+    made = make_run(tmp_path / "home")
+    writers = [Writer(made, pid) for pid in (11, 12)]
+    for writer in writers:
+        writer.write(120)
+    ingest(made)
+    for writer in writers:
+        writer.write(30)
+    return made
+
+
+def known(frame):
+    return sorted(
+        (tuple(None if value != value else value for value in row) for row in frame.itertuples(index=False)),
+        key=repr,
+    )
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+def test_the_files_hold_lake_and_tail_in_order_of_time(run, tmp_path, form):
+    target = tmp_path / "deep" / "exported"
+    done = export(run, target, form)
+    names = [f"step.{form}", f"batch.{form}", f"event.{form}", "schema.json", "run.json"]
+    assert [file.name for file in done.files] == names
+    assert sorted(path.name for path in target.iterdir()) == sorted(names)
+    assert [file.rows_count for file in done.files] == [300, 300, 4, None, None]
+    assert [file.size_bytes for file in done.files] == [(target / name).stat().st_size for name in names]
+    assert done.problems == ()
+    for stream in ("step", "batch"):
+        frame = READERS[form](target / f"{stream}.{form}")
+        assert frame["time_ns"].is_monotonic_increasing
+        assert known(frame) == journalled(run)[stream]
+    events = READERS[form](target / f"event.{form}")
+    assert sorted(json.loads(body)["epoch"] for body in events["body"]) == [0, 0, 1, 1]
+
+
+def test_every_column_comes_with_its_unit_and_meaning(run, tmp_path):
+    export(run, tmp_path / "out", "parquet")
+    schema = json.loads((tmp_path / "out" / "schema.json").read_text())
+    assert set(schema["tables"]) == {"step", "batch", "event"}
+    assert schema["tables"]["step"]["one_per"] == STREAMS["step"].one_per
+    for table, told in schema["tables"].items():
+        assert set(told["columns"]) == set(pd.read_parquet(tmp_path / "out" / f"{table}.parquet"))
+        assert all(column["unit"] and column["meaning"] for column in told["columns"].values())
+    assert list(schema["tables"]["batch"]["columns"]) == [
+        column.name for column in (*STREAMS["batch"].columns, *IDENTITY)
+    ]
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == run.manifest
+
+
+def test_what_could_not_be_read_is_told(run, tmp_path):
+    (run.journal_dir / "training-node.9.step.1.journal").write_bytes(b"no journal")
+    [problem] = export(run, tmp_path / "out", "parquet").problems
+    assert "training-node.9.step.1.journal is skipped" in problem
+    assert len(pd.read_parquet(tmp_path / "out" / "step.parquet")) == 300
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(TidegaugeError, match=r"is not empty, it holds .*: name a new or an empty folder"):
+        export(run, tmp_path, "parquet")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", "home"}
+
+
+def test_an_unknown_format_makes_no_folder(run, tmp_path):
+    with pytest.raises(TidegaugeError, match="no format 'xlsx'; this version writes parquet and csv"):
+        export(run, tmp_path / "out", "xlsx")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(run):
+    with pytest.raises(TidegaugeError, match=r"cannot export to /proc/out \(.*\): name a folder"):
+        export(run, Path("/proc/out"), "parquet")
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv"])
+@pytest.mark.parametrize("made_before", [True, False])
+def test_a_full_disk_leaves_no_file(run, tmp_path, form, made_before):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a tmpfs can't be mounted here (needs root)")
+    target = disk / "out"
+    try:
+        if made_before:
+            target.mkdir()
+        with pytest.raises(TidegaugeError, match=r"cannot export to .*/out \(No space left on device\)"):
+            export(run, target, form)
+        assert list(disk.rglob("*")) == ([target] if made_before else [])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_damaged_lake_is_not_taken_for_a_bad_folder(run, tmp_path):
+    next(run.data_dir.rglob("batch/*.parquet")).unlink()
+    with pytest.raises(TidegaugeError, match=rf"{run.data_dir} is damaged"):
+        export(run, tmp_path / "out", "parquet")
+    assert not (tmp_path / "out").exists()
