@@ -32,6 +32,7 @@ for _command in (
     reading.runs,
     reading.snapshot,
     keeping.export,
+    keeping.prune,
     serving.dashboard,
     serving.doctor,
 ):

@@ -16,6 +16,7 @@ from collector.store.runs import Run, living_processes
 
 if TYPE_CHECKING:
     from collector.store.export import ExportedFile
+    from collector.store.prune import StoredRun
 
 #: The last report on an ended run, so that a list of runs need not judge them all again.
 KEPT_REPORT = "report.json"
@@ -53,6 +54,20 @@ def export_table(files: Iterable[ExportedFile]) -> Table:
     table.add_column("size", justify="right", no_wrap=True)
     for file in files:
         table.add_row(file.name, wording.number(file.rows_count), wording.size(file.size_bytes))
+    return table
+
+
+def prune_table(beyond: Iterable[StoredRun]) -> Table:
+    """Id, status and size of the runs that are to go, and why some stay."""
+    table = _plain_table()
+    table.add_column("run", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for stored in beyond:
+        status, *_ = _cells(stored.run)
+        fate = f"stays: {stored.needed}" if stored.needed else "goes"
+        table.add_row(stored.run.run_id, status, wording.size(stored.size_bytes), fate)
     return table
 
 

@@ -1,12 +1,23 @@
-"""Commands about what is kept: export."""
+"""Commands about what is kept: export, prune."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from collector import wording
 from collector.commands.options import home_option, show_table
+from collector.errors import TidegaugeError
+
+if TYPE_CHECKING:
+    from collector.store.prune import StoredRun
+
+_PREFIXES = "KMGT"
 
 
 @click.command()
@@ -36,3 +47,61 @@ def export(spec: str, directory: Path, form: str, home: Path) -> None:
         click.echo(f"tidegauge: {problem}", err=True)
     show_table(export_table(done.files))
     click.echo(f"\n{found.run_id} is in {directory}")
+
+
+def _parse_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    """Bytes, of `20GB` (powers of 1000), `20GiB` (powers of 1024) or a bare number."""
+    if value is None:
+        return None
+    parts = re.fullmatch(rf"(\d+(?:\.\d+)?) ?(?:([{_PREFIXES}])(i?))?B?", value.strip(), re.IGNORECASE)
+    if parts is None:
+        raise click.BadParameter(f"{value!r} is not a size; write it like 20GB or 500MiB")
+    number, prefix, binary = parts.groups()
+    power = _PREFIXES.index(prefix.upper()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+@click.command()
+@click.option("--keep", type=click.IntRange(0), metavar="N", help="At most so many runs, the newest.")
+@click.option(
+    "--max-size", callback=_parse_size, metavar="SIZE", help="At most so much disk, like 20GB, for all runs."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@home_option
+def prune(keep: int | None, max_size: int | None, dry_run: bool, yes: bool, home: Path) -> None:
+    """Delete whole runs, the oldest first, until --keep and --max-size are met.
+
+    A run that is running, or that a collector or a reader holds, stays.
+    """
+    from collector.listing import prune_table
+    from collector.store import prune as store
+
+    if keep is None and max_size is None:
+        raise TidegaugeError("nothing says what may stay: give --keep N, --max-size SIZE, or both")
+    stored = store.stored_runs(home)
+    beyond = store.beyond(stored, keep=keep, max_bytes=max_size)
+    going = [each for each in beyond if not each.needed]
+    unfinished = len(store.leftovers(home))
+    if beyond:
+        show_table(prune_table(beyond))
+        click.echo()
+    click.echo(f"to delete: {_told(going, unfinished)} (of {_told(stored, 0)})")
+    if dry_run or not (going or unfinished):
+        return
+    if going and not yes:
+        if not sys.stdin.isatty():
+            raise TidegaugeError("nothing was deleted, for there is no terminal to ask at: give --yes")
+        click.confirm("delete?", abort=True)
+    staying = store.delete(home, [each.run for each in going])
+    for run, why in staying.items():
+        click.echo(f"tidegauge: {run.run_id} stays: {why}", err=True)
+    gone = [each for each in going if each.run not in staying]
+    click.echo(f"deleted: {_told(gone, unfinished)}")
+
+
+def _told(stored: Sequence[StoredRun], unfinished: int) -> str:
+    """`3 runs, 1.2 GiB`, and what an interrupted prune has left of others."""
+    runs = "1 run" if len(stored) == 1 else f"{len(stored)} runs"
+    words = f"{runs}, {wording.size(sum(each.size_bytes for each in stored))}"
+    return f"{words}, and the rest of {unfinished} whose deletion was interrupted" if unfinished else words

@@ -122,7 +122,7 @@ class Ingester:
         self._lake = contextlib.ExitStack()
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._progress = lake.Progress()
-        self._lock = _lock(run)
+        self._lock = lock(run)
         try:
             self._open()
         except BaseException:
@@ -356,8 +356,14 @@ def damaged_lines(path: Path, count: int) -> str:
     return f"{path}: {count} damaged {'line is' if count == 1 else 'lines are'} skipped; the others are kept"
 
 
-def _lock(run: Run) -> int:
-    """Take the run's lock, which the kernel drops when this process dies."""
+def lock(run: Run) -> int:
+    """Take the lock of the run's one collector; it holds until the returned descriptor is closed.
+
+    Raises:
+        TidegaugeError: a collector has it, or there can be no lock.
+
+    """
+    # The kernel drops it when this process dies.
     path = run.path / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -223,11 +223,13 @@ def read(run: Run) -> Iterator[Snapshot]:
     opened too, but then they are not the whole run, for segments that were in the lake are gone: a problem says so.
 
     Raises:
-        TidegaugeError: the run's directory cannot be read, or DuckDB's extensions are missing.
+        TidegaugeError: the run's directory cannot be read or is gone, or DuckDB's extensions are missing.
 
     """
     with ExitStack() as stack:
         stack.enter_context(lake.files_locked(run, exclusive=False))
+        if not run.path.exists():
+            raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
         connection, progress, problems = None, lake.Progress(), []
         if run.catalog_path.exists():
             for _ in range(_OPEN_ATTEMPTS):

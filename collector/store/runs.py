@@ -18,6 +18,8 @@ ProcessKey = tuple[str, int, int]
 LATEST = "latest"
 _STAMP_CHARACTERS = len("yyyymmdd-hhmmss")
 _SHOWN_MATCHES = 5
+#: So begins the name of a run directory that is being deleted, and is no run any more.
+PRUNED_PREFIX = ".pruned-"
 #: Process states of /proc/PID/stat that are no life: zombie and dead (proc_pid_stat(5)).
 _DEAD_STATES = (b"Z", b"X", b"x")
 
@@ -77,7 +79,11 @@ def list_runs(home: Path) -> list[Run]:
 
     """
     try:
-        paths = [path for path in (home / "runs").iterdir() if (path / layout.MANIFEST).is_file()]
+        paths = [
+            path
+            for path in (home / "runs").iterdir()
+            if not path.name.startswith(PRUNED_PREFIX) and (path / layout.MANIFEST).is_file()
+        ]
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -30,6 +30,7 @@ COMMANDS = {
     "snapshot",
     "watch",
     "export",
+    "prune",
 }
 
 
@@ -95,6 +96,9 @@ def test_the_jobs_are_those_that_there_are():
         (["export"], "Missing option '--to'"),
         (["export", "--to", __file__], "test_cli.py' is a file"),
         (["export", "nope", "--to", "/tmp/x"], "no run 'nope'"),
+        (["prune"], "give --keep N, --max-size SIZE, or both"),
+        (["prune", "--keep", "-1"], "-1 is not in the range x>=0"),
+        (["prune", "--max-size", "20 apples"], "'20 apples' is not a size; write it like 20GB or 500MiB"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):
@@ -190,6 +194,57 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     text = shown(listing.run_table(list_runs(tmp_path)))
     assert re.search(rf"{broken.name} +damaged", text)
     assert re.search(rf"{whole.name} +abandoned", text)
+
+
+@pytest.fixture
+def three_runs(tmp_path):
+    """Three runs that have ended, the oldest first."""
+    made = [create_run(tmp_path / "home", name=f"job{number}", argv=["x"]) for number in range(3)]
+    for path in made:
+        write_manifest(path, {**read_manifest(path), "end_time_ns": 1})
+    return made
+
+
+def test_prune_shows_what_goes_and_asks_before_it_deletes(tidegauge, three_runs):
+    for options, said in ((["--dry-run"], ""), ([], "no terminal to ask at: give --yes")):
+        status, out, err = tidegauge("prune", "--keep", "1", *options)
+        assert (status, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 0)
+        assert [line.split()[0] for line in out.splitlines()[1:3]] == [path.name for path in three_runs[:2]]
+        assert re.search(r"^to delete: 2 runs, \d+ KiB \(of 3 runs, \d+ KiB\)$", out, re.MULTILINE)
+        assert all(path.exists() for path in three_runs)
+
+
+def test_prune_deletes_the_oldest_first_until_the_rest_fits(tidegauge, three_runs):
+    (three_runs[1] / "snapshots" / "large").write_bytes(bytes(2 * 1000**2))
+    status, out, err = tidegauge("prune", "--max-size", "2MB", "--yes")
+    assert (status, err) == (0, "")
+    assert re.search(r"^deleted: 2 runs, 1\.9\d MiB$", out, re.MULTILINE)
+    assert list((three_runs[0].parent).iterdir()) == three_runs[2:]
+    status, out, err = tidegauge("prune", "--max-size", "1 MiB", "--keep", "1")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"to delete: 0 runs, 0 B \(of 1 run, \d+ KiB\)\n", out)
+
+
+def test_prune_goes_on_where_a_prune_was_killed(tidegauge, three_runs):
+    leftover = three_runs[0].with_name(f".pruned-{three_runs[0].name}")
+    three_runs[0].rename(leftover)
+    said = "0 runs, 0 B, and the rest of 1 whose deletion was interrupted"
+    _, out, _ = tidegauge("prune", "--keep", "2", "--dry-run")
+    assert re.fullmatch(rf"to delete: {said} \(of 2 runs, \d+ KiB\)\n", out)
+    assert leftover.exists()
+    status, out, err = tidegauge("prune", "--keep", "2")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"deleted: {said}\n")
+    assert sorted(three_runs[0].parent.iterdir()) == sorted(three_runs[1:])
+
+
+def test_prune_tells_what_it_cannot_delete(tidegauge, three_runs):
+    (three_runs[0] / "lake.lock").mkdir()
+    status, out, err = tidegauge("prune", "--keep", "0", "--yes")
+    assert (status, err.count("\n")) == (0, 1)
+    assert f"{three_runs[0].name} stays: " in err
+    assert "deleted: 2 runs" in out
+    assert [run.path for run in list_runs(three_runs[0].parents[1])] == three_runs[:1]
 
 
 HOST = {
