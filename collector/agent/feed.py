@@ -10,6 +10,7 @@ from collector.store.runs import Run
 from training_harness.journal import EventLog
 
 if TYPE_CHECKING:
+    from collector.store.counts import Counts
     from collector.store.ingest import Ingester, IngestResult
 
 
@@ -47,12 +48,15 @@ class Feed:
     An ingest that fails is tried anew the next time: what was not committed is still in the journals.
     """
 
-    def __init__(self, run: Run, problems: Problems, ingester: Ingester | None = None) -> None:
+    def __init__(
+        self, run: Run, problems: Problems, ingester: Ingester | None = None, counts: Counts | None = None
+    ) -> None:
         self.records_count = 0
         self.last: IngestResult | None = None
         self._run = run
         self._problems = problems
         self._ingester = ingester
+        self._counts = counts
 
     def step(self) -> int:
         """Ingest what the journals hold by now; returns how many records were moved."""
@@ -62,7 +66,7 @@ class Feed:
                 # Imported here, so that a command neither waits for this second of imports nor fails with it.
                 from collector.store.ingest import Ingester
 
-                self._ingester = Ingester(self._run)
+                self._ingester = Ingester(self._run, counts=self._counts)
             self.last = self._ingester.step()
             self.records_count += self.last.records_count
             self._tell(self.last.problems)

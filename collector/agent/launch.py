@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from collector.agent.loop import (
     DEFAULT_INTERVAL_SECONDS,
@@ -33,6 +33,9 @@ from collector.store.runs import Run
 from training_harness import layout
 from training_harness.journal import start_ticks
 from training_harness.layout import DISABLED_VARIABLE, HOME_VARIABLE, RUN_DIR_VARIABLE, create_run
+
+if TYPE_CHECKING:
+    from collector.agent.outlets import Outlets
 
 INTERVAL_BOUNDS_SECONDS = (0.05, 60.0)
 #: As a shell has it.
@@ -76,6 +79,7 @@ def run_command(
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
     on_ready: Callable[[Run], None] | None = None,
+    outlets: Outlets | None = None,
 ) -> RunOutcome:
     """Run a command under Tidegauge and follow it to its end.
 
@@ -86,6 +90,7 @@ def run_command(
         tags: kept in the manifest.
         interval_seconds: between two samples.
         on_ready: called with the run once the command has started.
+        outlets: what is told of the run while it goes on.
 
     Returns:
         The run and the exit code to pass on; 126 or 127 if the command cannot be started.
@@ -109,7 +114,7 @@ def run_command(
         if run is None:
             child.wait()
         else:
-            _follow_child(run, child, interval_seconds, on_ready)
+            _follow_child(run, child, interval_seconds, on_ready, outlets)
     return RunOutcome(run=run, exit_status=_exit_code(child.wait()))
 
 
@@ -180,11 +185,14 @@ def _follow_child(
     child: subprocess.Popen[bytes],
     interval_seconds: float,
     on_ready: Callable[[Run], None] | None,
+    outlets: Outlets | None,
 ) -> None:
     """Collect until the child has ended and the run is closed; whatever fails, the child is waited for."""
     try:
         command = ProcessKey(child.pid, start_ticks(child.pid))
-        agent = Agent(run, command=command, is_parent=True)
+        if outlets is not None:
+            outlets.begin(run)
+        agent = Agent(run, command=command, is_parent=True, outlets=outlets)
         with suppress(OSError, ValueError):
             update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
         if on_ready is not None:

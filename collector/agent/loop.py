@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collector.agent import procfs
@@ -23,6 +23,7 @@ from training_harness.layout import read_manifest, write_manifest
 from training_harness.records import STREAMS
 
 if TYPE_CHECKING:
+    from collector.agent.outlets import Outlets
     from collector.store.ingest import Ingester
 
 DEFAULT_INTERVAL_SECONDS = 1.0
@@ -47,6 +48,7 @@ class Agent:
         is_parent: this process started the command and will learn its exit status.
         resumed: another collector followed the run before.
         ingester: opened by the caller, else at the first ingest.
+        outlets: what is told of the run while it goes on, if anything is; they have begun.
         clock_ns: CLOCK_MONOTONIC.
 
     """
@@ -59,6 +61,7 @@ class Agent:
         is_parent: bool = False,
         resumed: bool = False,
         ingester: Ingester | None = None,
+        outlets: Outlets | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._run = run
@@ -69,7 +72,8 @@ class Agent:
         self._events = EventLog(run.events_dir, identity)
         self._events.append("collector-start", resumed=resumed, command_pid=command.pid if command else None)
         self._problems = Problems(self._events)
-        self._feed = Feed(run, self._problems, ingester)
+        self._outlets = outlets
+        self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None)
         self._writers = {
             name: JournalWriter(run.journal_dir, STREAMS[name], identity, events=self._events)
             for name in ("process", "host", "device", "agent")
@@ -103,6 +107,9 @@ class Agent:
                 self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
         with self._problems.guard("agent"):
             self._write("agent", now_ns, [self._own_cost(now_ns)])
+        if self._outlets is not None:
+            with self._problems.guard("outlets"):
+                self._outlets.tick(now_ns, self._problems)
         self._ticked_ns = now_ns
 
     def command_ended(self, exit_status: int) -> None:
@@ -132,6 +139,8 @@ class Agent:
         self._feed.close()
         with self._problems.guard("devices"):
             self._devices.close()
+        if self._outlets is not None:
+            self._outlets.run_ended()
 
     def _sample(self, now_ns: int) -> None:
         with self._problems.guard("events"):
@@ -162,7 +171,9 @@ class Agent:
             "records_lost_count": max(lost_count, fed.lost_count if fed else 0),
         }
 
-    def _write(self, name: str, now_ns: int, samples: Iterable[Sample]) -> None:
+    def _write(self, name: str, now_ns: int, samples: Sequence[Sample]) -> None:
+        if self._outlets is not None:
+            self._outlets.latest.note(name, samples)
         writer, stream = self._writers[name], STREAMS[name]
         for sample in samples:
             writer.append(*in_order(stream, now_ns, sample))
@@ -199,7 +210,9 @@ def follow(
             return
 
 
-def collect(run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS) -> None:
+def collect(
+    run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS, outlets: Outlets | None = None
+) -> None:
     """Resume an abandoned run: ingest everything, and follow what is still alive until it ends.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not
@@ -211,13 +224,14 @@ def collect(run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS) -> 
     """
     from collector.store.ingest import Ingester
 
-    ingester = Ingester(run)
+    counts = outlets.begin(run) if outlets else None
+    ingester = Ingester(run, counts=counts)
     if not of_this_boot(run):
         ingester.step()
         ingester.close()
         return
     manifest = run.manifest
-    agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester)
+    agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester, outlets=outlets)
     update_manifest(run, collector=manifest_process(agent.key))
     was_alive = agent.run_goes_on()
     interrupted = threading.Event()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from collector.agent import procfs
 from collector.agent.launch import check_interval, default_name
@@ -14,6 +15,9 @@ from collector.agent.procfs import ProcessKey
 from collector.errors import TidegaugeError
 from collector.store.runs import Run
 from training_harness.layout import HOME_VARIABLE, create_run
+
+if TYPE_CHECKING:
+    from collector.agent.outlets import Outlets
 
 _PROC = "/proc"
 
@@ -26,6 +30,7 @@ def watch(
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
     on_ready: Callable[[Run], None] | None = None,
+    outlets: Outlets | None = None,
 ) -> Run:
     """Sample a process of this host and its descendants until it has ended, or until Ctrl-C; nothing is done to it.
 
@@ -36,6 +41,7 @@ def watch(
         tags: kept in the manifest.
         interval_seconds: between two samples.
         on_ready: called with the run before the first sample.
+        outlets: what is told of the run while it goes on.
 
     Raises:
         TidegaugeError: there is no such process, the interval is out of bounds, or the home cannot be written.
@@ -54,7 +60,7 @@ def watch(
         ) from None
     if on_ready is not None:
         on_ready(run)
-    collect(run, interval_seconds=interval_seconds)
+    collect(run, interval_seconds=interval_seconds, outlets=outlets)
     if run.manifest["end_time_ns"] is None:  # Ctrl-C: the process goes on, the watch is over
         update_manifest(run, end_time_ns=time.monotonic_ns())
     return run

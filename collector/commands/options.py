@@ -40,6 +40,25 @@ def _parse_tags(_context: click.Context, _option: click.Parameter, values: Seque
     return tags
 
 
+def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    from collector.metrics import parse_address
+
+    try:
+        return None if value is None else parse_address(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what is told of a run while it goes on: `--prometheus`."""
+    return click.option(
+        "--prometheus",
+        callback=_parse_address,
+        metavar="[HOST:]PORT",
+        help="Serve metrics for Prometheus [default host: 127.0.0.1].",
+    )(command)
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add what a new run is given: `--name`, `--tag` and `--interval`."""
     tag_help, interval_help = "Kept with the run.", "Seconds between samples."

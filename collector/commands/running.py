@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.options import PASS_ON, home_option, run_options
+from collector.commands.options import PASS_ON, home_option, outlet_options, run_options
 from collector.commands.verdicts import judge, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
-from training_harness.layout import MEMORY_HISTORY_VARIABLE, STAGES_VARIABLE
+from training_harness.layout import DISABLED_VARIABLE, MEMORY_HISTORY_VARIABLE, STAGES_VARIABLE
 
 if TYPE_CHECKING:
+    from collector.agent.outlets import Outlets
+    from collector.diagnosis.verdict import Verdict
     from collector.store.runs import Run
 
 #: The jobs of `training_harness.jobs`, which this package may not import.
@@ -32,6 +34,7 @@ JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
     help="Record the last N CUDA allocations with their stacks, for snapshots.",
 )
 @click.option("--no-stages", is_flag=True, help="Do not note what reading, decoding, augmenting … take.")
+@outlet_options
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -40,6 +43,7 @@ def run(
     interval: float,
     memory_history: int | None,
     no_stages: bool,
+    prometheus: tuple[str, int] | None,
     home: Path,
     command: tuple[str, ...],
 ) -> None:
@@ -48,21 +52,23 @@ def run(
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
-    _run(command, home=home, name=name, tags=tags, interval_seconds=interval)
+    _run(command, home=home, prometheus=prometheus, name=name, tags=tags, interval_seconds=interval)
 
 
 @click.command(context_settings=PASS_ON)
+@outlet_options
 @home_option
 @click.argument("name", type=click.Choice(JOBS))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def job(home: Path, name: str, arguments: tuple[str, ...]) -> None:
+def job(prometheus: tuple[str, int] | None, home: Path, name: str, arguments: tuple[str, ...]) -> None:
     """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
     home, arguments = _take_home(arguments, home)
     command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
     if not {"--help", "-h", "--list"}.isdisjoint(arguments):
         os.execv(sys.executable, command)
     kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
-    _run(command, home=home, name="-".join([name, *kind]) if name == "fault" else name)
+    title = "-".join([name, *kind]) if name == "fault" else name
+    _run(command, home=home, prometheus=prometheus, name=title)
 
 
 def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
@@ -82,9 +88,17 @@ def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, .
 
 @click.command()
 @run_options
+@outlet_options
 @home_option
 @click.argument("pid", type=click.IntRange(1))
-def watch(name: str | None, tags: Mapping[str, str], interval: float, home: Path, pid: int) -> None:
+def watch(
+    name: str | None,
+    tags: Mapping[str, str],
+    interval: float,
+    prometheus: tuple[str, int] | None,
+    home: Path,
+    pid: int,
+) -> None:
     """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
     from collector.agent.watch import watch as watch_process
 
@@ -92,15 +106,19 @@ def watch(name: str | None, tags: Mapping[str, str], interval: float, home: Path
         words = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
         click.echo(words, err=True)
 
-    run = watch_process(pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say)
-    show_card(run, judge(run), home=home, to_stderr=True)
+    outlets = _open_outlets(prometheus)
+    run = watch_process(
+        pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say, outlets=outlets
+    )
+    show_card(run, _judge_and_tell(run, outlets), home=home, to_stderr=True)
 
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
+@outlet_options
 @home_option
-def collect(spec: str, follow: int | None, home: Path) -> None:
+def collect(spec: str, follow: int | None, prometheus: tuple[str, int] | None, home: Path) -> None:
     """Resume a run whose collector has ended: store what waits, follow what lives."""
     from collector.agent import loop
     from collector.agent.procfs import ProcessKey
@@ -114,8 +132,9 @@ def collect(spec: str, follow: int | None, home: Path) -> None:
         except OSError:
             raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
         loop.update_manifest(found, command=command)
-    loop.collect(found)
-    verdict = judge(found)
+    outlets = _open_outlets(prometheus)
+    loop.collect(found, outlets=outlets)
+    verdict = _judge_and_tell(found, outlets)
     click.echo(f"{found.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
 
 
@@ -123,6 +142,7 @@ def _run(
     command: Sequence[str],
     *,
     home: Path,
+    prometheus: tuple[str, int] | None,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -130,13 +150,40 @@ def _run(
     """Run and follow a command, show the card, and exit as the command did."""
     from collector.agent.launch import run_command
 
-    outcome = run_command(command, home=home, name=name, tags=tags, interval_seconds=interval_seconds)
+    outlets = None if os.environ.get(DISABLED_VARIABLE) == "1" else _open_outlets(prometheus)
+    outcome = run_command(
+        command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
+    )
     if outcome.run is not None:
         try:
-            show_card(outcome.run, judge(outcome.run), home=home, to_stderr=True)
+            show_card(outcome.run, _judge_and_tell(outcome.run, outlets), home=home, to_stderr=True)
         except Exception as error:  # noqa: BLE001 - the command's exit status stands, whatever fails here
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
             click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
     sys.exit(outcome.exit_status)
+
+
+def _open_outlets(prometheus: tuple[str, int] | None) -> Outlets | None:
+    """What is told of a run while it goes on; None if nothing was asked for.
+
+    Raises:
+        TidegaugeError: the metrics cannot be served at that address.
+
+    """
+    if prometheus is None:
+        return None
+    from collector import metrics
+    from collector.agent.outlets import Outlets
+
+    outlets = Outlets()
+    click.echo(f"tidegauge: metrics at {metrics.serve(prometheus, outlets.look)}", err=True)
+    return outlets
+
+
+def _judge_and_tell(run: Run, outlets: Outlets | None) -> Verdict:
+    verdict = judge(run)
+    if outlets is not None:
+        outlets.tell(verdict)
+    return verdict

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake
+from collector.store.counts import COLUMNS, Counts
 from collector.store.growing import GrowingFiles
 from collector.store.runs import Run
 
@@ -99,6 +100,7 @@ class Ingester:
         run: the run to follow.
         clock_ns: CLOCK_MONOTONIC, for the lag.
         chunk_records: most records in one transaction.
+        counts: kept up to date with what is in the lake, if somebody asks for them.
 
     Raises:
         TidegaugeError: another process follows the run, or its lake cannot be opened.
@@ -111,9 +113,11 @@ class Ingester:
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         chunk_records: int = CHUNK_RECORDS,
+        counts: Counts | None = None,
     ) -> None:
         self._run = run
         self._clock_ns = clock_ns
+        self._counts = counts
         self._chunk_records = chunk_records
         self._host = socket.gethostname()
         self._headers: dict[Path, journals.SegmentHeader] = {}
@@ -213,6 +217,8 @@ class Ingester:
                     reported = connection.execute(f"FROM {lake.LAKE}.event WHERE kind = 'records-lost'")
                     for writer, count in journals.reported_losses(reported.to_arrow_table()).items():
                         self._progress.note_loss(writer, count)
+                    if self._counts is not None:
+                        self._counts.restart(_counted(connection), self._progress.offsets)
                 except duckdb.Error as error:
                     raise TidegaugeError(
                         f"{self._run.catalog_path} cannot be read: {lake.one_line(error)}"
@@ -349,6 +355,16 @@ class Ingester:
                 self._progress.damaged[name] = int(str(row["damaged_count"]))
         for writer, count in chunk.losses.items():
             self._progress.note_loss(writer, count)
+        if self._counts is not None:
+            self._counts.add(tables, {name: self._progress.offsets[name] for name in chunk.offsets})
+
+
+def _counted(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[str, pa.Table]]:
+    """What the lake holds of the streams that count, in pieces of a bounded size."""
+    for name, columns in COLUMNS.items():
+        found = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}"')
+        for batch in found.to_arrow_reader(CHUNK_RECORDS):
+            yield name, pa.Table.from_batches([batch])
 
 
 def damaged_lines(path: Path, count: int) -> str:

@@ -140,7 +140,7 @@ def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch,
 )
 def test_the_home_of_a_job_may_stand_anywhere(tidegauge, monkeypatch, arguments):
     started = []
-    monkeypatch.setattr(running, "_run", lambda command, *, home, name: started.append((home, command[-3:])))
+    monkeypatch.setattr(running, "_run", lambda command, *, home, **_: started.append((home, command[-3:])))
     tidegauge("job", *arguments)
     assert started == [(Path("/h"), ("images", "--steps", "3"))]
 

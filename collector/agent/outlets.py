@@ -1,0 +1,107 @@
+"""What the collector tells while the run goes on: its metrics, its findings so far."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from collector.agent.feed import Problems
+from collector.agent.outlook import Outlook
+from collector.agent.samples import Sample
+from collector.errors import TidegaugeError
+from collector.metrics import View
+from collector.store.runs import Run
+from training_harness.layout import read_manifest
+
+if TYPE_CHECKING:
+    from collector.diagnosis.verdict import Verdict
+    from collector.store.counts import Counts, Totals
+
+
+class Latest:
+    """The newest samples of each stream that the collector takes itself."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sequence[Sample]] = {}
+        self._processes: dict[tuple[float | None, float | None], Sample] = {}
+
+    def note(self, stream: str, samples: Sequence[Sample]) -> None:
+        """Keep the samples of one tick."""
+        if stream == "process":
+            samples = self._with_readings(samples)
+        self.samples[stream] = samples
+
+    def _with_readings(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Most ticks read the smaps of some processes only, so what was read of the others before stays."""
+        before, self._processes = self._processes, {}
+        for sample in samples:
+            if sample["alive"]:
+                key = (sample["process_pid"], sample["process_start_ticks"])
+                self._processes[key] = {**before.get(key, {}), **sample}
+        return list(self._processes.values())
+
+
+class Outlets:
+    """The state that they share. Made before the run, which begins when its directory is there.
+
+    Args:
+        verdict_every_seconds: between two verdicts, at least.
+
+    """
+
+    def __init__(self, *, verdict_every_seconds: float | None = None) -> None:
+        self.latest = Latest()
+        self.counts: Counts | None = None
+        self._every_seconds = verdict_every_seconds
+        self._host = socket.gethostname()
+        self._run: Run | None = None
+        self._name = ""
+        self._outlook: Outlook | None = None
+        self._verdict: tuple[Verdict, float] | None = None
+
+    def begin(self, run: Run) -> Counts:
+        """Tell of this run from now on; returns the counts, which the ingest is to feed."""
+        # Imported here: the command has started, and does not wait for this second of imports.
+        from collector.store.counts import Counts
+
+        with suppress(OSError, ValueError):
+            self._name = str(read_manifest(run.path)["name"])
+        self.counts = Counts(run)
+        self._outlook = Outlook(run, self.tell, every_seconds=self._every_seconds)
+        self._run = run
+        return self.counts
+
+    def tick(self, now_ns: int, problems: Problems) -> None:
+        """Called by the loop: see to it that there is a verdict when it is time for one."""
+        if self._outlook is not None:
+            self._outlook.tick(now_ns, problems)
+
+    def run_ended(self) -> None:
+        """No verdict is begun from now on; waits for one that is being made."""
+        if self._outlook is not None:
+            self._outlook.close()
+
+    def tell(self, verdict: Verdict) -> None:
+        """Tell of a verdict on the run."""
+        self._verdict = (verdict, time.time())
+
+    def look(self) -> View | None:
+        """What is known at this moment, for the metrics; None without a run. Called in other threads."""
+        run, counts, verdict = self._run, self.counts, self._verdict
+        if run is None or counts is None:
+            return None
+        totals: Totals | None = None
+        with suppress(TidegaugeError):
+            totals = counts.now()
+        return View(
+            run_id=run.run_id,
+            name=self._name,
+            host=self._host,
+            totals=totals,
+            samples=dict(self.latest.samples),
+            findings=verdict[0].findings if verdict else None,
+            verdict_seconds=verdict[1] if verdict else None,
+        )

@@ -1,0 +1,117 @@
+"""The totals that are kept beside the lake are those of a reader of the whole run, at every moment."""
+
+import threading
+
+import pytest
+from store_world import HOST, Writer, make_run
+
+from collector.store.counts import ALLOCATOR, Counts
+from collector.store.ingest import Ingester
+from collector.store.reader import read
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING_INT32, MISSING_INT64, STREAMS
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "home")
+
+
+def read_sums(run):
+    """(host, rank) -> sums, by a reader."""
+    with read(run) as snapshot:
+        steps = snapshot.query(
+            "SELECT host, rank, count(*), sum(duration_ns)::BIGINT, sum(data_wait_ns)::BIGINT "
+            "FROM step GROUP BY ALL"
+        )
+        batches = snapshot.query("SELECT host, rank, count(*) FROM batch GROUP BY ALL")
+    sums = {
+        (host, rank): {"steps": n, "step_ns": duration, "data_wait_ns": wait}
+        for host, rank, n, duration, wait in steps.itertuples(index=False)
+    }
+    for host, rank, n in batches.itertuples(index=False):
+        sums[host, rank]["batches"] = n
+    return sums
+
+
+def known(totals):
+    return {
+        rank: {name: value for name, value in sums.items() if name != "samples"} for rank, sums in totals.items()
+    }
+
+
+def test_they_are_right_before_during_and_after_the_ingest_and_when_it_is_resumed(run):
+    first, second = Writer(run, 100), Writer(run, 101, host=HOST)
+    first.write(300)
+    counts = Counts(run)
+    assert known(counts.now().sums) == read_sums(run)
+    with Ingester(run, counts=counts) as ingester:
+        ingester.step()
+        assert known(counts.now().sums) == read_sums(run)
+        first.write(50)
+        second.write(400)
+        assert known(counts.now().sums) == read_sums(run)
+        ingester.step()
+    second.write(7)
+    resumed = Counts(run)
+    with Ingester(run, counts=resumed) as ingester:
+        assert known(resumed.now().sums) == known(counts.now().sums) == read_sums(run)
+        ingester.step()
+        assert known(resumed.now().sums) == read_sums(run)
+    assert read_sums(run)["training-node", 0]["steps"] == 350
+
+
+def test_they_never_fall_while_an_ingest_moves_the_records(run):
+    writer, counts, seen = Writer(run, 100), Counts(run), []
+    over = threading.Event()
+
+    def ask():
+        while not over.is_set():
+            seen.append(counts.now().sums.get(("training-node", 0), {}).get("steps", 0))
+
+    asking = threading.Thread(target=ask)
+    with Ingester(run, counts=counts, chunk_records=500) as ingester:
+        asking.start()
+        for _ in range(4):
+            writer.write(500)
+            ingester.step()
+        over.set()
+        asking.join()
+    assert seen == sorted(seen)
+    assert counts.now().sums["training-node", 0]["steps"] == 2000
+
+
+def test_samples_that_no_batch_tells_are_no_sum(run):
+    Writer(run, 100).write(3)  # its sample counts are missing in `step`; `batch` has numbers
+    journal = JournalWriter(
+        run.journal_dir, STREAMS["batch"], Identity(host="other", pid=1, start_ticks=1, rank=None)
+    )
+    journal.append(5, 0, 0, 0, 0, 1, 1, 1, 1, 1, MISSING_INT64, MISSING_INT32)
+    journal.close()
+    sums = Counts(run).now().sums
+    assert sums["other", None] == {"batches": 1}
+    assert sums["training-node", 0]["samples"] > 0
+
+
+def test_of_the_allocator_the_newest_record_of_each_device_counts(run):
+    columns = [column.name for column in STREAMS["device_memory"].columns]
+
+    def write(pid, rows):
+        identity = Identity(host="node", pid=pid, start_ticks=pid, rank=0)
+        journal = JournalWriter(run.journal_dir, STREAMS["device_memory"], identity)
+        for row in rows:
+            journal.append(*(row.get(name, 0) for name in columns))
+        journal.close()
+
+    counts = Counts(run)
+    with Ingester(run, counts=counts) as ingester:
+        write(
+            1, [{"time_ns": n, "device": n % 2, "allocated_bytes": n, "reserved_bytes": 2 * n} for n in range(10)]
+        )
+        ingester.step()
+        write(2, [{"time_ns": 12, "device": 1, "allocated_bytes": 5, "reserved_bytes": 6}, {"time_ns": 3}])
+        allocator = counts.now().allocator
+    assert {key: [last[name] for name in ALLOCATOR] for key, last in allocator.items()} == {
+        ("node", 0, 0): [8, 16],
+        ("node", 0, 1): [5, 6],
+    }
