@@ -1,4 +1,4 @@
-"""What the collector tells while the run goes on: its metrics, its findings so far."""
+"""What the collector tells while the run goes on: its metrics, and its findings so far."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from collector.agent.feed import Problems
 from collector.agent.outlook import Outlook
 from collector.agent.samples import Sample
+from collector.alerts import Alerts
 from collector.errors import TidegaugeError
 from collector.metrics import View
 from collector.store.runs import Run
@@ -48,14 +49,14 @@ class Outlets:
     """The state that they share. Made before the run, which begins when its directory is there.
 
     Args:
-        verdict_every_seconds: between two verdicts, at least.
+        alerts: are given every verdict.
 
     """
 
-    def __init__(self, *, verdict_every_seconds: float | None = None) -> None:
+    def __init__(self, alerts: Alerts | None = None) -> None:
         self.latest = Latest()
         self.counts: Counts | None = None
-        self._every_seconds = verdict_every_seconds
+        self._alerts = alerts
         self._host = socket.gethostname()
         self._run: Run | None = None
         self._name = ""
@@ -70,7 +71,7 @@ class Outlets:
         with suppress(OSError, ValueError):
             self._name = str(read_manifest(run.path)["name"])
         self.counts = Counts(run)
-        self._outlook = Outlook(run, self.tell, every_seconds=self._every_seconds)
+        self._outlook = Outlook(run, self.tell)
         self._run = run
         return self.counts
 
@@ -87,6 +88,13 @@ class Outlets:
     def tell(self, verdict: Verdict) -> None:
         """Tell of a verdict on the run."""
         self._verdict = (verdict, time.time())
+        if self._alerts is not None and self._run is not None:
+            self._alerts.tell(self._run.run_id, self._name, verdict.findings)
+
+    def close(self) -> None:
+        """See to it that what was to be told is told, for a bounded time."""
+        if self._alerts is not None:
+            self._alerts.close()
 
     def look(self) -> View | None:
         """What is known at this moment, for the metrics; None without a run. Called in other threads."""

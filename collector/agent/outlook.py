@@ -23,9 +23,9 @@ _PATIENCE_SECONDS = 20.0
 _NICENESS = 10
 
 
-def pause_seconds(cost_seconds: float, every_seconds: float) -> float:
+def pause_seconds(cost_seconds: float) -> float:
     """From the begin of a verdict that cost so much CPU time to the begin of the next."""
-    return max(every_seconds, cost_seconds / BUDGET_RATIO)
+    return max(EVERY_SECONDS, cost_seconds / BUDGET_RATIO)
 
 
 class Outlook:
@@ -34,17 +34,16 @@ class Outlook:
     Args:
         run: which run.
         tell: called with each verdict, in the thread that made it.
-        every_seconds: between two verdicts, at least; `EVERY_SECONDS` by default.
 
     """
 
-    def __init__(self, run: Run, tell: Callable[[Verdict], None], *, every_seconds: float | None = None) -> None:
+    def __init__(self, run: Run, tell: Callable[[Verdict], None]) -> None:
         self._run = run
         self._tell = tell
-        self._every_seconds = EVERY_SECONDS if every_seconds is None else every_seconds
         self._begun_ns: int | None = None
-        self._pause_seconds = self._every_seconds
+        self._pause_seconds = EVERY_SECONDS
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def tick(self, now_ns: int, problems: Problems) -> None:
         """Begin a verdict if it is time for one and none is being made; the first waits one interval."""
@@ -57,9 +56,10 @@ class Outlook:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for a verdict that is being made, for a bounded time."""
+        """Wait for a verdict that is being made, for a bounded time; one that comes later is not told."""
         if self._thread is not None:
             self._thread.join(_PATIENCE_SECONDS)
+        self._closed = True
 
     def _judge(self, problems: Problems) -> None:
         with suppress(OSError):  # of this thread alone; the training comes first
@@ -71,5 +71,6 @@ class Outlook:
             # DuckDB works in threads of its own, so the process is what is measured.
             before_seconds = time.process_time()
             verdict = diagnose(load_tables(self._run))
-            self._pause_seconds = pause_seconds(time.process_time() - before_seconds, self._every_seconds)
-            self._tell(verdict)
+            self._pause_seconds = pause_seconds(time.process_time() - before_seconds)
+            if not self._closed:
+                self._tell(verdict)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,6 +16,9 @@ from training_harness.layout import HOME_VARIABLE, home_path
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from collector.alerts import Teller
+
+T = TypeVar("T")
 #: Columns of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
 #: For commands whose arguments are another command's.
@@ -40,23 +45,62 @@ def _parse_tags(_context: click.Context, _option: click.Parameter, values: Seque
     return tags
 
 
-def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
-    from collector.metrics import parse_address
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be told of a run while it goes on: where metrics are served, and who tells its findings."""
 
-    try:
-        return None if value is None else parse_address(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    prometheus: tuple[str, int] | None
+    tellers: tuple[Teller, ...]
 
 
 def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what is told of a run while it goes on: `--prometheus`."""
-    return click.option(
-        "--prometheus",
-        callback=_parse_address,
-        metavar="[HOST:]PORT",
-        help="Serve metrics for Prometheus [default host: 127.0.0.1].",
-    )(command)
+    """Add `--prometheus`, `--on-finding` and `--webhook`, which the command gets as one `asked`."""
+
+    @functools.wraps(command)
+    def with_asked(
+        *args: Any,
+        prometheus: tuple[str, int] | None,
+        on_finding: Teller | None,
+        webhook: Teller | None,
+        **rest: Any,
+    ) -> Any:
+        return command(*args, asked=Asked(prometheus, tuple(filter(None, (on_finding, webhook)))), **rest)
+
+    metrics_help = "Serve metrics for Prometheus [default host: 127.0.0.1]."
+    command_help = "A shell command for each new finding from warnings up; it has the finding's JSON on stdin."
+    webhook_help = "Where run and finding are posted as JSON, for each new finding from warnings up."
+    for option in (
+        click.option("--webhook", callback=_parse_webhook, metavar="URL", help=webhook_help),
+        click.option("--on-finding", callback=_parse_command, metavar="CMD", help=command_help),
+        click.option("--prometheus", callback=_parse_address, metavar="[HOST:]PORT", help=metrics_help),
+    ):
+        with_asked = option(with_asked)
+    return with_asked
+
+
+def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    from collector.metrics import parse_address
+
+    return _checked(parse_address, value)
+
+
+def _parse_command(_context: click.Context, _option: click.Parameter, value: str | None) -> Teller | None:
+    from collector.alerts import by_command
+
+    return _checked(by_command, value)
+
+
+def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str | None) -> Teller | None:
+    from collector.alerts import by_webhook
+
+    return _checked(by_webhook, value)
+
+
+def _checked(parse: Callable[[str], T], value: str | None) -> T | None:
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.options import PASS_ON, home_option, outlet_options, run_options
+from collector.commands.options import PASS_ON, Asked, home_option, outlet_options, run_options
 from collector.commands.verdicts import judge, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import DISABLED_VARIABLE, MEMORY_HISTORY_VARIABLE, STAGES_VARIABLE
@@ -43,7 +43,7 @@ def run(
     interval: float,
     memory_history: int | None,
     no_stages: bool,
-    prometheus: tuple[str, int] | None,
+    asked: Asked,
     home: Path,
     command: tuple[str, ...],
 ) -> None:
@@ -52,7 +52,7 @@ def run(
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
-    _run(command, home=home, prometheus=prometheus, name=name, tags=tags, interval_seconds=interval)
+    _run(command, home=home, asked=asked, name=name, tags=tags, interval_seconds=interval)
 
 
 @click.command(context_settings=PASS_ON)
@@ -60,7 +60,7 @@ def run(
 @home_option
 @click.argument("name", type=click.Choice(JOBS))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def job(prometheus: tuple[str, int] | None, home: Path, name: str, arguments: tuple[str, ...]) -> None:
+def job(asked: Asked, home: Path, name: str, arguments: tuple[str, ...]) -> None:
     """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
     home, arguments = _take_home(arguments, home)
     command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
@@ -68,7 +68,7 @@ def job(prometheus: tuple[str, int] | None, home: Path, name: str, arguments: tu
         os.execv(sys.executable, command)
     kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
     title = "-".join([name, *kind]) if name == "fault" else name
-    _run(command, home=home, prometheus=prometheus, name=title)
+    _run(command, home=home, asked=asked, name=title)
 
 
 def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
@@ -95,7 +95,7 @@ def watch(
     name: str | None,
     tags: Mapping[str, str],
     interval: float,
-    prometheus: tuple[str, int] | None,
+    asked: Asked,
     home: Path,
     pid: int,
 ) -> None:
@@ -106,11 +106,12 @@ def watch(
         words = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
         click.echo(words, err=True)
 
-    outlets = _open_outlets(prometheus)
+    outlets = _open_outlets(asked)
     run = watch_process(
         pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say, outlets=outlets
     )
     show_card(run, _judge_and_tell(run, outlets), home=home, to_stderr=True)
+    _close(outlets)
 
 
 @click.command()
@@ -118,7 +119,7 @@ def watch(
 @click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
 @outlet_options
 @home_option
-def collect(spec: str, follow: int | None, prometheus: tuple[str, int] | None, home: Path) -> None:
+def collect(spec: str, follow: int | None, asked: Asked, home: Path) -> None:
     """Resume a run whose collector has ended: store what waits, follow what lives."""
     from collector.agent import loop
     from collector.agent.procfs import ProcessKey
@@ -132,17 +133,18 @@ def collect(spec: str, follow: int | None, prometheus: tuple[str, int] | None, h
         except OSError:
             raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
         loop.update_manifest(found, command=command)
-    outlets = _open_outlets(prometheus)
+    outlets = _open_outlets(asked)
     loop.collect(found, outlets=outlets)
     verdict = _judge_and_tell(found, outlets)
     click.echo(f"{found.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
+    _close(outlets)
 
 
 def _run(
     command: Sequence[str],
     *,
     home: Path,
-    prometheus: tuple[str, int] | None,
+    asked: Asked,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -150,7 +152,7 @@ def _run(
     """Run and follow a command, show the card, and exit as the command did."""
     from collector.agent.launch import run_command
 
-    outlets = None if os.environ.get(DISABLED_VARIABLE) == "1" else _open_outlets(prometheus)
+    outlets = None if os.environ.get(DISABLED_VARIABLE) == "1" else _open_outlets(asked)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -162,23 +164,26 @@ def _run(
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
             click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
+    _close(outlets)
     sys.exit(outcome.exit_status)
 
 
-def _open_outlets(prometheus: tuple[str, int] | None) -> Outlets | None:
+def _open_outlets(asked: Asked) -> Outlets | None:
     """What is told of a run while it goes on; None if nothing was asked for.
 
     Raises:
         TidegaugeError: the metrics cannot be served at that address.
 
     """
-    if prometheus is None:
+    if asked == Asked(None, ()):
         return None
     from collector import metrics
     from collector.agent.outlets import Outlets
+    from collector.alerts import Alerts
 
-    outlets = Outlets()
-    click.echo(f"tidegauge: metrics at {metrics.serve(prometheus, outlets.look)}", err=True)
+    outlets = Outlets(Alerts(asked.tellers) if asked.tellers else None)
+    if asked.prometheus is not None:
+        click.echo(f"tidegauge: metrics at {metrics.serve(asked.prometheus, outlets.look)}", err=True)
     return outlets
 
 
@@ -187,3 +192,8 @@ def _judge_and_tell(run: Run, outlets: Outlets | None) -> Verdict:
     if outlets is not None:
         outlets.tell(verdict)
     return verdict
+
+
+def _close(outlets: Outlets | None) -> None:
+    if outlets is not None:
+        outlets.close()
