@@ -11,11 +11,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from conftest import bare_environment, wait_for
 
 from collector import alerts
 from collector.alerts import Alert, by_command, by_webhook
 from collector.diagnosis.findings import Evidence, Finding
+from tests.conftest import bare_environment, wait_for
 
 ALERT = Alert(
     "run-1",

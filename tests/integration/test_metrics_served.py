@@ -16,11 +16,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, bare_environment, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from collector.store.reader import read
 from collector.store.runs import Run
+from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 STEPS = 40
 PAUSED = REPOSITORY / "tests" / "scripts" / "paused.py"

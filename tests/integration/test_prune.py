@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import wait_for
 from store_world import HOST, Writer
 
 from collector.errors import TidegaugeError
@@ -18,6 +17,7 @@ from collector.store.ingest import LOCK_NAME, Ingester
 from collector.store.prune import StoredRun, beyond, delete, disk_bytes, leftovers, needed_by, stored_runs
 from collector.store.reader import read
 from collector.store.runs import Run, find_run, list_runs
+from tests.conftest import wait_for
 from training_harness import layout
 
 COMMAND = [sys.executable, "-P", "-m", "collector"]
