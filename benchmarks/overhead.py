@@ -3,13 +3,13 @@
     python benchmarks/overhead.py [--blocks 200] [--steps 100] [--image-pairs 300]
 
 Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both
-meet the same machine. For all steps of all blocks the fastest tenth and the median are given, bare and what is
-added to it: where cores change their speed with what others do, the tenth is the steadier of the two. The last
-column holds what is paid only now and then as well (a full metering at most every 2 ms, a write every 5 ms):
-the median, over the pairs, of the difference between their means. The budget is 20 µs for the training thread
-and 20 µs for a worker, per step with one batch; with `num_workers=0` the training thread plays the worker too.
-A stage is a call that is recognised (docs/stages.md). The last row is what a batch costs that takes more than 5
-ms to make, and so is metered in full and written at once, without those 5 ms.
+meet the same machine. The fastest tenth is that of all steps of all blocks: where cores change their speed with
+what others do, it is the steadiest. What is added to the median, and to the mean, is the median over the pairs
+of the difference between the two blocks; the mean holds what is paid only now and then as well (a full metering
+at most every 2 ms, a write every 5 ms). The budget is 20 µs for the training thread and 20 µs for a worker, per
+step with one batch; with `num_workers=0` the training thread plays the worker too. A stage is a call that is
+recognised (docs/stages.md). The last row is what a batch costs that takes more than 5 ms to make, and so is
+metered in full and written at once, without those 5 ms.
 
 At the end, by how much all of it makes the `images` job longer, with its loading in the training process: pairs of
 the same two steps, the median of their ratio with its 95 % interval by order statistics.
@@ -176,15 +176,16 @@ def in_turn(block: Block, pairs: int, run_dir: str) -> dict[bool, list[list[int]
 
 def compare(name: str, block: Block, blocks: int, run_dir: str) -> None:
     taken = in_turn(block, blocks, run_dir)
-    row = f"{name:<26}"
     bare, with_us = ([value / 1e3 for each in taken[attached] for value in each] for attached in (False, True))
-    for before, after in zip(tenth_and_median(bare), tenth_and_median(with_us), strict=True):
-        row += f"{before:>9.1f}{after - before:>8.1f}"
-    pairs = zip(taken[False], taken[True], strict=True)
-    low, middle, high = statistics.quantiles(
-        [(statistics.fmean(b) - statistics.fmean(a)) / 1e3 for a, b in pairs], n=4
-    )
-    print(row + f"{middle:>10.1f} ({low:.1f} … {high:.1f})", flush=True)
+    tenth, tenth_with_us = (statistics.quantiles(values, n=10)[0] for values in (bare, with_us))
+    row = f"{name:<26}{tenth:>9.1f}{tenth_with_us - tenth:>8.1f}"
+    pairs = list(zip(taken[False], taken[True], strict=True))
+    row += f"{statistics.median(bare):>9.1f}"
+    for middle_of in (statistics.median, statistics.fmean):
+        added = [(middle_of(after) - middle_of(before)) / 1e3 for before, after in pairs]
+        low, middle, high = statistics.quantiles(added, n=4)
+        row += f"{middle:>8.1f} {f'({low:.1f} … {high:.1f})':<16}"
+    print(row, flush=True)
 
 
 def compare_images(pairs: int, run_dir: str) -> None:
@@ -200,10 +201,6 @@ def compare_images(pairs: int, run_dir: str) -> None:
     )
 
 
-def tenth_and_median(values: list[float]) -> tuple[float, float]:
-    return statistics.quantiles(values, n=10)[0], statistics.median(values)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=200, help="pairs of blocks")
@@ -211,8 +208,8 @@ def main() -> None:
     parser.add_argument("--image-pairs", type=int, default=300, help="pairs of two steps of the images job")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'µs per step':<26}{'fastest tenth':^17}{'median':^17}{'mean, of pairs':>20}")
-    print(f"{'':<26}" + 2 * f"{'bare':>9}{'added':>8}" + f"{'added (quartiles)':>21}")
+    print(f"{'µs per step':<26}{'fastest tenth':^17}{'median':^34}{'mean':^25}")
+    print(f"{'':<26}{'bare':>9}{'added':>8}{'bare':>9}" + 2 * f"{'   added (quartiles)':<25}")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = str(layout.create_run(layout.Path(folder), name="overhead", argv=[]))
         for name, block in (
