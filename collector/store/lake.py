@@ -137,7 +137,7 @@ def attached(
     """
     with connected(threads=threads) as connection:
         connection.execute(
-            f"ATTACH {_text(f'ducklake:sqlite:{catalog}')} AS {LAKE} (DATA_PATH {_text(f'{data}/')}, "
+            f"ATTACH {quoted(f'ducklake:sqlite:{catalog}')} AS {LAKE} (DATA_PATH {quoted(f'{data}/')}, "
             "OVERRIDE_DATA_PATH true, META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 1000"
             f"{', READ_ONLY' if read_only else ''})"
         )
@@ -226,6 +226,11 @@ def one_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
+def quoted(text: str) -> str:
+    """A text as an SQL literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
     """Files made within are this user's alone (0600), directories too (0700)."""
@@ -250,7 +255,7 @@ def _create(run: Run) -> None:
                 _create_table(connection, table)
             connection.commit()
             for option, value in _OPTIONS.items():
-                connection.execute(f"CALL {LAKE}.set_option({_text(option)}, {_text(value)})")
+                connection.execute(f"CALL {LAKE}.set_option({quoted(option)}, {quoted(value)})")
         os.replace(catalog, run.catalog_path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -309,13 +314,9 @@ def _load_extension(connection: duckdb.DuckDBPyConnection, name: str) -> None:
     try:
         if found is None:
             connection.execute(f"INSTALL {name}")
-        connection.execute(f"LOAD {_text(str(found) if found else name)}")
+        connection.execute(f"LOAD {quoted(str(found) if found else name)}")
     except duckdb.Error as error:
         raise TidegaugeError(
             f"DuckDB {duckdb.__version__} cannot load its extension {name} ({one_line(error)}): "
             f"pip install duckdb-extension-{name.replace('_', '-')}=={duckdb.__version__}"
         ) from None
-
-
-def _text(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

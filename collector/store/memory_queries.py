@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from collector.store.lake import quoted
 from collector.store.queries import (
     GRID_BUCKETS,
     GRID_STEP_NS,
@@ -15,7 +16,6 @@ from collector.store.queries import (
     Span,
     lines,
     only,
-    quoted,
     width_ns,
 )
 from training_harness.records import ROLES

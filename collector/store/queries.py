@@ -206,11 +206,6 @@ def whole(within: Span, reach: Extent) -> Span:
     return replace(within, from_ns=min(reach.first_ns, within.origin_ns), to_ns=reach.newest_ns)
 
 
-def quoted(text: str) -> str:
-    """A text as an SQL literal."""
-    return "'" + text.replace("'", "''") + "'"
-
-
 def width_ns(within: Span, buckets: int) -> int:
     """The width of one of so many buckets over the span."""
     return (within.to_ns - within.from_ns) // buckets + 1

@@ -25,7 +25,6 @@ import pyarrow as pa
 from collector.errors import TidegaugeError
 from collector.store import journals, lake
 from collector.store.ingest import damaged_lines
-from collector.store.queries import quoted
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
 
@@ -128,7 +127,7 @@ class Snapshot:
         self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
         try:
             copied = self._execute(
-                f'COPY (FROM "{name}" ORDER BY time_ns) TO {quoted(str(path))} ({options})', None
+                f'COPY (FROM "{name}" ORDER BY time_ns) TO {lake.quoted(str(path))} ({options})', None
             )
             rows_count = int(copied.fetchall()[0][0])
         except duckdb.IOException as error:

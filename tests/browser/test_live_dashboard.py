@@ -15,6 +15,7 @@ import screenshot
 from collector.store import queries
 from collector.store.reader import read
 from collector.store.runs import list_runs
+from tests.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
 ARTIFACTS = ROOT / "test-artifacts"
@@ -46,16 +47,17 @@ def training(home):
 
 
 def _await_steps(home, job):
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and job.poll() is None:
+    def with_steps():
+        assert job.poll() is None, f"no steps, exit status {job.poll()}"
         for run in list_runs(home):
             with read(run) as snapshot:
                 reach = queries.extent(snapshot)
                 steps = int(snapshot.query("SELECT count(*) AS n FROM step")["n"].iloc[0]) if reach else 0
             if steps > 20:
                 return run
-        time.sleep(0.3)
-    raise AssertionError(f"no steps within {START_SECONDS} s, exit status {job.poll()}")
+        return None
+
+    return wait_for(with_steps, "the steps of the job", START_SECONDS)
 
 
 def newest_seconds(page):

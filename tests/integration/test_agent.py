@@ -12,6 +12,7 @@ import pytest
 
 from collector.store.reader import read
 from collector.store.runs import Run, list_runs
+from tests.conftest import wait_for
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 MIB = 2**20
@@ -257,9 +258,7 @@ def test_the_tree_below_the_command_is_sampled_and_an_orphan_is_not_waited_for(h
 
 
 def wait_for_sample_of(run, pid):
-    """Until the collector has sampled this process; the test's own time limit bounds it."""
-    while not (table(run, "process").process_pid == pid).any():
-        pass
+    wait_for(lambda: (table(run, "process").process_pid == pid).any(), f"a sample of process {pid}")
 
 
 TRAINING = """
@@ -284,8 +283,7 @@ def test_processes_have_the_roles_that_the_events_give_them(home, started):
     process = started(launcher(home, sys.executable, "-c", TRAINING))
     run = Run(Path(process.stderr.readline().strip()))
     worker = int(process.stdout.readline())
-    while not (table(run, "process").role == ROLE_WORKER).any():
-        pass
+    wait_for(lambda: (table(run, "process").role == ROLE_WORKER).any(), "a sample of the worker")
     process.communicate("end\n", timeout=60)
 
     assert last_of(run, run.manifest["command"]["pid"]).role == ROLE_MAIN

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from collector.errors import TidegaugeError
 from collector.snapshot import take
 from collector.store.runs import Run
+from tests.conftest import wait_for
 from training_harness import layout
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "asked.py"
@@ -53,15 +53,17 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
                 subprocess.Popen([sys.executable, SCRIPT, stop], env=environ | {"RANK": str(rank)}, stdout=stdout)
             )
 
+    def all_have_begun():
+        assert [rank.poll() for rank in ranks] == [None, None]
+        return all(output.stat().st_size for output in outputs)
+
     def ask(what, *, steps=3, timeout_seconds=60.0):
         taken, refused = take(run, what, steps=steps, timeout_seconds=timeout_seconds, say=lambda text: None)
         places = [TAKEN.fullmatch(line) for line in taken]
         return {int(place[1]): place[2].split("  ") for place in places}, refused
 
     try:
-        while not all(output.stat().st_size for output in outputs):  # each has made a step
-            assert [rank.poll() for rank in ranks] == [None, None]
-            time.sleep(0.05)
+        wait_for(all_have_begun, "a step of each rank")
 
         taken, refused = ask("census")
         assert (sorted(taken), refused) == ([0, 1], [])

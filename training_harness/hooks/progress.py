@@ -58,10 +58,10 @@ class Progress:
         self.step = 0
         self.ended_by = NOBODY
         self.thread = 0
-        self._begin(0)
+        self.begin(0)
         self._mark_ns = time.monotonic_ns()
 
-    def _begin(self, now_ns: int) -> None:
+    def begin(self, now_ns: int) -> None:
         """A step begins now, whatever was counted before; when the first one's work began is not known."""
         self._boundary_ns = self._mark_ns = now_ns
         self._batches = self._samples = 0
@@ -148,11 +148,7 @@ class Progress:
             except Exception as error:
                 self._fail_device_times(error)
         self.step += 1
-        self._begin(now_ns)
-
-    def restart(self, now_ns: int) -> None:
-        """The step that has begun begins only now."""
-        self._begin(now_ns)
+        self.begin(now_ns)
 
     def catch_up(self, now_ns: int) -> None:
         """Between two steps or batches, once the tape is due: write, and do what waits for the end of a step."""
@@ -171,7 +167,7 @@ class Progress:
         if self.uses_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
             return  # what was asked for can wait until the graph is there
         now_ns = self.requests.serve(current, self.step - 1)
-        self._begin(now_ns)
+        self.begin(now_ns)
         self._look_for_cuda()
 
     def _look_for_cuda(self) -> None:

@@ -155,7 +155,7 @@ def step(progress: Progress) -> None:
     progress.tape.play()
     now_ns = time.monotonic_ns()
     if progress.ended_by == OPTIMIZER:  # the part of a step since the optimizer ended the last one
-        progress.restart(now_ns)
+        progress.begin(now_ns)
     else:
         progress.gauge(current)
         progress.end(current, now_ns)
