@@ -207,7 +207,7 @@ def check_devices(reason: str | None) -> Check:
 
 def check_lake() -> Check:
     """DuckDB with its extensions, loaded from the installed packages."""
-    from collector.store.lake import connected
+    from collector.store.engine import connected
 
     try:
         with connected(threads=1):

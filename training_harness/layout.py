@@ -15,6 +15,7 @@ Standard library alone: both the harness (`attach()`) and the collector create r
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -36,15 +37,26 @@ DISABLED_VARIABLE = "TIDEGAUGE_DISABLED"
 #: "0" switches the recognition of stages off.
 STAGES_VARIABLE = "TIDEGAUGE_STAGES"
 MEMORY_HISTORY_VARIABLE = "TIDEGAUGE_MEMORY_HISTORY"
+#: Where a team's runs go: a PostgreSQL URL, and a folder or s3:// prefix (`collector.store.shared`).
+STORE_VARIABLE = "TIDEGAUGE_STORE"
+DATA_VARIABLE = "TIDEGAUGE_DATA"
+#: The id of the run that begins, the same on every node that takes part in it.
+RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 
 MANIFEST = "run.json"
 MANIFEST_SCHEMA = 1
+#: Beside the manifest of one node's part in a run: that of all nodes.
+NODES = "nodes.json"
+#: In the manifest of a run that this node has no part in.
+MIRROR = "mirror"
 SNAPSHOTS = "snapshots"
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
 #: The folder of the requests, made with the first one, and what can be asked for.
 REQUESTS = "requests"
 SNAPSHOT_KINDS = ("allocator", "census", "profile")
 
+#: An id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
+RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 _SECRET = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
 
 #: The only environment variables whose values are recorded in a manifest.
@@ -69,18 +81,28 @@ def home_path(environ: Mapping[str, str] = os.environ) -> Path:
 def new_run_id(name: str, *, wall_seconds: float) -> str:
     """`<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_seconds))
-    slug = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:40] or "run"
+    slug = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
     return f"{stamp}-{slug}-{secrets.token_hex(2)}"
 
 
 def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str, str] | None = None) -> Path:
     """Make a run directory (0700) with its manifest, and return its path.
 
+    Its id is new, unless the environment gives one.
+
     Raises:
-        OSError: the home cannot be written.
+        OSError: the home cannot be written, or has a run of the given id.
+        ValueError: the given id cannot be one.
 
     """
-    run_dir = home / "runs" / new_run_id(name, wall_seconds=time.time())
+    given = os.environ.get(RUN_ID_VARIABLE)
+    if given and not RUN_ID.fullmatch(given):
+        raise ValueError(f"{given!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
+    run_dir = home / "runs" / (given or new_run_id(name, wall_seconds=time.time()))
+    if (run_dir / MANIFEST).exists():
+        if not read_manifest(run_dir).get(MIRROR):
+            raise FileExistsError(errno.EEXIST, f"run {given} exists already", str(run_dir))
+        shutil.rmtree(run_dir)  # what this node was told of the others
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "run_id": run_dir.name,
@@ -92,6 +114,7 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
         "python": sys.version.split()[0],
         "environment": {key: os.environ[key] for key in RECORDED_ENVIRONMENT if key in os.environ},
         "tags": dict(tags or {}),
+        "store": "shared" if os.environ.get(STORE_VARIABLE) else "embedded",
         "anchors": {socket.gethostname(): wall_anchor()},
         "collector": None,
         "command": None,
@@ -187,9 +210,9 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(run_dir: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(run_dir: Path, manifest: Mapping[str, Any], *, name: str = MANIFEST) -> None:
     """Replace the manifest atomically, so that a reader or a kill never meets half of one."""
-    path = run_dir / MANIFEST
+    path = run_dir / name
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as stream:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from collector.store.ingest import Ingester, IngestResult
 
 
+INGEST_EVERY_NS = 10_000_000_000
+#: A commit costs some 65 ms of CPU however little it moves. So when there is little, it can wait longer:
+#: readers take what is not in the lake from the journals. Those of other nodes cannot.
+INGEST_LITTLE_EVERY_NS = 20_000_000_000
+LITTLE_RECORDS = 20_000
 #: A part that finds a new fault at every turn must not flood the events.
 _TOLD_AT_MOST = 20
 
@@ -45,11 +52,25 @@ class Problems:
 class Feed:
     """Moves the run's journals into its lake from time to time.
 
-    An ingest that fails is tried anew the next time: what was not committed is still in the journals.
+    An ingest that fails is tried anew the next time: what was not committed is still in the journals. A store on
+    the network may take a minute to fail, so it is fed in a thread of its own, and the sampling goes on.
+
+    Args:
+        run: what is followed.
+        problems: told of failures.
+        ingester: if it is open already.
+        counts: kept up to date with what is in the lake, if somebody asks for them.
+        clock_ns: CLOCK_MONOTONIC.
+
     """
 
     def __init__(
-        self, run: Run, problems: Problems, ingester: Ingester | None = None, counts: Counts | None = None
+        self,
+        run: Run,
+        problems: Problems,
+        ingester: Ingester | None = None,
+        counts: Counts | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.records_count = 0
         self.last: IngestResult | None = None
@@ -57,10 +78,58 @@ class Feed:
         self._problems = problems
         self._ingester = ingester
         self._counts = counts
+        self._clock_ns = clock_ns
+        self._thread = ThreadPoolExecutor(1, "ingest") if run.is_shared else None
+        self._under_way: Future[None] | None = None
+        self._fails_since_ns: int | None = None
 
-    def step(self) -> int:
-        """Ingest what the journals hold by now; returns how many records were moved."""
-        before_count = self.records_count
+    @property
+    def every_ns(self) -> int:
+        """How long to wait between two ingests, by what the last one found."""
+        little = self.last is not None and self.last.records_count <= LITTLE_RECORDS
+        return INGEST_LITTLE_EVERY_NS if little and self._thread is None else INGEST_EVERY_NS
+
+    def lag_ns(self, now_ns: int) -> int | None:
+        """Age of the oldest record that the last ingest found, or since when none goes well; None if unknown."""
+        if self._fails_since_ns is not None:
+            return now_ns - self._fails_since_ns
+        return self.last.lag_ns if self.last else None
+
+    def step(self) -> None:
+        """Ingest what the journals hold by now; not if the ingest before still goes on."""
+        if self._thread is None:
+            self._ingest()
+        elif self._under_way is None or self._under_way.done():
+            self._under_way = self._thread.submit(self._ingest)
+
+    def maintain(self) -> None:
+        """Compact the lake: flush, merge, expire, delete."""
+        if self._thread is None:
+            self._maintain()
+        else:
+            self._thread.submit(self._maintain)
+
+    def finish(self, say_last: Callable[[], None]) -> bool:
+        """Ingest all that is there and what is said at the very end, compact the lake and let go of it.
+
+        Returns:
+            Whether the lake took it all.
+
+        """
+        if self._thread is not None:
+            self._thread.shutdown()  # what goes on there ends first
+        self._ingest()
+        say_last()
+        if self._fails_since_ns is None:
+            self._ingest()
+        with self._problems.guard("ingest"):
+            if self._ingester is not None:
+                self._tell(self._ingester.close())
+        return self._fails_since_ns is None
+
+    def _ingest(self) -> None:
+        if self._fails_since_ns is None:  # until it goes well
+            self._fails_since_ns = self._clock_ns()
         with self._problems.guard("ingest"):
             if self._ingester is None:
                 # Imported here, so that a command neither waits for this second of imports nor fails with it.
@@ -69,20 +138,14 @@ class Feed:
                 self._ingester = Ingester(self._run, counts=self._counts)
             self.last = self._ingester.step()
             self.records_count += self.last.records_count
+            if self.last.is_whole:
+                self._fails_since_ns = None
             self._tell(self.last.problems)
-        return self.records_count - before_count
 
-    def maintain(self) -> None:
-        """Compact the lake: flush, merge, expire, delete."""
+    def _maintain(self) -> None:
         with self._problems.guard("ingest"):
             if self._ingester is not None:
                 self._tell(self._ingester.maintain())
-
-    def close(self) -> None:
-        """Compact the lake a last time and let go of it."""
-        with self._problems.guard("ingest"):
-            if self._ingester is not None:
-                self._tell(self._ingester.close())
 
     def _tell(self, problems: Iterable[str]) -> None:
         for text in problems:

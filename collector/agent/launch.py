@@ -32,7 +32,7 @@ from collector.errors import TidegaugeError
 from collector.store.runs import Run
 from training_harness import layout
 from training_harness.journal import start_ticks
-from training_harness.layout import DISABLED_VARIABLE, HOME_VARIABLE, RUN_DIR_VARIABLE, create_run
+from training_harness.layout import DISABLED_VARIABLE, HOME_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, create_run
 
 if TYPE_CHECKING:
     from collector.agent.outlets import Outlets
@@ -96,7 +96,7 @@ def run_command(
         The run and the exit code to pass on; 126 or 127 if the command cannot be started.
 
     Raises:
-        TidegaugeError: the interval is out of bounds.
+        TidegaugeError: the interval is out of bounds, or there is a run of the given id.
 
     """
     check_interval(interval_seconds)
@@ -153,7 +153,7 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
     own = environ.get("PYTHONPATH", "")
     rest = [part for part in own.split(os.pathsep) if part != shim] if own else []
     return {
-        **environ,
+        **{name: value for name, value in environ.items() if name != RUN_ID_VARIABLE},  # which is in use now
         RUN_DIR_VARIABLE: str(run_dir.absolute()),
         HOME_VARIABLE: str(home.absolute()),
         "PYTHONPATH": os.pathsep.join([shim, *rest]),
@@ -163,6 +163,11 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
 def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str, str]) -> Run | None:
     try:
         return Run(create_run(home, name=name, argv=argv, tags=tags))
+    except FileExistsError as error:
+        raise TidegaugeError(
+            f"{error.strerror} in {home}: give another --run-id; where a job may be started again, with the number "
+            "of its attempt"
+        ) from None
     except OSError as error:
         _say(
             f"cannot write in {home} ({error.strerror or error}): the command runs without Tidegauge. "
@@ -203,7 +208,8 @@ def _follow_child(
         with suppress(OSError, ValueError):
             update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
         agent.command_ended(exit_status)
-        agent.finish()
+        if not agent.finish():
+            _say(f"the store did not take all records: `tidegauge collect {run.run_id}` once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from collector.store.ingest import Ingester
 
 DEFAULT_INTERVAL_SECONDS = 1.0
-INGEST_EVERY_NS = 10_000_000_000
-#: A commit costs some 65 ms of CPU however little it moves. So when there is little, it can wait longer:
-#: readers take what is not in the lake from the journals.
-INGEST_LITTLE_EVERY_NS = 20_000_000_000
-LITTLE_RECORDS = 20_000
 MAINTAIN_EVERY_NS = 300_000_000_000
 #: Orphaned workers are given this long to end before the run is closed.
 ORPHANS_SECONDS = 1.0
@@ -73,7 +68,7 @@ class Agent:
         self._events.append("collector-start", resumed=resumed, command_pid=command.pid if command else None)
         self._problems = Problems(self._events)
         self._outlets = outlets
-        self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None)
+        self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None, clock_ns)
         self._writers = {
             name: JournalWriter(run.journal_dir, STREAMS[name], identity, events=self._events)
             for name in ("process", "host", "device", "agent")
@@ -99,9 +94,8 @@ class Agent:
         now_ns = self._clock_ns()
         self._sample(now_ns)
         if now_ns >= self._ingest_due_ns:
-            moved_count = self._feed.step()
-            every_ns = INGEST_EVERY_NS if moved_count > LITTLE_RECORDS else INGEST_LITTLE_EVERY_NS
-            self._ingest_due_ns = now_ns + every_ns
+            self._feed.step()
+            self._ingest_due_ns = now_ns + self._feed.every_ns
             if now_ns >= self._maintain_due_ns:
                 self._feed.maintain()
                 self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
@@ -122,8 +116,13 @@ class Agent:
             last = self._processes.last_sample(command, exit_status)
             self._write("process", self._clock_ns(), [last])
 
-    def finish(self) -> None:
-        """Sample once more, give orphans a moment, move everything into the lake and close."""
+    def finish(self) -> bool:
+        """Sample once more, give orphans a moment, move everything into the lake and close.
+
+        Returns:
+            Whether the lake took it all; the rest waits in the journals.
+
+        """
         self._sample(self._clock_ns())
         orphans = [*self._roster.workers(), *self._roster.mains()]
         if any(map(_is_alive, orphans)):
@@ -133,14 +132,14 @@ class Agent:
             self._sample(self._clock_ns())
         for writer in self._writers.values():
             writer.close()
-        self._feed.step()
-        self._events.append("collector-stop", records_count=self._feed.records_count)
-        self._feed.step()
-        self._feed.close()
+        took_all = self._feed.finish(
+            lambda: self._events.append("collector-stop", records_count=self._feed.records_count)
+        )
         with self._problems.guard("devices"):
             self._devices.close()
         if self._outlets is not None:
             self._outlets.run_ended()
+        return took_all
 
     def _sample(self, now_ns: int) -> None:
         with self._problems.guard("events"):
@@ -165,7 +164,7 @@ class Agent:
             "smaps_ns": self._processes.budget.spent_ns,
             "rss_bytes": status.rss_bytes if status else None,
             "interval_ns": None if self._ticked_ns is None else now_ns - self._ticked_ns,
-            "ingest_lag_ns": fed.lag_ns if fed else None,
+            "ingest_lag_ns": self._feed.lag_ns(now_ns),
             "records_ingested_count": self._feed.records_count,
             # What the lake knows of may include the collector's own.
             "records_lost_count": max(lost_count, fed.lost_count if fed else 0),

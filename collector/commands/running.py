@@ -14,7 +14,14 @@ import click
 from collector.commands.options import PASS_ON, Asked, home_option, outlet_options, run_options
 from collector.commands.verdicts import judge, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
-from training_harness.layout import DISABLED_VARIABLE, MEMORY_HISTORY_VARIABLE, STAGES_VARIABLE
+from training_harness.layout import (
+    DISABLED_VARIABLE,
+    MEMORY_HISTORY_VARIABLE,
+    RUN_ID,
+    RUN_ID_VARIABLE,
+    STAGES_VARIABLE,
+    STORE_VARIABLE,
+)
 
 if TYPE_CHECKING:
     from collector.agent.outlets import Outlets
@@ -23,6 +30,12 @@ if TYPE_CHECKING:
 
 #: The jobs of `training_harness.jobs`, which this package may not import.
 JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
+
+
+def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    if value and not RUN_ID.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
+    return value or None
 
 
 @click.command(context_settings=PASS_ON)
@@ -34,6 +47,13 @@ JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
     help="Record the last N CUDA allocations with their stacks, for snapshots.",
 )
 @click.option("--no-stages", is_flag=True, help="Do not note what reading, decoding, augmenting … take.")
+@click.option(
+    "--run-id",
+    envvar=RUN_ID_VARIABLE,
+    callback=_check_run_id,
+    metavar="ID",
+    help="The same on every node of one training, with a shared store [default: a new one].",
+)
 @outlet_options
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -43,6 +63,7 @@ def run(
     interval: float,
     memory_history: int | None,
     no_stages: bool,
+    run_id: str | None,
     asked: Asked,
     home: Path,
     command: tuple[str, ...],
@@ -52,6 +73,8 @@ def run(
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
+    if run_id is not None:
+        os.environ[RUN_ID_VARIABLE] = run_id
     _run(command, home=home, asked=asked, name=name, tags=tags, interval_seconds=interval)
 
 
@@ -152,6 +175,10 @@ def _run(
     """Run and follow a command, show the card, and exit as the command did."""
     from collector.agent.launch import run_command
 
+    if os.environ.get(STORE_VARIABLE):
+        from collector.store import shared
+
+        shared.configured()  # what can't be is said before the command starts
     outlets = None if os.environ.get(DISABLED_VARIABLE) == "1" else _open_outlets(asked)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets

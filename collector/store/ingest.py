@@ -22,20 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store import journals, lake
+from collector.store import journals, lake, shared, upkeep
 from collector.store.counts import COLUMNS, Counts
+from collector.store.engine import one_line, quoted
 from collector.store.growing import GrowingFiles
 from collector.store.runs import Run
 
 LOCK_NAME = "lake.lock"
 #: Records per transaction: a bound on memory (about 120 bytes each in Arrow, several copies).
 CHUNK_RECORDS = 100_000
-#: The last snapshot always stays. Counted, not fetched: fetching a TIMESTAMPTZ needs pytz.
-_DELETE_OLD = (
-    f"ducklake_expire_snapshots('{lake.LAKE}', older_than => TIMESTAMP '9999-01-01')",
-    f"ducklake_cleanup_old_files('{lake.LAKE}', cleanup_all => true)",
-    f"ducklake_delete_orphaned_files('{lake.LAKE}', cleanup_all => true)",
-)
 _OFFSET_SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -55,6 +50,7 @@ class IngestResult:
         records_count: records that are in the lake now and were not before.
         lag_ns: age of the oldest record that this step found outside the lake; None if it found none.
         lost_count: records that writers could not write, over the whole run.
+        is_whole: the lake took all that was found.
         problems: one line each, for whatever could not be read or committed.
 
     """
@@ -62,6 +58,7 @@ class IngestResult:
     records_count: int
     lag_ns: int | None
     lost_count: int
+    is_whole: bool
     problems: tuple[str, ...]
 
 
@@ -136,7 +133,7 @@ class Ingester:
     def step(self) -> IngestResult:
         """Move all that is whole and beyond the stored offsets into the lake; never raises for a file or a disk."""
         problems: list[str] = []
-        records_count, oldest_ns = 0, None
+        records_count, oldest_ns, is_whole = 0, None, True
         with lake.private_files():
             try:
                 connection = self._open()
@@ -149,15 +146,15 @@ class Ingester:
                     records_count += chunk.records_count
                 self._delete_ingested(problems)
             except (duckdb.Error, TidegaugeError, OSError) as error:
-                problems.append(
-                    f"the lake did not take the records, which stay in the journals: {lake.one_line(error)}"
-                )
+                problems.append(f"the lake did not take the records, which stay in the journals: {one_line(error)}")
                 self._release()
+                is_whole = False
         lag_ns = None if oldest_ns is None else max(0, self._clock_ns() - oldest_ns)
         return IngestResult(
             records_count=records_count,
             lag_ns=lag_ns,
             lost_count=self._progress.lost_count,
+            is_whole=is_whole,
             problems=tuple(problems),
         )
 
@@ -168,33 +165,33 @@ class Ingester:
             One line per problem; the lake is right with or without maintenance.
 
         """
-        name = lake.LAKE
         with lake.private_files():
             try:
-                connection = self._open()
-                # Readers wait meanwhile, so they are let in after each table.
-                for table in lake.TABLES:
-                    with lake.files_locked(self._run, exclusive=True):
-                        connection.execute(f"CALL ducklake_merge_adjacent_files('{name}', '{table}')").fetchall()
-                with lake.files_locked(self._run, exclusive=True):
-                    for call in _DELETE_OLD:
-                        connection.execute(f"SELECT count(*) FROM {call}").fetchall()
-            except BlockingIOError:
-                pass  # the next maintenance finds the same files
+                upkeep.tidy(self._run, self._open())
             except (duckdb.Error, TidegaugeError, OSError) as error:
                 self._release()
-                return (f"the lake was not tidied up: {lake.one_line(error)}",)
+                return (f"the lake was not tidied up: {one_line(error)}",)
         return ()
 
     def close(self) -> tuple[str, ...]:
         """Maintain a last time, close the lake and let the next ingester in; returns the problems."""
         if self._lock < 0:
             return ()
-        problems = self.maintain()
+        problems: tuple[str, ...] = ()
+        if self._connection is not None:  # else it could not be opened just now
+            problems = (*self._tell_the_end(), *self.maintain())
         self._release()
         os.close(self._lock)
         self._lock = -1
         return problems
+
+    def _tell_the_end(self) -> tuple[str, ...]:
+        try:
+            if self._run.is_shared:
+                shared.register(self._run.manifest)
+        except TidegaugeError as error:
+            return (str(error),)
+        return ()
 
     def __enter__(self) -> Ingester:
         return self
@@ -208,6 +205,8 @@ class Ingester:
         """The open lake. After a failure it is opened anew, and its own offsets say where to go on."""
         if self._connection is None:
             with lake.private_files(), contextlib.ExitStack() as stack:
+                if self._run.is_shared:
+                    shared.register(self._run.manifest)
                 connection = stack.enter_context(lake.writable(self._run))
                 # What this lake lacks is in files that another may have held already.
                 self._segments.forget()
@@ -218,11 +217,12 @@ class Ingester:
                     for writer, count in journals.reported_losses(reported.to_arrow_table()).items():
                         self._progress.note_loss(writer, count)
                     if self._counts is not None:
-                        self._counts.restart(_counted(connection), self._progress.offsets)
+                        self._counts.restart(
+                            _counted(connection, self._host if self._run.is_shared else None),
+                            self._progress.offsets,
+                        )
                 except duckdb.Error as error:
-                    raise TidegaugeError(
-                        f"{self._run.catalog_path} cannot be read: {lake.one_line(error)}"
-                    ) from None
+                    raise TidegaugeError(f"{lake.title(self._run)} cannot be read: {one_line(error)}") from None
                 self._lake = stack.pop_all()
             self._connection = connection
         return self._connection
@@ -319,7 +319,7 @@ class Ingester:
         except BlockingIOError:
             pass  # the next step finds them again
         except OSError as error:
-            problems.append(f"journals that are in the lake were not deleted: {lake.one_line(error)}")
+            problems.append(f"journals that are in the lake were not deleted: {one_line(error)}")
 
     def _is_ingested(self, path: Path) -> bool:
         end = self._progress.offsets.get(path.name)
@@ -359,10 +359,11 @@ class Ingester:
             self._counts.add(tables, {name: self._progress.offsets[name] for name in chunk.offsets})
 
 
-def _counted(connection: duckdb.DuckDBPyConnection) -> Iterator[tuple[str, pa.Table]]:
-    """What the lake holds of the streams that count, in pieces of a bounded size."""
+def _counted(connection: duckdb.DuckDBPyConnection, host: str | None) -> Iterator[tuple[str, pa.Table]]:
+    """What the lake holds of the streams that count, of one node or all, in pieces of a bounded size."""
+    where = "" if host is None else f" WHERE host = {quoted(host)}"
     for name, columns in COLUMNS.items():
-        found = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}"')
+        found = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}"{where}')
         for batch in found.to_arrow_reader(CHUNK_RECORDS):
             yield name, pa.Table.from_batches([batch])
 

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import os
+import random
 import shutil
-import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +22,13 @@ from pathlib import Path
 import duckdb
 
 from collector.errors import TidegaugeError
+from collector.store import shared
+from collector.store.engine import Place, connected, load_extension, one_line, quoted
 from collector.store.runs import Run
 from training_harness.records import IDENTITY, NAME, STREAMS
 
 #: The name under which a lake is attached.
 LAKE = "lake"
-_EXTENSIONS = ("ducklake", "sqlite_scanner")
 _SQL_TYPES = {
     "q": "BIGINT",
     "i": "INTEGER",
@@ -71,12 +69,8 @@ _OPTIONS = {
 _PATIENCE_SECONDS = 1.0
 #: A file, not a directory: NFS locks only what is open for writing exclusively.
 _READERS_LOCK = "readers.lock"
-
-#: (pid, threads) -> DuckDB instances that nobody uses now. Loading the extensions takes 0.2 s, so
-#: instances are kept; none is shared, since DuckLake loses catalogs when threads attach at once. The
-#: pid is in the key because the threads of an instance do not survive a fork.
-_idle: defaultdict[tuple[int, int | None], list[duckdb.DuckDBPyConnection]] = defaultdict(list)
-_idle_lock = threading.Lock()
+#: Between attempts to open a lake of the shared store that others are making too.
+_OPENING_PAUSES_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass(slots=True)
@@ -104,28 +98,30 @@ class Progress:
         return sum(self.lost.values())
 
 
-@contextlib.contextmanager
-def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A connection to a DuckDB instance in memory, with the extensions that a lake needs.
+def place_of(run: Run) -> Place:
+    """Where the lake of a run is: in its own directory, or in the shared store.
 
     Raises:
-        TidegaugeError: an extension cannot be loaded.
+        TidegaugeError: it is in the shared store, and nothing says where that is.
 
     """
-    idle = _idle[os.getpid(), threads]
-    with _idle_lock:
-        instance = idle.pop() if idle else None
-    instance = instance or _new_instance(threads)
-    with instance.cursor() as connection:
-        yield connection
-    with _idle_lock:
-        idle.append(instance)  # not after an error: then the next user gets a fresh one
+    if run.is_shared:
+        return shared.place(run.run_id)
+    return _embedded(run.catalog_path, run)
+
+
+def exists(run: Run) -> bool:
+    """Whether the run has a lake; of one in the shared store only the store knows."""
+    return run.is_shared or run.catalog_path.exists()
+
+
+def title(run: Run) -> str:
+    """What to call the run's lake in a message."""
+    return "the shared store" if run.is_shared else str(run.catalog_path)
 
 
 @contextlib.contextmanager
-def attached(
-    catalog: Path, data: Path, *, read_only: bool, threads: int | None = None
-) -> Iterator[duckdb.DuckDBPyConnection]:
+def attached(place: Place, *, read_only: bool, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     """A connection with a lake as `lake`; a transaction that is open at the end is rolled back.
 
     The data path is the run's own, wherever the run was when the lake was made.
@@ -136,10 +132,13 @@ def attached(
 
     """
     with connected(threads=threads) as connection:
+        for name in place.extensions:
+            load_extension(connection, name)
+        for statement in place.prepare:
+            connection.execute(statement)
         connection.execute(
-            f"ATTACH {quoted(f'ducklake:sqlite:{catalog}')} AS {LAKE} (DATA_PATH {quoted(f'{data}/')}, "
-            "OVERRIDE_DATA_PATH true, META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 1000"
-            f"{', READ_ONLY' if read_only else ''})"
+            f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "
+            f"OVERRIDE_DATA_PATH true, {place.options}{', READ_ONLY' if read_only else ''})"
         )
         try:
             yield connection
@@ -153,25 +152,59 @@ def attached(
 def writable(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
     """A connection with the run's lake as `lake`, to write; the lake is made if there is none.
 
-    Only the holder of the run's lock may use this.
+    Only the holder of the run's lock may use this; in the shared store there is one on each node.
 
     Raises:
-        TidegaugeError: it is damaged or of a newer version, or the directory cannot be written.
+        TidegaugeError: it is damaged or of a newer version, or cannot be reached or written.
 
     """
     with contextlib.ExitStack() as stack:
         try:
-            if not run.catalog_path.exists():
+            if not exists(run):
                 _create(run)
-            lake = attached(run.catalog_path, run.data_dir, read_only=False, threads=1)
-            connection = stack.enter_context(lake)
-            _add_missing(connection)
+            connection = stack.enter_context(_open_shared(run) if run.is_shared else _open_embedded(run))
         except (duckdb.Error, OSError) as error:
-            raise TidegaugeError(
-                f"{run.catalog_path} cannot be opened ({one_line(error)}): make room, or move it and "
-                f"{run.data_dir} away and collect again what the journals still hold"
-            ) from None
+            remedy = (
+                f"the records wait in {run.journal_dir} until it can"
+                if run.is_shared
+                else f"make room, or move it and {run.data_dir} away and collect again what the journals still hold"
+            )
+            raise TidegaugeError(f"{title(run)} cannot be opened ({one_line(error)}): {remedy}") from None
         yield connection
+
+
+@contextlib.contextmanager
+def _open_embedded(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
+    with attached(place_of(run), read_only=False, threads=1) as connection:
+        _add_missing(connection)
+        yield connection
+
+
+@contextlib.contextmanager
+def _open_shared(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
+    """The same where the collectors of other nodes may be about to make the lake too."""
+    with contextlib.ExitStack() as stack:
+        for pause in (*_OPENING_PAUSES_SECONDS, None):
+            try:
+                connection = stack.enter_context(attached(place_of(run), read_only=False, threads=1))
+                if not _columns(connection):
+                    _set_options(connection)
+                connection.begin()
+                _add_missing(connection)
+                connection.commit()
+                break
+            except duckdb.Error as error:
+                stack.close()
+                if pause is None or not _is_race(error):
+                    raise
+                time.sleep(pause * random.uniform(0.5, 1.5))
+        yield connection
+
+
+def _is_race(error: duckdb.Error) -> bool:
+    """Whether somebody else made the same thing at the same time."""
+    text = str(error).lower()
+    return any(word in text for word in ("already exists", "duplicate key", "conflict", "concurrent"))
 
 
 @contextlib.contextmanager
@@ -221,16 +254,6 @@ def read_progress(connection: duckdb.DuckDBPyConnection) -> Progress:
     return progress
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of an error, short enough for a message."""
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-
-
-def quoted(text: str) -> str:
-    """A text as an SQL literal."""
-    return "'" + text.replace("'", "''") + "'"
-
-
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
     """Files made within are this user's alone (0600), directories too (0700)."""
@@ -249,16 +272,27 @@ def _create(run: Run) -> None:
     run.data_dir.mkdir(mode=0o700, exist_ok=True)
     catalog = scratch / run.catalog_path.name
     try:
-        with attached(catalog, run.data_dir, read_only=False, threads=1) as connection:
+        with attached(_embedded(catalog, run), read_only=False, threads=1) as connection:
             connection.begin()
-            for table in TABLES:
-                _create_table(connection, table)
+            _add_missing(connection)
             connection.commit()
-            for option, value in _OPTIONS.items():
-                connection.execute(f"CALL {LAKE}.set_option({quoted(option)}, {quoted(value)})")
+            _set_options(connection)
         os.replace(catalog, run.catalog_path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _embedded(catalog: Path, run: Run) -> Place:
+    return Place(
+        catalog=f"sqlite:{catalog}",
+        data=f"{run.data_dir}/",
+        options="META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 1000",
+    )
+
+
+def _set_options(connection: duckdb.DuckDBPyConnection) -> None:
+    for option, value in _OPTIONS.items():
+        connection.execute(f"CALL {LAKE}.set_option({quoted(option)}, {quoted(value)})")
 
 
 def _create_table(connection: duckdb.DuckDBPyConnection, table: str) -> None:
@@ -267,10 +301,8 @@ def _create_table(connection: duckdb.DuckDBPyConnection, table: str) -> None:
 
 
 def _add_missing(connection: duckdb.DuckDBPyConnection) -> None:
-    """Bring a lake that an older Tidegauge made up to today's tables and columns."""
-    have = connection.execute(
-        "SELECT table_name, column_name FROM duckdb_columns() WHERE database_name = ?", [LAKE]
-    ).fetchall()
+    """Bring a lake, of an older Tidegauge say, up to today's tables and columns."""
+    have = _columns(connection)
     tables = {table for table, _ in have}
     for table, columns in TABLES.items():
         if table not in tables:
@@ -279,6 +311,12 @@ def _add_missing(connection: duckdb.DuckDBPyConnection) -> None:
         for name, kind in columns:
             if (table, name) not in have:
                 connection.execute(f'ALTER TABLE {LAKE}.{table} ADD COLUMN "{name}" {kind}')
+
+
+def _columns(connection: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
+    return connection.execute(
+        "SELECT table_name, column_name FROM duckdb_columns() WHERE database_name = ?", [LAKE]
+    ).fetchall()
 
 
 def _lock_exclusively(descriptor: int) -> None:
@@ -290,33 +328,3 @@ def _lock_exclusively(descriptor: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PATIENCE_SECONDS / 20)
-
-
-def _new_instance(threads: int | None) -> duckdb.DuckDBPyConnection:
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "temp_directory": os.path.join(tempfile.gettempdir(), f"tidegauge-{os.getpid()}"),
-        "autoinstall_known_extensions": False,
-    }
-    if threads is not None:
-        config["threads"] = threads
-    instance = duckdb.connect(":memory:", config=config)
-    for name in _EXTENSIONS:
-        _load_extension(instance, name)
-    return instance
-
-
-def _load_extension(connection: duckdb.DuckDBPyConnection, name: str) -> None:
-    """From the pip package of the same version, else from DuckDB's own places."""
-    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    files = [folder / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension" for folder in folders]
-    found = next((file for file in files if file.exists()), None)
-    try:
-        if found is None:
-            connection.execute(f"INSTALL {name}")
-        connection.execute(f"LOAD {quoted(str(found) if found else name)}")
-    except duckdb.Error as error:
-        raise TidegaugeError(
-            f"DuckDB {duckdb.__version__} cannot load its extension {name} ({one_line(error)}): "
-            f"pip install duckdb-extension-{name.replace('_', '-')}=={duckdb.__version__}"
-        ) from None

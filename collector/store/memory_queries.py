@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.store.lake import quoted
+from collector.store.engine import quoted
 from collector.store.queries import (
     GRID_BUCKETS,
     GRID_STEP_NS,

@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas as pd
@@ -24,6 +25,7 @@ import pyarrow as pa
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake
+from collector.store.engine import Place, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
@@ -59,6 +61,7 @@ class Snapshot:
         self._run = run
         self._connection = connection
         self._views: set[str] = set()
+        self._behind_ns = _clocks_behind_ns(run)
         self._problems = list(problems)
         self._progress = progress
         self._stored = {journals.table_of(name) for name in progress.offsets}
@@ -72,9 +75,11 @@ class Snapshot:
 
     @functools.cached_property
     def now_ns(self) -> int:
-        """CLOCK_MONOTONIC now; for a run of another host or boot, the time of its last record."""
+        """CLOCK_MONOTONIC now, of the run's host; for a run that is over elsewhere, the time of its last record."""
         if of_this_boot(self._run):
             return time.monotonic_ns()
+        if self._run.is_shared and self._run.manifest["end_time_ns"] is None:
+            return time.time_ns() - _wall_offset_ns(self._run.anchors[self._run.manifest["host"]])
         sources = " UNION ALL ".join(
             f'SELECT max(time_ns) AS time_ns FROM "{name}"' for name in ("event", *STREAMS)
         )
@@ -127,7 +132,7 @@ class Snapshot:
         self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
         try:
             copied = self._execute(
-                f'COPY (FROM "{name}" ORDER BY time_ns) TO {lake.quoted(str(path))} ({options})', None
+                f'COPY (FROM "{name}" ORDER BY time_ns) TO {quoted(str(path))} ({options})', None
             )
             rows_count = int(copied.fetchall()[0][0])
         except duckdb.IOException as error:
@@ -136,7 +141,7 @@ class Snapshot:
             raise OSError(str(error).rpartition(": ")[2]) from None
         except duckdb.OutOfMemoryException:
             raise OSError(f"no room to sort in {tempfile.gettempdir()}; set TMPDIR to a folder with room") from None
-        # After an error this instance is not used again (`lake.connected`).
+        # After an error this instance is not used again (`connected`).
         self._connection.execute("RESET memory_limit; RESET threads")
         return rows_count
 
@@ -155,8 +160,10 @@ class Snapshot:
         return self._connection.execute(sql, params)
 
     def _damaged(self, error: duckdb.Error) -> TidegaugeError:
+        if self._run.is_shared:
+            return TidegaugeError(f"the shared store does not give its files ({one_line(error)}): try again")
         return TidegaugeError(
-            f"{self._run.data_dir} is damaged ({lake.one_line(error)}): move it and {self._run.catalog_path} "
+            f"{self._run.data_dir} is damaged ({one_line(error)}): move it and {self._run.catalog_path} "
             "away and run `tidegauge collect`, for what the journals still hold"
         )
 
@@ -168,6 +175,9 @@ class Snapshot:
         source = f"tail_{name}"
         if name in self._stored:  # an empty table of the lake would cost as much as a full one
             source = f"(FROM tail_{name} UNION ALL BY NAME FROM {lake.LAKE}.{name})"
+        if self._behind_ns:
+            cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
+            source = f"(SELECT * REPLACE (time_ns + CASE host {cases} ELSE 0 END AS time_ns) FROM {source})"
         self._connection.execute(view + source)
         self._views.add(name)
 
@@ -230,39 +240,38 @@ def read(run: Run) -> Iterator[Snapshot]:
         if not run.path.exists():
             raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
         connection, progress, problems = None, lake.Progress(), []
-        if run.catalog_path.exists():
+        if lake.exists(run):
             for _ in range(_OPEN_ATTEMPTS):
                 try:
                     connection, progress = stack.enter_context(_lake_of(run))
                 except (duckdb.Error, OSError) as error:
-                    why = lake.one_line(error)
+                    why = one_line(error)
                 else:
                     break
             else:
+                where = "of this machine alone" if run.is_shared else "alone"
                 problems.append(
-                    f"{run.catalog_path} cannot be opened ({why}): the journals alone are shown, "
+                    f"{lake.title(run)} cannot be opened ({why}): the journals {where} are shown, "
                     "which lack what is in the lake alone"
                 )
-        connection = connection or stack.enter_context(lake.connected())
+        connection = connection or stack.enter_context(connected())
         yield Snapshot(run, connection, progress=progress, problems=problems)
 
 
 @contextmanager
 def _lake_of(run: Run) -> Iterator[tuple[duckdb.DuckDBPyConnection, lake.Progress]]:
     """The lake in a transaction."""
-    with (
-        _usable_catalog(run) as catalog,
-        lake.attached(catalog, run.data_dir, read_only=True) as connection,
-    ):
+    with _readable_place(run) as place, lake.attached(place, read_only=True) as connection:
         connection.begin()
         yield connection, lake.read_progress(connection)
 
 
 @contextmanager
-def _usable_catalog(run: Run) -> Iterator[Path]:
-    """The catalog, or a copy of it: SQLite cannot open a WAL database in a directory that it can't write."""
-    if os.access(run.path, os.W_OK):
-        yield run.catalog_path
+def _readable_place(run: Run) -> Iterator[Place]:
+    """Where the lake is, or a copy of its catalog: SQLite cannot open a WAL database where it can't write."""
+    place = lake.place_of(run)
+    if run.is_shared or os.access(run.path, os.W_OK):
+        yield place
         return
     with tempfile.TemporaryDirectory(prefix="tidegauge-") as scratch:
         copy = Path(scratch) / run.catalog_path.name
@@ -274,9 +283,22 @@ def _usable_catalog(run: Run) -> Iterator[Path]:
                     shutil.copyfile(source, copy.with_name(source.name))
             if _versions(run.catalog_path, wal) == before:
                 break
-        yield copy
+        yield replace(place, catalog=f"sqlite:{copy}")
 
 
 def _versions(*paths: Path) -> list[tuple[int, int] | None]:
     stats = [path.stat() if path.exists() else None for path in paths]
     return [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+
+def _clocks_behind_ns(run: Run) -> dict[str, int]:
+    """Host -> how far its CLOCK_MONOTONIC is behind that of the run's own host, where several nodes take part."""
+    anchors, own = run.anchors, run.manifest["host"]
+    if len(anchors) < 2:
+        return {}
+    offsets_ns = {host: _wall_offset_ns(anchor) for host, anchor in anchors.items()}
+    return {host: offset_ns - offsets_ns[own] for host, offset_ns in offsets_ns.items() if host != own}
+
+
+def _wall_offset_ns(anchor: Mapping[str, Any]) -> int:
+    return int(anchor["wall_ns"]) - int(anchor["time_ns"])

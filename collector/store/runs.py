@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import calendar
 import functools
+import json
+import os
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +55,31 @@ class Run:
             raise TidegaugeError(f"cannot read the manifest of run {self.run_id}: {error}") from None
 
     @property
+    def anchors(self) -> dict[str, dict[str, Any]]:
+        """Host -> one reading of both its clocks, for every node of the run that is known here.
+
+        Raises:
+            TidegaugeError: the manifest cannot be read.
+
+        """
+        own: dict[str, dict[str, Any]] = self.manifest.get("anchors", {})
+        try:
+            others = json.loads((self.path / layout.NODES).read_bytes())["anchors"]
+        except FileNotFoundError:
+            return own
+        except (OSError, ValueError, KeyError) as error:
+            raise TidegaugeError(f"{self.path / layout.NODES} is damaged ({error}): delete it") from None
+        return {**others, **own}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its lake is in the shared store; False if the manifest cannot tell."""
+        try:
+            return bool(self.manifest.get("store") == "shared")
+        except TidegaugeError:
+            return False
+
+    @property
     def journal_dir(self) -> Path:
         """Where the journals are."""
         return self.path / "journal"
@@ -72,12 +101,16 @@ class Run:
 
 
 def list_runs(home: Path) -> list[Run]:
-    """All runs of a home, newest first; none if the home does not exist yet.
+    """All runs of a home, and of the shared store if one is configured, newest first.
 
     Raises:
         TidegaugeError: the home cannot be read.
 
     """
+    if os.environ.get(layout.STORE_VARIABLE):
+        from collector.store import mirror  # and with it DuckDB
+
+        mirror.refresh(home)
     try:
         paths = [
             path
@@ -88,7 +121,7 @@ def list_runs(home: Path) -> list[Run]:
         return []
     except OSError as error:
         raise TidegaugeError(f"cannot list the runs of {home}: {error}") from None
-    paths.sort(key=lambda path: (path.name[:_STAMP_CHARACTERS], _started_wall_ns(path)), reverse=True)
+    paths.sort(key=_started_wall_ns, reverse=True)
     return [Run(path) for path in paths]
 
 
@@ -157,9 +190,13 @@ def _is_alive(key: ProcessKey, proc: Path) -> bool:
 
 @functools.cache
 def _started_wall_ns(path: Path) -> int:
-    """When the run began; it orders runs of the same second. 0 if the manifest does not tell."""
+    """When the run began; if the manifest does not tell, its id may. 0 if nothing does."""
     try:
         anchors = layout.read_manifest(path)["anchors"].values()
         return min(int(anchor["wall_ns"]) for anchor in anchors)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    try:
+        return calendar.timegm(time.strptime(path.name[:_STAMP_CHARACTERS], "%Y%m%d-%H%M%S")) * 10**9
+    except ValueError:
         return 0

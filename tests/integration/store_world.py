@@ -99,5 +99,5 @@ def in_the_lake(run, table="step"):
 
 
 def ask_the_lake(run, sql):
-    with lake.attached(run.catalog_path, run.data_dir, read_only=True) as connection:
+    with lake.attached(lake.place_of(run), read_only=True) as connection:
         return connection.execute(sql).fetchone()[0]

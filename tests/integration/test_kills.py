@@ -110,7 +110,7 @@ def assert_every_record_is_in_the_lake_once(run: Run, kept: Run) -> None:
             continue
         table = read_records(segment, header, header.header_bytes).to_pandas()
         journalled[header.stream].update(zip(table.pid, table.time_ns, strict=True))
-    with lake.attached(run.catalog_path, run.data_dir, read_only=True) as connection:
+    with lake.attached(lake.place_of(run), read_only=True) as connection:
         for name, expected in journalled.items():
             rows = connection.execute(f'SELECT pid, time_ns FROM {lake.LAKE}."{name}"').fetchall()
             assert Counter(rows) == expected, name

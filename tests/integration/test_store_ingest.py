@@ -13,7 +13,7 @@ import pytest
 from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.errors import TidegaugeError
-from collector.store import lake
+from collector.store import engine, lake
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from training_harness.journal import MAGIC, EventLog, Identity
@@ -369,8 +369,11 @@ def test_a_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
 def test_missing_extensions_are_one_clear_line(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
-    lake._idle.clear()
-    with pytest.raises(TidegaugeError, match="pip install duckdb-extension-ducklake==") as caught, lake.connected():
+    engine._idle.clear()
+    with (
+        pytest.raises(TidegaugeError, match="pip install duckdb-extension-ducklake==") as caught,
+        engine.connected(),
+    ):
         pass
     assert "\n" not in str(caught.value)
     assert duckdb.__version__ in str(caught.value)

@@ -1,0 +1,109 @@
+"""DuckDB instances with the extensions that lakes need, and what SQL and its errors look like in text."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+from collector.errors import TidegaugeError
+
+_EXTENSIONS = ("ducklake", "sqlite_scanner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a lake is, as DuckLake's ATTACH wants it.
+
+    Attributes:
+        catalog: kind and address of the database that holds the catalog.
+        data: the folder of the Parquet files, with a slash at its end.
+        options: of ATTACH, in SQL.
+        extensions: that it needs besides DuckLake and SQLite.
+        prepare: SQL to run before, such as that which makes credentials known.
+
+    """
+
+    catalog: str
+    data: str
+    options: str
+    extensions: tuple[str, ...] = ()
+    prepare: tuple[str, ...] = ()
+
+
+#: (pid, threads) -> DuckDB instances that nobody uses now. Loading the extensions takes 0.2 s, so
+#: instances are kept; none is shared, since DuckLake loses catalogs when threads attach at once. The
+#: pid is in the key because the threads of an instance do not survive a fork.
+_idle: defaultdict[tuple[int, int | None], list[duckdb.DuckDBPyConnection]] = defaultdict(list)
+_idle_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A connection to a DuckDB instance in memory, with the extensions that a lake needs.
+
+    Raises:
+        TidegaugeError: an extension cannot be loaded.
+
+    """
+    idle = _idle[os.getpid(), threads]
+    with _idle_lock:
+        instance = idle.pop() if idle else None
+    instance = instance or _new_instance(threads)
+    with instance.cursor() as connection:
+        yield connection
+    with _idle_lock:
+        idle.append(instance)  # not after an error: then the next user gets a fresh one
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, short enough for a message."""
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def quoted(text: str) -> str:
+    """A text as an SQL literal."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _new_instance(threads: int | None) -> duckdb.DuckDBPyConnection:
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": os.path.join(tempfile.gettempdir(), f"tidegauge-{os.getpid()}"),
+        "autoinstall_known_extensions": False,
+    }
+    if threads is not None:
+        config["threads"] = threads
+    instance = duckdb.connect(":memory:", config=config)
+    for name in _EXTENSIONS:
+        load_extension(instance, name)
+    return instance
+
+
+def load_extension(connection: duckdb.DuckDBPyConnection, name: str) -> None:
+    """Load an extension from the pip package of the same version, else from DuckDB's own places.
+
+    Raises:
+        TidegaugeError: it cannot be had.
+
+    """
+    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    files = [folder / "extensions" / f"v{duckdb.__version__}" / f"{name}.duckdb_extension" for folder in folders]
+    found = next((file for file in files if file.exists()), None)
+    try:
+        if found is None:
+            connection.execute(f"INSTALL {name}")
+        connection.execute(f"LOAD {quoted(str(found) if found else name)}")
+    except duckdb.Error as error:
+        raise TidegaugeError(
+            f"DuckDB {duckdb.__version__} cannot load its extension {name} ({one_line(error)}): "
+            f"pip install duckdb-extension-{name.replace('_', '-')}=={duckdb.__version__}"
+        ) from None

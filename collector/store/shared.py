@@ -1,0 +1,208 @@
+"""The shared store of a team: a PostgreSQL database and a data path, for the runs of many nodes.
+
+Each run has a lake of its own there: its catalog is a schema of the database, its Parquet files are in a folder of
+the data path. So what reads and writes an embedded lake reads and writes these, and the commits of one run never
+meet those of another. A table beside them, `tidegauge.node`, holds the manifest of each node of each run: that is
+how runs are found, and what a machine that saw nothing of a run is told about it.
+
+Credentials stay where they are: PostgreSQL's in the URL or in what libpq reads (`~/.pgpass`, `PGPASSWORD`,
+`PGSSLMODE`, …), those of the S3 service where the AWS tools look for them. They are in no manifest and no message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import ssl
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from collector.errors import TidegaugeError
+from collector.store.engine import Place, connected, load_extension, one_line, quoted
+from training_harness.layout import DATA_VARIABLE, STORE_VARIABLE
+
+_SCHEMES = ("postgresql", "postgres")
+#: PostgreSQL cuts names at 63 bytes.
+_SCHEMA_PREFIX = "tg_"
+#: An unreachable store is given up after some seconds, and tried anew with the next commit.
+_LIBPQ_DEFAULTS = {"connect_timeout": "10", "tcp_user_timeout": "20000", "application_name": "tidegauge"}
+_HTTP_TIMEOUT_SECONDS = 20
+_PASSWORD_SECRET, _S3_SECRET, _REGISTRY = "tidegauge_postgres", "tidegauge_s3", "registry"
+_MAKE_NODES = (
+    "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.node "
+    "(run_id text, host text, manifest text NOT NULL, PRIMARY KEY (run_id, host))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """The shared store that the environment names.
+
+    Attributes:
+        conninfo: of the database, in libpq's words, without the password.
+        password: from the URL, if it has one.
+        data: the folder or `s3://` prefix of all runs, with a slash at its end.
+
+    """
+
+    conninfo: str
+    password: str | None
+    data: str
+
+
+def configured(environ: Mapping[str, str] = os.environ) -> Store:
+    """The shared store that the environment names.
+
+    Raises:
+        TidegaugeError: it names none, or one that cannot be.
+
+    """
+    url, data = environ.get(STORE_VARIABLE, ""), environ.get(DATA_VARIABLE, "")
+    if not url:
+        raise TidegaugeError(f"the run is in a shared store: set {STORE_VARIABLE} and {DATA_VARIABLE} to find it")
+    conninfo, password = _read_url(url)
+    if not data.startswith(("s3://", "/")):
+        raise TidegaugeError(
+            f"{DATA_VARIABLE}={data!r} is no place for a shared store's files: give s3://BUCKET/PREFIX, "
+            "or the absolute path of a folder that every node has"
+        )
+    return Store(conninfo=conninfo, password=password, data=data.rstrip("/") + "/")
+
+
+def place(run_id: str) -> Place:
+    """Where the lake of a run is in the shared store.
+
+    Raises:
+        TidegaugeError: the environment names no store, or one that cannot be.
+
+    """
+    store = configured()
+    on_s3 = store.data.startswith("s3://")
+    return Place(
+        catalog=f"postgres:{store.conninfo}",
+        data=f"{store.data}{run_id}/",
+        options=f"METADATA_SCHEMA {quoted(_SCHEMA_PREFIX + run_id)}, META_SECRET '{_PASSWORD_SECRET}'",
+        extensions=("postgres_scanner", *(("httpfs", "aws") if on_s3 else ())),
+        prepare=(_password_secret(store), *(_s3_settings(os.environ) if on_s3 else ())),
+    )
+
+
+def register(manifest: Mapping[str, Any]) -> None:
+    """Tell the store of this node's part in a run: its manifest, which replaces the one before.
+
+    Raises:
+        TidegaugeError: a node of the same name has a part in the run, or the store cannot be reached.
+
+    """
+    run_id, host = str(manifest["run_id"]), str(manifest["host"])
+    key = f"run_id = {quoted(run_id)} AND host = {quoted(host)}"
+    with _registry() as connection:
+        _run(connection, _MAKE_NODES)
+        known = _ask(connection, f"SELECT manifest FROM tidegauge.node WHERE {key}")
+        if known and json.loads(known[0][0])["anchors"].get(host) != manifest["anchors"][host]:
+            raise TidegaugeError(
+                f"another node {host!r} takes part in run {run_id}: give each node its own host name, "
+                "or the run another --run-id"
+            )
+        values = ", ".join(map(quoted, (run_id, host, json.dumps(manifest))))
+        _run(
+            connection,
+            f"INSERT INTO tidegauge.node VALUES ({values}) "
+            "ON CONFLICT (run_id, host) DO UPDATE SET manifest = excluded.manifest",
+        )
+
+
+def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
+    """The manifests of all nodes of all runs in the store, or of one, by run id.
+
+    Raises:
+        TidegaugeError: the store cannot be reached.
+
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    with _registry() as connection:
+        if not _ask(connection, "SELECT 1 FROM pg_tables WHERE schemaname = 'tidegauge' AND tablename = 'node'"):
+            return found
+        where = "" if run_id is None else f"WHERE run_id = {quoted(run_id)}"
+        for key, text in _ask(connection, f"SELECT run_id, manifest FROM tidegauge.node {where}"):
+            found.setdefault(key, []).append(json.loads(text))
+    return found
+
+
+@contextlib.contextmanager
+def _registry() -> Iterator[duckdb.DuckDBPyConnection]:
+    store = configured()
+    try:
+        with connected(threads=1) as connection:
+            load_extension(connection, "postgres_scanner")
+            connection.execute(_password_secret(store))
+            connection.execute(
+                f"ATTACH {quoted(store.conninfo)} AS {_REGISTRY} (TYPE postgres, SECRET {_PASSWORD_SECRET})"
+            )
+            try:
+                yield connection
+            finally:
+                connection.execute(f"DETACH {_REGISTRY}")
+    except duckdb.Error as error:
+        raise TidegaugeError(f"the shared store cannot be reached ({one_line(error)})") from None
+
+
+def _run(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    connection.execute(f"CALL postgres_execute('{_REGISTRY}', {quoted(sql)})")
+
+
+def _ask(connection: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[Any, ...]]:
+    return connection.execute(f"FROM postgres_query('{_REGISTRY}', {quoted(sql)})").fetchall()
+
+
+def _read_url(url: str) -> tuple[str, str | None]:
+    """A PostgreSQL URL in libpq's words, and its password (postgresql.org/docs/current/libpq-connect.html)."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in _SCHEMES or not parts.netloc:
+        raise TidegaugeError(
+            f"{STORE_VARIABLE} begins with {url.partition(':')[0][:20]!r}: give postgresql://USER@HOST:PORT/DATABASE"
+        )
+    login, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = login.partition(":")
+    addresses = [re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d*))?", host) for host in hosts.split(",")]
+    words = {
+        "host": ",".join(found[1] or found[2] for found in addresses if found),
+        "port": ",".join(found[3] or "" for found in addresses if found).strip(","),
+        "user": urllib.parse.unquote(user),
+        "dbname": urllib.parse.unquote(parts.path.lstrip("/")),
+    }
+    given = dict(urllib.parse.parse_qsl(parts.query))
+    secret = urllib.parse.unquote(password) or given.pop("password", "")
+    words = {**_LIBPQ_DEFAULTS, **{name: value for name, value in words.items() if value}, **given}
+    return " ".join(f"{name}={_libpq_value(value)}" for name, value in words.items()), secret or None
+
+
+def _libpq_value(value: str) -> str:
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _password_secret(store: Store) -> str:
+    password = f", PASSWORD {quoted(store.password)}" if store.password else ""
+    return f"CREATE OR REPLACE SECRET {_PASSWORD_SECRET} (TYPE postgres{password})"
+
+
+def _s3_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Credentials as the AWS tools find them; the address of another service than AWS's from their variable."""
+    address = urllib.parse.urlsplit(environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or "")
+    elsewhere = ""
+    if address.netloc:
+        use_ssl = str(address.scheme == "https").lower()
+        elsewhere = f", ENDPOINT {quoted(address.netloc)}, URL_STYLE 'path', USE_SSL {use_ssl}"
+    authorities = environ.get("AWS_CA_BUNDLE") or ssl.get_default_verify_paths().cafile or ""
+    return (
+        f"CREATE OR REPLACE SECRET {_S3_SECRET} (TYPE s3, PROVIDER credential_chain{elsewhere})",
+        f"SET http_timeout = {_HTTP_TIMEOUT_SECONDS}",
+        "SET enable_server_cert_verification = true",
+        f"SET ca_cert_file = {quoted(authorities)}",
+    )

@@ -1,0 +1,195 @@
+"""A real PostgreSQL and a real S3 endpoint for the tests of the shared store, both with TLS; and a cable to cut."""
+
+from __future__ import annotations
+
+import glob
+import http.client
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import boto3
+import psutil
+
+from tests.conftest import wait_for
+
+PASSWORD = "do/not@tell:me"
+SECRET_KEY = "nobodymayknowthis"
+BUCKET = "tidegauge"
+_AS_POSTGRES = ("runuser", "-u", "postgres", "--") if os.geteuid() == 0 else ()
+
+
+def postgres_programs() -> Path | None:
+    """Where `initdb` and `pg_ctl` are."""
+    found = shutil.which("initdb") or next(iter(sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))), None)
+    return Path(found).parent if found else None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> tuple[Path, Path]:
+    """A self-signed certificate and its key."""
+    paths = folder / "server.crt", folder / "server.key"
+    subprocess.run(
+        ["openssl", "req", "-new", "-x509", "-days", "2", "-nodes", "-subj", "/CN=localhost", "-addext"]
+        + [f"subjectAltName={names}", "-out", str(paths[0]), "-keyout", str(paths[1])],
+        check=True,
+        capture_output=True,
+    )
+    return paths
+
+
+class Postgres:
+    """A database cluster of its own, with a password and TLS."""
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        programs = postgres_programs()
+        assert programs is not None
+        self._ctl, self._data = str(programs / "pg_ctl"), folder / "data"
+        self.host, self.port = host, free_port(host)
+        certificate(folder, f"DNS:localhost,IP:{host}")
+        (folder / "password").write_text(PASSWORD)
+        if _AS_POSTGRES:
+            subprocess.run(["chown", "-R", "postgres", str(folder)], check=True)
+            for parent in folder.parents:  # pytest's own folders are for their owner alone
+                if parent.owner() == "root" and parent.is_relative_to("/tmp") and parent != Path("/tmp"):
+                    parent.chmod(0o711)
+        initialise = [programs / "initdb", "-D", self._data, "-U", "tide", "-A", "scram-sha-256", "-E", "UTF8"]
+        self._do(*initialise, f"--pwfile={folder / 'password'}")
+        settings = {
+            "port": self.port,
+            "listen_addresses": host,
+            "unix_socket_directories": folder,
+            "ssl": "on",
+            "ssl_cert_file": folder / "server.crt",
+            "ssl_key_file": folder / "server.key",
+            "fsync": "off",
+        }
+        with (self._data / "postgresql.conf").open("a") as configuration:
+            configuration.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
+        if host != "127.0.0.1":
+            with (self._data / "pg_hba.conf").open("a") as rules:
+                rules.write("hostssl all all 0.0.0.0/0 scram-sha-256\n")
+        self._log, self._authority = folder / "log", folder / "server.crt"
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return (
+            f"postgresql://tide:{PASSWORD.replace('/', '%2F').replace('@', '%40')}@{self.host}:{self.port}/postgres"
+            f"?sslmode=verify-full&sslrootcert={self._authority}"
+        )
+
+    def start(self) -> None:
+        self._do(self._ctl, "-D", self._data, "-l", self._log, "-w", "start")
+
+    def stop(self) -> None:
+        self._do(self._ctl, "-D", self._data, "-m", "immediate", "-w", "stop")
+
+    def _do(self, *command: object) -> None:
+        with (self._data.parent / "said").open("ab") as said:  # a pipe would be held open by the server
+            subprocess.run([*_AS_POSTGRES, *map(str, command)], check=True, stdout=said, stderr=said, cwd="/")
+
+
+@contextmanager
+def s3_service(folder: Path, host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
+    """moto's server with a bucket; the variables by which the AWS tools find it."""
+    cert, key = certificate(folder, f"DNS:localhost,IP:{host}")
+    port = free_port(host)
+    with (folder / "moto.log").open("wb") as log:
+        command = [
+            sys.executable,
+            "-m",
+            "moto.server",
+            "-H",
+            host,
+            "-p",
+            str(port),
+            "-c",
+            str(cert),
+            "-k",
+            str(key),
+        ]
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    variables = {
+        "AWS_ACCESS_KEY_ID": "tide",
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"https://{host}:{port}",
+        "AWS_CA_BUNDLE": str(cert),
+    }
+    try:
+        wait_for(lambda: _answers(host, port, cert) or server.poll(), "moto answers")
+        client = boto3.client(
+            "s3",
+            endpoint_url=variables["AWS_ENDPOINT_URL"],
+            verify=str(cert),
+            aws_access_key_id="tide",
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+        )
+        client.create_bucket(Bucket=BUCKET)
+        yield variables
+    finally:
+        for process in (*psutil.Process(server.pid).children(recursive=True), server):
+            process.send_signal(signal.SIGKILL)
+        server.wait()
+
+
+def _answers(host: str, port: int, cert: Path) -> bool:
+    connection = http.client.HTTPSConnection(
+        host, port, timeout=5, context=ssl.create_default_context(cafile=str(cert))
+    )
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status < 500
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+class Cable:
+    """Forwards TCP to a port; can be cut, so that what is sent gets no answer, and healed."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self._whole = threading.Event()
+        self._whole.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def heal(self) -> None:
+        self._whole.set()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._server.accept()
+            with suppress(OSError):
+                far = socket.create_connection(("127.0.0.1", self._target))
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError), source, sink:
+            while data := source.recv(65536):
+                self._whole.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+            time.sleep(0.1)

@@ -1,0 +1,202 @@
+"""The shared store on a real PostgreSQL and a real S3 endpoint: nothing lost, nothing twice, nothing told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shared_world import BUCKET, PASSWORD, SECRET_KEY, Cable, Postgres, postgres_programs, s3_service
+from store_world import Writer, in_the_lake, journalled, make_run, seen
+
+from collector.errors import TidegaugeError
+from collector.store import mirror, shared
+from collector.store.ingest import Ingester
+from collector.store.reader import read
+from collector.store.runs import Run, find_run, list_runs
+from tests.conftest import TRAIN
+from training_harness import layout
+
+pytestmark = pytest.mark.skipif(postgres_programs() is None, reason="PostgreSQL is not installed")
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory):
+    server = Postgres(tmp_path_factory.mktemp("postgres"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with s3_service(tmp_path_factory.mktemp("s3")) as variables:
+        yield variables
+
+
+@pytest.fixture
+def variables(postgres, s3, tmp_path):
+    """What the environment says of the store; each test has a place of its own for the files."""
+    return {**s3, "TIDEGAUGE_STORE": postgres.url, "TIDEGAUGE_DATA": f"s3://{BUCKET}/{tmp_path.name}"}
+
+
+@pytest.fixture
+def environment(variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def node(host: str, home: Path, variables: dict[str, str], *command: object) -> subprocess.CompletedProcess[str]:
+    """Run `tidegauge` on a machine of that name, with a home of its own."""
+    inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host] if host else []
+    return subprocess.run(
+        [*inside, sys.executable, "-m", "collector", *map(str, command)],
+        env={**os.environ, **variables, "TIDEGAUGE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another host name")
+def test_two_nodes_are_one_run_for_a_third_machine_and_no_secret_is_told(variables, tmp_path):
+    homes = {name: tmp_path / name for name in ("node-a", "node-b")}
+    said = ""
+    for name, home in homes.items():
+        done = node(name, home, variables, "run", "--run-id", "exp-1", "--", sys.executable, TRAIN)
+        assert done.returncode == 0, done.stderr
+        said += done.stdout + done.stderr
+        assert not list((home / "runs" / "exp-1").rglob("*.parquet")), "its files are in the store"
+    viewer = tmp_path / "viewer"
+    listed = node("", viewer, variables, "runs")
+    report = node("", viewer, variables, "report", "exp-1", "--format", "json")
+    assert "exp-1" in listed.stdout
+    verdict = json.loads(report.stdout)
+    own = json.loads(node("node-a", homes["node-a"], variables, "report", "--format", "json").stdout)
+    assert verdict["run"]["status"] == own["run"]["status"] == "finished"
+    exported = node("", viewer, variables, "export", "exp-1", "--to", tmp_path / "out", "--format", "csv")
+    assert exported.returncode == 0, exported.stderr
+    text = (tmp_path / "out" / "step.csv").read_text()
+    assert text.count("node-a") == text.count("node-b") > 0
+    said += listed.stdout + report.stdout + listed.stderr + report.stderr
+    for secret in (PASSWORD, SECRET_KEY, PASSWORD.partition("@")[0]):
+        assert secret not in said
+        for home in (*homes.values(), viewer):
+            assert not [path for path in home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def test_clocks_of_two_nodes_are_brought_together(environment, tmp_path):
+    run = make_run(tmp_path / "a")
+    writer = Writer(run, 11, host="elsewhere")
+    writer.write(10)
+    manifest = run.manifest
+    own = manifest["anchors"][manifest["host"]]
+    behind_ns = 5_000_000_000  # it was booted later
+    elsewhere = {**own, "time_ns": own["time_ns"] - behind_ns, "boot_id": "another"}
+    shared.register({**manifest, "host": "elsewhere", "anchors": {"elsewhere": elsewhere}})
+    with Ingester(run) as ingester:
+        assert ingester.step().problems == ()
+    mirror.refresh(tmp_path / "a")
+    mirror.refresh(tmp_path / "b")
+    (other,) = [found for found in list_runs(tmp_path / "b") if found.run_id == run.run_id]
+    for seen_from in (run, other):
+        with read(seen_from) as snapshot:
+            times = snapshot.query("SELECT time_ns FROM step ORDER BY time_ns")["time_ns"]
+        first_ns = min(row[0] for row in journalled(run)["step"])
+        on_clock_of = seen_from.manifest["host"]
+        assert times[0] == first_ns + (behind_ns if on_clock_of != "elsewhere" else 0)
+
+
+def test_records_arrive_once_while_the_database_is_killed_and_started(environment, postgres, tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    with Ingester(run) as ingester:
+        for round_number in range(4):
+            writer.write(300)
+            if round_number % 2:
+                postgres.stop()
+                failed = ingester.step()
+                assert not failed.is_whole
+                assert "stay in the journals" in failed.problems[0]
+                assert PASSWORD not in failed.problems[0]
+                with read(run) as snapshot:
+                    assert "the shared store cannot be opened" in snapshot.problems[0]
+                    assert "of this machine alone" in snapshot.problems[0]
+                postgres.start()
+            result = ingester.step()
+            assert (result.is_whole, result.problems) == (True, ())
+    assert seen(run) == journalled(run)
+    assert in_the_lake(run) == 1200
+
+
+def test_a_link_that_is_cut_in_a_commit_loses_and_doubles_nothing(environment, postgres, variables, tmp_path):
+    cable = Cable(postgres.port)
+    environment.setenv(
+        "TIDEGAUGE_STORE",
+        variables["TIDEGAUGE_STORE"].replace(f":{postgres.port}/", f":{cable.port}/") + "&tcp_user_timeout=1000",
+    )
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    with Ingester(run) as ingester:
+        writer.write(200)
+        ingester.step()
+        writer.write(200)
+        cable.cut()
+        import threading
+
+        healed = threading.Timer(2.0, cable.heal)
+        healed.start()
+        ingester.step()
+        healed.join()
+        assert ingester.step().is_whole
+    assert seen(run) == journalled(run)
+
+
+def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(environment, tmp_path):
+    run = make_run(tmp_path / "a")
+    shared.register(run.manifest)
+    manifest = {**run.manifest, "anchors": {run.manifest["host"]: layout.wall_anchor()}}
+    with pytest.raises(TidegaugeError, match=r"another node .* takes part .* give each node its own host name"):
+        shared.register(manifest)
+
+
+@pytest.mark.parametrize(
+    ("store", "data", "message"),
+    [
+        ("mysql://u@h/d", "s3://b/x", "TIDEGAUGE_STORE begins with 'mysql': give postgresql://"),
+        ("postgresql://u:secret@h/d", "", "TIDEGAUGE_DATA='' is no place"),
+        ("postgresql://u:secret@h/d", "relative/path", "TIDEGAUGE_DATA='relative/path' is no place"),
+        ("postgresql://tide:secret@127.0.0.1:1/d", "/tmp/x", "the shared store cannot be"),
+    ],
+)
+def test_a_store_that_cannot_be_is_one_line_without_its_password(store, data, message, home, monkeypatch):
+    run = None
+    monkeypatch.setenv("TIDEGAUGE_STORE", store)
+    monkeypatch.setenv("TIDEGAUGE_DATA", data)
+    run = make_run(home)
+    with pytest.raises(TidegaugeError) as caught:
+        Ingester(run)
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_of_the_store_says_what_is_missing_when_the_store_is_not_named(environment, tmp_path):
+    run = make_run(tmp_path)
+    environment.delenv("TIDEGAUGE_STORE")
+    with pytest.raises(TidegaugeError, match="set TIDEGAUGE_STORE and TIDEGAUGE_DATA"), read(run):
+        pass
+
+
+def test_a_run_id_is_used_once_and_what_was_told_of_it_before_makes_way(environment, home):
+    environment.setenv("TIDEGAUGE_RUN_ID", "exp-2")
+    elsewhere = Run(layout.create_run(home.parent / "elsewhere", name="x", argv=[]))
+    shared.register({**elsewhere.manifest, "host": "other", "anchors": {"other": layout.wall_anchor()}})
+    assert find_run(home, "exp-2").manifest["host"] == "other"
+    assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
+    with pytest.raises(FileExistsError):
+        layout.create_run(home, name="x", argv=[])
