@@ -8,7 +8,7 @@ PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus kills versions clean
+.PHONY: setup demo test lint types layers unit browser prometheus postgres kills versions clean
 
 setup: $(STAMP)
 
@@ -24,7 +24,7 @@ demo: setup
 	@$(BIN)/tidegauge job images --epochs 1
 	@if [ "$(SERVE)" = 1 ]; then $(BIN)/tidegauge dashboard --port $(PORT); fi
 
-test: lint types layers browser prometheus unit
+test: lint types layers browser prometheus postgres unit
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -46,6 +46,12 @@ prometheus: setup
 	@command -v promtool >/dev/null || test -x $(VENV)/prometheus/usr/bin/promtool \
 		|| { cd $(VENV) && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb prometheus && rm prometheus_*.deb; } \
 		|| echo "prometheus is missing and can't be downloaded here: its tests will be skipped" >&2
+
+# For the shared store; its own service is not started.
+postgres:
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql openssl iproute2; } \
+		|| echo "postgresql is missing and can't be installed here: the tests of the shared store will be skipped" >&2
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"

@@ -26,7 +26,7 @@ from collector.agent.launch import child_environment
 from collector.agent.procfs import read_rollup
 from collector.agent.samples import Sample
 from collector.errors import TidegaugeError
-from training_harness.layout import create_run
+from training_harness.layout import STORE_VARIABLE, create_run
 
 _TRAINING_TIMEOUT_SECONDS = 120
 _SMALL_SHM_BYTES = 2**30
@@ -79,7 +79,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
         lambda: [check_pressure(host)],
         lambda: [check_smaps("/proc", os.getpid())],
         lambda: [check_devices(DeviceSampler().reason)],
-        lambda: [check_lake()],
+        lambda: [check_lake(), check_store()],
         lambda: [check_home(home)],
         lambda: [check_streamlit()],
     ]
@@ -215,6 +215,24 @@ def check_lake() -> Check:
     except TidegaugeError as error:
         remedy = "pip install 'tidegauge[collector]'; until then the journals keep everything"
         return Check(name="lake", detail=str(error), remedy=remedy)
+
+
+def check_store() -> Check:
+    """The shared store, if one is named: whether its database answers and knows runs."""
+    from collector.store import shared
+
+    if not os.environ.get(STORE_VARIABLE):
+        return Check(name="store", detail="each run has its own; no shared store is named")
+    try:
+        runs_count = len(shared.nodes())
+        shared.look_at_data()
+        return Check(
+            name="store", detail=f"the shared store and its files can be read, {runs_count} runs are in it"
+        )
+    except TidegaugeError as error:
+        return Check(
+            name="store", detail=str(error), remedy=f"see docs/cluster.md; unset {STORE_VARIABLE} to do without"
+        )
 
 
 def check_home(home: Path) -> Check:

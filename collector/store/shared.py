@@ -135,6 +135,25 @@ def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def look_at_data() -> None:
+    """Try whether the files of the store can be listed.
+
+    Raises:
+        TidegaugeError: they cannot.
+
+    """
+    where = place("")
+    try:
+        with connected(threads=1) as connection:
+            for name in where.extensions:
+                load_extension(connection, name)
+            for statement in where.prepare:
+                connection.execute(statement)
+            connection.execute(f"SELECT count(*) FROM glob({quoted(where.data.rstrip('/') + '/*')})").fetchall()
+    except duckdb.Error as error:
+        raise TidegaugeError(f"the shared store's files cannot be listed ({one_line(error)})") from None
+
+
 @contextlib.contextmanager
 def _registry() -> Iterator[duckdb.DuckDBPyConnection]:
     store = configured()

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -43,8 +44,10 @@ def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> tupl
     """A self-signed certificate and its key."""
     paths = folder / "server.crt", folder / "server.key"
     subprocess.run(
-        ["openssl", "req", "-new", "-x509", "-days", "2", "-nodes", "-subj", "/CN=localhost", "-addext"]
-        + [f"subjectAltName={names}", "-out", str(paths[0]), "-keyout", str(paths[1])],
+        [
+            *("openssl", "req", "-new", "-x509", "-days", "2", "-nodes", "-subj", "/CN=localhost"),
+            *("-addext", f"subjectAltName={names}", "-out", str(paths[0]), "-keyout", str(paths[1])),
+        ],
         check=True,
         capture_output=True,
     )
@@ -52,9 +55,10 @@ def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> tupl
 
 
 class Postgres:
-    """A database cluster of its own, with a password and TLS."""
+    """A database cluster with a password and TLS; its folder is another user's, so pytest's won't do."""
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        folder = Path(tempfile.mkdtemp(prefix="tidegauge-postgres-"))
         programs = postgres_programs()
         assert programs is not None
         self._ctl, self._data = str(programs / "pg_ctl"), folder / "data"
@@ -63,9 +67,6 @@ class Postgres:
         (folder / "password").write_text(PASSWORD)
         if _AS_POSTGRES:
             subprocess.run(["chown", "-R", "postgres", str(folder)], check=True)
-            for parent in folder.parents:  # pytest's own folders are for their owner alone
-                if parent.owner() == "root" and parent.is_relative_to("/tmp") and parent != Path("/tmp"):
-                    parent.chmod(0o711)
         initialise = [programs / "initdb", "-D", self._data, "-U", "tide", "-A", "scram-sha-256", "-E", "UTF8"]
         self._do(*initialise, f"--pwfile={folder / 'password'}")
         settings = {
@@ -94,6 +95,10 @@ class Postgres:
 
     def start(self) -> None:
         self._do(self._ctl, "-D", self._data, "-l", self._log, "-w", "start")
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self._data.parent)
 
     def stop(self) -> None:
         self._do(self._ctl, "-D", self._data, "-m", "immediate", "-w", "stop")
