@@ -25,7 +25,7 @@ import duckdb
 
 from collector.errors import TidegaugeError
 from collector.store.engine import Place, connected, load_extension, one_line, quoted
-from training_harness.layout import DATA_VARIABLE, STORE_VARIABLE
+from training_harness.layout import DATA_VARIABLE, MIRROR, STORE_VARIABLE
 
 _SCHEMES = ("postgresql", "postgres")
 #: PostgreSQL cuts names at 63 bytes.
@@ -97,9 +97,12 @@ def register(manifest: Mapping[str, Any]) -> None:
     """Tell the store of this node's part in a run: its manifest, which replaces the one before.
 
     Raises:
-        TidegaugeError: a node of the same name has a part in the run, or the store cannot be reached.
+        TidegaugeError: a node of the same name has a part in the run, this one has none, or the store cannot be
+            reached.
 
     """
+    if manifest.get(MIRROR):
+        raise TidegaugeError(f"run {manifest['run_id']} is of other nodes: collect it there")
     run_id, host = str(manifest["run_id"]), str(manifest["host"])
     key = f"run_id = {quoted(run_id)} AND host = {quoted(host)}"
     with _registry() as connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import http.client
+import http.server
 import os
 import shutil
 import signal
@@ -14,9 +15,11 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import boto3
 import psutil
@@ -92,6 +95,10 @@ class Postgres:
             f"postgresql://tide:{PASSWORD.replace('/', '%2F').replace('@', '%40')}@{self.host}:{self.port}/postgres"
             f"?sslmode=verify-full&sslrootcert={self._authority}"
         )
+
+    @property
+    def pid(self) -> int:
+        return int((self._data / "postmaster.pid").read_text().split()[0])
 
     def start(self) -> None:
         self._do(self._ctl, "-D", self._data, "-l", self._log, "-w", "start")
@@ -198,3 +205,57 @@ class Cable:
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
             time.sleep(0.1)
+
+
+class Faulty(http.server.BaseHTTPRequestHandler):
+    """Passes requests on to the S3 endpoint, or answers as a service in trouble does."""
+
+    protocol_version = "HTTP/1.1"
+    target: tuple[str, int, str]
+    #: What becomes of the next requests that write: "500" or "silence".
+    faults: ClassVar[list[str]] = []
+
+    def _pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.faults.pop(0) if self.faults and self.command in ("PUT", "POST") else ""
+        if fault == "500":
+            self._answer(500, {}, b"<Error><Code>InternalError</Code></Error>")
+            return
+        if fault == "silence":
+            self.close_connection = True
+            time.sleep(3)
+            return
+        host, port, authority = self.target
+        trusted = ssl.create_default_context(cafile=authority)
+        with closing(http.client.HTTPSConnection(host, port, context=trusted)) as there:
+            there.request(self.command, self.path, body, dict(self.headers))
+            got = there.getresponse()
+            self._answer(got.status, dict(got.getheaders()), got.read())
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(body))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def faulty_s3(variables: dict[str, str]) -> Iterator[str]:
+    """The address of a service in trouble, in front of the real one."""
+    address = urllib.parse.urlsplit(variables["AWS_ENDPOINT_URL"])
+    Faulty.target = (str(address.hostname), int(address.port or 0), variables["AWS_CA_BUNDLE"])
+    Faulty.faults.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Faulty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

@@ -11,7 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from shared_world import BUCKET, PASSWORD, SECRET_KEY, Cable, Postgres, postgres_programs, s3_service
+from shared_world import (
+    BUCKET,
+    PASSWORD,
+    SECRET_KEY,
+    Cable,
+    Faulty,
+    Postgres,
+    faulty_s3,
+    postgres_programs,
+    s3_service,
+)
 from store_world import Writer, in_the_lake, journalled, make_run, seen
 
 from collector.errors import TidegaugeError
@@ -159,6 +169,28 @@ def test_a_link_that_is_cut_in_a_commit_loses_and_doubles_nothing(environment, p
     assert seen(run) == journalled(run)
 
 
+@pytest.mark.parametrize("fault", ["500", "silence"])
+def test_an_s3_service_in_trouble_delays_records_and_loses_none(fault, environment, variables, tmp_path):
+    with faulty_s3(variables) as address:
+        environment.setenv("AWS_ENDPOINT_URL", address)
+        environment.setattr(shared, "_HTTP_TIMEOUT_SECONDS", 1)
+        run = make_run(tmp_path)
+        writer = Writer(run, 11)
+        with Ingester(run) as ingester:
+            writer.write(200)
+            assert ingester.step().is_whole
+            writer.write(200)
+            Faulty.faults.extend([fault] * 5)
+            failed = ingester.step()
+            assert not failed.is_whole
+            assert "stay in the journals" in failed.problems[0]
+            assert SECRET_KEY not in failed.problems[0]
+            Faulty.faults.clear()
+            assert ingester.step().is_whole
+        assert seen(run) == journalled(run)
+        assert in_the_lake(run) == 400
+
+
 def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(environment, tmp_path):
     run = make_run(tmp_path / "a")
     shared.register(run.manifest)
@@ -199,7 +231,10 @@ def test_a_run_id_is_used_once_and_what_was_told_of_it_before_makes_way(environm
     environment.setenv("TIDEGAUGE_RUN_ID", "exp-2")
     elsewhere = Run(layout.create_run(home.parent / "elsewhere", name="x", argv=[]))
     shared.register({**elsewhere.manifest, "host": "other", "anchors": {"other": layout.wall_anchor()}})
-    assert find_run(home, "exp-2").manifest["host"] == "other"
+    told = find_run(home, "exp-2")
+    assert told.manifest["host"] == "other"
+    with pytest.raises(TidegaugeError, match="run exp-2 is of other nodes: collect it there"):
+        Ingester(told)
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):
         layout.create_run(home, name="x", argv=[])
