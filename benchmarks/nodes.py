@@ -3,10 +3,10 @@
     python -m benchmarks.nodes [--nodes 1 4 16 64] [--seconds 60] [--folder]
 
 Starts a PostgreSQL and an S3 service (moto's server) here, then so many collectors of one run. Each writes what a
-node with 8 ranks of 8 workers at 5 steps/s gives, through the real journal writer, and commits every 10 s. The table
-says how long a commit takes, how many had to be done again, what all parts take of this machine's cores, and whether
-every record is in the lake once. With --folder the files go to a folder instead of S3: moto's server is one Python
-process, a real service is not.
+node with 8 ranks of 8 workers at 5 steps/s gives, through the real journal writer, and commits every 10 s. The
+table says how long a commit takes, how many had to be done again, what all parts take of this machine's cores, and
+whether every record is in the lake once. With --folder the files go to a folder instead of S3: moto's server is one
+Python process, a real service is not.
 """
 
 from __future__ import annotations

@@ -59,6 +59,7 @@ def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnecti
         instance = idle.pop() if idle else None
     instance = instance or _new_instance(threads)
     with instance.cursor() as connection:
+        connection.execute("SET enable_progress_bar = false")  # it would be drawn into what a command prints
         yield connection
     with _idle_lock:
         idle.append(instance)  # not after an error: then the next user gets a fresh one

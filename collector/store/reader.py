@@ -293,9 +293,9 @@ def _versions(*paths: Path) -> list[tuple[int, int] | None]:
 
 def _clocks_behind_ns(run: Run) -> dict[str, int]:
     """Host -> how far its CLOCK_MONOTONIC is behind that of the run's own host, where several nodes take part."""
-    anchors, own = run.anchors, run.manifest["host"]
-    if len(anchors) < 2:
+    if not run.is_shared:
         return {}
+    anchors, own = run.anchors, run.manifest["host"]
     offsets_ns = {host: _wall_offset_ns(anchor) for host, anchor in anchors.items()}
     return {host: offset_ns - offsets_ns[own] for host, offset_ns in offsets_ns.items() if host != own}
 
