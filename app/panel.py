@@ -148,7 +148,8 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
             _draw_status(status, reach, manifest, snapshot.now_ns)
             _draw_problems(snapshot.problems)
             if reach is None:
-                _draw_no_records(status)
+                if not snapshot.problems:
+                    _draw_no_records(status)
                 return
             moment = _moment(view, selection, queries.Memo(snapshot), reach, manifest)
             if moment.verdict is None:

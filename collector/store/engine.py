@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import tempfile
 import threading
 from collections import defaultdict
@@ -66,8 +67,9 @@ def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnecti
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, short enough for a message."""
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    """The first line of an error, short enough for a message; of a database that is away, what it says itself."""
+    text = re.sub(r'^.*Unable to connect to Postgres at "[^"]*": ', "", str(error), flags=re.DOTALL)
+    return text.splitlines()[0][:300] if text else type(error).__name__
 
 
 def quoted(text: str) -> str:

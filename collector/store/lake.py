@@ -143,7 +143,7 @@ def attached(place: Place, *, read_only: bool, threads: int | None = None) -> It
         try:
             yield connection
         finally:
-            with contextlib.suppress(duckdb.TransactionException):
+            with contextlib.suppress(duckdb.Error):  # none is open, or the database has gone away
                 connection.rollback()
             connection.execute(f"DETACH {LAKE}")
 
