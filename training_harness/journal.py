@@ -45,6 +45,8 @@ RETRY_AFTER_NS = 1_000_000_000
 WRITE_FAILED = "write-failed"
 NOT_COLLECTED = "not-collected"
 NOT_A_RECORD = "not-a-record"
+#: A FIFO would make the training wait for a reader, and a link lead out of the run.
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class EventLog:
         event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._who, **fields}
         try:
             line = json.dumps(event, default=repr).encode() + b"\n"
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._path, _APPEND, 0o600)
             try:
                 os.write(descriptor, line)
             finally:

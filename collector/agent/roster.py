@@ -6,13 +6,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from collector.agent.procfs import ProcessKey
 from collector.store.growing import GrowingFiles
-from collector.store.journals import EVENT_LOG_SUFFIX
+from collector.store.journals import EVENT_LOG_SUFFIX, JournalError, read_events, size_bytes
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -124,23 +125,13 @@ class EventTail:
         logs = [path for path in self._files.look() if path.name.startswith(self._prefix)]
         for path in logs:
             at = self._read_bytes.get(path.name, 0)
-            if path.stat().st_size > at:
-                events += self._read_file(path, at)
+            with suppress(JournalError):
+                if size_bytes(path) > at:
+                    events += self._read_file(path, at)
         self._files.read(path.name for path in logs)
         return events
 
     def _read_file(self, path: Path, at: int) -> list[dict[str, Any]]:
-        with path.open("rb") as stream:
-            stream.seek(at)
-            text = stream.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_bytes[path.name] = at + len(whole)
-        events = []
-        for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                events.append(event)
-        return events
+        lines = read_events(path, at)
+        self._read_bytes[path.name] = lines.end_bytes
+        return [{**json.loads(row.pop("body")), **row} for row in lines.table.to_pylist()]

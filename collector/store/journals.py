@@ -10,10 +10,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
 from collector.store.runs import Run
-from training_harness.journal import FORMAT_VERSION, MAGIC
+from training_harness.journal import FORMAT_VERSION, MAGIC, SEGMENT_BYTES
 from training_harness.records import IDENTITY, MISSING, NAME, NAME_BYTES, STREAMS, Stream
 
 SEGMENT_SUFFIX = ".journal"
@@ -46,6 +47,13 @@ EVENT_SCHEMA = pa.schema(
 _PREFIX_BYTES = len(MAGIC) + 4
 #: A real header has about 1 kB; a length beyond this is damage, not a header still being written.
 _HEADER_LIMIT_BYTES = 2**20
+#: A writer ends a segment at `SEGMENT_BYTES`, after the records of one write.
+_SEGMENT_LIMIT_BYTES = 16 * SEGMENT_BYTES
+#: Of an event log so much is read at once; the longest lines hold a traceback.
+_EVENTS_AT_ONCE_BYTES = 2**26
+#: gethostname(2) gives no longer one; it is repeated in every record.
+_HOST_LIMIT = 255
+_REASON_LIMIT = 200
 
 
 class JournalError(TidegaugeError):
@@ -133,7 +141,7 @@ def list_names(directory: Path, suffix: str) -> list[str]:
 
 def table_of(name: str) -> str:
     """The table that a journal or event log fills, by its name."""
-    return "event" if name.endswith(EVENT_LOG_SUFFIX) else name.split(".")[-3]
+    return "event" if name.endswith(EVENT_LOG_SUFFIX) else "".join(name.split(".")[-3:-2])
 
 
 def segment_order(name: str) -> tuple[str, int]:
@@ -146,11 +154,11 @@ def size_bytes(path: Path) -> int:
     """The size of a journal or event log now.
 
     Raises:
-        JournalError: the file cannot be reached.
+        JournalError: the file cannot be reached, or no writer can have made it.
 
     """
     try:
-        return path.stat().st_size
+        return _checked_bytes(path, path.lstat())
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -161,7 +169,7 @@ def is_finished(path: Path) -> bool:
     False as well where that can't be told.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_WRONLY | _AS_IT_IS)
     except OSError:
         return False
     try:
@@ -181,7 +189,7 @@ def read_header(path: Path) -> SegmentHeader | None:
 
     """
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             prefix = file.read(_PREFIX_BYTES)
             if not prefix.startswith(MAGIC[: len(prefix)]):
                 raise JournalError(f"{path} is skipped: it begins with {prefix[:4]!r}, not {MAGIC!r}; remove it")
@@ -195,7 +203,7 @@ def read_header(path: Path) -> SegmentHeader | None:
         return None
     try:
         return _parse_header(path, json.loads(text), _PREFIX_BYTES + length)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
@@ -237,17 +245,22 @@ def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop: int
 def read_events(path: Path, offset_bytes: int, stop: int | None = None) -> EventLines:
     """The whole lines between two bytes of an event log; a damaged line is skipped and counted.
 
+    Of a longer piece than `_EVENTS_AT_ONCE_BYTES` only the first lines: the caller goes on at `end_bytes`.
+
     Raises:
         JournalError: the file cannot be read.
 
     """
+    wanted = _EVENTS_AT_ONCE_BYTES if stop is None else min(max(0, stop - offset_bytes), _EVENTS_AT_ONCE_BYTES)
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             file.seek(offset_bytes)
-            text = file.read(-1 if stop is None else max(0, stop - offset_bytes))
+            text = file.read(wanted)
     except OSError as error:
         raise _unreadable(path, error) from None
     whole = text[: text.rfind(b"\n") + 1]
+    if not whole and len(text) == _EVENTS_AT_ONCE_BYTES:
+        raise JournalError(f"{path} is skipped: a line of it has more than {len(text)} bytes; remove the file")
     lines = [line for line in whole.split(b"\n") if line]
     rows = [row for line in lines if (row := _event_row(line)) is not None]
     return EventLines(
@@ -263,13 +276,47 @@ def reported_losses(table: pa.Table) -> dict[str, int]:
     for row in table.filter(pc.equal(table["kind"], "records-lost")).to_pylist():
         body = json.loads(row["body"])
         writer = writer_name(row["host"], row["pid"], row["start_ticks"], str(body.get("stream")))
-        if isinstance(body.get("count"), int):
+        if isinstance(body.get("count"), int) and body["count"] < 2**63:
             losses[writer] = max(losses.get(writer, 0), body["count"])
     return losses
 
 
 _NUMPY_CODES = {"q": "<i8", "i": "<i4", "h": "<i2", "b": "<i1", "d": "<f8", NAME: f"S{NAME_BYTES}"}
 _EVENT_COLUMNS = EVENT_SCHEMA.names[:-1]
+#: Waits for nobody at the other end of a FIFO, and goes nowhere through a link.
+_AS_IT_IS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A journal or event log, open for reading.
+
+    Raises:
+        OSError: it cannot be opened.
+        JournalError: no writer can have made it.
+
+    """
+    file = open(os.open(path, os.O_RDONLY | _AS_IT_IS), "rb")  # noqa: SIM115 - the caller closes it
+    try:
+        _checked_bytes(path, os.fstat(file.fileno()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _checked_bytes(path: Path, status: os.stat_result) -> int:
+    """The size of a file that a writer can have made."""
+    if not stat.S_ISREG(status.st_mode):
+        raise JournalError(
+            f"{path} is skipped: it is no plain file but a directory, a link, a pipe or a device; remove it"
+        )
+    if path.name.endswith(SEGMENT_SUFFIX) and status.st_size > _SEGMENT_LIMIT_BYTES:
+        raise JournalError(
+            f"{path} is skipped: it has {status.st_size} bytes, the bound is {_SEGMENT_LIMIT_BYTES}; remove it"
+        )
+    if not path.name.isprintable():  # a surrogate stands for a byte that is no UTF-8, which no table can hold
+        raise JournalError(f"{str(path)!r} is skipped: its name is no text; remove the file")
+    return status.st_size
 
 
 def _unreadable(path: Path, error: OSError) -> JournalError:
@@ -277,15 +324,19 @@ def _unreadable(path: Path, error: OSError) -> JournalError:
 
 
 def _damaged(path: Path, what: str) -> JournalError:
+    what = what if len(what) <= _REASON_LIMIT else f"{what[:_REASON_LIMIT]}…"
     return JournalError(f"{path} is skipped: its header is damaged ({what}); remove the file")
 
 
 def _parse_header(path: Path, body: dict[str, Any], header_bytes: int) -> SegmentHeader:
     if body["version"] > FORMAT_VERSION or body["stream"] not in STREAMS:
         raise JournalError(
-            f"{path} is skipped: journal version {body['version']}, stream {body['stream']!r}; this Tidegauge "
-            f"reads up to version {FORMAT_VERSION} and the streams {', '.join(STREAMS)}: upgrade Tidegauge"
+            f"{path} is skipped: journal version {body['version']!r:.20}, stream {body['stream']!r:.40}; "
+            f"this Tidegauge reads up to version {FORMAT_VERSION} and the streams {', '.join(STREAMS)}: "
+            "upgrade Tidegauge"
         )
+    if body["stream"] != table_of(path.name) or len(str(body["host"])) > _HOST_LIMIT:
+        raise _damaged(path, f"stream {body['stream']!r} of host {str(body['host'])!r:.80} does not fit the name")
     header = SegmentHeader(
         stream=body["stream"],
         layout=tuple((str(name), str(code)) for name, code in body["layout"]),
@@ -297,14 +348,15 @@ def _parse_header(path: Path, body: dict[str, Any], header_bytes: int) -> Segmen
         rank=None if body["rank"] is None else int(body["rank"]),
         lost_before_count=int(body["lost_before_count"]),
     )
-    for name, code in (("pid", "i"), ("start_ticks", "q"), ("rank", "i")):
+    for name, code in (("pid", "i"), ("start_ticks", "q"), ("rank", "i"), ("lost_before_count", "q")):
         value = getattr(header, name)
         struct.pack(code, 0 if value is None else value)
+    header.host.encode()
     codes = {column.name: column.code for column in STREAMS[header.stream].columns}
     for name, code in header.layout:
         if code not in MISSING or codes.get(name, code) != code:
             raise JournalError(
-                f"{path} is skipped: column {name!r} has code {code!r}, this Tidegauge knows "
+                f"{path} is skipped: column {name!r:.40} has code {code!r:.40}, this Tidegauge knows "
                 f"{codes.get(name) or ', '.join(MISSING)}: read it with the Tidegauge that wrote it"
             )
     size = struct.calcsize("<" + "".join(code for _, code in header.layout))
@@ -331,7 +383,8 @@ def _event_row(line: bytes) -> dict[str, Any] | None:
         row = {name: pa.scalar(body.pop(name), EVENT_SCHEMA.field(name).type).as_py() for name in _EVENT_COLUMNS}
         if any(row[name] is None for name in _EVENT_COLUMNS if name != "rank"):
             return None
-        row["body"] = json.dumps(body)
+        # Half of a surrogate pair is no text: neither a terminal nor a browser takes it.
+        row["body"] = json.dumps(body, ensure_ascii=False).encode(errors="replace").decode()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return row

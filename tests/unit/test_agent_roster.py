@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -75,6 +76,13 @@ def test_processes_of_another_host_are_not_followed():
     assert list(known) == []
 
 
+WHO = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
+
+
+def said(kind):
+    return json.dumps({"kind": kind, **WHO}) + "\n"
+
+
 def write(path, *lines):
     with path.open("a") as stream:
         stream.write("".join(lines))
@@ -83,22 +91,32 @@ def write(path, *lines):
 def test_the_tail_hands_out_each_whole_line_once(tmp_path):
     tail = EventTail(tmp_path, "here")
     log = tmp_path / "here.1.jsonl"
-    write(log, json.dumps({"kind": "a"}) + "\n", '{"kind": ')
+    torn = said("b")
+    write(log, said("a"), torn[:9])
 
     assert [one["kind"] for one in tail.read()] == ["a"]
     assert tail.read() == []
-    write(log, '"b"}\n')
-    write(tmp_path / "here.2.jsonl", json.dumps({"kind": "c"}) + "\n")
+    write(log, torn[9:])
+    write(tmp_path / "here.2.jsonl", said("c"))
     assert sorted(one["kind"] for one in tail.read()) == ["b", "c"]
 
 
 def test_a_damaged_line_hides_no_other(tmp_path):
-    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", '{"kind": "b"}\n')
+    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", said("b"))
 
-    assert EventTail(tmp_path, "here").read() == [{"kind": "b"}]
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+
+
+def test_a_log_that_cannot_be_read_hides_no_other(tmp_path):
+    (tmp_path / "here.1.jsonl").mkdir()
+    (tmp_path / "here.2.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "here.3.jsonl")
+    write(tmp_path / "here.4.jsonl", said("b"))
+
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
 
 
 def test_another_hosts_log_is_left_alone(tmp_path):
-    write(tmp_path / "there.1.jsonl", '{"kind": "a"}\n')
+    write(tmp_path / "there.1.jsonl", said("a"))
 
     assert EventTail(tmp_path, "here").read() == []
