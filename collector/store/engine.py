@@ -18,6 +18,8 @@ import duckdb
 from collector.errors import TidegaugeError
 
 _EXTENSIONS = ("ducklake", "sqlite_scanner")
+#: What a damaged lake raises: also DuckDB's message may hold bytes of it that are no UTF-8.
+ERRORS = (duckdb.Error, UnicodeDecodeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

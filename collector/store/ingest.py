@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 from collector.errors import TidegaugeError
 from collector.store import journals, lake, shared, upkeep
 from collector.store.counts import COLUMNS, Counts
-from collector.store.engine import one_line, quoted
+from collector.store.engine import ERRORS, one_line, quoted
 from collector.store.growing import GrowingFiles
-from collector.store.runs import Run
+from collector.store.runs import Run, refuse_links
 
 LOCK_NAME = "lake.lock"
 #: Records per transaction: a bound on memory (about 120 bytes each in Arrow, several copies).
@@ -145,7 +145,7 @@ class Ingester:
                     self._note_read(chunk.read)
                     records_count += chunk.records_count
                 self._delete_ingested(problems)
-            except (duckdb.Error, TidegaugeError, OSError) as error:
+            except (*ERRORS, TidegaugeError, OSError) as error:
                 problems.append(f"the lake did not take the records, which stay in the journals: {one_line(error)}")
                 self._release()
                 is_whole = False
@@ -168,7 +168,7 @@ class Ingester:
         with lake.private_files():
             try:
                 upkeep.tidy(self._run, self._open())
-            except (duckdb.Error, TidegaugeError, OSError) as error:
+            except (*ERRORS, TidegaugeError, OSError) as error:
                 self._release()
                 return (f"the lake was not tidied up: {one_line(error)}",)
         return ()
@@ -204,6 +204,7 @@ class Ingester:
     def _open(self) -> duckdb.DuckDBPyConnection:
         """The open lake. After a failure it is opened anew, and its own offsets say where to go on."""
         if self._connection is None:
+            refuse_links(self._run)
             with lake.private_files(), contextlib.ExitStack() as stack:
                 if self._run.is_shared:
                     shared.register(self._run.manifest)
@@ -221,7 +222,7 @@ class Ingester:
                             _counted(connection, self._host if self._run.is_shared else None),
                             self._progress.offsets,
                         )
-                except duckdb.Error as error:
+                except ERRORS as error:
                     raise TidegaugeError(f"{lake.title(self._run)} cannot be read: {one_line(error)}") from None
                 self._lake = stack.pop_all()
             self._connection = connection
@@ -380,10 +381,9 @@ def lock(run: Run) -> int:
         TidegaugeError: a collector has it, or there can be no lock.
 
     """
-    # The kernel drops it when this process dies.
-    path = run.path / LOCK_NAME
+    path = run.path / LOCK_NAME  # the kernel drops the lock when this process dies
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise TidegaugeError(f"cannot follow run {run.run_id}: {error}; make its directory writable") from None
     try:

@@ -23,7 +23,7 @@ import duckdb
 
 from collector.errors import TidegaugeError
 from collector.store import shared
-from collector.store.engine import Place, connected, load_extension, one_line, quoted
+from collector.store.engine import ERRORS, Place, connected, load_extension, one_line, quoted
 from collector.store.runs import Run
 from training_harness.records import IDENTITY, NAME, STREAMS
 
@@ -163,7 +163,7 @@ def writable(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
             if not exists(run):
                 _create(run)
             connection = stack.enter_context(_open_shared(run) if run.is_shared else _open_embedded(run))
-        except (duckdb.Error, OSError) as error:
+        except (*ERRORS, OSError) as error:
             remedy = (
                 f"the records wait in {run.journal_dir} until it can"
                 if run.is_shared
@@ -221,7 +221,8 @@ def files_locked(run: Run, *, exclusive: bool) -> Iterator[None]:
     access = os.O_RDWR if exclusive else os.O_RDONLY
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = os.open(run.path / _READERS_LOCK, access | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            plain = os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(run.path / _READERS_LOCK, access | plain, 0o600)
             stack.callback(os.close, descriptor)
             if exclusive:
                 _lock_exclusively(descriptor)

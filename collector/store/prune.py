@@ -158,7 +158,7 @@ def _sweep(home: Path) -> None:
     for path in leftovers(home):
         while os.path.lexists(path):
             with suppress(FileNotFoundError):  # another prune deletes it too
-                shutil.rmtree(path)
+                path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for link in (home / "launches").glob("*"):
         if link.is_symlink() and not link.exists():
             link.unlink(missing_ok=True)

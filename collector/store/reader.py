@@ -25,11 +25,20 @@ import pyarrow as pa
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake
-from collector.store.engine import Place, connected, one_line, quoted
+from collector.store.engine import ERRORS, Place, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
 
+#: Of the SQL, of Ctrl-C, of the machine; whatever else a query raises, damaged files make.
+_NO_DAMAGE = (
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.ParserException,
+    duckdb.ConversionException,
+    duckdb.InterruptException,
+    duckdb.OutOfMemoryException,
+)
 _COPY_ATTEMPTS = 5
 #: A busy catalog is waited for in each (`lake.attached`).
 _OPEN_ATTEMPTS = 2
@@ -83,13 +92,15 @@ class Snapshot:
         sources = " UNION ALL ".join(
             f'SELECT max(time_ns) AS time_ns FROM "{name}"' for name in ("event", *STREAMS)
         )
-        last = self._query(f"SELECT max(time_ns) FROM ({sources})", None).fetchone()
+        with self._intact():
+            last = self._execute(f"SELECT max(time_ns) FROM ({sources})", None).fetchone()
         return int(last[0]) if last and last[0] is not None else 0
 
     @functools.cached_property
     def lost_count(self) -> int:
         """Records that writers could not write."""
-        reported = self._query("FROM event WHERE kind = 'records-lost'", None).to_arrow_table()
+        with self._intact():
+            reported = self._execute("FROM event WHERE kind = 'records-lost'", None).to_arrow_table()
         for writer, count in journals.reported_losses(reported).items():
             self._progress.note_loss(writer, count)
         return self._progress.lost_count
@@ -107,7 +118,8 @@ class Snapshot:
             TidegaugeError: files of the lake are damaged or gone.
 
         """
-        frame = self._query(sql, params).df()
+        with self._intact():
+            frame = self._execute(sql, params).df()
         # DuckDB gives some of them as masked integers, whose NA breaks comparisons.
         masked = [
             name
@@ -130,14 +142,11 @@ class Snapshot:
 
         """
         self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
+        sql = f'COPY (FROM "{name}" ORDER BY time_ns) TO {quoted(str(path))} ({options})'
         try:
-            copied = self._execute(
-                f'COPY (FROM "{name}" ORDER BY time_ns) TO {quoted(str(path))} ({options})', None
-            )
-            rows_count = int(copied.fetchall()[0][0])
+            with self._intact(writing=path):
+                rows_count = int(self._execute(sql, None).fetchall()[0][0])
         except duckdb.IOException as error:
-            if str(path) not in str(error):
-                raise self._damaged(error) from None
             raise OSError(str(error).rpartition(": ")[2]) from None
         except duckdb.OutOfMemoryException:
             raise OSError(f"no room to sort in {tempfile.gettempdir()}; set TMPDIR to a folder with room") from None
@@ -145,11 +154,24 @@ class Snapshot:
         self._connection.execute("RESET memory_limit; RESET threads")
         return rows_count
 
-    def _query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None) -> duckdb.DuckDBPyConnection:
+    @contextmanager
+    def _intact(self, *, writing: Path | None = None) -> Iterator[None]:
+        """Say so if files of the lake are damaged or gone; errors of another cause are left as they are."""
         try:
-            return self._execute(sql, params)
-        except duckdb.IOException as error:
-            raise self._damaged(error) from None
+            yield
+        except _NO_DAMAGE:
+            raise
+        except ERRORS as error:
+            if writing is not None and str(writing) in str(error):
+                raise
+            if self._run.is_shared:
+                raise TidegaugeError(
+                    f"the shared store does not give its files ({one_line(error)}): try again"
+                ) from None
+            raise TidegaugeError(
+                f"{self._run.data_dir} is damaged ({one_line(error)}): move it and {self._run.catalog_path} "
+                "away and run `tidegauge collect`, for what the journals still hold"
+            ) from None
 
     def _execute(
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
@@ -158,14 +180,6 @@ class Snapshot:
         for name in set(re.findall(r"\w+", sql.lower())) & ({*STREAMS, "event"} - self._views):
             self._add_view(name)
         return self._connection.execute(sql, params)
-
-    def _damaged(self, error: duckdb.Error) -> TidegaugeError:
-        if self._run.is_shared:
-            return TidegaugeError(f"the shared store does not give its files ({one_line(error)}): try again")
-        return TidegaugeError(
-            f"{self._run.data_dir} is damaged ({one_line(error)}): move it and {self._run.catalog_path} "
-            "away and run `tidegauge collect`, for what the journals still hold"
-        )
 
     def _add_view(self, name: str) -> None:
         tail = self._events if name == "event" else self._read_tail(name)
@@ -244,7 +258,7 @@ def read(run: Run) -> Iterator[Snapshot]:
             for _ in range(_OPEN_ATTEMPTS):
                 try:
                     connection, progress = stack.enter_context(_lake_of(run))
-                except (duckdb.Error, OSError) as error:
+                except (*ERRORS, OSError) as error:
                     why = one_line(error)
                 else:
                     break

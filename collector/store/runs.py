@@ -113,9 +113,7 @@ def list_runs(home: Path) -> list[Run]:
         mirror.refresh(home)
     try:
         paths = [
-            path
-            for path in (home / "runs").iterdir()
-            if not path.name.startswith(PRUNED_PREFIX) and (path / layout.MANIFEST).is_file()
+            path for path in (home / "runs").iterdir() if not path.name.startswith(PRUNED_PREFIX) and _is_run(path)
         ]
     except FileNotFoundError:
         return []
@@ -132,8 +130,8 @@ def find_run(home: Path, spec: str) -> Run:
         TidegaugeError: there is none, or more than one.
 
     """
-    as_path = Path(spec).expanduser()
-    if spec and (as_path / layout.MANIFEST).is_file():
+    as_path = Path(os.path.expanduser(spec))
+    if spec and os.path.isfile(as_path / layout.MANIFEST):
         return Run(as_path.resolve())
     runs = list_runs(home)
     if not runs:
@@ -154,6 +152,31 @@ def find_run(home: Path, spec: str) -> Run:
     shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
     more = ", …" if len(matches) > _SHOWN_MATCHES else ""
     raise TidegaugeError(f"{spec!r} fits {len(matches)} runs ({shown}{more}): give more of the id")
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a directory of the home is a run, also one of another user that cannot be looked into."""
+    try:
+        return (path / layout.MANIFEST).is_file() and path.name.encode() != b""
+    except PermissionError:
+        return True
+    except UnicodeEncodeError:  # Tidegauge gives no such name, and DuckDB finds no such path
+        return False
+
+
+def refuse_links(run: Run) -> None:
+    """Journals are deleted and Parquet files swept in the run's own directory, never where a link in it leads.
+
+    Raises:
+        TidegaugeError: a part of the run is a link.
+
+    """
+    for path in (run.journal_dir, run.events_dir, run.data_dir, run.catalog_path):
+        if path.is_symlink():
+            raise TidegaugeError(
+                f"{path} is a link to {os.readlink(path)}, and what is there may be another's: "
+                "put the run's own in its place"
+            )
 
 
 def of_this_boot(run: Run) -> bool:
