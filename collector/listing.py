@@ -13,6 +13,7 @@ from rich.table import Table
 from collector import wording
 from collector.errors import TidegaugeError
 from collector.store.runs import Run, living_processes
+from training_harness.layout import read_plain
 
 if TYPE_CHECKING:
     from collector.store.export import ExportedFile
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The last report on an ended run, so that a list of runs need not judge them all again.
 KEPT_REPORT = "report.json"
+_REPORT_LIMIT_BYTES = 2**25
 
 
 def keep_report(run: Run, report: Mapping[str, Any]) -> None:
@@ -27,7 +29,7 @@ def keep_report(run: Run, report: Mapping[str, Any]) -> None:
     path = run.path / KEPT_REPORT
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as stream:
             json.dump(report, stream, allow_nan=False)
         os.replace(scratch, path)
@@ -76,18 +78,19 @@ def _plain_table() -> Table:
 
 
 def _cells(run: Run) -> tuple[str, str, str, str]:
-    kept = _kept_report(run)
-    if kept is None:
-        return _status_without_report(run), wording.MISSING, wording.MISSING, wording.MISSING
-    facts, findings = kept["run"], kept["findings"]
-    first = f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention"
-    return facts["status"], wording.number(facts["steps"]), wording.duration(facts["duration_seconds"]), first
+    with suppress(LookupError, TypeError, OverflowError):  # a report that is none: the manifest tells
+        kept = _kept_report(run) or {}
+        facts, findings = kept["run"], kept["findings"]
+        first = f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention"
+        duration = wording.duration(facts["duration_seconds"])
+        return str(facts["status"]), wording.number(facts["steps"]), duration, first
+    return _status_without_report(run), wording.MISSING, wording.MISSING, wording.MISSING
 
 
 def _kept_report(run: Run) -> dict[str, Any] | None:
     try:
-        kept = json.loads((run.path / KEPT_REPORT).read_bytes())
-    except (OSError, ValueError):
+        kept = json.loads(read_plain(run.path / KEPT_REPORT, _REPORT_LIMIT_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     return kept if isinstance(kept, dict) and kept.get("schema") == 1 else None
 

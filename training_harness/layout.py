@@ -22,10 +22,11 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ NODES = "nodes.json"
 #: In the manifest of a run that this node has no part in.
 MIRROR = "mirror"
 SNAPSHOTS = "snapshots"
+#: A manifest holds a command line, of which Linux allows 6 MiB.
+_MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
 #: The folder of the requests, made with the first one, and what can be asked for.
 REQUESTS = "requests"
@@ -197,27 +200,79 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
+        manifest = json.loads(read_plain(path, _MANIFEST_LIMIT_BYTES))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+    if not isinstance(manifest, dict) or not _is_int64(manifest.get("schema")):
         raise ValueError(f"{path} is damaged: it holds no manifest")
     if manifest["schema"] > MANIFEST_SCHEMA:
         raise ValueError(
             f"{path} has manifest schema {manifest['schema']}, this Tidegauge reads up to "
             f"{MANIFEST_SCHEMA}: upgrade Tidegauge"
         )
-    return manifest
+    for name, fits in _MANIFEST_FIELDS.items():
+        if not fits(manifest.get(name)):
+            raise ValueError(f"{path} is damaged: {name!r} is {repr(manifest.get(name))[:80]}")
+    return dict.fromkeys(_MANIFEST_FIELDS) | manifest
+
+
+def read_plain(path: Path, limit_bytes: int) -> bytes:
+    """The content of a plain file; a FIFO would keep the reader waiting, and a device has no end.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, or has more than `limit_bytes`.
+
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no plain file")
+        if status.st_size > limit_bytes:
+            raise ValueError(f"it has {status.st_size} bytes, the bound is {limit_bytes}")
+        return file.read()
 
 
 def write_manifest(run_dir: Path, manifest: Mapping[str, Any], *, name: str = MANIFEST) -> None:
     """Replace the manifest atomically, so that a reader or a kill never meets half of one."""
     path = run_dir / name
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as stream:
         json.dump(manifest, stream, indent=1)
     os.replace(scratch, path)
+
+
+def _is_int64(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_process(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("host"), str)
+        and _is_int64(value.get("pid"))
+        and _is_int64(value.get("start_ticks"))
+    )
+
+
+def _are_anchors(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(anchor, dict) and _is_int64(anchor.get("time_ns")) and _is_int64(anchor.get("wall_ns"))
+        for anchor in value.values()
+    )
+
+
+#: What the readers of a manifest rely on.
+_MANIFEST_FIELDS: dict[str, Callable[[object], bool]] = {
+    "name": lambda value: isinstance(value, str),
+    "host": lambda value: value is None or isinstance(value, str),
+    "anchors": _are_anchors,
+    "collector": lambda value: value is None or _is_process(value),
+    "command": lambda value: value is None or _is_process(value),
+    "end_time_ns": lambda value: value is None or _is_int64(value),
+    "exit_status": lambda value: value is None or _is_int64(value),
+}
 
 
 def _git_commit() -> str | None:
