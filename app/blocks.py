@@ -9,6 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app.figures.base import Chart
+from app.format import plain
 from collector.diagnosis.findings import KINDS, Finding
 from collector.wording import eta, label, locus, percent, quantity, title
 
@@ -76,7 +77,7 @@ def draw(block: Block, key: str) -> None:
     match block:
         case Chart():
             with st.container(border=True):
-                st.markdown(f"**{block.title}**")
+                st.markdown(f"**{plain(block.title)}**")
                 # Streamlit replaces a Plotly chart whose data have changed: hold its place meanwhile.
                 with st.container(height=block.figure.layout.height, border=False):
                     st.plotly_chart(
@@ -98,7 +99,7 @@ def draw(block: Block, key: str) -> None:
             if block.caption:
                 st.caption(block.caption)
         case Note():
-            st.info(block.text, icon=block.icon)
+            st.info(plain(block.text), icon=block.icon)
         case Findings():
             _draw_findings(block)
 
@@ -123,7 +124,7 @@ def _draw_findings(block: Findings) -> None:
             for finding in urgent[4:]:
                 _draw_finding(finding, link=block.link)
     for finding in rest:
-        with st.expander(f"{title(finding)}: {finding.summary}", icon=SEVERITY["info"][0]):
+        with st.expander(plain(f"{title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
             _draw_body(finding)
 
 
@@ -136,10 +137,12 @@ def _draw_finding(finding: Finding, *, link: bool) -> None:
             where = locus(finding.locus)
             since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
             st.caption(
-                " · ".join(part for part in (where, since, f"confidence {percent(finding.confidence)}") if part),
+                plain(
+                    " · ".join(part for part in (where, since, f"confidence {percent(finding.confidence)}") if part)
+                ),
                 width="content",
             )
-        st.markdown(finding.summary)
+        st.markdown(plain(finding.summary))
         _draw_body(finding)
         page = EVIDENCE_PAGES.get(KINDS[finding.kind])
         if link and page:
@@ -150,9 +153,10 @@ def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
     for advice in finding.advice:
-        st.markdown(f":material/build: {advice.text}" + (f" — *{advice.expected}*" if advice.expected else ""))
+        expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
+        st.markdown(f":material/build: {plain(advice.text)}{expected}")
     measured = [
-        f"{label(item.name)} **{quantity(item.value, item.unit)}** (n = {item.n:,}, {item.window})"
+        f"{label(item.name)} **{plain(quantity(item.value, item.unit))}** (n = {item.n:,}, {plain(item.window)})"
         for item in finding.evidence
     ]
     if measured:

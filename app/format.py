@@ -1,13 +1,21 @@
-"""What the dashboard alone needs of numbers: the scales of its axes, and the time of day."""
+"""What the dashboard alone needs: the scales of its axes, the time of day, and texts that Markdown leaves alone."""
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, tzinfo
 
 GIB = 2**30
 MIB = 2**20
+#: A piece of code, which stays one, or what Markdown and Streamlit's directives make something of.
+_MARKUP = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|([\\`*\[\]<$~&]|(?<!\w)_|_(?!\w)|:(?=[a-z]))")
 
 
 def clock(wall_ns: int, zone: tzinfo = UTC) -> str:
     """Wall time as hh:mm:ss in that time zone."""
     return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%H:%M:%S")
+
+
+def plain(text: str) -> str:
+    """A text that others had a part in, for Markdown: no link, image or heading comes of it; `code` stays code."""
+    return _MARKUP.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], " ".join(text.split()))

@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import streamlit as st
 
 from app.blocks import Block, draw
-from app.format import clock
+from app.format import clock, plain
 from app.theme import Theme, theme_of
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import Verdict, diagnose
@@ -157,7 +157,7 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
             built = [[_build(panel, moment) for panel in row] for row in view.rows]
     except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
         _log.exception("view %s of %s", view.name, run.path)
-        st.error(f"{run.run_id}: {one_line(error)}", icon=":material/error:")
+        st.error(plain(f"{run.run_id}: {one_line(error)}"), icon=":material/error:")
         return
     for row, blocks in zip(view.rows, built, strict=True):
         columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
@@ -193,7 +193,7 @@ def _build(panel: Panel, moment: Moment) -> list[Block] | str:
 
 def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:
     if isinstance(content, str):
-        st.error(f"{panel.name} cannot be shown: {content}", icon=":material/error:")
+        st.error(plain(f"{panel.name} cannot be shown: {content}"), icon=":material/error:")
         return
     for number, block in enumerate(content):
         draw(block, key=f"{view.name}-{panel.name}-{number}")
@@ -227,7 +227,7 @@ def _chip(status: str, age_seconds: float | None) -> tuple[str, str, str]:
 
 def _draw_problems(problems: Sequence[str]) -> None:
     if problems:
-        shown = [f"- {problem}" for problem in problems[:5]]
+        shown = [f"- {plain(problem)}" for problem in problems[:5]]
         more = [f"- and {len(problems) - 5} more"] if len(problems) > 5 else []
         text = "\n".join(["Some records could not be read; the rest is shown.", *shown, *more])
         st.warning(text, icon=":material/warning:")

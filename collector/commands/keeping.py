@@ -12,7 +12,7 @@ import click
 
 from collector import wording
 from collector.commands.options import home_option, show_table
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, one_line
 
 if TYPE_CHECKING:
     from collector.store.prune import StoredRun
@@ -34,19 +34,18 @@ _PREFIXES = "KMGT"
 @home_option
 def export(spec: str, directory: Path, form: str, home: Path) -> None:
     """Write a run as one file per stream, for pandas, Polars, DuckDB and their like."""
-    from rich.console import Console
-
     from collector.listing import export_table
     from collector.store.export import export as export_run
     from collector.store.runs import find_run
+    from collector.terminal import Terminal
 
     found = find_run(home, spec)
-    with Console(stderr=True).status("exporting") as status:
+    with Terminal(stderr=True).status("exporting") as status:
         done = export_run(found, directory, form, say=lambda name: status.update(f"writing {name}"))
     for problem in done.problems[:5]:
-        click.echo(f"tidegauge: {problem}", err=True)
+        click.echo(f"tidegauge: {one_line(problem)}", err=True)
     show_table(export_table(done.files))
-    click.echo(f"\n{found.run_id} is in {directory}")
+    click.echo(f"\n{one_line(found.run_id)} is in {directory}")
 
 
 def _parse_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
@@ -95,7 +94,7 @@ def prune(keep: int | None, max_size: int | None, dry_run: bool, yes: bool, home
         click.confirm("delete?", abort=True)
     staying = store.delete(home, [each.run for each in going])
     for run, why in staying.items():
-        click.echo(f"tidegauge: {run.run_id} stays: {why}", err=True)
+        click.echo(one_line(f"tidegauge: {run.run_id} stays: {why}"), err=True)
     gone = [each for each in going if each.run not in staying]
     click.echo(f"deleted: {_told(gone, unfinished)}")
 

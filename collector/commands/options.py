@@ -117,6 +117,6 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def show_table(table: Table) -> None:
     """Print a table on stdout, in a pipe without wrapping it."""
-    from rich.console import Console
+    from collector.terminal import Terminal
 
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)

@@ -10,7 +10,7 @@ import click
 
 from collector.commands.options import home_option, show_table
 from collector.commands.verdicts import as_report, card_text, judge, show_card
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS
 
 FORMATS = ("text", "json")
@@ -65,15 +65,14 @@ def runs(home: Path) -> None:
 @home_option
 def snapshot(spec: str, kind: str, steps: int, timeout: float, home: Path) -> None:
     """Have a running training save what only it can see of its memory, at the end of a step."""
-    from rich.console import Console
-
     from collector.snapshot import take
     from collector.store.runs import find_run
+    from collector.terminal import Terminal
 
-    with Console(stderr=True).status("asking") as status:
+    with Terminal(stderr=True).status("asking") as status:
         taken, refused = take(find_run(home, spec), kind, steps=steps, timeout_seconds=timeout, say=status.update)
     for line in taken:
-        click.echo(line)
+        click.echo(one_line(line))
     if refused:
         raise TidegaugeError("; ".join(refused))
 

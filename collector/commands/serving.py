@@ -41,8 +41,7 @@ def dashboard(port: int, home: Path) -> None:
 @home_option
 def doctor(python: str, home: Path) -> None:
     """Tell what works here and what does not, each with the remedy."""
-    from rich.console import Console
-
     from collector.doctor import check_all, checks_table
+    from collector.terminal import Terminal
 
-    Console().print(checks_table(check_all(home, python)))
+    Terminal().print(checks_table(check_all(home, python)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from collector.errors import one_line
 from training_harness.layout import home_path
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def judge(run: Run) -> Verdict:
 
     tables = load_tables(run)
     for problem in tables.problems[:5]:
-        click.echo(f"tidegauge: {problem}", err=True)
+        click.echo(f"tidegauge: {one_line(problem)}", err=True)
     verdict = diagnose(tables)
     if verdict.status != "running" and not tables.problems:
         keep_report(run, as_report(run, verdict))
@@ -39,17 +40,17 @@ def as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
 
 def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool) -> None:
     """Print the card."""
-    from rich.console import Console
+    from collector.terminal import Terminal
 
-    Console(stderr=to_stderr, highlight=False).print(_card(run, verdict, home))
+    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home))
 
 
 def card_text(run: Run, verdict: Verdict, *, home: Path) -> str:
     """The card as plain text of 80 columns."""
-    from rich.console import Console
+    from collector.terminal import Terminal
 
     stream = io.StringIO()
-    Console(file=stream, width=80, highlight=False).print(_card(run, verdict, home))
+    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home))
     return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
 
 
