@@ -8,7 +8,7 @@ PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus postgres kills versions clean
+.PHONY: setup demo test lint types layers unit browser prometheus postgres kills versions install-check clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,10 @@ kills: setup
 # The loader hooks against the oldest supported, a middle and the newest torch (about 20 minutes, up to 16 GB).
 versions: setup
 	$(BIN)/python scripts/versions.py
+
+# The base install and the collector's in fresh environments, used as a user would (about 2 minutes, 1 GB).
+install-check: setup
+	$(BIN)/python scripts/install_check.py
 
 clean:
 	rm -rf $(VENV) .versions test-artifacts
