@@ -164,11 +164,11 @@ def writable(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
                 _create(run)
             connection = stack.enter_context(_open_shared(run) if run.is_shared else _open_embedded(run))
         except (*ERRORS, OSError) as error:
-            remedy = (
-                f"the records wait in {run.journal_dir} until it can"
-                if run.is_shared
-                else f"make room, or move it and {run.data_dir} away and collect again what the journals still hold"
-            )
+            remedy = f"make room, or move it and {run.data_dir} away and collect again what the journals still hold"
+            if "version mismatch" in str(error):
+                remedy = "use the Tidegauge that wrote it, or a newer one"
+            elif run.is_shared:
+                remedy = f"the records wait in {run.journal_dir} until it can"
             raise TidegaugeError(f"{title(run)} cannot be opened ({one_line(error)}): {remedy}") from None
         yield connection
 

@@ -1,6 +1,8 @@
 """Every view in every state that a run can be in."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import make_run as runs
@@ -8,9 +10,11 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app.figures.base import MAX_POINTS
+from app.format import plain
 from collector import wording
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
+from collector.store.ingest import Ingester
 from collector.store.runs import Run
 from training_harness import layout
 
@@ -203,6 +207,49 @@ def test_a_newer_schema_asks_for_an_upgrade(monkeypatch, tmp_path):
     layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "schema": layout.MANIFEST_SCHEMA + 1})
     at = open_view(monkeypatch, tmp_path, "overview")
     assert "upgrade Tidegauge" in at.error[0].value
+
+
+def truncate_a_file(run):
+    path = next(run.data_dir.glob("main/step/*.parquet"))
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def make_the_catalog_newer(run):
+    with closing(sqlite3.connect(run.catalog_path)) as catalog, catalog:
+        catalog.execute("UPDATE ducklake_metadata SET value = '99.0' WHERE key = 'version'")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), [(truncate_a_file, "is damaged"), (make_the_catalog_newer, "the journals alone are shown")]
+)
+def test_a_lake_that_cannot_be_read_is_one_clear_line(monkeypatch, tmp_path, spoil, said):
+    run = Run(runs.make_run(tmp_path, runs.HEALTHY))
+    with Ingester(run) as ingester:
+        ingester.step()
+    spoil(run)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert said in texts(at)
+
+
+def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    run_dir.rename(run_dir.with_name("20990101-000000-![x](h)<b>\x1b[31m"))
+    (run_of(tmp_path) / "journal" / "[x](http:h).1.step.1.journal").mkdir()
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert "\\[x\\](http\\:h)" in at.warning[0].value
+    assert figures(at)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see `![x](u)` in\nmy_set", "see `![x](u)` in my_set"),
+        ("![x](http://h) :red[a] $b$ _c_", "!\\[x\\](http://h) \\:red\\[a\\] \\$b\\$ \\_c\\_"),
+        ("```![x](u)` <b>&lt;", "\\`\\`\\`!\\[x\\](u)\\` \\<b>\\&lt;"),
+    ],
+)
+def test_markdown_makes_nothing_of_a_text(text, shown):
+    assert plain(text) == shown
 
 
 def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
