@@ -16,13 +16,29 @@ if TYPE_CHECKING:
     from collector.store.ingest import Ingester, IngestResult
 
 
+#: The least and the most from one ingest to the next.
 INGEST_EVERY_NS = 10_000_000_000
-#: A commit costs some 65 ms of CPU however little it moves. So when there is little, it can wait longer:
-#: readers take what is not in the lake from the journals. Those of other nodes cannot.
-INGEST_LITTLE_EVERY_NS = 20_000_000_000
+INGEST_LITTLE_EVERY_NS = 60_000_000_000
+#: A commit costs 65 ms of CPU however little it moves, 200 ms where 72 processes write. So it waits until that is
+#: this share of a core at most, but not for more records than these: readers take them from the journals.
+INGEST_RATIO = 0.003
 LITTLE_RECORDS = 20_000
 #: A part that finds a new fault at every turn must not flood the events.
 _TOLD_AT_MOST = 20
+
+
+def pause_ns(records_count: int, cost_ns: int, before_ns: int) -> int:
+    """From an ingest to the next.
+
+    Args:
+        records_count: that it moved.
+        cost_ns: CPU time that it took.
+        before_ns: the pause before it, in which the records were written.
+
+    """
+    until_many_ns = before_ns * LITTLE_RECORDS / max(records_count, 1)
+    wanted_ns = round(min(cost_ns / INGEST_RATIO, until_many_ns))
+    return min(max(wanted_ns, INGEST_EVERY_NS), INGEST_LITTLE_EVERY_NS)
 
 
 class Problems:
@@ -62,6 +78,11 @@ class Feed:
         counts: kept up to date with what is in the lake, if somebody asks for them.
         clock_ns: CLOCK_MONOTONIC.
 
+    Attributes:
+        records_count: that were moved.
+        last: what the last ingest did.
+        pause_ns: how long the next one can wait.
+
     """
 
     def __init__(
@@ -74,6 +95,7 @@ class Feed:
     ) -> None:
         self.records_count = 0
         self.last: IngestResult | None = None
+        self.pause_ns = INGEST_EVERY_NS
         self._run = run
         self._problems = problems
         self._ingester = ingester
@@ -82,12 +104,6 @@ class Feed:
         self._thread = ThreadPoolExecutor(1, "ingest") if run.is_shared else None
         self._under_way: Future[None] | None = None
         self._fails_since_ns: int | None = None
-
-    @property
-    def every_ns(self) -> int:
-        """How long to wait between two ingests, by what the last one found."""
-        little = self.last is not None and self.last.records_count <= LITTLE_RECORDS
-        return INGEST_LITTLE_EVERY_NS if little and self._thread is None else INGEST_EVERY_NS
 
     def lag_ns(self, now_ns: int) -> int | None:
         """Age of the oldest record that the last ingest found, or since when none goes well; None if unknown."""
@@ -136,11 +152,15 @@ class Feed:
                 from collector.store.ingest import Ingester
 
                 self._ingester = Ingester(self._run, counts=self._counts)
+            begun_ns = time.process_time_ns()
             self.last = self._ingester.step()
             self.records_count += self.last.records_count
             if self.last.is_whole:
                 self._fails_since_ns = None
             self._tell(self.last.problems)
+            if self._thread is None:  # else others wait for them, and the time is not that of the ingest alone
+                cost_ns = time.process_time_ns() - begun_ns
+                self.pause_ns = pause_ns(self.last.records_count, cost_ns, self.pause_ns)
 
     def _maintain(self) -> None:
         with self._problems.guard("ingest"):

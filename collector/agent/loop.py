@@ -95,7 +95,7 @@ class Agent:
         self._sample(now_ns)
         if now_ns >= self._ingest_due_ns:
             self._feed.step()
-            self._ingest_due_ns = now_ns + self._feed.every_ns
+            self._ingest_due_ns = now_ns + self._feed.pause_ns
             if now_ns >= self._maintain_due_ns:
                 self._feed.maintain()
                 self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
@@ -173,9 +173,8 @@ class Agent:
     def _write(self, name: str, now_ns: int, samples: Sequence[Sample]) -> None:
         if self._outlets is not None:
             self._outlets.latest.note(name, samples)
-        writer, stream = self._writers[name], STREAMS[name]
-        for sample in samples:
-            writer.append(*in_order(stream, now_ns, sample))
+        if samples:
+            self._writers[name].append_all([in_order(STREAMS[name], now_ns, sample) for sample in samples])
 
 
 def next_deadline_ns(deadline_ns: int, now_ns: int, interval_ns: int) -> int:

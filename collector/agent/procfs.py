@@ -13,6 +13,11 @@ from typing import NamedTuple
 #: Larger than any of the files of one process that are read here.
 _READ_BYTES = 1 << 16
 _ENDED_STATES = frozenset(b"ZXx")
+#: A tree that a test laid out is on a file system whose directories have a size in bytes.
+_KERNELS_OWN = "/proc"
+#: A field's number, with the blanks before it and one after it, is shorter.
+_NUMBER_BYTES = 48
+_CORES = re.compile(rb"\nCpus_allowed:\s*([0-9a-f,]+)")
 
 
 class ProcessKey(NamedTuple):
@@ -63,7 +68,8 @@ def field(text: bytes, name: bytes) -> int | None:
     at = text.find(b"\n" + name)
     if at < 0:
         return None
-    value = text[at + 1 + len(name) :].split(None, 1)
+    begin = at + 1 + len(name)
+    value = text[begin : begin + _NUMBER_BYTES].split(None, 1)
     return int(value[0]) if value and value[0].isdigit() else None
 
 
@@ -105,7 +111,7 @@ def read_status(proc: str, pid: int) -> Status | None:
 
 def _cores_in(status: bytes) -> int | None:
     """Bits set in the affinity mask, comma-separated words of hexadecimal digits."""
-    found = re.search(rb"^Cpus_allowed:\s*([0-9a-f,]+)", status, re.MULTILINE)
+    found = _CORES.search(status)
     return int(found[1].replace(b",", b""), 16).bit_count() if found else None
 
 
@@ -124,9 +130,14 @@ def read_rollup(proc: str, pid: int) -> Rollup | None:
 
 
 def count_fds(proc: str, pid: int) -> int | None:
-    """Open file descriptors; None for a process of another user."""
+    """Open file descriptors; None for a process of another user.
+
+    Since Linux 6.2 the directory's size is their number; before, it is 0, and they are listed.
+    """
+    directory = f"{proc}/{pid}/fd"
     try:
-        return len(os.listdir(f"{proc}/{pid}/fd"))
+        count = os.stat(directory).st_size if proc == _KERNELS_OWN else 0
+        return count or len(os.listdir(directory))
     except OSError:
         return None
 

@@ -12,13 +12,13 @@ from training_harness.records import MISSING, STREAMS, Stream
 Sample: TypeAlias = Mapping[str, float | None]
 
 
-def in_order(stream: Stream, time_ns: int, sample: Sample) -> list[float]:
+def in_order(stream: Stream, time_ns: int, sample: Sample) -> tuple[float, ...]:
     """The values of a record, in the order of the stream's columns."""
     values: list[float] = [time_ns]
     for name, missing in _columns(stream.name):
         value = sample.get(name)
         values.append(missing if value is None else value)
-    return values
+    return tuple(values)
 
 
 @functools.cache

@@ -50,6 +50,7 @@ class GrowingFiles:
         self._proc = proc
         self._clock_ns = clock_ns
         self._growing: dict[str, int | None] = {}
+        self._paths: dict[str, Path] = {}
         self._gone: set[str] = set()
         self._finished: dict[int, set[str]] = {}
         self._finished_pids: dict[str, int] = {}
@@ -75,7 +76,7 @@ class GrowingFiles:
             for name in names:
                 self._growing[name] = self._finished_pids.pop(name)
         self._gone = {name for name, pid in self._growing.items() if pid is not None and pid not in present}
-        return [self._directory / name for name in self._growing]
+        return [self._paths[name] for name in self._growing]
 
     def read(self, names: Iterable[str]) -> None:
         """These were read to their end since the last look; those of gone writers are finished."""
@@ -88,6 +89,7 @@ class GrowingFiles:
     def deleted(self, name: str) -> None:
         """This one is no more."""
         self._growing.pop(name, None)
+        self._paths.pop(name, None)
         pid = self._finished_pids.pop(name, None)
         if pid is not None:
             self._finished[pid].remove(name)
@@ -114,4 +116,5 @@ class GrowingFiles:
             if name not in self._growing and name not in self._finished_pids:
                 own = self._own_name.fullmatch(name)
                 self._growing[name] = int(own[1]) if own else None
+                self._paths[name] = self._directory / name
         self._listed_ns = now_ns

@@ -282,6 +282,8 @@ def reported_losses(table: pa.Table) -> dict[str, int]:
 
 
 _NUMPY_CODES = {"q": "<i8", "i": "<i4", "h": "<i2", "b": "<i1", "d": "<f8", NAME: f"S{NAME_BYTES}"}
+#: Bytes of an integer -> what stands for missing; `np.iinfo` would take a third of the time of a small read.
+_SMALLEST = {np.dtype(code).itemsize: np.iinfo(code).min for code in ("<i8", "<i4", "<i2", "<i1")}
 _EVENT_COLUMNS = EVENT_SCHEMA.names[:-1]
 #: Waits for nobody at the other end of a FIFO, and goes nowhere through a link.
 _AS_IT_IS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -372,7 +374,7 @@ def _column(records: np.ndarray[Any, Any], field: pa.Field) -> pa.Array:
     if values.dtype.kind == "S":
         names, places = np.unique(values, return_inverse=True)
         return pa.array([name.decode(errors="replace") or None for name in names], field.type).take(places)
-    missing = np.isnan(values) if values.dtype.kind == "f" else values == np.iinfo(values.dtype).min
+    missing = np.isnan(values) if values.dtype.kind == "f" else values == _SMALLEST[values.itemsize]
     return pa.array(values, mask=missing) if missing.any() else pa.array(values)
 
 
