@@ -291,7 +291,7 @@ AGENT = Stream(
     "tick of the collector, about itself",
     (
         _TIME,
-        Column("cpu_ns", "q", "ns", "own CPU time since start"),
+        Column("cpu_ns", "q", "ns", "own CPU time since start, with that of the verdicts on the way"),
         Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
         Column("rss_bytes", "q", "bytes", "own resident set"),
         Column("interval_ns", "q", "ns", "achieved sampling interval"),

@@ -160,7 +160,7 @@ class Agent:
         fed = self._feed.last
         lost_count = sum(writer.lost_count for writer in self._writers.values())
         return {
-            "cpu_ns": time.process_time_ns(),
+            "cpu_ns": time.process_time_ns() + (self._outlets.spent_ns if self._outlets else 0),
             "smaps_ns": self._processes.budget.spent_ns,
             "rss_bytes": status.rss_bytes if status else None,
             "interval_ns": None if self._ticked_ns is None else now_ns - self._ticked_ns,

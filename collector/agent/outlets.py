@@ -18,7 +18,7 @@ from collector.store.runs import Run
 from training_harness.layout import read_manifest
 
 if TYPE_CHECKING:
-    from collector.diagnosis.verdict import Verdict
+    from collector.diagnosis.findings import Finding
     from collector.store.counts import Counts, Totals
 
 
@@ -61,7 +61,7 @@ class Outlets:
         self._run: Run | None = None
         self._name = ""
         self._outlook: Outlook | None = None
-        self._verdict: tuple[Verdict, float] | None = None
+        self._verdict: tuple[Sequence[Finding], float] | None = None
 
     def begin(self, run: Run) -> Counts:
         """Tell of this run from now on; returns the counts, which the ingest is to feed."""
@@ -81,15 +81,20 @@ class Outlets:
             self._outlook.tick(now_ns, problems)
 
     def run_ended(self) -> None:
-        """No verdict is begun from now on; waits for one that is being made."""
+        """No verdict is begun from now on, and one that is being made is given up."""
         if self._outlook is not None:
             self._outlook.close()
 
-    def tell(self, verdict: Verdict) -> None:
+    @property
+    def spent_ns(self) -> int:
+        """CPU time of the verdicts so far."""
+        return self._outlook.spent_ns if self._outlook is not None else 0
+
+    def tell(self, findings: Sequence[Finding]) -> None:
         """Tell of a verdict on the run."""
-        self._verdict = (verdict, time.time())
+        self._verdict = (findings, time.time())
         if self._alerts is not None and self._run is not None:
-            self._alerts.tell(self._run.run_id, self._name, verdict.findings)
+            self._alerts.tell(self._run.run_id, self._name, findings)
 
     def close(self) -> None:
         """See to it that what was to be told is told, for a bounded time."""
@@ -110,6 +115,6 @@ class Outlets:
             host=self._host,
             totals=totals,
             samples=dict(self.latest.samples),
-            findings=verdict[0].findings if verdict else None,
+            findings=verdict[0] if verdict else None,
             verdict_seconds=verdict[1] if verdict else None,
         )

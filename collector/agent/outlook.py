@@ -1,25 +1,30 @@
-"""The verdict while the run goes on: made in a thread, so that sampling goes on, and as often as it may cost."""
+"""The verdict while the run goes on: made by a process that ends with it, and as often as it may cost.
+
+What a verdict imports and reads takes more memory than all else that the collector does, and would stay with it.
+So it is `tidegauge report --format json` that makes it; a thread waits for what it says.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from collector.agent import procfs
 from collector.agent.feed import Problems
+from collector.diagnosis.findings import Finding, from_json
 from collector.store.runs import Run
-
-if TYPE_CHECKING:
-    from collector.diagnosis.verdict import Verdict
 
 EVERY_SECONDS = 30.0
 #: Share of one core that verdicts may take in the long run.
 BUDGET_RATIO = 0.01
-#: An end that comes while a verdict is made waits for it, but no longer.
-_PATIENCE_SECONDS = 20.0
+#: A verdict that takes longer is given up.
+PATIENCE_SECONDS = 120.0
 _NICENESS = 10
 
 
@@ -33,15 +38,20 @@ class Outlook:
 
     Args:
         run: which run.
-        tell: called with each verdict, in the thread that made it.
+        tell: called with the findings of each verdict, in the thread that waited for it.
+
+    Attributes:
+        spent_ns: CPU time of the verdicts so far.
 
     """
 
-    def __init__(self, run: Run, tell: Callable[[Verdict], None]) -> None:
+    def __init__(self, run: Run, tell: Callable[[Sequence[Finding]], None]) -> None:
+        self.spent_ns = 0
         self._run = run
         self._tell = tell
         self._begun_ns: int | None = None
         self._pause_seconds = EVERY_SECONDS
+        self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -56,21 +66,52 @@ class Outlook:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for a verdict that is being made, for a bounded time; one that comes later is not told."""
-        if self._thread is not None:
-            self._thread.join(_PATIENCE_SECONDS)
+        """Give up a verdict that is being made: the one at the end of the run says more."""
         self._closed = True
+        if self._child is not None:
+            self._child.kill()
+        if self._thread is not None:
+            self._thread.join()
 
     def _judge(self, problems: Problems) -> None:
-        with suppress(OSError):  # of this thread alone; the training comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        with problems.guard("verdict"):
-            from collector.diagnosis.tables import load_tables
-            from collector.diagnosis.verdict import diagnose
+        with problems.guard("verdict"), tempfile.TemporaryFile() as complaints:
+            words = [sys.executable, "-P", "-m", "collector", "report", str(self._run.path), "--format", "json"]
+            # A session of its own, since Ctrl-C is the command's affair.
+            self._child = child = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                start_new_session=True,
+            )
+            if self._closed:
+                child.kill()
+            with suppress(OSError):  # the training comes first
+                os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+            said = self._listen(child)
+            if self._closed:
+                return
+            if child.returncode:
+                complaints.seek(0)
+                last = complaints.read().decode(errors="replace").strip().splitlines()[-1:]
+                reason = last[0] if last else "it said nothing"
+                raise RuntimeError(f"no verdict, status {child.returncode}: {reason}")
+            self._tell([from_json(finding) for finding in json.loads(said)["findings"]])
 
-            # DuckDB works in threads of its own, so the process is what is measured.
-            before_seconds = time.process_time()
-            verdict = diagnose(load_tables(self._run))
-            self._pause_seconds = pause_seconds(time.process_time() - before_seconds)
-            if not self._closed:
-                self._tell(verdict)
+    def _listen(self, child: subprocess.Popen[bytes]) -> bytes:
+        """What the child says until it has ended; its cost says when the next verdict is due."""
+        assert child.stdout is not None
+        giving_up = threading.Timer(PATIENCE_SECONDS, child.kill)
+        giving_up.daemon = True
+        giving_up.start()
+        with child.stdout:
+            said = child.stdout.read()
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        stat = procfs.read_stat("/proc", child.pid)  # its times stay until it is waited for
+        child.wait()
+        giving_up.cancel()
+        cost_ns = stat.cpu_ticks * procfs.NS_PER_TICK if stat else 0
+        self.spent_ns += cost_ns
+        self._pause_seconds = pause_seconds(cost_ns / 1e9)
+        return said

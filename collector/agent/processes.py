@@ -6,7 +6,6 @@ once seen, a process stays followed until it ends, whoever its parent is by then
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from collector.agent.roster import Role, Roster
 from collector.agent.samples import Sample
 from training_harness.records import ROLE_COLLECTOR
 
-_NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 #: Strangers are looked at again this often: a pid may be used again, and a process be re-parented.
 _RECHECK_TICKS = 30
 
@@ -28,10 +26,16 @@ class ProcessTree:
 
     A tick costs one listing of /proc and one stat per process that is followed or new; the others
     are remembered as strangers, since reading all of a busy node's processes is what would cost.
+
+    Args:
+        proc: root of the proc file system.
+        collector: never followed as a descendant, nor what it starts: a notebook that attached is its parent.
+
     """
 
-    def __init__(self, proc: str) -> None:
+    def __init__(self, proc: str, collector: int) -> None:
         self._proc = proc
+        self._collector = collector
         self._followed: dict[int, int] = {}
         self._strangers: set[int] = set()
         self._ticks = 0
@@ -73,7 +77,7 @@ class ProcessTree:
             self._strangers.clear()
         self._strangers &= present
         unknown = {}
-        for pid in present - self._strangers - self._followed.keys():
+        for pid in present - self._strangers - self._followed.keys() - {self._collector}:
             stat = procfs.read_stat(self._proc, pid)
             if stat is not None and not stat.ended:
                 unknown[pid] = stat
@@ -126,16 +130,14 @@ class ProcessSampler:
         self._collector = collector
         self._child = child
         self._proc = proc
-        self._tree = ProcessTree(proc)
+        self._tree = ProcessTree(proc, collector.pid)
         self._readings: dict[ProcessKey, _Reading] = {}
 
     def sample(self, now_ns: int, roots: Iterable[ProcessKey]) -> list[Sample]:
         """Sample every process of the run; `roots` are followed beside those that the roster names."""
         alive, gone = self._tree.update([*roots, *self._roster])
-        # The collector may descend from the command itself (a notebook that attached).
-        alive.pop(self._collector, None)
         self.alive = frozenset(alive)
-        samples = [self.last_sample(key) for key in gone if key not in (self._child, self._collector)]
+        samples = [self.last_sample(key) for key in gone if key != self._child]
         # Some lived shorter than a tick. The child's role waits for its exit status.
         for key in [key for key in self._roster if key not in alive and key != self._child]:
             self._roster.forget(key)
@@ -161,7 +163,7 @@ class ProcessSampler:
             **(status._asdict() if status else {}),
             **(rollup._asdict() if rollup else {}),
             "fd_count": procfs.count_fds(self._proc, key.pid),
-            "cpu_ns": stat.cpu_ticks * _NS_PER_TICK,
+            "cpu_ns": stat.cpu_ticks * procfs.NS_PER_TICK,
             "alive": 1,
         }
 

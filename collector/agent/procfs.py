@@ -10,6 +10,8 @@ import os
 import re
 from typing import NamedTuple
 
+#: Of the times in /proc/PID/stat.
+NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 #: Larger than any of the files of one process that are read here.
 _READ_BYTES = 1 << 16
 _ENDED_STATES = frozenset(b"ZXx")

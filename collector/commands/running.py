@@ -217,7 +217,7 @@ def _open_outlets(asked: Asked) -> Outlets | None:
 def _judge_and_tell(run: Run, outlets: Outlets | None) -> Verdict:
     verdict = judge(run)
     if outlets is not None:
-        outlets.tell(verdict)
+        outlets.tell(verdict.findings)
     return verdict
 
 

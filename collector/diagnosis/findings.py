@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -161,6 +162,26 @@ def as_json(finding: Finding) -> dict[str, Any]:
     if body["limited_by"] is None:
         del body["limited_by"]
     return finite(body)  # type: ignore[no-any-return]
+
+
+def from_json(body: Mapping[str, Any]) -> Finding:
+    """The finding that has this public JSON form.
+
+    Raises:
+        ValueError: it is none that this Tidegauge knows.
+        TypeError: fields are missing or unknown.
+
+    """
+    parts = {"rate": Rate, "limit": Limit, "eta": Eta}
+    return Finding(
+        **{
+            **body,
+            **{name: part(**body[name]) for name, part in parts.items() if body[name] is not None},
+            "locus": Locus(**body["locus"]),
+            "evidence": tuple(Evidence(**evidence) for evidence in body["evidence"]),
+            "advice": tuple(Advice(**advice) for advice in body["advice"]),
+        }
+    )
 
 
 def finite(value: Any) -> Any:

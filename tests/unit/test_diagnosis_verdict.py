@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, sample_process, simulate
 
 from collector.diagnosis import verdict as verdict_module
-from collector.diagnosis.findings import as_json
+from collector.diagnosis.findings import as_json, from_json
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN
 
@@ -61,6 +61,7 @@ def test_the_verdict_is_json_and_the_same_each_time():
     tables = script.tables()
     first, second = ([as_json(f) for f in diagnose(tables).findings] for _ in range(2))
     assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
+    assert [as_json(from_json(json.loads(json.dumps(finding)))) for finding in first] == first
 
 
 def test_a_failing_rule_is_named_and_the_others_go_on(monkeypatch):

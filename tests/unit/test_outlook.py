@@ -1,0 +1,76 @@
+"""A verdict on the way that fails, hangs or comes too late; that it is told is in tests/integration."""
+
+import json
+import sys
+import threading
+
+import pytest
+
+from collector.agent import outlook
+from collector.agent.feed import Problems
+from collector.agent.outlook import EVERY_SECONDS, Outlook
+from collector.store.runs import Run
+from tests.conftest import wait_for
+from training_harness.journal import EventLog, Identity
+
+
+class World:
+    """An outlook on a run that is not there, and what it says."""
+
+    def __init__(self, path):
+        self.told = []
+        self.outlook = Outlook(Run(path / "gone"), self.told.append)
+        self.problems = Problems(EventLog(path, Identity(host="here", pid=1, start_ticks=2)))
+        self.events = path / "here.1.jsonl"
+
+    def begin(self):
+        self.outlook.tick(0, self.problems)
+        self.outlook.tick(round(EVERY_SECONDS * 1e9), self.problems)
+
+    def error(self):
+        wait_for(self.events.exists, "the problem")
+        event = json.loads(self.events.read_text())
+        assert (event["kind"], event["part"]) == ("collector-problem", "verdict")
+        return event["error"]
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """In place of Python, a program that says that it began, and goes on for ever."""
+    program = tmp_path / "hangs"
+    program.write_text(f"#!/bin/sh\necho > {tmp_path / 'began'}\nexec sleep 300\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return tmp_path / "began"
+
+
+def test_a_verdict_that_fails_is_a_problem_and_nothing_else(world):
+    world.begin()
+
+    assert "no verdict, status 2: " in world.error()
+    assert str(world.outlook._run.path) in world.error()
+    assert world.told == []
+    world.outlook.close()
+
+
+def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
+    monkeypatch.setattr(outlook, "PATIENCE_SECONDS", 0.1)
+    world.begin()
+
+    assert "no verdict, status -9" in world.error()
+    world.outlook.close()
+
+
+def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
+    world.begin()
+    wait_for(hanging.exists, "the begin of the verdict")
+    world.outlook.close()
+
+    assert "outlook" not in [thread.name for thread in threading.enumerate()]
+    assert world.told == []
+    assert not world.events.exists()
