@@ -71,7 +71,7 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     if grown is None:
         return None
     forks = _forks(tables, key, times)
-    private = cumulative_rise(floats(rows, "private_dirty_bytes"), forks)
+    private = cumulative_rise(_written(rows), forks)
     undisturbed = np.ptp(forks[times >= grown.since_seconds]) == 0
     if undisturbed and rise_since(times, private, grown) < CONFIRMED * grown.rise:
         return None  # resident, but not written: mapped files
@@ -169,7 +169,7 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
 
 
 def _worker_growth(rows: pd.DataFrame) -> Leak | None:
-    times, private = floats(rows, "time_ns") / SECOND_NS, floats(rows, "private_dirty_bytes")
+    times, private = floats(rows, "time_ns") / SECOND_NS, _written(rows)
     if np.isfinite(private).sum() < MIN_POINTS:
         return None
     grown = growth(times, private, negligible=negligible_bytes(private))
@@ -186,6 +186,11 @@ def _worker_growth(rows: pd.DataFrame) -> Leak | None:
         begin_ns=grown.since_seconds * SECOND_NS,
         end_ns=float(times[-1]) * SECOND_NS,
     )
+
+
+def _written(rows: pd.DataFrame) -> Floats:
+    """Private dirty memory with what is swapped out, which would hide a leak."""
+    return floats(rows, "private_dirty_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
 
 
 def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: list[tuple[int, Leak]]) -> Finding:

@@ -77,6 +77,21 @@ def test_a_leak_of_the_main_heap_is_found_with_its_rate():
     assert leak[0].since_step is not None
 
 
+@pytest.mark.parametrize(
+    ("key", "role", "kind"),
+    [
+        (MAIN, ROLE_MAIN, "main-heap-leak"),
+        (WORKERS[0], ROLE_WORKER, "worker-heap-leak"),
+    ],
+)
+def test_a_leak_is_found_although_it_is_swapped_out(key, role, kind):
+    script = training()
+    held, slot = np.full(60, 300 * MIB), {"worker": 0, "loader": 0} if role == ROLE_WORKER else {}
+    sample_process(script, SECONDS, key, role, private=held, rss=held, swap_bytes=RAMP * 400 * MIB, **slot)
+    sample_host(script, SECONDS, demand=(4000 + RAMP * 400) * MIB)
+    assert kind in [finding.kind for finding in found(script)]
+
+
 def test_a_leak_that_begins_in_the_middle_says_since_when():
     late = 600 * np.maximum(0, RAMP - 0.5)
     leak = found(memory(training(), main=late, host=late, total=10**14))
