@@ -227,6 +227,7 @@ PROCESS = Stream(
         Column("swap_bytes", "q", "bytes", "swapped out"),
         Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
         Column("fd_count", "i", "count", "open file descriptors"),
+        Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
         Column("thread_count", "i", "count", "threads"),
         Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
         Column("cpu_ns", "q", "ns", "user and system time since its start"),

@@ -22,7 +22,7 @@ _SAVED_SECONDS = 2.0
 _FIXED_COST_NS = 50_000
 _COST_NS_PER_BYTE = 5 / 1024
 _LARGEST_WEIGHT = 4.0
-#: Growth of 1 % of the process per second doubles its weight.
+#: Growth of 1 % per second, of the process or of the headroom before the limit, doubles its weight.
 _DOUBLING_GROWTH_RATIO = 0.01
 
 
@@ -34,7 +34,7 @@ class Candidate:
         key: which one.
         age_seconds: since its last reading; infinite if there is none.
         cost_ns: CPU time that the reading is expected to take.
-        growth_ratio: its growth, as a share of its size per second.
+        growth_ratio: its growth per second, as a share of its size or of the headroom, whichever is smaller.
 
     """
 

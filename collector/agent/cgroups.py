@@ -128,8 +128,9 @@ def _memory_v1(levels: Levels, binding: tuple[int, str] | None) -> Memory:
 
 
 def _memory_v2(levels: Levels, binding: tuple[int, str] | None) -> Memory:
-    if binding is None:
-        return Memory(oom_kill_count=_field(levels.directories[0], "memory.events", b"oom_kill "))
+    if binding is None:  # the innermost group may lack the controller, as a task of SLURM's does
+        kills = (_field(directory, "memory.events", b"oom_kill ") for directory in levels.directories)
+        return Memory(oom_kill_count=next((count for count in kills if count is not None), None))
     limit_bytes, directory = binding
     return Memory(
         limit_bytes=limit_bytes,

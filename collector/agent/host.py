@@ -111,6 +111,15 @@ class HostSampler:
         }
 
 
+def headroom_bytes(sample: Sample) -> float | None:
+    """What is left before the binding limit; page cache does not count as used, since the kernel takes it back."""
+    limit, anon = sample.get("cgroup_limit_bytes"), sample.get("cgroup_anon_bytes")
+    left = [sample.get("memory_available_bytes")]
+    if limit is not None and anon is not None:
+        left.append(limit - anon - (sample.get("cgroup_shmem_bytes") or 0))
+    return min((value for value in left if value is not None), default=None)
+
+
 def _kibibytes(text: bytes, name: bytes) -> int | None:
     value = field(text, name)
     return None if value is None else value * 1024

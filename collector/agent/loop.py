@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from collector.agent import procfs
 from collector.agent.devices import DeviceSampler
 from collector.agent.feed import Feed, Problems
-from collector.agent.host import HostSampler
+from collector.agent.host import HostSampler, headroom_bytes
 from collector.agent.processes import ProcessSampler
 from collector.agent.procfs import ProcessKey
 from collector.agent.roster import EventTail, Roster
@@ -146,11 +146,14 @@ class Agent:
             for event in self._tail.read():
                 with self._problems.guard("events"):
                     self._roster.learn(event)
+        host: Sample = {}
+        with self._problems.guard("host"):
+            host = self._host.sample()
+            self._write("host", now_ns, [host])
         with self._problems.guard("processes"):
             roots = [self._command] if self._command else []
-            self._write("process", now_ns, self._processes.sample(now_ns, roots))
-        with self._problems.guard("host"):
-            self._write("host", now_ns, [self._host.sample()])
+            samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))
+            self._write("process", now_ns, samples)
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
             self._write("device", now_ns, self._devices.sample(pids))

@@ -6,6 +6,7 @@ once seen, a process stays followed until it ends, whoever its parent is by then
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class _Reading:
     cost_ns: int
     rss_bytes: int
     private_dirty_bytes: int
-    growth_ratio: float
+    grown_bytes_per_second: float
 
 
 class ProcessSampler:
@@ -133,8 +134,17 @@ class ProcessSampler:
         self._tree = ProcessTree(proc, collector.pid)
         self._readings: dict[ProcessKey, _Reading] = {}
 
-    def sample(self, now_ns: int, roots: Iterable[ProcessKey]) -> list[Sample]:
-        """Sample every process of the run; `roots` are followed beside those that the roster names."""
+    def sample(
+        self, now_ns: int, roots: Iterable[ProcessKey], *, headroom_bytes: float | None = None
+    ) -> list[Sample]:
+        """Sample every process of the run.
+
+        Args:
+            now_ns: CLOCK_MONOTONIC.
+            roots: followed beside those that the roster names.
+            headroom_bytes: before the memory limit that binds; the less, the more growth matters.
+
+        """
         alive, gone = self._tree.update([*roots, *self._roster])
         self.alive = frozenset(alive)
         samples = [self.last_sample(key) for key in gone if key != self._child]
@@ -145,7 +155,7 @@ class ProcessSampler:
         if own is not None:
             alive[self._collector] = own
         statuses = {key: procfs.read_status(self._proc, key.pid) for key in alive}
-        rollups = self._read_rollups(now_ns, statuses)
+        rollups = self._read_rollups(now_ns, statuses, math.inf if headroom_bytes is None else headroom_bytes)
         for key, stat in alive.items():
             samples.append(self._sample(key, stat, statuses[key], rollups.get(key)))
         return samples
@@ -161,7 +171,7 @@ class ProcessSampler:
         return {
             **_identity(key, self._role_of(key)),
             **(status._asdict() if status else {}),
-            **(rollup._asdict() if rollup else {}),
+            **({**rollup._asdict(), "fd_limit_count": procfs.read_fd_limit(self._proc, key.pid)} if rollup else {}),
             "fd_count": procfs.count_fds(self._proc, key.pid),
             "cpu_ns": stat.cpu_ticks * procfs.NS_PER_TICK,
             "alive": 1,
@@ -171,9 +181,11 @@ class ProcessSampler:
         return Role(role=ROLE_COLLECTOR) if key == self._collector else self._roster.role_of(key)
 
     def _read_rollups(
-        self, now_ns: int, statuses: Mapping[ProcessKey, Status | None]
+        self, now_ns: int, statuses: Mapping[ProcessKey, Status | None], headroom_bytes: float
     ) -> dict[ProcessKey, procfs.Rollup]:
-        candidates = [self._candidate(now_ns, key, status) for key, status in statuses.items() if status]
+        candidates = [
+            self._candidate(now_ns, key, status, headroom_bytes) for key, status in statuses.items() if status
+        ]
         rollups = {}
         for key in choose(candidates, self.budget.balance_ns(now_ns)):
             before_ns = time.thread_time_ns()
@@ -185,19 +197,22 @@ class ProcessSampler:
             self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], rollup)
         return rollups
 
-    def _candidate(self, now_ns: int, key: ProcessKey, status: Status) -> Candidate:
+    def _candidate(self, now_ns: int, key: ProcessKey, status: Status, headroom_bytes: float) -> Candidate:
         last = self._readings.get(key)
         if last is None:
             cost_ns = expected_cost_ns(status.rss_bytes)
             return Candidate(key=key, age_seconds=float("inf"), cost_ns=cost_ns, growth_ratio=0.0)
         age_seconds = max((now_ns - last.at_ns) / 1e9, 1e-9)
         # Copy-on-read growth leaves the resident set flat, so both kinds of growth count.
-        resident = abs((status.rss_bytes or 0) - last.rss_bytes) / max(last.rss_bytes, 1) / age_seconds
+        resident = abs((status.rss_bytes or 0) - last.rss_bytes) / age_seconds
         return Candidate(
             key=key,
             age_seconds=age_seconds,
             cost_ns=last.cost_ns,
-            growth_ratio=max(resident, last.growth_ratio),
+            growth_ratio=max(
+                resident / max(min(last.rss_bytes, headroom_bytes), 1),
+                last.grown_bytes_per_second / max(min(last.private_dirty_bytes, headroom_bytes), 1),
+            ),
         )
 
     def _reading(
@@ -205,16 +220,15 @@ class ProcessSampler:
     ) -> _Reading:
         last = self._readings.get(key)
         dirty_bytes = (rollup.private_dirty_bytes if rollup else None) or 0
-        growth_ratio = 0.0
+        grown_bytes_per_second = 0.0
         if last is not None and now_ns > last.at_ns:
-            grown_bytes = abs(dirty_bytes - last.private_dirty_bytes)
-            growth_ratio = grown_bytes / max(last.private_dirty_bytes, 1) / ((now_ns - last.at_ns) / 1e9)
+            grown_bytes_per_second = abs(dirty_bytes - last.private_dirty_bytes) / ((now_ns - last.at_ns) / 1e9)
         return _Reading(
             at_ns=now_ns,
             cost_ns=cost_ns,
             rss_bytes=(status.rss_bytes if status else None) or 0,
             private_dirty_bytes=dirty_bytes,
-            growth_ratio=growth_ratio,
+            grown_bytes_per_second=grown_bytes_per_second,
         )
 
 

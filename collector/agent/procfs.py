@@ -144,6 +144,12 @@ def count_fds(proc: str, pid: int) -> int | None:
         return None
 
 
+def read_fd_limit(proc: str, pid: int) -> int | None:
+    """The soft RLIMIT_NOFILE; None without a limit, or for a process of another user."""
+    text = _read_once(f"{proc}/{pid}/limits")
+    return None if text is None else field(text, b"Max open files ")
+
+
 def _kibibytes(text: bytes, name: bytes) -> int | None:
     value = field(text, name)
     return None if value is None else value * 1024

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from collector.agent.host import HostSampler
+from collector.agent.host import HostSampler, headroom_bytes
 
 MIB = 2**20
 PID = 100
@@ -169,6 +169,21 @@ def test_v2_max_is_no_limit_and_kills_are_still_counted(v2):
 
     assert sample["limit_bytes"] is None
     assert sample["oom_kill_count"] == 2
+
+
+def test_v2_kills_are_counted_where_the_innermost_group_lacks_the_controller(v2):
+    v2.member("0::/pod/container/task")
+    v2.v2("/pod/container", "max", oom_kill=2)
+    (v2.root / "sys/fs/cgroup/pod/container/task").mkdir()
+
+    assert cgroup(v2.sampler().sample())["oom_kill_count"] == 2
+
+
+def test_the_headroom_is_that_of_the_limit_that_is_met_first_and_page_cache_takes_none(v2):
+    assert headroom_bytes(v2.sampler().sample()) == (500 - 400 - 6) * MIB
+    v2.v2("/pod/container", "max")
+    assert headroom_bytes(v2.sampler().sample()) == 600 * MIB
+    assert headroom_bytes({}) is None
 
 
 def test_in_a_container_that_sees_its_own_group_as_the_root(v1):

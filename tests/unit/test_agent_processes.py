@@ -1,4 +1,6 @@
+import itertools
 import shutil
+import time
 
 import pytest
 
@@ -37,6 +39,12 @@ Private_Hugetlb:    2048 kB
 """
 
 
+LIMITS = """Limit                     Soft Limit           Hard Limit           Units
+Max processes             unlimited            unlimited            processes
+Max open files            1024                 4096                 files
+"""
+
+
 class Proc:
     """A /proc to lay out by hand."""
 
@@ -55,6 +63,7 @@ class Proc:
         )
         (directory / "status").write_text(STATUS.format(rss=rss))
         (directory / "smaps_rollup").write_text(ROLLUP)
+        (directory / "limits").write_text(LIMITS)
         for number in range(fds):
             (directory / "fd" / str(number)).touch()
 
@@ -113,6 +122,7 @@ def test_what_is_read_of_a_process(proc, sampler):
         "thread_count": 3,
         "allowed_cores_count": 4,
         "fd_count": 5,
+        "fd_limit_count": 1024,
         "cpu_ns": 42 * 10_000_000,
         "pss_bytes": 200 * 1024,
         "private_dirty_bytes": 100 * 1024,
@@ -260,6 +270,31 @@ def test_a_notebook_that_is_the_collectors_parent_is_not_sampled_twice(proc, ros
     roles = [one["role"] for one in sampler.sample(SECOND_NS, [COMMAND]) if one["process_pid"] == 50]
 
     assert roles == [ROLE_COLLECTOR]
+
+
+def test_what_the_collector_starts_below_a_notebook_is_no_part_of_the_run(proc, sampler):
+    proc.put(100, parent=1)
+    proc.put(50, parent=100, start=COLLECTOR.start_ticks)
+    proc.put(51, parent=50)
+
+    assert set(sampled(sampler)) == {50, 100}
+
+
+def test_where_little_is_left_before_the_limit_what_grows_is_read_more_often(proc, roster, monkeypatch):
+    monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 10_000_000).__next__)  # a reading takes 10 ms
+
+    def readings(headroom_bytes):
+        sampler = ProcessSampler(roster, COLLECTOR, now_ns=0, proc=str(proc.root))
+        for pid in range(100, 108):
+            proc.put(pid, parent=50 if pid == 100 else 100)
+        count = 0
+        for second in range(200):
+            (proc.root / "100/status").write_text(STATUS.format(rss=10_000_000 + 1000 * second))
+            samples = sampler.sample(second * SECOND_NS, [COMMAND], headroom_bytes=headroom_bytes)
+            count += any(one["process_pid"] == 100 and "pss_bytes" in one for one in samples)
+        return count
+
+    assert readings(10_000_000) > 1.2 * readings(None)
 
 
 def test_a_worker_of_long_ago_whose_pid_is_used_again_leaves_no_record(proc, roster, sampler):
