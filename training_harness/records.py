@@ -281,6 +281,7 @@ DEVICE = Stream(
         Column("total_bytes", "q", "bytes", "device memory"),
         Column("reserved_bytes", "q", "bytes", "reserved by the driver"),
         Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
+        Column("other_used_bytes", "q", "bytes", "of other processes, where it tells of the run's"),
         Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
         Column("temperature_celsius", "d", "celsius", "GPU temperature"),
         Column("power_watts", "d", "watts", "power draw"),

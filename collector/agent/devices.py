@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -51,23 +52,41 @@ class DeviceSampler:
 
     def _visible(self, selection: str | None) -> list[Any]:
         nvml = self._nvml
-        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        divided = [(gpu, self._instances(gpu)) for gpu in gpus]
         if selection is None:
-            return devices
+            return [instance for _, instances in divided for instance in instances[:1]]
         chosen = []
         for name in selection.split(","):
-            matches = self._matching(name.strip(), devices)
+            matches = self._matching(name.strip(), divided)
             if not matches:  # CUDA too stops at the first name that is none
                 break
             chosen.append(matches[0])
         return chosen
 
-    def _matching(self, name: str, devices: list[Any]) -> list[Any]:
+    def _instances(self, gpu: Any) -> list[Any]:
+        """The parts of a GPU that is divided (MIG), else the GPU: CUDA sees the first unless another is named."""
+        nvml = self._nvml
+        mode = self._ask(lambda: nvml.nvmlDeviceGetMigMode(gpu))
+        if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            return [gpu]
+        places = range(self._ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(gpu)) or 0)
+        found = [self._ask(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, at)) for at in places]
+        return [instance for instance in found if instance is not None]
+
+    def _matching(self, name: str, divided: list[tuple[Any, list[Any]]]) -> list[Any]:
         if name.isdigit():
-            return devices[int(name) :][:1]
+            return [instance for _, instances in divided[int(name) :][:1] for instance in instances]
         if not name:
             return []
-        return [device for device in devices if self._nvml.nvmlDeviceGetUUID(device).startswith(name)]
+        for gpu, instances in divided:
+            named = instances if self._is(name, gpu) else [part for part in instances if self._is(name, part)]
+            if named:
+                return named
+        return []
+
+    def _is(self, name: str, handle: Any) -> bool:
+        return str(self._nvml.nvmlDeviceGetUUID(handle)).startswith(name)
 
     def _sample(self, number: int, handle: Any, pids: Set[int]) -> Sample:
         nvml = self._nvml
@@ -81,7 +100,7 @@ class DeviceSampler:
             "used_bytes": getattr(memory, "used", None),
             "total_bytes": getattr(memory, "total", None),
             "reserved_bytes": getattr(memory, "reserved", None),
-            "process_used_bytes": self._process_used_bytes(handle, pids),
+            **self._by_process(handle, pids),
             "utilisation_ratio": None if utilisation is None else utilisation / 100,
             "temperature_celsius": self._ask(
                 lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
@@ -89,12 +108,19 @@ class DeviceSampler:
             "power_watts": None if milliwatts is None else milliwatts / 1000,
         }
 
-    def _process_used_bytes(self, handle: Any, pids: Set[int]) -> int | None:
-        """Memory of the run's processes; None where the driver hides it, as it does from containers."""
+    def _by_process(self, handle: Any, pids: Set[int]) -> Sample:
+        """Memory of the run's processes and of all others, where the driver tells of the run's.
+
+        In a container it may show no pids, or the host's: then both are missing.
+        """
         running = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-        used = [process.usedGpuMemory for process in running if process.pid in pids]
-        known = [value for value in used if value is not None]
-        return sum(known) if known else None
+        known = [process for process in running if process.usedGpuMemory is not None]
+        own = [process.usedGpuMemory for process in known if process.pid in pids]
+        others = [process.usedGpuMemory for process in known if process.pid not in pids]
+        return {
+            "process_used_bytes": sum(own) if own else None,
+            "other_used_bytes": sum(others) if own else None,
+        }
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """An answer of the driver; None if this device or driver does not know it."""

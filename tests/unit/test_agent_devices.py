@@ -17,6 +17,7 @@ class Nvml:
     NVMLError = pynvml.NVMLError
     NVML_ERROR_LIBRARY_NOT_FOUND = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
     NVML_ERROR_DRIVER_NOT_LOADED = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    NVML_DEVICE_MIG_ENABLE = pynvml.NVML_DEVICE_MIG_ENABLE
     NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
     nvmlMemory_v2 = pynvml.nvmlMemory_v2  # noqa: N815
 
@@ -36,6 +37,17 @@ class Nvml:
 
     def nvmlDeviceGetHandleByIndex(self, index):
         return self.devices[index]
+
+    def nvmlDeviceGetMigMode(self, device):
+        if not device.instances:
+            raise UNSUPPORTED
+        return [pynvml.NVML_DEVICE_MIG_ENABLE] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device, index):
+        return answer([*device.instances, *[UNSUPPORTED] * 7][index])
 
     def nvmlDeviceGetUUID(self, device):
         return device.uuid
@@ -68,6 +80,7 @@ UNSUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 def device(uuid="GPU-aa", **changes):
     answers = {
         "uuid": uuid,
+        "instances": [],
         "memory": SimpleNamespace(used=3 * GIB, total=80 * GIB),
         "memory_v2": SimpleNamespace(used=2 * GIB, total=80 * GIB, reserved=GIB),
         "percent": 50,
@@ -93,6 +106,7 @@ def test_what_is_read_of_a_device():
             "total_bytes": 80 * GIB,
             "reserved_bytes": GIB,
             "process_used_bytes": GIB + GIB // 2,
+            "other_used_bytes": 5 * GIB,
             "utilisation_ratio": 0.5,
             "temperature_celsius": 61,
             "power_watts": 300.5,
@@ -147,6 +161,28 @@ def test_processes_that_the_driver_hides_are_missing_not_zero():
     [sample] = DeviceSampler(Nvml(hidden), environ={}).sample({7})
 
     assert sample["process_used_bytes"] is None
+
+
+def test_in_a_container_that_sees_the_pids_of_the_host_nothing_is_said_of_others():
+    [sample] = DeviceSampler(Nvml(device()), environ={}).sample({70, 80})
+
+    assert sample["process_used_bytes"] is sample["other_used_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("selection", "total_gib"),
+    [(None, [10, 80]), ("0", [10]), ("MIG-b", [20]), ("GPU-aa", [10]), ("MIG-b,1", [20, 80]), ("MIG-c", [])],
+)
+def test_of_a_divided_gpu_the_part_that_the_training_sees_is_sampled(selection, total_gib):
+    parts = [
+        device(uuid, memory_v2=SimpleNamespace(used=GIB, total=gib * GIB, reserved=0), percent=UNSUPPORTED)
+        for uuid, gib in (("MIG-a", 10), ("MIG-b", 20))
+    ]
+    environ = {} if selection is None else {"CUDA_VISIBLE_DEVICES": selection}
+
+    samples = DeviceSampler(Nvml(device(instances=parts), device("GPU-bb")), environ=environ).sample(set())
+
+    assert [one["total_bytes"] / GIB for one in samples] == total_gib
 
 
 @pytest.mark.parametrize(
