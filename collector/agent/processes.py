@@ -183,11 +183,14 @@ class ProcessSampler:
     def _read_rollups(
         self, now_ns: int, statuses: Mapping[ProcessKey, Status | None], headroom_bytes: float
     ) -> dict[ProcessKey, procfs.Rollup]:
+        balance_ns = self.budget.balance_ns(now_ns)
+        if balance_ns <= 0:
+            return {}
         candidates = [
             self._candidate(now_ns, key, status, headroom_bytes) for key, status in statuses.items() if status
         ]
         rollups = {}
-        for key in choose(candidates, self.budget.balance_ns(now_ns)):
+        for key in choose(candidates, balance_ns):
             before_ns = time.thread_time_ns()
             rollup = procfs.read_rollup(self._proc, key.pid)
             cost_ns = max(time.thread_time_ns() - before_ns, 1)

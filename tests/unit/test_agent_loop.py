@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 
 import training_harness
-from collector.agent.feed import INGEST_EVERY_NS, INGEST_LITTLE_EVERY_NS, INGEST_RATIO, Problems, pause_ns
+from collector.agent.feed import (
+    INGEST_EVERY_NS,
+    INGEST_LITTLE_EVERY_NS,
+    INGEST_RATIO,
+    LITTLE_RECORDS,
+    Problems,
+    pause_ns,
+)
 from collector.agent.launch import child_environment, default_name, run_command
 from collector.agent.loop import follow, next_deadline_ns
 from collector.agent.samples import in_order
@@ -63,11 +70,12 @@ def test_a_deadline_is_always_to_come():
     assert next_deadline_ns(10, 9, 5) == 15
 
 
-def test_an_ingest_that_costs_much_and_moves_little_is_made_less_often():
-    assert pause_ns(10, 1) == INGEST_EVERY_NS
-    assert pause_ns(10, 60_000_000) == 60_000_000 / INGEST_RATIO
-    assert pause_ns(10, 900_000_000) == INGEST_LITTLE_EVERY_NS
-    assert pause_ns(10**6, 900_000_000) == INGEST_EVERY_NS
+def test_an_ingest_that_costs_much_is_made_less_often_but_not_for_too_many_records():
+    assert pause_ns(10, 1, INGEST_EVERY_NS) == INGEST_EVERY_NS
+    assert pause_ns(10, 60_000_000, INGEST_EVERY_NS) == 60_000_000 / INGEST_RATIO
+    assert pause_ns(10, 900_000_000, INGEST_EVERY_NS) == INGEST_LITTLE_EVERY_NS
+    assert pause_ns(10**6, 900_000_000, INGEST_EVERY_NS) == INGEST_EVERY_NS
+    assert pause_ns(2 * LITTLE_RECORDS, 900_000_000, INGEST_LITTLE_EVERY_NS) == INGEST_LITTLE_EVERY_NS / 2
 
 
 @pytest.fixture
