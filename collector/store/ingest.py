@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from collector.errors import TidegaugeError
 from collector.store import journals, lake, shared, upkeep
 from collector.store.counts import COLUMNS, Counts
+from collector.store.durable import DataFiles
 from collector.store.engine import ERRORS, one_line, quoted
 from collector.store.growing import GrowingFiles
 from collector.store.runs import Run, refuse_links
@@ -81,12 +82,8 @@ class _Chunk:
 
     @property
     def oldest_ns(self) -> int | None:
-        times = [
-            pc.min(table["time_ns"]).as_py()
-            for name, tables in self.tables.items()
-            if name != "event"
-            for table in tables
-        ]
+        streams = (table for name, tables in self.tables.items() if name != "event" for table in tables)
+        times = (pc.min(table["time_ns"]).as_py() for table in streams)
         return min((value for value in times if value is not None), default=None)
 
 
@@ -117,6 +114,7 @@ class Ingester:
         self._counts = counts
         self._chunk_records = chunk_records
         self._host = socket.gethostname()
+        self._data_files = DataFiles(run.data_dir)
         self._headers: dict[Path, journals.SegmentHeader] = {}
         self._segments = GrowingFiles(run.journal_dir, journals.SEGMENT_SUFFIX)
         self._event_logs = GrowingFiles(run.events_dir, journals.EVENT_LOG_SUFFIX)
@@ -167,7 +165,7 @@ class Ingester:
         """
         with lake.private_files():
             try:
-                upkeep.tidy(self._run, self._open())
+                upkeep.tidy(self._run, self._open(), self._data_files)
             except (*ERRORS, TidegaugeError, OSError) as error:
                 self._release()
                 return (f"the lake was not tidied up: {one_line(error)}",)
@@ -344,12 +342,11 @@ class Ingester:
     def _commit(self, connection: duckdb.DuckDBPyConnection, chunk: _Chunk) -> None:
         tables = {name: pa.concat_tables(parts) for name, parts in chunk.tables.items()}
         tables["journal_offset"] = pa.Table.from_pylist(list(chunk.offsets.values()), schema=_OFFSET_SCHEMA)
-        connection.begin()
-        for name, table in tables.items():
-            connection.register("moving", table)
-            connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
-            connection.unregister("moving")
-        connection.commit()
+        with self._data_files.transaction(connection):
+            for name, table in tables.items():
+                connection.register("moving", table)
+                connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
+                connection.unregister("moving")
         for name, row in chunk.offsets.items():
             self._progress.offsets[name] = int(str(row["end_bytes"]))
             if row["damaged_count"]:

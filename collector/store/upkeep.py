@@ -5,6 +5,7 @@ from __future__ import annotations
 import duckdb
 
 from collector.store import lake, mirror, shared
+from collector.store.durable import DataFiles
 from collector.store.runs import Run
 
 #: A reader of another node holds no lock that we could see: what it may still look at stays this long.
@@ -13,7 +14,7 @@ _READERS_AT_MOST = "INTERVAL 30 MINUTES"
 _COMMITS_AT_MOST = "INTERVAL 1 DAY"
 
 
-def tidy(run: Run, connection: duckdb.DuckDBPyConnection) -> None:
+def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
     """Merge and delete files of an attached lake; without a word if readers look all the time.
 
     In the shared store the run's first node does it, for all nodes.
@@ -25,16 +26,16 @@ def tidy(run: Run, connection: duckdb.DuckDBPyConnection) -> None:
 
     """
     if not run.is_shared:
-        _tidy_embedded(run, connection)
+        _tidy_embedded(run, connection, files)
     elif mirror.merged(shared.nodes(run.run_id)[run.run_id])["host"] == run.manifest["host"]:
         _tidy_shared(connection)
 
 
-def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection) -> None:
+def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
     try:
         # Readers wait meanwhile, so they are let in after each table.
         for table in lake.TABLES:
-            with lake.files_locked(run, exclusive=True):
+            with lake.files_locked(run, exclusive=True), files.transaction(connection):
                 _merge(connection, table)
         with lake.files_locked(run, exclusive=True):
             # The last snapshot always stays.
