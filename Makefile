@@ -8,7 +8,7 @@ PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus postgres kills versions install-check clean
+.PHONY: setup demo test lint types layers unit browser prometheus postgres kills crashes versions install-check clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,11 @@ unit: setup
 # The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).
 kills: setup
 	TIDEGAUGE_KILLS=50 $(BIN)/python -m pytest -n 2 tests/integration/test_kills.py
+
+# 500 kills of an ingester in the middle of what it does (about 8 minutes). It prints its seed, and what to give to
+# go on after a failure: make crashes CRASHES="--seed N --begin ROUND"
+crashes: setup
+	$(BIN)/python tests/integration/store_crashes.py $(CRASHES)
 
 # The loader hooks against the oldest supported, a middle and the newest torch (about 20 minutes, up to 16 GB).
 versions: setup
