@@ -140,7 +140,10 @@ def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
     elif name in _THINNED:
         source = f"({_thinned(snapshot, name, total)})"
     else:
-        source = f'(FROM "{name}" ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})'
+        # Found by their times alone: sorting whole rows costs four times as much.
+        newest = f'SELECT time_ns FROM "{name}" ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
+        since_ns = snapshot.query(f"SELECT min(time_ns) AS ns FROM ({newest})")["ns"][0]
+        source = f'(FROM "{name}" WHERE time_ns >= {since_ns})'
     return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
 
 

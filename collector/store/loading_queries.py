@@ -14,6 +14,7 @@ from collector.store.queries import (
     Queryable,
     Span,
     lines,
+    quantiles,
     width_ns,
 )
 
@@ -63,10 +64,11 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
         f"sum({name}_ns)::DOUBLE / 1e6 {name}_ms"
         for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
     )
+    took = quantiles("getitem_ns + collate_ns", [0.5, 0.95], "f")
     return snapshot.query(
-        f"SELECT rank, worker, count(*) n, quantile_cont(getitem_ns + collate_ns, 0.5) / 1e6 median_ms, "
-        f'quantile_cont(getitem_ns + collate_ns, 0.95) / 1e6 p95_ms, {sums} FROM "fetch" '
-        f"WHERE {_OF_LOADER} GROUP BY rank, worker ORDER BY rank, worker",
+        f'WITH f AS NOT MATERIALIZED (FROM "fetch" WHERE {_OF_LOADER}) SELECT * EXCLUDE (q), q[1] / 1e6 median_ms, '
+        f"q[2] / 1e6 p95_ms FROM (SELECT rank, worker, count(*) n, {took} q, {sums} FROM f GROUP BY rank, worker) "
+        "ORDER BY rank, worker",
         {**within.params, "loader": loader},
     )
 
@@ -93,10 +95,7 @@ def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lin
     """Per batch yielded: the wait (ms), and the batches parked, ready and outstanding."""
     where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
     values = {"wait": "wait_ns / 1e6", **{name: f"{name}_count" for name in ("parked", "ready", "outstanding")}}
-    return {
-        name: lines(snapshot, within, "batch", value=value, where=where, buckets=LINE_BUCKETS // 2)
-        for name, value in values.items()
-    }
+    return lines(snapshot, within, "batch", values, where=where, buckets=LINE_BUCKETS // 2)
 
 
 def stage_summary(snapshot: Queryable) -> pd.DataFrame:

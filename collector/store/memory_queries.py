@@ -29,17 +29,19 @@ HOST_LIMITS = {
     "shm": ("shm_used_bytes", "shm_total_bytes"),
 }
 _OF_RANK = "($rank IS NULL OR process_rank = $rank OR process_rank IS NULL)"
-#: A process counts as what it has turned out to be: the main one is an "other" until it trains.
-_PLACED = (
-    "(SELECT * REPLACE (arg_max(role, time_ns) OVER whole AS role, arg_max(loader, time_ns) OVER whole AS loader, "
-    "arg_max(worker, time_ns) OVER whole AS worker, arg_max(process_rank, time_ns) OVER whole AS process_rank) "
-    "FROM process WINDOW whole AS (PARTITION BY host, process_pid, process_start_ticks))"
-)
+_PROCESS = "host, process_pid, process_start_ticks"
 #: The place that a process has in the run: a restarted worker has the same place as the one before.
 _SERIES = (
     "CASE WHEN process_rank IS NULL THEN '' ELSE 'rank ' || process_rank || ' ' END || "
     "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
+)
+#: A process counts as what it has turned out to be: the main one is an "other" until it trains.
+_PLACED = (
+    f"(SELECT process.* EXCLUDE (role, loader, worker, process_rank), place.* EXCLUDE ({_PROCESS}) FROM process "
+    f"JOIN (SELECT *, {_SERIES} AS series FROM (SELECT {_PROCESS}, arg_max(role, time_ns) AS role, "
+    "arg_max(loader, time_ns) AS loader, arg_max(worker, time_ns) AS worker, "
+    f"arg_max(process_rank, time_ns) AS process_rank FROM process GROUP BY ALL)) AS place USING ({_PROCESS}))"
 )
 
 
@@ -94,8 +96,8 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     """
     table = snapshot.query(
-        f"SELECT host, {_SERIES} AS series, process_pid pid, process_start_ticks ticks, any_value(role) AS role, "
-        "min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
+        "SELECT host, any_value(series) AS series, process_pid pid, process_start_ticks ticks, "
+        "any_value(role) AS role, min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
         "arg_max(private_dirty_bytes, time_ns) private_dirty_bytes, "
         "regr_slope(private_dirty_bytes, time_ns / 1e9) private_dirty_slope, "
         "count(private_dirty_bytes) private_dirty_count, "
@@ -119,11 +121,11 @@ def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[s
         snapshot,
         within,
         _PLACED,
-        value=metric,
-        series=_SERIES,
-        where=f"{_OF_RANK} AND {_SERIES} IN ({names})",
+        {metric: metric},
+        series="series",
+        where=f"{_OF_RANK} AND series IN ({names})",
         buckets=GRID_BUCKETS,
-    )
+    )[metric]
 
 
 def host_limits(snapshot: Queryable) -> pd.DataFrame:
@@ -149,7 +151,7 @@ def host_lines(snapshot: Queryable, within: Span, limit: str, host: str) -> dict
     if limit == "cgroup":
         values["anonymous"] = "cgroup_anon_bytes"
     where = f"host = {quoted(host)}"
-    return {name: lines(snapshot, within, "host", value=value, where=where) for name, value in values.items()}
+    return lines(snapshot, within, "host", values, where=where)
 
 
 def devices(snapshot: Queryable) -> pd.DataFrame:
@@ -175,11 +177,10 @@ def device_lines(snapshot: Queryable, within: Span, device: int) -> dict[str, Li
     of_device = f"device = {device:d}"
     of_rank = f"{of_device} AND ($rank IS NULL OR rank = $rank)"
     by_rank = "coalesce('rank ' || rank, '')"
+    allocator = {name: f"{name}_bytes" for name in ("allocated", "reserved")}
     return {
-        name: lines(snapshot, within, "device_memory", value=f"{name}_bytes", series=by_rank, where=of_rank)
-        for name in ("allocated", "reserved")
-    } | {
-        "used": lines(snapshot, within, "device", value="used_bytes", where=of_device),
+        **lines(snapshot, within, "device_memory", allocator, series=by_rank, where=of_rank),
+        **lines(snapshot, within, "device", {"used": "used_bytes"}, where=of_device),
     }
 
 

@@ -245,9 +245,8 @@ def main() -> None:
         print(f"rounds {rounds.start} to {rounds.stop - 1}: --seed {options.seed} --begin {begin}", flush=True)
         with tempfile.TemporaryDirectory(prefix="tidegauge-crashes-") as home, Crasher(Path(home)) as crasher:
             hit += crash_series(crasher, Path(home), options.seed, rounds)
-    print(f"{hit.total()} kills, no record lost or doubled. Killed during:")
-    for name, count in hit.most_common():
-        print(f"{count:5d}  {name}")
+        counts = ", ".join(f"{name} {count}" for name, count in hit.most_common())
+        print(f"{hit.total()} kills, no record lost or doubled; killed during: {counts}", flush=True)
 
 
 if __name__ == "__main__":

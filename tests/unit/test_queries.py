@@ -52,7 +52,7 @@ def test_a_window_of_steps_begins_with_its_first_step(look):
 
 def test_no_peak_is_lost_when_a_line_is_thinned(look):
     snapshot, within = look("copy-on-read")
-    found = queries.lines(snapshot, within, "step", value="duration_ns", buckets=40)
+    found = queries.lines(snapshot, within, "step", {"took": "duration_ns"}, buckets=40)["took"]
     exact = snapshot.query("SELECT max(duration_ns) AS high, min(duration_ns) AS low FROM step").iloc[0]
     assert len(found.points) <= 80
     assert found.thinned

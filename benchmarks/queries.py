@@ -1,0 +1,258 @@
+"""What a look at a run costs as the run grows: every query of every page, and the verdict.
+
+    python -m benchmarks.queries [--batches 100000 1000000 10000000] [--window run] [--home DIR] [--full]
+
+The runs are made in the lake itself, with plausible values: steps of 60 ms, four workers, a sample of six processes
+each second, compacted as the collector does. Each page is built by a process of its own, as the dashboard builds
+it, the second time of two: the median of three such processes. Peak is the memory (VmHWM) of that process, read is
+what it took from files (rchar of /proc/self/io). With `--full` there is a line for each query too. With `--home`
+the runs are kept and found again. A triple is a step, a batch and a fetch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from collector.store import lake, loading_queries, queries
+from collector.store.ingest import Ingester
+from collector.store.reader import Snapshot, read
+from collector.store.runs import Run, list_runs
+from training_harness import layout
+
+STEP_NS = 60_000_000
+WORKERS = 4
+#: Rows of one insert: a file of some 5 MB, so that compaction has its work.
+INSERT_ROWS = 500_000
+TIMES = 1
+PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls")
+LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
+
+
+def make(home: Path, batches: int) -> Run:
+    """A run of so many batches, steps and fetches."""
+    run = Run(layout.create_run(home, name=f"queries-{batches}", argv=[]))
+    origin_ns = queries.origin_ns(run.manifest) or 0
+    ticks = batches * STEP_NS // 10**9
+    with lake.writable(run) as connection:
+        for name in ("step", "batch", "fetch"):
+            for begin in range(0, batches, INSERT_ROWS):
+                insert(connection, name, begin, min(begin + INSERT_ROWS, batches), STEP_NS, origin_ns)
+        for place in range(2 + WORKERS):
+            insert(connection, "process", 0, ticks, 10**9, origin_ns, place)
+        insert(connection, "host", 0, ticks, 10**9, origin_ns)
+        loader = json.dumps({"loader": 0, "num_workers": WORKERS, "prefetch_factor": 2, "batch_size": 64})
+        for kind, body in (("process-start", '{"torch": "2", "capabilities": {}}'), ("loader", loader)):
+            connection.execute(
+                f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {origin_ns} AS time_ns, ? AS kind, ? AS body, "
+                "'node' AS host, 1 AS pid, 1 AS start_ticks",
+                [kind, body],
+            )
+        connection.execute(
+            f"INSERT INTO {lake.LAKE}.journal_offset SELECT 'node.1.' || s || '.0.journal', 1, NULL, 0, 0 "
+            "FROM (VALUES ('step'), ('batch'), ('fetch'), ('process'), ('host')) t(s) "
+            "UNION ALL SELECT 'node.1.jsonl', 1, NULL, 0, 0"
+        )
+    with Ingester(run) as ingester:
+        assert ingester.maintain() == ()
+    return run
+
+
+def insert(
+    connection: Any, table: str, begin: int, end: int, every_ns: int, origin_ns: int, place: int = 0
+) -> None:
+    """Records `begin` to `end` of a stream: what matters for the queries is right, the rest is noise."""
+    known = {
+        # The samples of one tick have one time.
+        "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns == STEP_NS else ""),
+        "step": "i",
+        "epoch": "i // 1000",
+        "index": "i % 1000",
+        "worker": f"i % {WORKERS}" if table != "process" else f"{place - 1}" if 0 < place <= WORKERS else "NULL",
+        "loader": "0" if table != "process" or 0 < place <= WORKERS else "NULL",
+        "samples_count": "64",
+        "host": "'node'",
+        "pid": "1",
+        "start_ticks": "1",
+        "rank": "NULL",
+        "role": "0" if place == 0 else "1" if place <= WORKERS else "3",
+        "process_pid": f"{100 + place}",
+        "process_start_ticks": "1",
+        "process_rank": "NULL",
+        "alive": "1",
+        "memory_total_bytes": "68719476736",
+        "cgroup_limit_bytes": "34359738368",
+        "duration_ns": f"{STEP_NS} + {LOGNORMAL_NS}" if table == "step" else LOGNORMAL_NS,
+    }
+    values = []
+    for name, kind in lake.TABLES[table]:
+        if name in known:
+            value = known[name]
+        elif name.endswith("_ns"):
+            value = LOGNORMAL_NS
+        elif name.endswith("_bytes"):
+            value = "1073741824 + 4096 * (random() * 10000)::BIGINT"
+        else:
+            value = "random() * 8"
+        values.append(f'({value})::{kind} AS "{name}"')
+    connection.execute(
+        f"INSERT INTO {lake.LAKE}.{table} BY NAME SELECT {', '.join(values)} FROM range({begin}, {end}) t(i)"
+    )
+
+
+class Measured:
+    """A snapshot that notes what each query cost, by the function that asked."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self.costs: list[dict[str, Any]] = []
+
+    def query(self, sql: str, params: Any = None) -> pd.DataFrame:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name in ("query", "lines", "<dictcomp>") and frame.f_back is not None:
+            frame = frame.f_back
+        with costs_of(self.costs, frame.f_code.co_name):
+            return self._snapshot.query(sql, params)
+
+
+@contextlib.contextmanager
+def costs_of(costs: list[dict[str, Any]], name: str) -> Iterator[None]:
+    """Note the time, the peak memory and the bytes read of a block."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    begun, cpu_before, read_before = time.perf_counter(), time.process_time(), proc_number("io", "rchar")
+    yield
+    costs.append(
+        {
+            "name": name,
+            "seconds": time.perf_counter() - begun,
+            "cpu_seconds": time.process_time() - cpu_before,
+            "peak_bytes": proc_number("status", "VmHWM") * 1024,
+            "read_bytes": proc_number("io", "rchar") - read_before,
+        }
+    )
+
+
+def proc_number(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
+    """Build a page twice, the second time measured; the verdict is drawn up beside the pages, so is its own."""
+    from collector.diagnosis.tables import load_tables
+    from collector.diagnosis.verdict import diagnose
+
+    costs: list[dict[str, Any]] = []
+    if page == "verdict":
+        with costs_of(costs, page):
+            diagnose(load_tables(run))
+        return {**costs[0], "points": 0, "queries": []}
+    logging.disable(logging.WARNING)  # Streamlit's, about running without a browser
+    from app import panel
+    from app.blocks import Chart
+    from app.theme import LIGHT
+
+    views: list[panel.View] = []
+    panel.show = views.append  # type: ignore[assignment]
+    __import__(f"app.views.{page}")
+    points = 0
+    for _ in range(2):
+        costs.clear()
+        with costs_of(costs, page), read(run) as snapshot:
+            measured = Measured(snapshot)
+            memo = queries.Memo(measured)
+            reach = queries.extent(memo)
+            assert reach is not None
+            origin_ns = queries.origin_ns(run.manifest) or 0
+            span = queries.span(memo, reach, origin=origin_ns, window=window, rank=None)
+            moment = panel.Moment(
+                run_id=run.run_id, snapshot=memo, span=span, whole=queries.whole(span, reach), verdict=None,
+                theme=LIGHT, loader=loading_queries.fetching_loaders(memo, span)[0] if views[0].by_loader else None,
+            )  # fmt: skip
+            blocks = [block for row in views[0].rows for each in row for block in each.build(moment)]
+        charts = [block for block in blocks if isinstance(block, Chart)]
+        points = max(
+            (len(trace.x) for chart in charts for trace in chart.figure.data if trace.x is not None), default=0
+        )
+    costs[0]["peak_bytes"] = max(each["peak_bytes"] for each in (*costs, *measured.costs))
+    return {**costs[0], "points": points, "queries": measured.costs}
+
+
+def asked(run: Run, page: str, window: str) -> list[dict[str, Any]]:
+    """The answers of so many processes."""
+    words = [sys.executable, "-m", "benchmarks.queries", "--ask", str(run.path), page, window]
+    return [
+        json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+        for _ in range(TIMES)
+    ]
+
+
+def rows_of(run: Run, batches: int, window: str, full: bool) -> Iterator[tuple[str, ...]]:
+    """The lines of the table about one run."""
+    for page in (*PAGES, "verdict"):
+        answers = asked(run, page, window)
+        yield (f"{batches:,}", page, *figures(answers), f"{answers[0]['points']:,}" if page != "verdict" else "")
+        if full:
+            for number in range(len(answers[0]["queries"])):
+                each = [answer["queries"][number] for answer in answers]
+                yield ("", f"  {each[0]['name']}", *figures(each), "")
+
+
+def figures(answers: list[dict[str, Any]]) -> tuple[str, str, str, str]:
+    seconds, cpu_seconds, peak, taken = (
+        statistics.median(each[key] for each in answers)
+        for key in ("seconds", "cpu_seconds", "peak_bytes", "read_bytes")
+    )
+    return f"{seconds:.2f}", f"{cpu_seconds:.2f}", f"{peak / 2**20:.0f}", f"{taken / 2**20:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--window", choices=queries.WINDOWS, default="run")
+    parser.add_argument("--home", type=Path, help="keeps the runs")
+    parser.add_argument("--full", action="store_true", help="a line for each query")
+    parser.add_argument("--ask", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ask:
+        path, page, window = options.ask
+        print(json.dumps(ask(Run(Path(path)), page, window)))
+        return
+    table = Table(
+        "batches", "page", "s", "CPU s", "peak MiB", "read MiB", "most points", title=f"Window: {options.window}"
+    )
+    with contextlib.ExitStack() as stack:
+        home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-bench-")))
+        for batches in options.batches:
+            made = [run for run in list_runs(home) if run.run_id.split("-")[-2] == str(batches)]
+            run = made[0] if made else make(home, batches)
+            for row in rows_of(run, batches, options.window, options.full):
+                table.add_row(*row)
+            triple_bytes = sum(
+                path.stat().st_size
+                for name in ("step", "batch", "fetch")
+                for path in run.data_dir.rglob(f"{name}/*")
+            )
+            table.add_row("", f"disk: {triple_bytes / batches:.1f} bytes per triple", end_section=True)
+    Console(width=int(os.environ.get("COLUMNS", "110"))).print(table)
+
+
+if __name__ == "__main__":
+    main()
