@@ -30,6 +30,8 @@ from training_harness.layout import STORE_VARIABLE, create_run
 
 _TRAINING_TIMEOUT_SECONDS = 120
 _SMALL_SHM_BYTES = 2**30
+#: The collector moves records at least every 20 s: older ones outside the lake have been refused.
+_SLOW_INGEST_NS = 60_000_000_000
 #: An ordinary training that knows nothing of Tidegauge, run under the shim.
 _TRAINING = """
 import torch
@@ -81,6 +83,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
         lambda: [check_devices(DeviceSampler().reason)],
         lambda: [check_lake(), check_store()],
         lambda: [check_home(home)],
+        lambda: [check_latest_run(home)],
         lambda: [check_streamlit()],
     ]
     return [answer for check in checks for answer in check()]
@@ -245,6 +248,33 @@ def check_home(home: Path) -> Check:
         remedy = "give --home or TIDEGAUGE_HOME a directory that can be written"
         return Check(name="home", detail=f"{home} cannot be written ({error.strerror})", remedy=remedy)
     return Check(name="home", detail=f"{home} can be written, {_size(free_bytes)} free")
+
+
+def check_latest_run(home: Path) -> Check:
+    """Whether the newest run can be read, and whether its records get into its lake."""
+    from collector.store.reader import read
+    from collector.store.runs import list_runs
+
+    name = "latest run"
+    try:
+        runs = list_runs(home)
+        if not runs:
+            return Check(name=name, detail="none yet")
+        with read(runs[0]) as snapshot:
+            lags = snapshot.query("SELECT ingest_lag_ns FROM agent ORDER BY time_ns DESC LIMIT 1")["ingest_lag_ns"]
+            told = snapshot.query(
+                "SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC LIMIT 1"
+            )["body"]
+            problems = snapshot.problems
+    except TidegaugeError as error:
+        return Check(name=name, detail=str(error), remedy="mend it, or look at another run")
+    lag_ns = max((lag for lag in lags if lag == lag), default=0)
+    if not problems and lag_ns < _SLOW_INGEST_NS:
+        return Check(name=name, detail=f"{runs[0].run_id} can be read")
+    why = problems[0] if problems else json.loads(told[0])["error"] if len(told) else "its collector is slow"
+    waiting = f"records wait outside its lake since {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
+    remedy = "mend it; what is not in the lake stays in the journals, and goes in when it can"
+    return Check(name=name, detail=f"{runs[0].run_id}: {waiting}{why}", remedy=remedy)
 
 
 def check_streamlit() -> Check:

@@ -1,0 +1,113 @@
+"""What keeps a collector from its lake: nothing is lost or doubled once it ends, and doctor says what it is."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from store_world import HOST, Writer, in_the_lake, journalled, make_run, seen
+
+from collector.agent.samples import in_order
+from collector.doctor import check_latest_run
+from collector.store.ingest import Ingester
+from training_harness.journal import EventLog, Identity, JournalWriter
+from training_harness.records import STREAMS
+
+#: Takes the write lock of a catalog, says so, and holds it until its stdin ends.
+HOLD = """
+import sqlite3, sys
+catalog = sqlite3.connect(sys.argv[1], isolation_level=None)
+catalog.execute("BEGIN IMMEDIATE")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked(run):
+    words = [sys.executable, "-c", HOLD, run.catalog_path]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        yield
+        holder.stdin.close()
+
+
+def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    writer.write(100)
+    agent = JournalWriter(run.journal_dir, STREAMS["agent"], Identity(host=HOST, pid=1, start_ticks=1))
+    log = EventLog(run.events_dir, Identity(host=HOST, pid=1, start_ticks=1))
+    with Ingester(run) as ingester:
+        assert ingester.step().problems == ()
+        writer.write(50)
+        with locked(run):
+            for _ in range(2):
+                refused = ingester.step()
+                assert refused.records_count == 0
+                (problem,) = refused.problems
+                assert "stay in the journals" in problem
+            assert seen(run) == journalled(run)
+            log.append("collector-problem", part="ingest", error=problem)
+            agent.append(*in_order(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
+            told = check_latest_run(tmp_path)
+            assert "wait outside its lake since 90 s" in told.detail
+            assert "the lake did not take the records" in told.detail
+            assert told.remedy is not None
+        after = ingester.step()
+        assert after.problems == ()
+        agent.append(*in_order(STREAMS["agent"], 2, {"ingest_lag_ns": 10**9}))
+    assert in_the_lake(run) == 150
+    assert seen(run) == journalled(run)
+    assert check_latest_run(tmp_path).remedy is None
+
+
+@contextmanager
+def immutable(path):
+    """Nobody may write the file, not even root."""
+    if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
+        pytest.skip("no file can be made immutable here")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", path], check=True)
+
+
+def test_a_catalog_that_cannot_be_written_delays_and_no_more(tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    writer.write(100)
+    with Ingester(run) as ingester:
+        assert ingester.step().problems == ()
+        writer.write(50)
+        with immutable(run.catalog_path):
+            for _ in range(2):
+                refused = ingester.step()
+                assert refused.records_count == 0
+                (problem,) = refused.problems
+                assert "stay in the journals" in problem
+            ingester.maintain()
+        assert ingester.step().problems == ()
+    assert in_the_lake(run) == 150
+    assert seen(run) == journalled(run)
+
+
+def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_deleted(tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    writer.write(100)
+    with Ingester(run) as ingester:
+        assert ingester.step().problems == ()
+        writer.write(10)
+        shutil.rmtree(run.path)
+        for _ in range(2):
+            gone = ingester.step()
+            assert gone.records_count == 0
+            assert gone.problems != ()
+            assert all("\n" not in line for line in gone.problems)
+            assert ingester.maintain() != ()
+    assert not run.path.exists()
+    assert check_latest_run(tmp_path).detail == "none yet"
