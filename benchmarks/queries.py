@@ -40,7 +40,7 @@ STEP_NS = 60_000_000
 WORKERS = 4
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
-TIMES = 1
+TIMES = 3
 PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls")
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
