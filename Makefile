@@ -61,7 +61,7 @@ unit: setup
 kills: setup
 	TIDEGAUGE_KILLS=50 $(BIN)/python -m pytest -n 2 tests/integration/test_kills.py
 
-# 500 kills of an ingester in the middle of what it does (about 8 minutes). It prints its seed, and what to give to
+# 500 kills of an ingester in the middle of what it does (17 minutes of CPU). It prints its seed, and what to give to
 # go on after a failure: make crashes CRASHES="--seed N --begin ROUND"
 crashes: setup
 	$(BIN)/python tests/integration/store_crashes.py $(CRASHES)
