@@ -15,7 +15,9 @@ Standard library alone: both the harness (`attach()`) and the collector create r
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -26,7 +28,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 
 MANIFEST = "run.json"
 MANIFEST_SCHEMA = 1
+#: So begins the name of a directory that is being made or deleted, and is no run.
+HIDDEN_PREFIX = ".pruned-"
 #: Beside the manifest of one node's part in a run: that of all nodes.
 NODES = "nodes.json"
 #: In the manifest of a run that this node has no part in.
@@ -105,7 +109,9 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
     if (run_dir / MANIFEST).exists():
         if not read_manifest(run_dir).get(MIRROR):
             raise FileExistsError(errno.EEXIST, f"run {given} exists already", str(run_dir))
-        shutil.rmtree(run_dir)  # what this node was told of the others
+        told = run_dir.with_name(f"{HIDDEN_PREFIX}{run_dir.name}-{secrets.token_hex(4)}")
+        os.rename(run_dir, told)  # what this node was told of the others
+        shutil.rmtree(told)
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "run_id": run_dir.name,
@@ -128,7 +134,7 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_manifest(run_dir, manifest)
     for part in SUBDIRECTORIES:
-        (run_dir / part).mkdir(mode=0o700)
+        (run_dir / part).mkdir(mode=0o700, exist_ok=True)
     return run_dir
 
 
@@ -147,17 +153,25 @@ def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[P
     launcher = launcher_pid()
     if launcher is None:
         return create_run(home, name=name, argv=argv), True
-    link = home / "launches" / f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
-    if link.is_symlink():
-        return link.readlink(), False
-    made = create_run(home, name=name, argv=argv)
-    link.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
+    launches = home / "launches"
+    for directory in (home, launches):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link = launches / f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
+    with _one_at_a_time(launches / "lock"):
+        if link.is_symlink():
+            return link.readlink(), False
+        made = create_run(home, name=name, argv=argv)
         link.symlink_to(made.absolute())
-    except FileExistsError:  # another rank was faster
-        shutil.rmtree(made)
-        return link.readlink(), False
     return made, True
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """Only one rank of a launcher does this at once; where there are no locks, one that is late fails."""
+    with path.open("ab") as held:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def wall_anchor() -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ INGEST_LITTLE_EVERY_NS = 60_000_000_000
 #: this share of a core at most, but not for more records than these: readers take them from the journals.
 INGEST_RATIO = 0.003
 LITTLE_RECORDS = 20_000
+#: How long a store on the network is waited for at the end.
+FINISH_SECONDS = 60.0
 #: A part that finds a new fault at every turn must not flood the events.
 _TOLD_AT_MOST = 20
 
@@ -101,39 +103,54 @@ class Feed:
         self._ingester = ingester
         self._counts = counts
         self._clock_ns = clock_ns
-        self._thread = ThreadPoolExecutor(1, "ingest") if run.is_shared else None
-        self._under_way: Future[None] | None = None
+        self._is_remote = run.is_shared
+        self._under_way: threading.Thread | None = None
         self._fails_since_ns: int | None = None
 
     def lag_ns(self, now_ns: int) -> int | None:
         """Age of the oldest record that the last ingest found, or since when none goes well; None if unknown."""
-        if self._fails_since_ns is not None:
-            return now_ns - self._fails_since_ns
-        return self.last.lag_ns if self.last else None
+        last_ns = self.last.lag_ns if self.last else None
+        since_ns = self._fails_since_ns
+        return last_ns if since_ns is None else max(now_ns - since_ns, last_ns or 0)
 
     def step(self) -> None:
         """Ingest what the journals hold by now; not if the ingest before still goes on."""
-        if self._thread is None:
-            self._ingest()
-        elif self._under_way is None or self._under_way.done():
-            self._under_way = self._thread.submit(self._ingest)
+        self._do(self._ingest)
 
     def maintain(self) -> None:
-        """Compact the lake: flush, merge, expire, delete."""
-        if self._thread is None:
-            self._maintain()
-        else:
-            self._thread.submit(self._maintain)
+        """Ingest, and compact the lake: merge, expire, delete."""
+        self._do(self._ingest_and_maintain)
 
     def finish(self, say_last: Callable[[], None]) -> bool:
         """Ingest all that is there and what is said at the very end, compact the lake and let go of it.
+
+        A store on the network is waited for so long and no longer: the training's exit status is waited for too.
 
         Returns:
             Whether the lake took it all.
 
         """
-        if self._thread is not None:
-            self._thread.shutdown()  # what goes on there ends first
+        took_all: list[bool] = []
+        deadline = time.monotonic() + FINISH_SECONDS
+        if self._under_way is not None:
+            self._under_way.join(FINISH_SECONDS)
+            if self._under_way.is_alive():
+                say_last()
+                return False
+        self._do(lambda: took_all.append(self._finish(say_last)))
+        if self._under_way is not None:
+            self._under_way.join(max(0.0, deadline - time.monotonic()))
+        return took_all == [True]
+
+    def _do(self, part: Callable[[], object]) -> None:
+        if not self._is_remote:
+            part()
+        elif self._under_way is None or not self._under_way.is_alive():
+            # A daemon: nothing ends a query on a frozen server, and the process must be able to end.
+            self._under_way = threading.Thread(target=part, name="ingest", daemon=True)
+            self._under_way.start()
+
+    def _finish(self, say_last: Callable[[], None]) -> bool:
         self._ingest()
         say_last()
         if self._fails_since_ns is None:
@@ -158,11 +175,12 @@ class Feed:
             if self.last.is_whole:
                 self._fails_since_ns = None
             self._tell(self.last.problems)
-            if self._thread is None:  # else others wait for them, and the time is not that of the ingest alone
+            if not self._is_remote:  # else others wait for them, and the time is not that of the ingest alone
                 cost_ns = time.process_time_ns() - begun_ns
                 self.pause_ns = pause_ns(self.last.records_count, cost_ns, self.pause_ns)
 
-    def _maintain(self) -> None:
+    def _ingest_and_maintain(self) -> None:
+        self._ingest()
         with self._problems.guard("ingest"):
             if self._ingester is not None:
                 self._tell(self._ingester.maintain())

@@ -64,11 +64,13 @@ class RunOutcome:
     Attributes:
         run: None if the command ran without Tidegauge (switched off, or the home can't be written), or not at all.
         exit_status: the exit code to pass on: the command's own, or 128+n after signal n.
+        is_stored: False if the store on the network did not take all records, and so can't be asked either.
 
     """
 
     run: Run | None
     exit_status: int
+    is_stored: bool = True
 
 
 def run_command(
@@ -111,11 +113,12 @@ def run_command(
         except OSError as error:
             return _not_started(argv[0], error, run)
         signals.hand_on_to(child)
+        is_stored = True
         if run is None:
             child.wait()
         else:
-            _follow_child(run, child, interval_seconds, on_ready, outlets)
-    return RunOutcome(run=run, exit_status=_exit_code(child.wait()))
+            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.is_shared
+    return RunOutcome(run=run, exit_status=_exit_code(child.wait()), is_stored=is_stored)
 
 
 def check_interval(seconds: float) -> float:
@@ -168,6 +171,8 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
             f"{error.strerror} in {home}: give another --run-id; where a job may be started again, with the number "
             "of its attempt"
         ) from None
+    except ValueError as error:
+        raise TidegaugeError(str(error)) from None
     except OSError as error:
         _say(
             f"cannot write in {home} ({error.strerror or error}): the command runs without Tidegauge. "
@@ -191,8 +196,13 @@ def _follow_child(
     interval_seconds: float,
     on_ready: Callable[[Run], None] | None,
     outlets: Outlets | None,
-) -> None:
-    """Collect until the child has ended and the run is closed; whatever fails, the child is waited for."""
+) -> bool:
+    """Collect until the child has ended and the run is closed; whatever fails, the child is waited for.
+
+    Returns:
+        Whether all is stored.
+
+    """
     try:
         command = ProcessKey(child.pid, start_ticks(child.pid))
         if outlets is not None:
@@ -208,11 +218,13 @@ def _follow_child(
         with suppress(OSError, ValueError):
             update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
         agent.command_ended(exit_status)
-        if not agent.finish():
-            _say(f"the store did not take all records: `tidegauge collect {run.run_id}` once it can")
+        if agent.finish():
+            return True
+        _say(f"the store did not take all records: `tidegauge collect {run.run_id}` once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()
+    return False
 
 
 @contextmanager

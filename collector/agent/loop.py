@@ -94,11 +94,12 @@ class Agent:
         now_ns = self._clock_ns()
         self._sample(now_ns)
         if now_ns >= self._ingest_due_ns:
-            self._feed.step()
-            self._ingest_due_ns = now_ns + self._feed.pause_ns
             if now_ns >= self._maintain_due_ns:
                 self._feed.maintain()
                 self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
+            else:
+                self._feed.step()
+            self._ingest_due_ns = now_ns + self._feed.pause_ns
         with self._problems.guard("agent"):
             self._write("agent", now_ns, [self._own_cost(now_ns)])
         if self._outlets is not None:
@@ -213,11 +214,14 @@ def follow(
 
 def collect(
     run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS, outlets: Outlets | None = None
-) -> None:
+) -> bool:
     """Resume an abandoned run: ingest everything, and follow what is still alive until it ends.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not
     this machine's. Ctrl-C stops following and leaves the run to be resumed again.
+
+    Returns:
+        Whether all that the journals hold is in the lake.
 
     Raises:
         TidegaugeError: another collector follows the run.
@@ -226,11 +230,13 @@ def collect(
     from collector.store.ingest import Ingester
 
     counts = outlets.begin(run) if outlets else None
-    ingester = Ingester(run, counts=counts)
-    if not of_this_boot(run):
-        ingester.step()
+    here = of_this_boot(run)
+    # A store on the network may be away when sampling begins, so its feed opens it.
+    ingester = None if here and run.is_shared else Ingester(run, counts=counts)
+    if not here and ingester is not None:
+        stored = ingester.step()
         ingester.close()
-        return
+        return stored.is_whole
     manifest = run.manifest
     agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester, outlets=outlets)
     update_manifest(run, collector=manifest_process(agent.key))
@@ -252,7 +258,7 @@ def collect(
         signal.signal(signal.SIGINT, before)
     if was_alive and not interrupted.is_set() and manifest["end_time_ns"] is None:
         update_manifest(run, end_time_ns=time.monotonic_ns())
-    agent.finish()
+    return agent.finish()
 
 
 def _command_of(manifest: Mapping[str, Any]) -> ProcessKey | None:

@@ -157,7 +157,11 @@ def collect(spec: str, follow: int | None, asked: Asked, home: Path) -> None:
             raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
         loop.update_manifest(found, command=command)
     outlets = _open_outlets(asked)
-    loop.collect(found, outlets=outlets)
+    if not loop.collect(found, outlets=outlets):
+        raise TidegaugeError(
+            f"the store did not take all records of {found.run_id}, which wait in {found.journal_dir}: "
+            "`tidegauge doctor` says why; collect again once it can"
+        )
     verdict = _judge_and_tell(found, outlets)
     click.echo(f"{found.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
     _close(outlets)
@@ -175,18 +179,19 @@ def _run(
     """Run and follow a command, show the card, and exit as the command did."""
     from collector.agent.launch import run_command
 
-    if os.environ.get(STORE_VARIABLE):
+    disabled = os.environ.get(DISABLED_VARIABLE) == "1"
+    if os.environ.get(STORE_VARIABLE) and not disabled:
         from collector.store import shared
 
         shared.configured()  # what can't be is said before the command starts
-    outlets = None if os.environ.get(DISABLED_VARIABLE) == "1" else _open_outlets(asked)
+    outlets = None if disabled else _open_outlets(asked)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
-    if outcome.run is not None:
+    if outcome.run is not None and outcome.is_stored:
         try:
             show_card(outcome.run, _judge_and_tell(outcome.run, outlets), home=home, to_stderr=True)
-        except Exception as error:  # noqa: BLE001 - the command's exit status stands, whatever fails here
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the command's exit status stands
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")

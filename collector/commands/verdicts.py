@@ -26,7 +26,7 @@ def judge(run: Run) -> Verdict:
     for problem in tables.problems[:5]:
         click.echo(f"tidegauge: {one_line(problem)}", err=True)
     verdict = diagnose(tables)
-    if verdict.status != "running" and not tables.problems:
+    if verdict.status != "running" and not tables.problems and not run.is_shared:  # other nodes may go on
         keep_report(run, as_report(run, verdict))
     return verdict
 

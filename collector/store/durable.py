@@ -42,7 +42,12 @@ class DataFiles:
         new = [Path(path).relative_to(runs_dir) for path in found - self._synced]
         folders = {folder for path in new for folder in path.parents}
         for each in (*new, *folders):
-            descriptor = os.open(runs_dir / each, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(runs_dir / each, os.O_RDONLY | os.O_CLOEXEC)
+            except PermissionError:  # a folder that may be passed, not read
+                if each in new:
+                    raise
+                continue
             try:
                 os.fsync(descriptor)
             finally:

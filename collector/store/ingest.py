@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store import journals, lake, shared, upkeep
+from collector.store import added, journals, lake, mirror, upkeep
 from collector.store.counts import COLUMNS, Counts
 from collector.store.durable import DataFiles
 from collector.store.engine import ERRORS, one_line, quoted
@@ -186,7 +186,7 @@ class Ingester:
     def _tell_the_end(self) -> tuple[str, ...]:
         try:
             if self._run.is_shared:
-                shared.register(self._run.manifest)
+                mirror.take_part(self._run)
         except TidegaugeError as error:
             return (str(error),)
         return ()
@@ -205,7 +205,7 @@ class Ingester:
             refuse_links(self._run)
             with lake.private_files(), contextlib.ExitStack() as stack:
                 if self._run.is_shared:
-                    shared.register(self._run.manifest)
+                    mirror.take_part(self._run)
                 connection = stack.enter_context(lake.writable(self._run))
                 # What this lake lacks is in files that another may have held already.
                 self._segments.forget()
@@ -345,7 +345,10 @@ class Ingester:
         with self._data_files.transaction(connection):
             for name, table in tables.items():
                 connection.register("moving", table)
-                connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
+                if self._run.is_shared:
+                    added.insert(connection, lake.place_of(self._run).data, name, "moving", table.column_names)
+                else:
+                    connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
                 connection.unregister("moving")
         for name, row in chunk.offsets.items():
             self._progress.offsets[name] = int(str(row["end_bytes"]))

@@ -6,7 +6,10 @@ has a part in is its own: there, what the others say is kept beside the manifest
 
 from __future__ import annotations
 
+import json
 import logging
+import secrets
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 from collector.errors import TidegaugeError
 from collector.store import shared
+from collector.store.runs import Run
 from training_harness import layout
 
 #: A page that shows the list of runs asks for it every second.
@@ -29,11 +33,45 @@ def refresh(home: Path) -> None:
         return
     _looked[home] = now
     try:
-        for run_id, manifests in shared.nodes().items():
-            if layout.RUN_ID.fullmatch(run_id):  # it becomes a path: who may write in the store need not write here
-                _note(home / "runs" / run_id, merged(manifests))
-    except (TidegaugeError, OSError, ValueError) as error:
+        found = shared.nodes()
+    except TidegaugeError as error:
         _log.warning("tidegauge: %s: of its runs, those are listed that were seen before", error)
+        return
+    for run_id, manifests in found.items():
+        if not layout.RUN_ID.fullmatch(run_id):  # it becomes a path: who may write there need not write here
+            continue
+        try:
+            _note(home / "runs" / run_id, merged(manifests))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            _log.warning(
+                "tidegauge: run %s of the shared store is left out (%s: %s)", run_id, type(error).__name__, error
+            )
+
+
+def take_part(run: Run) -> None:
+    """Tell the store of this node's part in a run, and note what it knows of the others.
+
+    Raises:
+        TidegaugeError: the store cannot be reached, or does not take this node.
+
+    """
+    shared.register(run.manifest)
+    try:
+        _note(run.path, merged(shared.nodes(run.run_id)[run.run_id]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TidegaugeError(f"cannot note the other nodes of run {run.run_id}: {error}") from None
+
+
+def is_first(run: Run) -> bool:
+    """Whether this node began first of those whose part in the run goes on, or all parts are over.
+
+    Raises:
+        TidegaugeError: the store cannot be reached.
+
+    """
+    parts = shared.nodes(run.run_id)[run.run_id]
+    going_on = [part for part in parts if part["end_time_ns"] is None] or parts
+    return bool(merged(going_on)["host"] == run.manifest["host"])
 
 
 def merged(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -56,13 +94,21 @@ def merged(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _note(path: Path, manifest: dict[str, Any]) -> None:
-    if not (path / layout.MANIFEST).exists():
+    """Write what is new; of a run that is new here, a whole directory at once."""
+    if not path.exists():
+        scratch = path.with_name(f"{layout.HIDDEN_PREFIX}{path.name}-{secrets.token_hex(4)}")
         for part in ("", *layout.SUBDIRECTORIES):
-            (path / part).mkdir(mode=0o700, parents=True, exist_ok=True)
-    elif not layout.read_manifest(path).get(layout.MIRROR):
-        layout.write_manifest(path, manifest, name=layout.NODES)
+            (scratch / part).mkdir(mode=0o700, parents=True)
+        layout.write_manifest(scratch, manifest)
+        try:
+            scratch.rename(path)
+        except OSError:  # it has begun here meanwhile
+            shutil.rmtree(scratch)
         return
-    layout.write_manifest(path, manifest)
+    name = layout.MANIFEST if layout.read_manifest(path).get(layout.MIRROR) else layout.NODES
+    known = path / name
+    if not known.exists() or json.loads(known.read_bytes()) != manifest:
+        layout.write_manifest(path, manifest, name=name)
 
 
 def _began_ns(manifest: Mapping[str, Any], host: str) -> int:

@@ -35,7 +35,7 @@ class StoredRun:
 
 
 def stored_runs(home: Path) -> list[StoredRun]:
-    """All runs of a home, the oldest first.
+    """All runs of a home that this node has a part in, the oldest first.
 
     Raises:
         TidegaugeError: the home cannot be read.
@@ -44,6 +44,7 @@ def stored_runs(home: Path) -> list[StoredRun]:
     return [
         StoredRun(run=run, size_bytes=disk_bytes(run.path), needed=needed_by(run))
         for run in reversed(list_runs(home))
+        if not run.is_mirror
     ]
 
 

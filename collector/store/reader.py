@@ -189,9 +189,10 @@ class Snapshot:
         source = f"tail_{name}"
         if name in self._stored:  # an empty table of the lake would cost as much as a full one
             source = f"(FROM tail_{name} UNION ALL BY NAME FROM {lake.LAKE}.{name})"
-        if self._behind_ns:
+        if self._behind_ns:  # what a node wrote whose clock is not known yet is left out
             cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
-            source = f"(SELECT * REPLACE (time_ns + CASE host {cases} ELSE 0 END AS time_ns) FROM {source})"
+            moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
+            source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
         self._connection.execute(view + source)
         self._views.add(name)
 
@@ -260,6 +261,8 @@ def read(run: Run) -> Iterator[Snapshot]:
                     connection, progress = stack.enter_context(_lake_of(run))
                 except (*ERRORS, OSError) as error:
                     why = one_line(error)
+                    if run.is_shared and "does not exist" in str(error):  # no collector has come to it yet
+                        break
                 else:
                     break
             else:
@@ -311,7 +314,7 @@ def _clocks_behind_ns(run: Run) -> dict[str, int]:
         return {}
     anchors, own = run.anchors, run.manifest["host"]
     offsets_ns = {host: _wall_offset_ns(anchor) for host, anchor in anchors.items()}
-    return {host: offset_ns - offsets_ns[own] for host, offset_ns in offsets_ns.items() if host != own}
+    return {host: offset_ns - offsets_ns[own] for host, offset_ns in offsets_ns.items()}
 
 
 def _wall_offset_ns(anchor: Mapping[str, Any]) -> int:

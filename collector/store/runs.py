@@ -23,7 +23,7 @@ LATEST = "latest"
 _STAMP_CHARACTERS = len("yyyymmdd-hhmmss")
 _SHOWN_MATCHES = 5
 #: So begins the name of a run directory that is being deleted, and is no run any more.
-PRUNED_PREFIX = ".pruned-"
+PRUNED_PREFIX = layout.HIDDEN_PREFIX
 #: Process states of /proc/PID/stat that are no life: zombie and dead (proc_pid_stat(5)).
 _DEAD_STATES = (b"Z", b"X", b"x")
 
@@ -70,6 +70,14 @@ class Run:
         except (OSError, ValueError, KeyError) as error:
             raise TidegaugeError(f"{self.path / layout.NODES} is damaged ({error}): delete it") from None
         return {**others, **own}
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether this node has no part in it; False if the manifest cannot tell."""
+        try:
+            return bool(self.manifest.get(layout.MIRROR))
+        except TidegaugeError:
+            return False
 
     @property
     def is_shared(self) -> bool:

@@ -30,9 +30,25 @@ from training_harness.layout import DATA_VARIABLE, MIRROR, STORE_VARIABLE
 _SCHEMES = ("postgresql", "postgres")
 #: PostgreSQL cuts names at 63 bytes.
 _SCHEMA_PREFIX = "tg_"
-#: An unreachable store is given up after some seconds, and tried anew with the next commit.
-_LIBPQ_DEFAULTS = {"connect_timeout": "10", "tcp_user_timeout": "20000", "application_name": "tidegauge"}
-_HTTP_TIMEOUT_SECONDS = 20
+#: An unreachable store is given up after some seconds, and tried anew with the next commit. And the server gives up
+#: a node that has gone: the others wait for the end of its transaction.
+_SERVER_SETTINGS = {
+    "lock_timeout": "20s",
+    "idle_in_transaction_session_timeout": "600s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+_LIBPQ_DEFAULTS = {
+    "connect_timeout": "10",
+    "tcp_user_timeout": "20000",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "application_name": "tidegauge",
+    "options": " ".join(f"-c {name}={value}" for name, value in _SERVER_SETTINGS.items()),
+}
+_HTTP_TIMEOUT_SECONDS, _HTTP_RETRIES = 10, 2
 _PASSWORD_SECRET, _S3_SECRET, _REGISTRY = "tidegauge_postgres", "tidegauge_s3", "registry"
 _MAKE_NODES = (
     "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.node "
@@ -105,20 +121,27 @@ def register(manifest: Mapping[str, Any]) -> None:
         raise TidegaugeError(f"run {manifest['run_id']} is of other nodes: collect it there")
     run_id, host = str(manifest["run_id"]), str(manifest["host"])
     key = f"run_id = {quoted(run_id)} AND host = {quoted(host)}"
+    text = quoted(json.dumps(manifest))
     with _registry() as connection:
         _run(connection, _MAKE_NODES)
+        _run(
+            connection,
+            f"INSERT INTO tidegauge.node VALUES ({quoted(run_id)}, {quoted(host)}, {text}) ON CONFLICT DO NOTHING",
+        )
+        if _ask(
+            connection,
+            f"SELECT 1 FROM tidegauge.node WHERE lower(run_id) = lower({quoted(run_id)}) "
+            f"AND run_id < {quoted(run_id)} LIMIT 1",
+        ):
+            _run(connection, f"DELETE FROM tidegauge.node WHERE {key}")
+            raise TidegaugeError(f"a run has the id {run_id} in other capitals: give another --run-id")
         known = _ask(connection, f"SELECT manifest FROM tidegauge.node WHERE {key}")
-        if known and json.loads(known[0][0])["anchors"].get(host) != manifest["anchors"][host]:
+        if json.loads(known[0][0])["anchors"].get(host) != manifest["anchors"][host]:
             raise TidegaugeError(
                 f"another node {host!r} takes part in run {run_id}: give each node its own host name, "
                 "or the run another --run-id"
             )
-        values = ", ".join(map(quoted, (run_id, host, json.dumps(manifest))))
-        _run(
-            connection,
-            f"INSERT INTO tidegauge.node VALUES ({values}) "
-            "ON CONFLICT (run_id, host) DO UPDATE SET manifest = excluded.manifest",
-        )
+        _run(connection, f"UPDATE tidegauge.node SET manifest = {text} WHERE {key}")
 
 
 def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -184,25 +207,37 @@ def _ask(connection: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[Any, ...
 
 
 def _read_url(url: str) -> tuple[str, str | None]:
-    """A PostgreSQL URL in libpq's words, and its password (postgresql.org/docs/current/libpq-connect.html)."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in _SCHEMES or not parts.netloc:
-        raise TidegaugeError(
-            f"{STORE_VARIABLE} begins with {url.partition(':')[0][:20]!r}: give postgresql://USER@HOST:PORT/DATABASE"
-        )
+    """A PostgreSQL URL in libpq's words, and its password (postgresql.org/docs/current/libpq-connect.html).
+
+    What is wrong with it is said without quoting it: it may hold a password.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        parts = urllib.parse.SplitResult("", "", "", "", "")
     login, _, hosts = parts.netloc.rpartition("@")
+    addresses = [re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?", host) for host in hosts.split(",")]
+    given = dict(urllib.parse.parse_qsl(parts.query))
+    if parts.scheme not in _SCHEMES or not parts.netloc or parts.fragment or None in addresses or ":" in parts.path:
+        raise TidegaugeError(
+            f"{STORE_VARIABLE} is no URL of a database: give postgresql://USER@HOST:PORT/DATABASE, and in a "
+            "password write /, @, : and # as %2F, %40, %3A and %23"
+        )
+    if "sslpassword" in given:
+        raise TidegaugeError(f"{STORE_VARIABLE} has a sslpassword: give a key without one, readable for you alone")
     user, _, password = login.partition(":")
-    addresses = [re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d*))?", host) for host in hosts.split(",")]
+    in_query = given.pop("password", "")
+    if "options" in given:
+        given["options"] = f"{_LIBPQ_DEFAULTS['options']} {given['options']}"
     words = {
         "host": ",".join(found[1] or found[2] for found in addresses if found),
         "port": ",".join(found[3] or "" for found in addresses if found).strip(","),
         "user": urllib.parse.unquote(user),
         "dbname": urllib.parse.unquote(parts.path.lstrip("/")),
     }
-    given = dict(urllib.parse.parse_qsl(parts.query))
-    secret = urllib.parse.unquote(password) or given.pop("password", "")
     words = {**_LIBPQ_DEFAULTS, **{name: value for name, value in words.items() if value}, **given}
-    return " ".join(f"{name}={_libpq_value(value)}" for name, value in words.items()), secret or None
+    conninfo = " ".join(f"{name}={_libpq_value(value)}" for name, value in words.items())
+    return conninfo, urllib.parse.unquote(password) or in_query or None
 
 
 def _libpq_value(value: str) -> str:
@@ -224,7 +259,8 @@ def _s3_settings(environ: Mapping[str, str]) -> tuple[str, ...]:
     authorities = environ.get("AWS_CA_BUNDLE") or ssl.get_default_verify_paths().cafile or ""
     return (
         f"CREATE OR REPLACE SECRET {_S3_SECRET} (TYPE s3, PROVIDER credential_chain{elsewhere})",
-        f"SET http_timeout = {_HTTP_TIMEOUT_SECONDS}",
-        "SET enable_server_cert_verification = true",
-        f"SET ca_cert_file = {quoted(authorities)}",
+        f"SET GLOBAL http_timeout = {_HTTP_TIMEOUT_SECONDS}",
+        f"SET GLOBAL http_retries = {_HTTP_RETRIES}",
+        "SET GLOBAL enable_server_cert_verification = true",
+        f"SET GLOBAL ca_cert_file = {quoted(authorities)}",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import duckdb
 
-from collector.store import lake, mirror, shared
+from collector.store import added, lake, mirror
 from collector.store.durable import DataFiles
 from collector.store.runs import Run
 
@@ -17,7 +17,7 @@ _COMMITS_AT_MOST = "INTERVAL 1 DAY"
 def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
     """Merge and delete files of an attached lake; without a word if readers look all the time.
 
-    In the shared store the run's first node does it, for all nodes.
+    In the shared store the first of the nodes whose part goes on does it, for all nodes.
 
     Raises:
         duckdb.Error: the lake cannot be read or written; it is as right as before.
@@ -27,8 +27,8 @@ def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> N
     """
     if not run.is_shared:
         _tidy_embedded(run, connection, files)
-    elif mirror.merged(shared.nodes(run.run_id)[run.run_id])["host"] == run.manifest["host"]:
-        _tidy_shared(connection)
+    elif mirror.is_first(run):
+        _tidy_shared(run, connection)
 
 
 def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
@@ -46,9 +46,10 @@ def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataF
         pass  # the next time finds the same files
 
 
-def _tidy_shared(connection: duckdb.DuckDBPyConnection) -> None:
+def _tidy_shared(run: Run, connection: duckdb.DuckDBPyConnection) -> None:
+    data = lake.place_of(run).data
     for table in lake.TABLES:
-        _merge(connection, table)
+        added.merge(connection, data, table)
     _call(connection, "ducklake_expire_snapshots", f"older_than => now() - {_READERS_AT_MOST}")
     _call(connection, "ducklake_cleanup_old_files", f"older_than => now() - {_READERS_AT_MOST}")
     _call(connection, "ducklake_delete_orphaned_files", f"older_than => now() - {_COMMITS_AT_MOST}")

@@ -182,12 +182,18 @@ class Cable:
         self.port = int(self._server.getsockname()[1])
         self._whole = threading.Event()
         self._whole.set()
+        self._lost_after: bytes | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
         self._whole.clear()
 
+    def lose_answer_to(self, words: bytes) -> None:
+        """Pass on what holds these words, give it time to be done, and then nothing comes back."""
+        self._lost_after = words
+
     def heal(self) -> None:
+        self._lost_after = None
         self._whole.set()
 
     def _accept(self) -> None:
@@ -195,16 +201,22 @@ class Cable:
             near, _ = self._server.accept()
             with suppress(OSError):
                 far = socket.create_connection(("127.0.0.1", self._target))
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
+                threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, asks: bool) -> None:
+        lost = threading.Event()
         with suppress(OSError), source, sink:
             while data := source.recv(65536):
                 self._whole.wait()
+                if asks and self._lost_after is not None and self._lost_after in data:
+                    sink.shutdown(socket.SHUT_RD)  # the answer goes nowhere
+                    sink.sendall(data)
+                    lost.wait(1.0)  # the server commits
+                    return
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
-            time.sleep(0.1)
+            lost.wait(0.1)
 
 
 class Faulty(http.server.BaseHTTPRequestHandler):

@@ -22,7 +22,7 @@ from shared_world import (
     postgres_programs,
     s3_service,
 )
-from store_world import Writer, in_the_lake, journalled, make_run, seen
+from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.errors import TidegaugeError
 from collector.store import mirror, shared
@@ -128,7 +128,7 @@ def test_clocks_of_two_nodes_are_brought_together(environment, tmp_path):
 
 def test_records_arrive_once_while_the_database_is_killed_and_started(environment, postgres, tmp_path):
     run = make_run(tmp_path)
-    writer = Writer(run, 11)
+    writer = Writer(run, os.getpid(), host=HOST)
     with Ingester(run) as ingester:
         for round_number in range(4):
             writer.write(300)
@@ -155,7 +155,7 @@ def test_a_link_that_is_cut_in_a_commit_loses_and_doubles_nothing(environment, p
         variables["TIDEGAUGE_STORE"].replace(f":{postgres.port}/", f":{cable.port}/") + "&tcp_user_timeout=1000",
     )
     run = make_run(tmp_path)
-    writer = Writer(run, 11)
+    writer = Writer(run, os.getpid(), host=HOST)
     with Ingester(run) as ingester:
         writer.write(200)
         ingester.step()
@@ -175,7 +175,7 @@ def test_an_s3_service_in_trouble_delays_records_and_loses_none(fault, environme
         environment.setenv("AWS_ENDPOINT_URL", address)
         environment.setattr(shared, "_HTTP_TIMEOUT_SECONDS", 1)
         run = make_run(tmp_path)
-        writer = Writer(run, 11)
+        writer = Writer(run, os.getpid(), host=HOST)
         with Ingester(run) as ingester:
             writer.write(200)
             assert ingester.step().is_whole
@@ -191,6 +191,43 @@ def test_an_s3_service_in_trouble_delays_records_and_loses_none(fault, environme
         assert in_the_lake(run) == 400
 
 
+def test_a_commit_whose_answer_is_lost_is_in_the_lake_once(environment, postgres, variables, tmp_path):
+    cable = Cable(postgres.port)
+    url = variables["TIDEGAUGE_STORE"].replace(f":{postgres.port}/", f":{cable.port}/").partition("?")[0]
+    environment.setenv("TIDEGAUGE_STORE", f"{url}?sslmode=disable&gssencmode=disable")
+    run = make_run(tmp_path)
+    writer = Writer(run, os.getpid(), host=HOST)
+    with Ingester(run) as ingester:
+        for _ in range(3):
+            writer.write(100)
+            assert ingester.step().is_whole
+        writer.write(100)
+        cable.lose_answer_to(b"COMMIT")
+        assert not ingester.step().is_whole
+        cable.heal()
+        assert ingester.step().is_whole
+        cable.lose_answer_to(b"COMMIT")
+        ingester.maintain()
+        cable.heal()
+        assert ingester.maintain() == ()
+    assert seen(run) == journalled(run)
+    assert in_the_lake(run) == 400
+
+
+def test_many_small_files_become_few_and_no_record_changes(environment, tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, os.getpid(), host=HOST)
+    files = "SELECT count(*) FROM ducklake_list_files('lake', 'step')"
+    with Ingester(run) as ingester:
+        for _ in range(6):
+            writer.write(50)
+            assert ingester.step().is_whole
+        assert ask_the_lake(run, files) == 6
+        assert ingester.maintain() == ()
+        assert ask_the_lake(run, files) == 1
+    assert seen(run) == journalled(run)
+
+
 def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(environment, tmp_path):
     run = make_run(tmp_path / "a")
     shared.register(run.manifest)
@@ -202,7 +239,13 @@ def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(en
 @pytest.mark.parametrize(
     ("store", "data", "message"),
     [
-        ("mysql://u@h/d", "s3://b/x", "TIDEGAUGE_STORE begins with 'mysql': give postgresql://"),
+        ("mysql://u@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database: give postgresql://"),
+        ("password=secret host=db", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
+        ("postgresql://u:secret/x@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
+        ("postgresql://u:secret#x@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
+        ("postgresql://u:[secret@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
+        ("postgresql://u@h/d?sslpassword=secret", "s3://b/x", "TIDEGAUGE_STORE has a sslpassword"),
+        ("postgresql://u:a@127.0.0.1:1/d?password=secret", "/tmp/x", "the shared store cannot be"),
         ("postgresql://u:secret@h/d", "", "TIDEGAUGE_DATA='' is no place"),
         ("postgresql://u:secret@h/d", "relative/path", "TIDEGAUGE_DATA='relative/path' is no place"),
         ("postgresql://tide:secret@127.0.0.1:1/d", "/tmp/x", "the shared store cannot be"),
