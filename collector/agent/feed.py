@@ -113,6 +113,11 @@ class Feed:
         since_ns = self._fails_since_ns
         return last_ns if since_ns is None else max(now_ns - since_ns, last_ns or 0)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an ingest goes on in its thread."""
+        return self._under_way is not None and self._under_way.is_alive()
+
     def step(self) -> None:
         """Ingest what the journals hold by now; not if the ingest before still goes on."""
         self._do(self._ingest)
@@ -134,7 +139,7 @@ class Feed:
         deadline = time.monotonic() + FINISH_SECONDS
         if self._under_way is not None:
             self._under_way.join(FINISH_SECONDS)
-            if self._under_way.is_alive():
+            if self.is_busy:
                 say_last()
                 return False
         self._do(lambda: took_all.append(self._finish(say_last)))
@@ -145,7 +150,7 @@ class Feed:
     def _do(self, part: Callable[[], object]) -> None:
         if not self._is_remote:
             part()
-        elif self._under_way is None or not self._under_way.is_alive():
+        elif not self.is_busy:
             # A daemon: nothing ends a query on a frozen server, and the process must be able to end.
             self._under_way = threading.Thread(target=part, name="ingest", daemon=True)
             self._under_way.start()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,13 +25,15 @@ from shared_world import (
 )
 from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
+from collector.agent import feed
 from collector.errors import TidegaugeError
 from collector.store import mirror, shared
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from collector.store.runs import Run, find_run, list_runs
-from tests.conftest import TRAIN
+from tests.conftest import TRAIN, wait_for
 from training_harness import layout
+from training_harness.journal import EventLog
 
 pytestmark = pytest.mark.skipif(postgres_programs() is None, reason="PostgreSQL is not installed")
 
@@ -212,6 +215,23 @@ def test_a_commit_whose_answer_is_lost_is_in_the_lake_once(environment, postgres
         assert ingester.maintain() == ()
     assert seen(run) == journalled(run)
     assert in_the_lake(run) == 400
+
+
+def test_a_frozen_database_is_given_up_at_the_end_and_the_records_wait(environment, postgres, tmp_path):
+    environment.setattr(feed, "FINISH_SECONDS", 2.0)
+    run = make_run(tmp_path)
+    writer = Writer(run, os.getpid(), host=HOST)
+    fed = feed.Feed(run, feed.Problems(EventLog(run.events_dir, writer.identity)))
+    writer.write(100)
+    fed.step()
+    wait_for(lambda: fed.last, "the first ingest")
+    writer.write(100)
+    said = []
+    with postgres.frozen():
+        assert not fed.finish(lambda: said.append("last"))
+        assert (fed.lag_ns(time.monotonic_ns()) or 0) > 1e9
+    wait_for(lambda: not fed.is_busy, "the database answers again")
+    assert seen(run) == journalled(run)
 
 
 def test_many_small_files_become_few_and_no_record_changes(environment, tmp_path):
