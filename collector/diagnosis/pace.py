@@ -100,7 +100,7 @@ def pace(loop: Loop) -> Pace | None:
     rows, times, waits, intervals = rows[steady], times[steady], waits[steady], intervals[steady]
     fetches = steady_fetches(loop)
     starved = _starved(loop, rows, times, waits)
-    work = _without_pauses(np.maximum(intervals - starved, 0.0))
+    work = without_pauses(np.maximum(intervals - starved, 0.0))
     rows = rows.assign(starved_ns=starved)
     tail, tail_starved = _tail(rows, fetches)
     consumer = _windowed(work, loop.ramp) / SECOND_NS
@@ -147,7 +147,7 @@ def _worker_paces(loop: Loop, batches: pd.DataFrame, fetches: pd.DataFrame) -> t
     for _, rows in fetches.groupby("worker"):
         costs, idle = floats(rows, "fetch_ns"), floats(rows, "idle_ns")
         known = np.isfinite(costs) & np.isfinite(idle)
-        costs, idle = costs[known], _without_pauses(idle[known])
+        costs, idle = costs[known], without_pauses(idle[known])
         if not len(costs):
             continue
         logs = np.log(np.maximum(costs, 1.0))
@@ -179,7 +179,7 @@ def _tail(batches: pd.DataFrame, fetches: pd.DataFrame) -> tuple[float, float]:
     return float(joined["tail"].mean()), float(joined.loc[joined["tail"], "starved_ns"].sum()) / waiting
 
 
-def _without_pauses(durations: Floats) -> Floats:
+def without_pauses(durations: Floats) -> Floats:
     """Durations with the rare, far longer ones cut: the loop was at something else then."""
     known = durations[np.isfinite(durations)]
     if not len(known):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 from collector.diagnosis.findings import Advice
+from collector.diagnosis.frames import bytes_text
 from collector.diagnosis.limits import WorkerLimit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
+from collector.diagnosis.tuning import Forecast, Option
 
 #: What it costs to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
-_MARGIN = 0.2
+_KEEPS_UP = 0.05  # of the loop's time waited
 _LESS_WORK = Advice(
     text="Do less work per sample: decode at the training size, cache or precompute what does not "
     "change, batch the transforms",
@@ -19,7 +21,9 @@ _LESS_WORK = Advice(
 )
 
 
-def advise_inline(steady: Pace, limit: WorkerLimit, cores: float) -> tuple[bool, tuple[Advice, ...]]:
+def advise_inline(
+    steady: Pace, limit: WorkerLimit, cores: float, outlook: Forecast | str
+) -> tuple[bool, tuple[Advice, ...]]:
     """Whether a batch is too cheap for workers, and what to do."""
     if steady.fetch_mean < HAND_OVER_SECONDS:
         return True, (
@@ -31,24 +35,13 @@ def advise_inline(steady: Pace, limit: WorkerLimit, cores: float) -> tuple[bool,
                 f"{HAND_OVER_SECONDS * 1e3:.0f} ms to each batch of {steady.fetch_mean * 1e3:.2f} ms",
             ),
         )
-    wanted = max(1, math.ceil((1 + _MARGIN) * steady.fetch_mean / max(steady.consumer, HAND_OVER_SECONDS)))
     if limit.by == "cpu" and cores < 2:
         return False, (_LESS_WORK,)
-    workers = min(wanted, max(1, int(cores) - 1)) if limit.by == "cpu" and math.isfinite(cores) else wanted
-    pace = max(steady.consumer + HAND_OVER_SECONDS, steady.fetch_mean / workers)
-    advice = Advice(
-        text=f"Set num_workers={workers} (and persistent_workers=True if there are several epochs)",
-        expected=f"loading overlaps with computing: about {1 / pace:.1f} batches/s instead of "
-        f"{1 / steady.interval:.1f}",
-    )
-    return False, (advice, _LESS_WORK) if workers < wanted else (advice,)
+    return False, _by_replay(outlook, also=" (and persistent_workers=True if there are several epochs)")
 
 
-def advise_too_slow(loop: Loop, steady: Pace, limit: WorkerLimit, cores: float) -> tuple[Advice, ...]:
-    """More workers while there are cores for them, else less work per sample."""
-    wanted = max(
-        loop.num_workers + 1, math.ceil((1 + _MARGIN) * steady.fetch_mean / max(steady.consumer, HAND_OVER_SECONDS))
-    )
+def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
+    """The workers and the prefetch that the replay finds, or less work per sample."""
     if limit.by == "oversubscribed":
         fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, loop.num_workers // 2)
         return (
@@ -68,22 +61,48 @@ def advise_too_slow(loop: Loop, steady: Pace, limit: WorkerLimit, cores: float) 
                 expected=f"the workers share {cores:.0f} cores instead of queueing for a few",
             ),
         )
-    if limit.by == "cpu" and math.isfinite(cores):
-        room = max(1, int(cores) - 1)
-        if loop.num_workers >= room:
-            return (_LESS_WORK,)
-        advice = _more_workers(steady, min(wanted, room))
-        return (advice, _LESS_WORK) if wanted > room else (advice,)
     if limit.by == "io":
         return (
-            _more_workers(steady, wanted),
+            *_by_replay(outlook),
             Advice(
                 text="Read less, or from nearer: a local copy or page cache, fewer and larger files, "
                 "sequential shards",
                 expected="if the storage is the limit, more workers only lengthen each read and this is what helps",
             ),
         )
-    return (_more_workers(steady, wanted), _LESS_WORK)
+    return _by_replay(outlook)
+
+
+def _by_replay(outlook: Forecast | str, *, also: str = "") -> tuple[Advice, ...]:
+    """The setting that the replay recommends and what it buys; less work per sample where that is not enough."""
+    if isinstance(outlook, str):
+        measure = Advice(
+            text="Measure other settings: tidegauge tune -- COMMAND",
+            expected=f"what they would give cannot be told from this run: {outlook}",
+        )
+        return measure, _LESS_WORK
+    best = outlook.best
+    if best is None:
+        return (_LESS_WORK,)
+    setting = best.setting
+    advice = Advice(
+        text=f"Set num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}{also}",
+        expected=_expected(outlook, best),
+    )
+    return (advice,) if best.wait_ratio < _KEEPS_UP else (advice, _LESS_WORK)
+
+
+def _expected(outlook: Forecast, option: Option) -> str:
+    words = (
+        f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
+        f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
+    )
+    now = outlook.own.memory_bytes
+    if math.isfinite(option.memory_bytes):
+        return f"{words}; host memory up to {bytes_text(option.memory_bytes)} instead of {bytes_text(now)}"
+    if math.isfinite(now):
+        return f"{words}; host memory {bytes_text(now)} and what each worker takes, which is not known yet"
+    return words
 
 
 def advise_slow_worker(loop: Loop, steady: Pace, worker: int, usual_seconds: float) -> tuple[Advice, ...]:
@@ -122,12 +141,4 @@ def advise_tail(loop: Loop, steady: Pace) -> tuple[Advice, ...]:
             text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
             expected=f"up to {steady.tail_wait_ratio:.0%} of the waiting goes",
         ),
-    )
-
-
-def _more_workers(steady: Pace, workers: int) -> Advice:
-    pace = max(steady.consumer, steady.fetch_mean / workers)
-    return Advice(
-        text=f"Set num_workers={workers}",
-        expected=f"about {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f}",
     )

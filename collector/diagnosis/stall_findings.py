@@ -13,6 +13,7 @@ from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace, WorkerPace
 from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.tuning import forecast
 
 _WARN_WAIT = 0.10  # of the training process's time
 _WARN_STARVED = 0.05  # of the loop's time
@@ -79,7 +80,8 @@ def compute_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The training process makes its batches itself."""
     limit = worker_limit(tables, loop)
-    small, advice = advise_inline(steady, limit, cores_per_rank(tables, loop.main[0]))
+    cores = cores_per_rank(tables, loop.main[0])
+    small, advice = advise_inline(steady, limit, cores, forecast(tables, loop, shared_io=limit.by == "io"))
     return Finding(
         kind="inline-loading",
         severity="info" if small else _severity(tables, loop, steady),
@@ -108,6 +110,7 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """All workers together cannot keep up."""
     limit = worker_limit(tables, loop)
+    outlook = forecast(tables, loop, shared_io=limit.by == "io")
     return Finding(
         kind="workers-too-slow",
         severity=_severity(tables, loop, steady),
@@ -126,7 +129,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             _ratio("capacity_ratio", steady.capacity_ratio, steady, tables),
             *limit.evidence,
         ),
-        advice=advise_too_slow(loop, steady, limit, cores_per_rank(tables, loop.main[0])),
+        advice=advise_too_slow(loop, limit, cores_per_rank(tables, loop.main[0]), outlook),
         limited_by=limit.by,
     )
 

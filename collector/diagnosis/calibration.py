@@ -1,0 +1,206 @@
+"""What the replay needs, taken from a recorded loop: what its batches cost, free of waiting for a core."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.frames import SECOND_NS, floats, sampled
+from collector.diagnosis.limits import cores_per_rank
+from collector.diagnosis.loops import Loop
+from collector.diagnosis.pace import without_pauses
+from collector.diagnosis.replay import Setting, Trace, slowdown
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
+
+#: The recent part of a run that is replayed.
+_WINDOW_BATCHES = 1500
+_MIN_BATCHES = 30
+_COMPUTES = 0.3  # of a fetch: then it matters how many cores there are
+_SATURATED_NS = 2e6  # a worker that waits less had its next index already
+_READY_NS = 5e6  # made so long before it was asked for, a batch only had to be taken
+_FEW = 5
+#: Assumed of workers that have not run yet: 0.3 to 1 ms until a small batch has crossed, half of it in the loop.
+_ASSUMED_CROSSING, _ASSUMED_GAP = 1e-3, 2e-4
+_UNEXPLAINED = 1.15  # slower than the run's own threads make each other: somebody else uses the cores too
+_CORE_SHARES = np.linspace(1.0, 0.2, 17)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """A stretch of a loop as the replay sees it, and what was measured of it; rates per second.
+
+    Attributes:
+        trace: its costs.
+        setting: with which it ran.
+        batches_per_second, wait_ratio: measured.
+        samples_per_batch: NaN if unknown.
+        payload_bytes: of one batch, the largest seen; NaN if unknown.
+
+    """
+
+    trace: Trace
+    setting: Setting
+    batches_per_second: float
+    wait_ratio: float
+    samples_per_batch: float
+    payload_bytes: float
+
+
+def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
+    """The recent stretch of a loop; or what is missing for it, in words."""
+    rows, recurs = _stretch(loop)
+    if len(rows) < _MIN_BATCHES:
+        return f"only {len(rows)} recent batches have their fetches recorded, {_MIN_BATCHES} are needed"
+    cpu, blocked, threads, slowed = _fetch_costs(rows)
+    cores = cores_per_rank(tables, loop.main[0])
+    if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
+        return "how many cores its workers have was not sampled"
+    took = rows["loop_ns"].to_numpy() / SECOND_NS
+    waited = rows["wait_ns"].to_numpy() / SECOND_NS
+    first = rows["first"].to_numpy()
+    if not recurs:
+        waited[0] = 0.0
+    total = float(waited.sum() + np.nansum(took))
+    usual = float(np.nanmean(took))
+    computing = _computing_ratio(tables, loop, rows) * total / len(rows) - (0 if loop.num_workers else cpu.mean())
+    share = min(1.0, max(0.0, computing * slowed / max(usual, 1e-9)))
+    alone = 1 - share * (1 - 1 / slowed)  # what is left of the loop's time when it need not wait for cores
+    transfer, hand_over = _crossing(loop, rows)
+    start, start_each = _starts(loop, rows)
+    trace = Trace(
+        cpu=cpu,
+        blocked=blocked,
+        loop=np.where(np.isfinite(took), took, usual) * alone,
+        threads=threads,
+        loop_cpu_ratio=share / slowed / alone,
+        loop_threads=max(1.0, computing * slowed / max(usual, 1e-9)),
+        gap=_gap(rows),
+        transfer=transfer,
+        hand_over=hand_over,
+        epochs=tuple(np.diff([*np.flatnonzero(first), len(rows)]).tolist()) if recurs else (),
+        start=start,
+        start_each=start_each,
+    )
+    prefetch_factor = max(loop.prefetch_factor, 1)
+    setting = Setting(num_workers=loop.num_workers, prefetch_factor=prefetch_factor, in_order=loop.in_order)
+    samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
+    return Calibrated(
+        trace=dataclasses.replace(trace, cores=_cores(trace, setting, cores, slowed)),
+        setting=setting,
+        batches_per_second=(len(rows) - (not recurs)) / total,
+        wait_ratio=float(waited.sum()) / total,
+        samples_per_batch=float(np.nanmean(samples)) if np.isfinite(samples).any() else math.nan,
+        payload_bytes=float(np.nanmax(payload)) if np.isfinite(payload).any() else math.nan,
+    )
+
+
+def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
+    """The recent batches with their fetches, and whether epochs begin anew in it so often that it counts.
+
+    Times of the loop: `asked_ns`, `yield_ns`, `wait_ns`, `loop_ns` (until the next batch is asked for, pauses cut;
+    NaN at the end of an epoch).
+    """
+    rows = loop.batches.assign(
+        yield_ns=floats(loop.batches, "time_ns"), wait_ns=floats(loop.batches, "wait_ns")
+    ).sort_values("yield_ns", kind="stable")
+    rows["asked_ns"] = rows["yield_ns"] - rows["wait_ns"]
+    taken = rows[["epoch", "index", "yield_ns", "asked_ns", "wait_ns", "payload_bytes", "samples_count"]]
+    spent = ["cpu_ns", "process_cpu_ns", "run_queue_ns", "idle_ns"]
+    made = loop.fetches.assign(
+        made_ns=floats(loop.fetches, "time_ns"),
+        fetch_ns=floats(loop.fetches, "getitem_ns") + np.nan_to_num(floats(loop.fetches, "collate_ns")),
+        **{name: floats(loop.fetches, name) for name in spent},
+    ).drop_duplicates(["epoch", "index"])
+    made = made[["epoch", "index", "worker", "made_ns", "fetch_ns", *spent]]
+    rows = taken.merge(made, on=["epoch", "index"])
+    rows = rows[np.isfinite(rows["fetch_ns"])].iloc[-_WINDOW_BATCHES:].reset_index(drop=True)
+    rows["first"] = floats(rows, "index") == 0
+    loops = rows["asked_ns"].shift(-1) - rows["yield_ns"]
+    loops[rows["epoch"].shift(-1) != rows["epoch"]] = np.nan
+    rows["loop_ns"] = without_pauses(np.maximum(loops.to_numpy(dtype=float), 0.0))
+    begins = np.flatnonzero(rows["first"])
+    if len(begins) >= 2:
+        return rows.iloc[begins[int(len(begins) > 2)] :].reset_index(drop=True), True
+    last = rows[rows["epoch"] == rows["epoch"].iloc[-1]] if len(rows) else rows
+    return last[floats(last, "index") >= loop.ramp].reset_index(drop=True), False
+
+
+def _fetch_costs(rows: pd.DataFrame) -> tuple[Floats, Floats, float, float]:
+    """CPU and blocked seconds by fetch, the threads that compute in one, what want of cores made of its time."""
+    wall, cpu, queued = (floats(rows, name) for name in ("fetch_ns", "cpu_ns", "run_queue_ns"))
+    known = np.isfinite(cpu) & np.isfinite(queued)
+    if not known.any():
+        return np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0
+    share = float(cpu[known].sum() / wall[known].sum())
+    computes = share >= _COMPUTES
+    cpu = np.minimum(np.where(known, cpu, wall * share), wall)
+    waiting = float(queued[known].sum() / wall[known].sum()) if computes else 0.0
+    queued = np.where(known & computes, queued, wall * waiting)
+    threads = float(np.nansum(floats(rows, "process_cpu_ns")) / max(cpu[known].sum(), 1.0)) if computes else 1.0
+    slowed = 1 + waiting / share if computes else 1.0
+    return cpu / SECOND_NS, np.maximum(wall - cpu - queued, 0.0) / SECOND_NS, max(1.0, threads), slowed
+
+
+def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+    """CPU time of the training process per second of the stretch, 0 if it was not sampled."""
+    samples = sampled(tables, loop.main)
+    times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
+    inside = np.isfinite(cpu) & (times >= rows["asked_ns"].iloc[0]) & (times <= rows["yield_ns"].iloc[-1])
+    if inside.sum() < 2:
+        return 0.0
+    times, cpu = times[inside], cpu[inside]
+    return float((cpu[-1] - cpu[0]) / max(times[-1] - times[0], 1.0))
+
+
+def _crossing(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
+    """From a batch's making until the loop can take it, and what taking it needs."""
+    if not loop.num_workers:
+        return _ASSUMED_CROSSING / 2, _ASSUMED_CROSSING / 2
+    made, asked, yields = (rows[name].to_numpy() for name in ("made_ns", "asked_ns", "yield_ns"))
+    taking = (yields - asked)[made < asked - _READY_NS]
+    crossing = (yields - made)[made > asked]
+    few = [len(part) < _FEW for part in (taking, crossing)]
+    if few[1]:
+        hand_over = _usual(taking) if not few[0] else _ASSUMED_CROSSING / 2
+        return hand_over, hand_over
+    hand_over = min(_usual(crossing), _usual(taking) if not few[0] else _usual(crossing) / 2)
+    return _usual(crossing) - hand_over, hand_over
+
+
+def _usual(durations_ns: Floats) -> float:
+    """Their mean without the rare long ones, in seconds."""
+    return float(without_pauses(durations_ns).mean()) / SECOND_NS
+
+
+def _gap(rows: pd.DataFrame) -> float:
+    """What a worker that has its next index needs from one fetch to the next."""
+    ordered = rows.sort_values("made_ns")
+    gaps = ordered["made_ns"] - ordered["fetch_ns"] - ordered.groupby(["epoch", "worker"])["made_ns"].shift()
+    gaps = gaps[np.isfinite(gaps) & (ordered["idle_ns"] < _SATURATED_NS)]
+    return max(0.0, _usual(gaps.to_numpy())) if len(gaps) >= _FEW else _ASSUMED_GAP
+
+
+def _starts(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
+    """When the first worker of an epoch begins its first fetch, and how much later each further one does."""
+    if not loop.num_workers:
+        return 0.0, 0.0
+    begun = (rows["made_ns"] - rows["fetch_ns"]).groupby([rows["epoch"], rows["worker"]]).min().groupby("epoch")
+    first, last = begun.min(), begun.max()
+    asked = rows[rows["first"]].set_index("epoch")["asked_ns"]
+    lead = float((first - asked).median())
+    return max(0.0, lead) / SECOND_NS, float((last - first).median()) / max(loop.num_workers - 1, 1) / SECOND_NS
+
+
+def _cores(trace: Trace, setting: Setting, cores: float, slowed: float) -> float:
+    """The cores that the run had: fewer than it may use, if its threads waited longer than for each other."""
+    if not math.isfinite(cores):
+        return math.inf
+    shares = cores * _CORE_SHARES
+    modelled = slowdown(trace, [setting] * len(shares), shares)[0]
+    enough = modelled * _UNEXPLAINED >= slowed
+    return float(shares[int(enough.argmax())] if enough.any() else shares[-1])

@@ -1,0 +1,252 @@
+"""Replays a stretch of data loading under other settings of its DataLoader. Pure functions on plain arrays.
+
+A DataLoader is a closed system: batch k is dispatched when batch k - P·N is yielded, worker k mod N makes it when
+done with batch k - N, and it is yielded when the loop asks for it, in order (torch, `_try_put_index` and
+`_next_data` of `_MultiProcessingDataLoaderIter`). With `in_order=False` (torch >= 2.7) whatever is made first is
+yielded, and its worker gets the next index. So the times of each batch follow from those of earlier ones.
+
+Computing is slower where there are more threads than cores. How much is found by a fixed point: the busier the
+threads are in a replay, the longer they wait for a core in the next one. Blocked time does not compete.
+
+All times are in seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import binom
+
+from collector.diagnosis.trends import Floats
+
+_ROUNDS = 8  # of the fixed point; each halves its error
+_FIXED_POINT_BATCHES = 400
+_RESAMPLES_COUNT = 24
+_BLOCK = 25  # batches that are resampled together, for neighbours are alike
+_Z = 1.645  # a 90 % interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Setting:
+    """What a DataLoader can be told; `prefetch_factor` means nothing without workers."""
+
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool = True
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that are dispatched and not yet yielded, at most."""
+        return self.num_workers * self.prefetch_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A stretch of a run as if it had had the machine for itself: one entry per batch, in the sampler's order.
+
+    Attributes:
+        cpu, blocked: what the fetch of a batch takes. While it computes, so do `threads` threads.
+        loop: what the loop takes after a batch, of which `loop_cpu_ratio` is computing, in `loop_threads` threads.
+        gap: of a worker, between two fetches.
+        transfer: from a batch's making until the loop can take it.
+        hand_over: what the loop needs to take it.
+        epochs: how many batches each epoch has; none of them: the stretch is a part of one, in its steady state.
+        start, start_each: of the first worker in an epoch, and of each further one after that.
+        cores: that are there for this training process and its workers.
+
+    """
+
+    cpu: Floats
+    blocked: Floats
+    loop: Floats
+    threads: float = 1.0
+    loop_cpu_ratio: float = 0.0
+    loop_threads: float = 1.0
+    gap: float = 0.0
+    transfer: float = 0.0
+    hand_over: float = 0.0
+    epochs: tuple[int, ...] = ()
+    start: float = 0.0
+    start_each: float = 0.0
+    cores: float = np.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a setting gives; `spread` is the standard error of the logarithm of the throughput."""
+
+    setting: Setting
+    batches_per_second: float
+    wait_ratio: float
+    spread: float
+
+    def interval(self, error: float = 0.0) -> tuple[float, float]:
+        """The 90 % interval of the throughput in another stretch as long.
+
+        Args:
+            error: by how much the model may be off besides, as a logarithm.
+
+        """
+        factor = math.exp(_Z * math.sqrt(2) * self.spread + error)
+        return self.batches_per_second / factor, self.batches_per_second * factor
+
+
+def predict(trace: Trace, settings: Sequence[Setting], *, seed: int = 0) -> list[Prediction]:
+    """What each setting gives on this trace; how sure that is, resampled blocks of the trace tell."""
+    slower = slowdown(trace, settings, np.full(len(settings), trace.cores))
+    order = _resamples(len(trace.loop), np.random.default_rng(seed))
+    rates, waits = _play(trace, settings, slower, order)
+    spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)
+    return [
+        Prediction(
+            setting=setting,
+            batches_per_second=float(rates[at, 0]),
+            wait_ratio=float(waits[at, 0]),
+            spread=float(spread[at]),
+        )
+        for at, setting in enumerate(settings)
+    ]
+
+
+def slowdown(trace: Trace, settings: Sequence[Setting], cores: Floats) -> Floats:
+    """How many times longer computing takes, in workers (row 0) and in the loop (row 1), by setting.
+
+    A thread shares the cores with those that want to compute at the same moment; each of the others does so for
+    its share of the time.
+    """
+    slower = np.ones((2, len(settings)))
+    if not np.isfinite(cores).all():
+        return slower
+    count = min(len(trace.loop), _FIXED_POINT_BATCHES)
+    order = np.arange(count)[:, np.newaxis]
+    workers = np.array([setting.num_workers for setting in settings])
+    cpu = trace.cpu[:count].mean()
+    loop_cpu = trace.loop[:count].mean() * trace.loop_cpu_ratio
+    others = np.arange(workers.max(initial=0) + 1)[:, np.newaxis]
+    for _ in range(_ROUNDS):
+        rates = _play(trace, settings, slower, order)[0][:, 0]
+        busy = np.minimum(1.0, slower[0] * cpu * rates / np.maximum(workers, 1))
+        loop_busy = np.minimum(1.0, slower[1] * loop_cpu * rates)
+        wanted = trace.threads * others
+        beside = binom.pmf(others, np.maximum(workers - 1, 0), busy)
+        crowd = loop_busy * np.maximum(1.0, (trace.threads + wanted + trace.loop_threads) / cores)
+        crowd += (1 - loop_busy) * np.maximum(1.0, (trace.threads + wanted) / cores)
+        of_loop = np.maximum(1.0, (trace.loop_threads + wanted) / cores)
+        found = np.stack([(beside * crowd).sum(axis=0), (binom.pmf(others, workers, busy) * of_loop).sum(axis=0)])
+        slower = (slower + found) / 2
+    return slower
+
+
+def _resamples(count: int, generator: np.random.Generator) -> npt.NDArray[np.intp]:
+    """The trace itself in column 0, and resamples of it in blocks."""
+    width = max(1, min(_BLOCK, count // 4))
+    starts = generator.integers(0, count, size=(-(-count // width), _RESAMPLES_COUNT))
+    blocks = (starts[:, np.newaxis, :] + np.arange(width)[np.newaxis, :, np.newaxis]) % count
+    return np.concatenate([np.arange(count)[:, np.newaxis], blocks.reshape(-1, _RESAMPLES_COUNT)[:count]], axis=1)
+
+
+def _play(
+    trace: Trace, settings: Sequence[Setting], slower: Floats, order: npt.NDArray[np.intp]
+) -> tuple[Floats, Floats]:
+    """Batches per second and the share of time waited, by setting and column of `order`."""
+    count = len(order)
+    ends = np.cumsum(trace.epochs, dtype=np.intp)
+    ends = ends[ends <= count] if (ends <= count).any() else np.array([count])
+    seconds, waited, batches = (np.zeros((len(settings), order.shape[1])) for _ in range(3))
+    parallel = np.array([setting.num_workers > 0 for setting in settings])
+    in_order = np.array([setting.in_order for setting in settings])
+    for begin, end in itertools.pairwise([0, *ends]):
+        part = order[begin:end]
+        for mine, play in (
+            (~parallel, _play_inline),
+            (parallel & in_order, _play_in_order),
+            (parallel & ~in_order, _play_out_of_order),
+        ):
+            if not mine.any():
+                continue
+            chosen = [setting for setting, is_mine in zip(settings, mine, strict=True) if is_mine]
+            loop = trace.loop[part]
+            loop = loop + loop * trace.loop_cpu_ratio * (slower[1][mine][:, np.newaxis, np.newaxis] - 1)
+            fetch = trace.cpu[part] * slower[0][mine][:, np.newaxis, np.newaxis] + trace.blocked[part]
+            yields, waits = play(trace, chosen, np.moveaxis(fetch, 0, 1), np.moveaxis(loop, 0, 1))
+            # The queues were empty at the beginning of the replay, those of the run were not.
+            first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
+            rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
+            begun = np.zeros_like(yields[0]) if trace.epochs else yields[first, lanes]
+            seconds[mine] += yields[-1] - begun
+            counted = rows >= (0 if trace.epochs else first + 1)
+            waited[mine] += (waits * counted[:, :, np.newaxis]).sum(axis=0)
+            batches[mine] += counted.sum(axis=0)[:, np.newaxis]
+    seconds = np.maximum(seconds, 1e-9)
+    return batches / seconds, np.minimum(waited / seconds, 1.0)
+
+
+def _play_inline(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> tuple[Floats, Floats]:
+    """The loop makes each batch itself. Times of the yields, and waits, by batch, setting and column."""
+    asked = np.concatenate([np.zeros_like(loop[:1]), loop[:-1]]) + fetch
+    return np.cumsum(asked, axis=0), fetch
+
+
+def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> tuple[Floats, Floats]:
+    workers = np.array([setting.num_workers for setting in settings])
+    places = np.array([setting.in_flight for setting in settings])
+    lanes, room, count = np.arange(len(settings)), int(places.max()), len(fetch)
+    made, yields = (np.zeros((room + count, *fetch.shape[1:])) for _ in range(2))
+    for worker in range(int(workers.max())):
+        has = workers > worker
+        made[room - workers[has] + worker, lanes[has]] = trace.start + worker * trace.start_each
+    waits = np.empty_like(fetch)
+    asked = np.zeros_like(fetch[0])
+    for k in range(count):
+        at = room + k
+        begun = np.maximum(yields[at - places, lanes], made[at - workers, lanes])
+        made[at] = begun + (fetch[k] + trace.gap)
+        yields[at] = np.maximum(asked, made[at] + trace.transfer) + trace.hand_over
+        waits[k] = yields[at] - asked
+        asked = yields[at] + loop[k]
+    return yields[room:], waits
+
+
+def _play_out_of_order(
+    trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats
+) -> tuple[Floats, Floats]:
+    workers = np.array([setting.num_workers for setting in settings])
+    places = np.array([setting.in_flight for setting in settings])
+    count, shape = len(fetch), fetch.shape[1:]
+    lanes, columns = np.arange(shape[0])[:, np.newaxis], np.arange(shape[1])[np.newaxis, :]
+    most, depth = int(workers.max()), max(setting.prefetch_factor for setting in settings)
+    # Of each worker: when it is free, and when the batches that it has made and will make are there, oldest first.
+    free = np.broadcast_to(trace.start + trace.start_each * np.arange(most), (*shape, most)).copy()
+    line = np.full((*shape, most, depth + 1), np.inf)
+    taken = np.zeros((*shape, most), dtype=np.intp)
+    sent = np.zeros(shape, dtype=np.intp)
+
+    def dispatch(to: npt.NDArray[np.intp], now: Floats, where: npt.NDArray[np.bool_]) -> None:
+        lane, column = np.nonzero(where)
+        worker = to[where]
+        cost = fetch[sent[where], lane, column] + trace.gap
+        done = np.maximum(now[where], free[lane, column, worker]) + cost
+        free[lane, column, worker] = done
+        line[lane, column, worker, taken[lane, column, worker]] = done
+        taken[lane, column, worker] += 1
+        sent[where] += 1
+
+    asked = np.zeros_like(fetch[0])
+    for k in range(int(places.max())):
+        dispatch(np.broadcast_to((k % workers)[lanes], shape), asked, (k < places)[lanes] & (sent < count))
+    yields, waits = np.empty_like(fetch), np.empty_like(fetch)
+    for k in range(count):
+        first = line[:, :, :, 0].argmin(axis=2)
+        there = line[lanes, columns, first, 0] + trace.transfer
+        line[lanes, columns, first, :-1] = line[lanes, columns, first, 1:]
+        taken[lanes, columns, first] -= 1
+        yields[k] = np.maximum(asked, there) + trace.hand_over
+        waits[k] = yields[k] - asked
+        dispatch(first, yields[k], sent < count)
+        asked = yields[k] + loop[k]
+    return yields, waits

@@ -1,0 +1,215 @@
+"""Which num_workers and prefetch_factor a loop should have: what the replay predicts for a grid of them.
+
+The replay is asked first for the setting that the run has. If it does not give what was measured there, it is not
+believed anywhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from collector.diagnosis.calibration import Calibrated, calibrate
+from collector.diagnosis.frames import floats, last, median, sampled
+from collector.diagnosis.host_memory import binding_limit, demand_series
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.loops import Loop
+from collector.diagnosis.replay import Prediction, Setting, Trace, predict
+from collector.diagnosis.tables import RunTables
+
+#: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
+OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.07, 0.07, 0.15
+_WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_PREFETCH = (1, 2, 4, 8)
+_USUAL_PREFETCH = 2
+_ROOM = 1.5  # times the workers that the mean times ask for are looked at
+_AS_GOOD = 0.99  # of the highest throughput
+_WORTH = 1.05  # times the present throughput
+_STRAIN = 1.1  # times the fetches of the run: what is advised leaves room for so much
+_FILL = 0.9  # of the memory limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Host memory of the loop's processes, in bytes; NaN where it was not sampled.
+
+    Attributes:
+        base: of the training process, and what its workers share with it.
+        worker: what one worker has for itself (USS).
+        payload: of one batch.
+        room, shm_room: how much more there may be, in all and in /dev/shm.
+        step: less of it makes no difference (1 % of the limit).
+
+    """
+
+    base: float
+    worker: float
+    payload: float
+    room: float
+    shm_room: float
+    step: float
+
+    def needed(self, setting: Setting) -> float:
+        """With all prefetched batches there, and the one that is in use; batches of unknown size are left out."""
+        workers = setting.num_workers * self.worker if setting.num_workers else 0.0
+        return self.base + workers + self.prefetched(setting)
+
+    def prefetched(self, setting: Setting) -> float:
+        """Of the batches in flight and in use: torch dispatches no more (`prefetch_factor * num_workers`)."""
+        return (setting.in_flight + 1) * float(np.nan_to_num(self.payload))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A setting, its throughput with a 90 % interval (batches per second), and its host memory (NaN: unknown)."""
+
+    setting: Setting
+    batches_per_second: float
+    low: float
+    high: float
+    wait_ratio: float
+    memory_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What the grid of settings gives.
+
+    Attributes:
+        measured: the stretch of the run that was replayed.
+        error: of the model at the run's own setting, as a logarithm.
+        own, options: predicted for the run's own setting and for all of the grid, that one included.
+        best: what to set; None where nothing is gained.
+
+    """
+
+    measured: Calibrated
+    error: float
+    own: Option
+    options: tuple[Option, ...]
+    best: Option | None
+
+    @property
+    def front(self) -> list[Option]:
+        """The settings that fit, of which no other waits less and takes no more memory."""
+        found: list[Option] = []
+        fitting = (option for option in self.options if option.fits)
+        for option in sorted(fitting, key=lambda option: (np.nan_to_num(option.memory_bytes), option.wait_ratio)):
+            if not found or option.wait_ratio < found[-1].wait_ratio:
+                found.append(option)
+        return found
+
+
+def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forecast | str:
+    """What other settings would give this loop; or why that cannot be told, in words.
+
+    Args:
+        tables: the run.
+        loop: of the run.
+        shared_io: its workers read from something that may be the limit for all of them together; then nothing
+            may be gained, and the intervals say so.
+
+    """
+    measured = calibrate(tables, loop)
+    if isinstance(measured, str):
+        return measured
+    settings = list(_grid(measured))
+    predictions = predict(measured.trace, settings)
+    own = next(prediction for prediction in predictions if prediction.setting == measured.setting)
+    error = math.log(own.batches_per_second / measured.batches_per_second)
+    low, high = own.interval(OWN_ERROR)
+    if not low <= measured.batches_per_second <= high:
+        return (
+            f"the replay gives {own.batches_per_second:.3g} batches/s ({low:.3g} to {high:.3g}) where "
+            f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
+        )
+    memory = _memory(tables, loop, measured)
+    options = [_option(measured, memory, error, shared_io, prediction) for prediction in predictions]
+    return Forecast(
+        measured=measured,
+        error=error,
+        own=next(option for option in options if option.setting == measured.setting),
+        options=tuple(options),
+        best=_best(options, _strained(measured.trace, settings), measured, memory),
+    )
+
+
+def _grid(measured: Calibrated) -> Iterator[Setting]:
+    own, trace = measured.setting, measured.trace
+    fetch = float((trace.cpu + trace.blocked).mean())
+    wanted = _ROOM * fetch / max(float(trace.loop.mean()) + trace.hand_over, 1e-6)
+    most = max(own.num_workers, min(math.ceil(wanted), _WORKERS[-1]), _USUAL_PREFETCH)
+    yield own
+    for workers in sorted({own.num_workers, *_WORKERS}):
+        for prefetch in sorted({own.prefetch_factor, *_PREFETCH}):
+            setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=own.in_order)
+            if 0 < workers <= most and setting != own:
+                yield setting
+
+
+def _option(measured: Calibrated, memory: Memory, error: float, shared_io: bool, prediction: Prediction) -> Option:
+    setting, own = prediction.setting, measured.setting
+    unsure = UNSEEN_ERROR if own.num_workers == 0 else OWN_ERROR if setting == own else MODEL_ERROR
+    low, high = prediction.interval(abs(error) + unsure)
+    if shared_io:
+        low = min(low, measured.batches_per_second)
+    needed = memory.needed(setting)
+    more, more_shm = needed - memory.needed(own), memory.prefetched(setting) - memory.prefetched(own)
+    return Option(
+        setting=setting,
+        batches_per_second=prediction.batches_per_second,
+        low=low,
+        high=high,
+        wait_ratio=prediction.wait_ratio,
+        memory_bytes=needed,
+        fits=setting == own or not (more > memory.room or more_shm > memory.shm_room),
+    )
+
+
+def _strained(trace: Trace, settings: list[Setting]) -> list[float]:
+    """Batches per second by setting if fetches took somewhat longer than in the run."""
+    strained = dataclasses.replace(trace, cpu=trace.cpu * _STRAIN, blocked=trace.blocked * _STRAIN)
+    return [prediction.batches_per_second for prediction in predict(strained, settings)]
+
+
+def _best(options: list[Option], strained: list[float], measured: Calibrated, memory: Memory) -> Option | None:
+    """Of the settings that stay as good as the best that fits: the least memory, then the fewest workers."""
+    fitting = [(option, rate) for option, rate in zip(options, strained, strict=True) if option.fits]
+    enough = _AS_GOOD * max(rate for _, rate in fitting)
+
+    def cost(option: Option) -> tuple[float, int, float]:
+        steps = option.memory_bytes / memory.step
+        setting = option.setting
+        unusual = abs(math.log2(setting.prefetch_factor / _USUAL_PREFETCH))
+        return round(steps) if math.isfinite(steps) else 0, setting.num_workers, unusual
+
+    best = min((option for option, rate in fitting if rate >= enough), key=cost)
+    return best if best.batches_per_second >= _WORTH * measured.batches_per_second else None
+
+
+def _memory(tables: RunTables, loop: Loop, measured: Calibrated) -> Memory:
+    host = loop.main[0]
+    _, limit = binding_limit(tables, host)
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    ranks = max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
+    process = tables.stream("process")
+    workers = process[(process["host"] == host) & process["process_pid"].isin(loop.fetches["pid"].unique())]
+    workers = workers[floats(workers, "process_pid") != loop.main[1]]
+    private, resident = (median(floats(workers, name)) for name in ("uss_bytes", "pss_bytes"))
+    own = loop.num_workers
+    shared = own * max(0.0, resident - private) if own else 0.0
+    shm_total, shm_used = (last(floats(samples, name)) for name in ("shm_total_bytes", "shm_used_bytes"))
+    return Memory(
+        base=last(floats(sampled(tables, loop.main), "pss_bytes")) + shared,
+        worker=private,
+        payload=measured.payload_bytes,
+        room=(_FILL * limit - last(demand_series(tables, host)[1])) / ranks,
+        shm_room=(_FILL * shm_total - shm_used) / ranks,
+        step=limit / 100,
+    )

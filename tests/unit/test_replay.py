@@ -1,0 +1,199 @@
+"""The replay of a DataLoader, against an event-driven simulation, closed forms and simulated runs."""
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from collector.diagnosis.calibration import calibrate
+from collector.diagnosis.loops import loops
+from collector.diagnosis.replay import Setting, Trace, predict
+from collector.diagnosis.stalls import find_stalls
+from collector.diagnosis.tuning import Memory, forecast
+from tests.unit.simulated_runs import MAIN, MIB, jittered, sample_host, sample_process, simulate
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+
+def events(fetches, loop, *, workers, prefetch, in_order):
+    """When the last batch is yielded: an event at a time, as torch's DataLoader does it."""
+    queues = [[] for _ in range(workers)]
+    busy, ready, waiting = [False] * workers, {}, True
+    happening, sent, yielded, last = [], 0, 0, 0.0
+
+    def begin(worker, now):
+        if queues[worker] and not busy[worker]:
+            busy[worker] = True
+            index = queues[worker].pop(0)
+            heapq.heappush(happening, (now + fetches[index], 0, "made", worker, index))
+
+    def send(worker, now):
+        nonlocal sent
+        if sent < len(fetches):
+            queues[worker].append(sent)
+            sent += 1
+            begin(worker, now)
+
+    for k in range(workers * prefetch):
+        send(k % workers, 0.0)
+    while yielded < len(fetches):
+        now, _, what, worker, index = heapq.heappop(happening) if happening else (0.0, 0, "", 0, 0)
+        if what == "made":
+            ready[index] = worker
+            busy[worker] = False
+            begin(worker, now)
+        else:
+            waiting = True
+        index = yielded if in_order else next(iter(ready), None)
+        if waiting and index in ready:
+            worker = ready.pop(index)
+            waiting, last = False, now
+            heapq.heappush(happening, (now + loop[yielded], 1, "asks", -1, -1))
+            yielded += 1
+            send(sent % workers if in_order else worker, now)
+    return last
+
+
+times = st.lists(st.floats(0.001, 1.0), min_size=8, max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    fetches=times,
+    workers=st.integers(1, 6),
+    prefetch=st.integers(1, 4),
+    in_order=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_it_does_what_an_event_driven_dataloader_does(fetches, workers, prefetch, in_order, seed):
+    loop = np.random.default_rng(seed).uniform(0.001, 0.3, len(fetches))
+    fetches = np.array(fetches) + np.random.default_rng(seed).uniform(0, 1e-6, len(fetches))  # no two are alike
+    trace = Trace(cpu=np.zeros(len(loop)), blocked=fetches, loop=loop, epochs=(len(loop),))
+    setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
+    seconds = events(fetches, loop, workers=workers, prefetch=prefetch, in_order=in_order)
+    assert predict(trace, [setting])[0].batches_per_second == pytest.approx(len(loop) / seconds, rel=1e-6)
+
+
+def constant(*, fetch_cpu=0.0, fetch_blocked=0.0, loop, **more):
+    ones = np.ones(200)
+    return Trace(cpu=fetch_cpu * ones, blocked=fetch_blocked * ones, loop=loop * ones, **more)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 6, 12])
+def test_equal_workers_have_a_closed_form(workers):
+    of = Setting(num_workers=workers, prefetch_factor=2)
+    asleep = predict(constant(fetch_blocked=0.06, loop=0.01), [of])[0]
+    assert asleep.batches_per_second == pytest.approx(min(1 / 0.01, workers / 0.06), rel=0.02)
+    assert asleep.wait_ratio == pytest.approx(max(0, 1 - workers / 6), abs=0.02)
+    computing = predict(constant(fetch_cpu=0.06, loop=0.01, cores=4.0), [of])[0]
+    assert computing.batches_per_second == pytest.approx(min(1 / 0.01, min(workers, 4) / 0.06), rel=0.03)
+
+
+def test_the_loop_takes_its_share_of_the_cores():
+    crowded = constant(fetch_cpu=0.02, loop=0.005, loop_cpu_ratio=1.0, cores=2.0)
+    found = predict(crowded, [Setting(num_workers=8, prefetch_factor=2)])[0]
+    assert found.batches_per_second == pytest.approx(2 / (0.02 + 0.005), rel=0.1)
+
+
+def test_without_workers_the_loop_waits_for_each_fetch():
+    found = predict(constant(fetch_blocked=0.03, loop=0.01), [Setting(num_workers=0, prefetch_factor=2)])[0]
+    assert found.batches_per_second == pytest.approx(25, rel=0.01)
+    assert found.wait_ratio == pytest.approx(0.75, abs=0.01)
+
+
+@given(st.integers(0, 40), st.integers(1, 16), st.floats(0, 1e9), st.floats(0, 1e9))
+def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, payload):
+    memory = Memory(base=1e9, worker=worker, payload=payload, room=1e9, shm_room=1e9, step=1e7)
+    here = memory.needed(Setting(num_workers=workers, prefetch_factor=prefetch))
+    assert here <= memory.needed(Setting(num_workers=workers + 1, prefetch_factor=prefetch))
+    assert here <= memory.needed(Setting(num_workers=workers, prefetch_factor=prefetch + 1))
+
+
+def outlook(script, **more):
+    tables = script.tables()
+    return forecast(tables, loops(tables)[0], **more)
+
+
+RUN = {"service": jittered(0.06, 0.5), "consumer": jittered(0.01), "batches": 600}
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "in_order"), [(2, 2, True), (4, 2, True), (2, 2, False)])
+def test_one_run_tells_what_others_give(workers, prefetch, in_order):
+    found = outlook(simulate(workers=workers, prefetch=prefetch, in_order=in_order, **RUN))
+    assert abs(found.error) < 0.02
+    options = {(option.setting.num_workers, option.setting.prefetch_factor): option for option in found.options}
+    for workers, prefetch in ((1, 2), (4, 1), (6, 4), (8, 2)):
+        tables = simulate(workers=workers, prefetch=prefetch, in_order=in_order, seed=3, **RUN).tables()
+        there = calibrate(tables, loops(tables)[0]).batches_per_second
+        option = options[workers, prefetch]
+        assert option.low < there < option.high
+        assert option.batches_per_second == pytest.approx(there, rel=0.08)
+
+
+def test_epochs_begin_with_empty_queues():
+    short = outlook(simulate(workers=4, prefetch=2, epochs=12, **{**RUN, "batches": 12}))
+    assert short.measured.trace.epochs == (12,) * 11
+    assert abs(short.error) < 0.05
+    assert short.best.wait_ratio > 0.1  # no number of workers makes the first batches be there at once
+
+
+def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
+    script = simulate(workers=4, prefetch=2, split=(1.0, 0.0, 0.0), cores=1.0, **RUN)  # yet the workers used four
+    assert "were measured" in outlook(script)
+    advice = find_stalls(script.tables())[0].advice
+    assert advice[0].text.startswith("Measure other settings: tidegauge tune")
+    assert not any("num_workers=" in one.text for one in advice)
+
+
+def test_storage_may_be_the_limit_for_all_workers_together():
+    found = outlook(simulate(workers=2, prefetch=2, **RUN), shared_io=True)
+    assert found.best.low <= found.measured.batches_per_second < found.best.batches_per_second
+
+
+def with_memory(*, limit):
+    """A run on a host with so much memory: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
+    script = simulate(workers=2, prefetch=2, cores=8.0, **RUN)
+    for rows in script.parts["batch"]:
+        rows["payload_bytes"] = 50 * MIB
+    seconds = 1000 + np.arange(5.0)
+
+    def much(size):
+        return np.full(5, size * MIB)
+
+    sample_host(script, seconds, demand=much(2000), limit=limit * MIB, total=2**36)
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=much(1024), rss=much(1024))
+    for worker in range(2):
+        who = ("node", 1000 + 10 * worker, 7000 + 10 * worker)
+        sample_process(script, seconds, who, ROLE_WORKER, private=much(200), rss=much(900), worker=worker, loader=0)
+    return script
+
+
+def test_the_advice_fits_into_the_memory_that_is_free():
+    roomy, tight = outlook(with_memory(limit=64_000)), outlook(with_memory(limit=4000))
+    assert roomy.best.setting.num_workers > tight.best.setting.num_workers > 2
+    own = (1024 + 2 * 200 + 5 * 50) * MIB
+    assert roomy.own.memory_bytes == pytest.approx(own)
+    assert tight.best.memory_bytes - own <= (0.9 * 4000 - 2000) * MIB
+    assert not all(option.fits for option in tight.options)
+
+
+def test_the_front_trades_memory_for_waiting():
+    front = outlook(with_memory(limit=64_000)).front
+    assert len(front) > 3
+    assert [option.memory_bytes for option in front] == sorted(option.memory_bytes for option in front)
+    assert [option.wait_ratio for option in front] == sorted((o.wait_ratio for o in front), reverse=True)
+
+
+def test_the_advice_names_throughput_and_memory():
+    advice = find_stalls(with_memory(limit=64_000).tables())[0].advice[0]
+    assert "num_workers=" in advice.text
+    assert "prefetch_factor=" in advice.text
+    assert "batches/s (" in advice.expected
+    assert "host memory up to" in advice.expected
+
+
+def test_without_cores_nothing_is_said_of_computing_workers():
+    script = simulate(workers=2, prefetch=2, split=(1.0, 0.0, 0.0), **RUN)
+    del script.parts["host"]
+    assert "cores" in outlook(script)
