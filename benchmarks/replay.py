@@ -2,10 +2,10 @@
 
     python benchmarks/replay.py [--batches 300] [--repeats 3] [--only NAME]
 
-Each workload is trained in several settings, in `--repeats` rounds. From the run in its first setting alone (marked
-"from"), the throughput in the others is predicted, and compared with what was measured in the same round: predicted /
-measured - 1, and of these the median. "inside" says in how many rounds the 90 % interval held what was measured, and
-"noise" how far the rounds lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
+Each workload is trained in several settings, in `--repeats` rounds. From the run in its first setting (marked "from")
+the throughput in the others is predicted, and compared with what was measured in the same round: predicted / measured
+- 1, and of these the median. "inside" says in how many rounds the 90 % interval held what was measured, and "noise"
+how far the rounds lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
 """
 
 from __future__ import annotations
@@ -171,9 +171,8 @@ def main() -> None:
         chosen = Setting(num_workers=int(workers), prefetch_factor=int(prefetch), in_order=WORKLOADS[name].in_order)
         train(WORKLOADS[name], chosen, int(batches))
         return
-    print(
-        f"{'workload':18}{'workers':>8}{'prefetch':>9}{'measured/s':>12}{'noise':>8}{'error':>9}{'thumb':>9}  inside"
-    )
+    titles = ("prefetch", "measured/s", "noise", "error", "thumb")
+    print(f"{'workload':18}{'workers':>8}" + "".join(map("{:>{}}".format, titles, (9, 12, 8, 9, 9))) + "  inside")
     with tempfile.TemporaryDirectory() as folder:
         found = [
             one

@@ -9,7 +9,7 @@ import traceback
 
 import click
 
-from collector.commands import keeping, reading, running, serving
+from collector.commands import keeping, reading, running, serving, tune
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -28,6 +28,7 @@ for _command in (
     running.job,
     running.watch,
     running.collect,
+    tune.tune,
     reading.report,
     reading.runs,
     reading.snapshot,

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from training_harness import layout, session
-from training_harness.hooks import compiler, iterators, oom, stage_calls, steps, worker
+from training_harness.hooks import compiler, iterators, oom, stage_calls, steps, trial, worker
 from training_harness.hooks.announce import farewell
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
@@ -58,6 +58,7 @@ def _watch_exceptions() -> Hook:
 #: hook -> the modules that it needs, and its installer, in the order of installation.
 HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
     "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
+    "trial": (frozenset({"torch.utils.data.dataloader"}), trial.install),  # first, so that what it changes is seen
     "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
     "stage:torch": (frozenset({"torch.utils.data.dataloader", "torch.compiler"}), _install_stages),
     "step": (frozenset({"torch.optim.optimizer", "torch.compiler"}), functools.partial(steps.install, _progress)),

@@ -45,6 +45,10 @@ STORE_VARIABLE = "TIDEGAUGE_STORE"
 DATA_VARIABLE = "TIDEGAUGE_DATA"
 #: The id of the run that begins, the same on every node that takes part in it.
 RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
+#: "1" in a trial of `tidegauge tune`, for scripts that then write no checkpoints; and what its loaders are to be.
+TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
+TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
+CEILING = "ceiling"
 
 MANIFEST = "run.json"
 MANIFEST_SCHEMA = 1

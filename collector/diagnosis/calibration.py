@@ -22,7 +22,7 @@ _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
 _COMPUTES = 0.3  # of a fetch: then it matters how many cores there are
 _SATURATED_NS = 2e6  # a worker that waits less had its next index already
-_READY_NS = 5e6  # made so long before it was asked for, a batch only had to be taken
+_READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
 _FEW = 5
 #: Assumed of workers that have not run yet: 0.3 to 1 ms until a small batch has crossed, half of it in the loop.
 _ASSUMED_CROSSING, _ASSUMED_GAP = 1e-3, 2e-4
@@ -162,14 +162,14 @@ def _crossing(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
     if not loop.num_workers:
         return _ASSUMED_CROSSING / 2, _ASSUMED_CROSSING / 2
     made, asked, yields = (rows[name].to_numpy() for name in ("made_ns", "asked_ns", "yield_ns"))
-    taking = (yields - asked)[made < asked - _READY_NS]
+    drained = np.concatenate([[-np.inf], np.maximum.accumulate(np.where(made > asked, yields, -np.inf))[:-1]])
+    taking = (yields - asked)[
+        (made > drained) & (made < asked - _READY_NS)
+    ]  # the others were taken while it waited
     crossing = (yields - made)[made > asked]
-    few = [len(part) < _FEW for part in (taking, crossing)]
-    if few[1]:
-        hand_over = _usual(taking) if not few[0] else _ASSUMED_CROSSING / 2
-        return hand_over, hand_over
-    hand_over = min(_usual(crossing), _usual(taking) if not few[0] else _usual(crossing) / 2)
-    return _usual(crossing) - hand_over, hand_over
+    taken, crossed = len(taking) >= _FEW, len(crossing) >= _FEW
+    hand_over = _usual(taking) if taken else _usual(crossing) if crossed else _ASSUMED_CROSSING / 2
+    return max(0.0, _usual(crossing) - hand_over) if crossed else hand_over, hand_over
 
 
 def _usual(durations_ns: Floats) -> float:

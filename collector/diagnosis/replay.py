@@ -54,7 +54,8 @@ class Trace:
         loop: what the loop takes after a batch, of which `loop_cpu_ratio` is computing, in `loop_threads` threads.
         gap: of a worker, between two fetches.
         transfer: from a batch's making until the loop can take it.
-        hand_over: what the loop needs to take it.
+        hand_over: what the loop needs to take it. While it waits for a batch it takes those that come before it, so
+            they cost it nothing later (torch parks them in `_task_info`).
         epochs: how many batches each epoch has; none of them: the stretch is a part of one, in its steady state.
         start, start_each: of the first worker in an epoch, and of each further one after that.
         cores: that are there for this training process and its workers.
@@ -201,12 +202,14 @@ def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loo
         has = workers > worker
         made[room - workers[has] + worker, lanes[has]] = trace.start + worker * trace.start_each
     waits = np.empty_like(fetch)
-    asked = np.zeros_like(fetch[0])
+    asked, drained = np.zeros_like(fetch[0]), np.zeros_like(fetch[0])
     for k in range(count):
         at = room + k
         begun = np.maximum(yields[at - places, lanes], made[at - workers, lanes])
         made[at] = begun + (fetch[k] + trace.gap)
-        yields[at] = np.maximum(asked, made[at] + trace.transfer) + trace.hand_over
+        there = made[at] + trace.transfer
+        yields[at] = np.maximum(asked, there) + np.where(there > drained, trace.hand_over, 0.0)
+        drained = np.where(there > asked, yields[at], drained)
         waits[k] = yields[at] - asked
         asked = yields[at] + loop[k]
     return yields[room:], waits

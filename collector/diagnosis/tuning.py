@@ -192,6 +192,15 @@ def _best(options: list[Option], strained: list[float], measured: Calibrated, me
     return best if best.batches_per_second >= _WORTH * measured.batches_per_second else None
 
 
+def held_bytes(tables: RunTables, loop: Loop) -> float:
+    """PSS of the training process and the loop's workers, each as last sampled; NaN if none was."""
+    pids = [loop.main[1], *loop.fetches["pid"].unique()]
+    process = tables.stream("process")
+    mine = process[(process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
+    newest = mine[np.isfinite(floats(mine, "pss_bytes"))].groupby("process_pid")["pss_bytes"].last()
+    return float(newest.sum()) if len(newest) else math.nan
+
+
 def _memory(tables: RunTables, loop: Loop, measured: Calibrated) -> Memory:
     host = loop.main[0]
     _, limit = binding_limit(tables, host)

@@ -31,6 +31,7 @@ COMMANDS = {
     "watch",
     "export",
     "prune",
+    "tune",
 }
 
 
@@ -98,6 +99,10 @@ def test_the_jobs_are_those_that_there_are():
         (["export", "nope", "--to", "/tmp/x"], "no run 'nope'"),
         (["prune"], "give --keep N, --max-size SIZE, or both"),
         (["prune", "--keep", "-1"], "-1 is not in the range x>=0"),
+        (["tune"], "Missing argument 'COMMAND...'; see tidegauge tune --help"),
+        (["tune", "--trials", "0", "--", "true"], "0 is not in the range 1<=x<=50"),
+        (["tune", "--trial-seconds", "soon", "--", "true"], "'soon' is not a valid float range"),
+        (["tune", "--", "/no/such/command"], "/no/such/command: command not found"),
         (["prune", "--max-size", "20 apples"], "'20 apples' is not a size; write it like 20GB or 500MiB"),
     ],
 )

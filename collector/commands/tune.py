@@ -1,0 +1,204 @@
+"""`tidegauge tune`: short trials of a training in the settings that the replay chooses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from collector.commands.options import PASS_ON, home_option, show_table
+from collector.errors import TidegaugeError, one_line
+from training_harness.layout import CEILING
+
+if TYPE_CHECKING:
+    from collector.diagnosis.calibration import Calibrated
+    from collector.diagnosis.replay import Setting
+    from collector.diagnosis.tuning import Forecast, Option
+
+_AS_IT_IS, _PERFECT = "as it is", "perfect loader"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One trial: what was predicted for it, if anything was, and what was measured."""
+
+    title: str
+    predicted: Option | None
+    measured: Calibrated | None
+    memory_bytes: float | None
+    failure: str
+
+
+@click.command(context_settings=PASS_ON)
+@click.option("--trial-seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True, metavar="S")
+@click.option("--trials", type=click.IntRange(1, 50), default=4, show_default=True, metavar="N")
+@click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
+@home_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def tune(trial_seconds: float, trials: int, ceiling: bool, home: Path, command: tuple[str, ...]) -> None:
+    """Train COMMAND for a few seconds each in settings of its DataLoader that promise the most, and compare."""
+    if shutil.which(command[0]) is None:
+        raise TidegaugeError(f"{command[0]}: command not found; give the command that trains, as in a shell")
+    rows: list[Row] = []
+    outlook: Forecast | str | None = None
+    with _interruptible() as caught:
+        plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
+        plan += [(_PERFECT, CEILING, None)] if ceiling else []
+        while plan and not caught:
+            title, loader, option = plan.pop(0)
+            _say(f"{title}, {trial_seconds:g} s of training")
+            row, found = _trial(command, home, title, loader, option, trial_seconds, caught)
+            if caught:
+                break
+            rows.append(row)
+            _say(f"  {row.failure or _rate(row)}")
+            if title == _AS_IT_IS:
+                if row.failure:
+                    break
+                outlook = found
+                plan += [
+                    (_title(setting), _loader(setting), known) for setting, known in _chosen(found, row)[:trials]
+                ]
+    if rows:
+        _show(rows, outlook)
+    if caught:
+        sys.exit(128 + caught[0])
+    sys.exit(1 if rows[0].failure else 0)
+
+
+def _trial(
+    command: tuple[str, ...],
+    home: Path,
+    title: str,
+    loader: str | None,
+    option: Option | None,
+    seconds: float,
+    caught: list[int],
+) -> tuple[Row, Forecast | str]:
+    from collector.agent.trials import run_trial
+    from collector.diagnosis.calibration import calibrate
+    from collector.diagnosis.loops import loops
+    from collector.diagnosis.tables import load_tables
+    from collector.diagnosis.tuning import forecast, held_bytes
+
+    trial = run_trial(
+        command, home=home, name=f"tune-{title}", loader=loader, seconds=seconds, interrupted=lambda: bool(caught)
+    )
+    tables = load_tables(trial.run)
+    busiest = max(loops(tables), key=lambda loop: len(loop.batches), default=None)
+    found = "no batch" if busiest is None else calibrate(tables, busiest)
+    failure = trial.failure
+    if not failure and (raised := tables.events_of("exception")):  # it failed, and was ended before it had ended
+        failure = one_line(f"the training failed: {raised[-1]['type']}: {raised[-1]['message']}")
+    if isinstance(found, str):
+        failure = failure or f"nothing to compare: {found}; give more --trial-seconds"
+    elif loader not in (None, CEILING, _loader(found.setting)):
+        failure = f"the loader could not be made so, it had {_title(found.setting)}"
+    row = Row(
+        title=title,
+        predicted=option,
+        measured=None if failure or isinstance(found, str) else found,
+        memory_bytes=None if busiest is None else held_bytes(tables, busiest),
+        failure=failure,
+    )
+    return row, "no batch" if busiest is None else forecast(tables, busiest)
+
+
+def _chosen(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | None]]:
+    """What to try, the most promising first: the recommendation, then the front of throughput and memory.
+
+    Where the replay does not reproduce the training, more and more workers.
+    """
+    from collector.diagnosis.replay import Setting
+
+    assert base.measured is not None
+    own = base.measured.setting
+    if isinstance(outlook, str):
+        _say(f"  {outlook}; so more workers are tried without a prediction")
+        more = [max(1, own.num_workers) * 2**power for power in range(own.num_workers > 0, 8)]
+        return [(Setting(num_workers=workers, prefetch_factor=2, in_order=own.in_order), None) for workers in more]
+    best = [] if outlook.best is None else [outlook.best]
+    front = sorted(outlook.front, key=lambda option: -option.batches_per_second)
+    options = [*best, *(option for option in front if option not in best and option.setting != own)]
+    return [(option.setting, option) for option in options]
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """The signals that came and ask for an end: what is known by then is still shown."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
+    from rich.table import Table
+
+    from collector import wording
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("trial", "predicted", "measured", "off", "waiting", "memory predicted", "measured"):
+        table.add_column(name, justify="left" if name == "trial" else "right")
+    for row in rows:
+        option = row.predicted
+        if row.title == _AS_IT_IS and outlook is not None and not isinstance(outlook, str):
+            option = outlook.own
+        cells = ["—"] * 6
+        if option is not None:
+            cells[0] = f"{option.batches_per_second:.3g} ({option.low:.3g} to {option.high:.3g}) batches/s"
+            cells[4] = wording.size(option.memory_bytes)
+        if row.measured is not None:
+            cells[1] = _rate(row)
+            cells[3] = f"{row.measured.wait_ratio:.0%}"
+            cells[5] = wording.size(row.memory_bytes)
+            if option is not None:
+                cells[2] = f"{option.batches_per_second / row.measured.batches_per_second - 1:+.0%}"
+        title = (
+            f"{row.title} ({_title(row.measured.setting)})"
+            if row.measured and row.title == _AS_IT_IS
+            else row.title
+        )
+        table.add_row(title, *cells)
+    show_table(table)
+    for row in rows:
+        if row.failure:
+            click.echo(f"{row.title}: {row.failure}")
+
+
+def _rate(row: Row) -> str:
+    from collector import wording
+
+    assert row.measured is not None
+    batches, samples = row.measured.batches_per_second, row.measured.samples_per_batch
+    words = f"{batches:.3g} batches/s"
+    return f"{words}, {wording.number(round(batches * samples))} samples/s" if wording.known(samples) else words
+
+
+def _title(setting: Setting) -> str:
+    if not setting.num_workers:
+        return "num_workers=0"
+    return f"num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}"
+
+
+def _loader(setting: Setting) -> str:
+    return f"{setting.num_workers},{setting.prefetch_factor}"
+
+
+def _say(text: str) -> None:
+    click.echo(f"tidegauge: {text}", err=True)
