@@ -1,11 +1,11 @@
 """How well the replay predicts other settings of a DataLoader, against real loaders of known costs.
 
-    python benchmarks/replay.py [--batches 300] [--repeats 3] [--only NAME]
+    python benchmarks/replay.py [--batches 300] [--repeats 3] [--only NAME …]
 
-Each workload is trained in several settings, in `--repeats` rounds. From the run in its first setting (marked "from")
-the throughput in the others is predicted, and compared with what was measured in the same round: predicted / measured
-- 1, and of these the median. "inside" says in how many rounds the 90 % interval held what was measured, and "noise"
-how far the rounds lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
+A round of a workload is one training that uses a loader of each setting in turn. From the first one alone (marked
+"from") the throughput of the others is predicted and compared with what was measured: predicted / measured - 1, the
+median of `--repeats` rounds. "inside" says in how many rounds the 90 % interval held what was measured, "noise" how
+far these lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ WORKLOADS = {
 }
 
 
-def train(work: Workload, setting: Setting, batches: int) -> None:
-    """The training itself; this function's process is the one that is recorded."""
+def train(work: Workload, batches: int) -> None:
+    """One round; this function's process is the one that is recorded."""
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -85,30 +85,31 @@ def train(work: Workload, setting: Setting, batches: int) -> None:
             return torch.full((work.batch_bytes // 4,), 1.0)
 
     torch.set_num_threads(1)
-    extra = {"prefetch_factor": setting.prefetch_factor, "persistent_workers": True} if setting.num_workers else {}
-    loader = DataLoader(
-        Costly(), batch_size=1, shuffle=True, num_workers=setting.num_workers, in_order=setting.in_order, **extra
-    )
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    for _ in range(batches // (work.epoch or batches)):
-        for batch in loader:
-            (weight * batch[0, :8].sum()).sum().backward()
-            optimizer.step()
-            time.sleep(work.step / 1e3)
-            compute(work.step_cpu)
+    for workers, prefetch in work.settings:
+        extra = {"prefetch_factor": prefetch, "persistent_workers": True} if workers else {}
+        loader = DataLoader(Costly(), shuffle=True, num_workers=workers, in_order=work.in_order, **extra)
+        for _ in range(batches // (work.epoch or batches)):
+            for batch in loader:
+                (weight * batch[0, :8].sum()).sum().backward()
+                optimizer.step()
+                time.sleep(work.step / 1e3)
+                compute(work.step_cpu)
 
 
-def recorded(name: str, setting: Setting, batches: int, home: Path) -> Calibrated:
-    words = [name, str(setting.num_workers), str(setting.prefetch_factor), str(batches)]
-    command = [sys.executable, __file__, "--train", *words]
-    watched = [sys.executable, "-P", "-m", "collector", "run", "--home", str(home), "--name", "replay", "--"]
+def recorded(name: str, batches: int, home: Path) -> list[Calibrated]:
+    """What was measured in each setting, in one round."""
+    command = [sys.executable, __file__, "--train", name, str(batches)]
+    options = ["--home", str(home), "--name", "replay", "--interval", "0.5"]
+    watched = [sys.executable, "-P", "-m", "collector", "run", *options, "--"]
     subprocess.run([*watched, *command], check=True, capture_output=True, stdin=subprocess.DEVNULL)
     tables = load_tables(find_run(home, "latest"))
-    found = calibrate(tables, loops(tables)[0])
-    if isinstance(found, str):
-        sys.exit(f"{name} {setting}: cannot be calibrated: {found}")
-    return found
+    found = [calibrate(tables, loop) for loop in loops(tables)]
+    measured = [one for one in found if not isinstance(one, str)]
+    if len(measured) < len(found):
+        sys.exit(f"{name} cannot be calibrated: {found}; give more --batches")
+    return measured
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,7 @@ def compare(name: str, batches: int, repeats: int, home: Path) -> list[Round]:
     """Print a row for each setting; returns the rounds of those that were predicted from another one."""
     work = WORKLOADS[name]
     settings = [Setting(num_workers=n, prefetch_factor=p, in_order=work.in_order) for n, p in work.settings]
-    rounds = [
-        one_round(settings, [recorded(name, setting, batches, home) for setting in settings])
-        for _ in range(repeats)
-    ]
+    rounds = [one_round(settings, recorded(name, batches, home)) for _ in range(repeats)]
     for at, setting in enumerate(settings):
         mine = [found[at] for found in rounds]
         rate = [one.measured for one in mine]
@@ -162,14 +160,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=WORKLOADS, nargs="+")
-    parser.add_argument(
-        "--train", nargs=4, metavar=("WORKLOAD", "WORKERS", "PREFETCH", "BATCHES"), help="one training"
-    )
+    parser.add_argument("--train", nargs=2, metavar=("WORKLOAD", "BATCHES"), help="one round")
     options = parser.parse_args()
     if options.train:
-        name, workers, prefetch, batches = options.train
-        chosen = Setting(num_workers=int(workers), prefetch_factor=int(prefetch), in_order=WORKLOADS[name].in_order)
-        train(WORKLOADS[name], chosen, int(batches))
+        train(WORKLOADS[options.train[0]], int(options.train[1]))
         return
     titles = ("prefetch", "measured/s", "noise", "error", "thumb")
     print(f"{'workload':18}{'workers':>8}" + "".join(map("{:>{}}".format, titles, (9, 12, 8, 9, 9))) + "  inside")

@@ -1,7 +1,5 @@
 """The replay of a DataLoader, against an event-driven simulation, closed forms and simulated runs."""
 
-import heapq
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,43 +14,47 @@ from tests.unit.simulated_runs import MAIN, MIB, jittered, sample_host, sample_p
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 
-def events(fetches, loop, *, workers, prefetch, in_order):
-    """When the last batch is yielded: an event at a time, as torch's DataLoader does it."""
-    queues = [[] for _ in range(workers)]
-    busy, ready, waiting = [False] * workers, {}, True
-    happening, sent, yielded, last = [], 0, 0, 0.0
+def played(fetches, loop, *, workers, prefetch, in_order=True, cores=float("inf")):
+    """When the last batch is yielded, step by step as torch's DataLoader does it.
 
-    def begin(worker, now):
-        if queues[worker] and not busy[worker]:
-            busy[worker] = True
-            index = queues[worker].pop(0)
-            heapq.heappush(happening, (now + fetches[index], 0, "made", worker, index))
-
-    def send(worker, now):
-        nonlocal sent
-        if sent < len(fetches):
-            queues[worker].append(sent)
-            sent += 1
-            begin(worker, now)
-
-    for k in range(workers * prefetch):
-        send(k % workers, 0.0)
-    while yielded < len(fetches):
-        now, _, what, worker, index = heapq.heappop(happening) if happening else (0.0, 0, "", 0, 0)
-        if what == "made":
-            ready[index] = worker
-            busy[worker] = False
-            begin(worker, now)
-        else:
-            waiting = True
-        index = yielded if in_order else next(iter(ready), None)
-        if waiting and index in ready:
-            worker = ready.pop(index)
-            waiting, last = False, now
-            heapq.heappush(happening, (now + loop[yielded], 1, "asks", -1, -1))
+    Each fetch, and each pass of the loop, is a list of (computes, seconds); threads that compute share the cores.
+    """
+    sent = min(workers * prefetch, len(fetches))
+    queues = [list(range(worker, sent, workers)) for worker in range(workers)]
+    doing, making, made = (
+        {},
+        {},
+        {},
+    )  # thread -> what is left of its work (-1: the loop) and its batch; batch -> worker
+    yielded, now = 0, 0.0
+    while True:
+        for worker, queue in enumerate(queues):
+            if worker not in doing and queue:
+                making[worker] = queue.pop(0)
+                doing[worker] = [list(part) for part in fetches[making[worker]]]
+        index = yielded if in_order else next(iter(made), None)
+        if -1 not in doing and index in made:
+            worker = made.pop(index)
+            if sent < len(fetches):
+                queues[sent % workers if in_order else worker].append(sent)
+                sent += 1
+            doing[-1] = [list(part) for part in loop[yielded]]
             yielded += 1
-            send(sent % workers if in_order else worker, now)
-    return last
+            if yielded == len(fetches):
+                return now
+            continue
+        computing = sum(parts[0][0] for parts in doing.values())
+        pace = min(1.0, cores / max(computing, 1))
+        wait = min(parts[0][1] / (pace if parts[0][0] else 1.0) for parts in doing.values())
+        now += wait
+        for thread, parts in list(doing.items()):
+            parts[0][1] -= wait * (pace if parts[0][0] else 1.0)
+            if parts[0][1] <= 1e-12:
+                parts.pop(0)
+                if not parts:
+                    del doing[thread]
+                    if thread >= 0:
+                        made[making[thread]] = thread
 
 
 times = st.lists(st.floats(0.001, 1.0), min_size=8, max_size=60)
@@ -71,7 +73,8 @@ def test_it_does_what_an_event_driven_dataloader_does(fetches, workers, prefetch
     fetches = np.array(fetches) + np.random.default_rng(seed).uniform(0, 1e-6, len(fetches))  # no two are alike
     trace = Trace(cpu=np.zeros(len(loop)), blocked=fetches, loop=loop, epochs=(len(loop),))
     setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
-    seconds = events(fetches, loop, workers=workers, prefetch=prefetch, in_order=in_order)
+    work, pauses = ([[(False, took)] for took in part] for part in (fetches, loop))
+    seconds = played(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order)
     assert predict(trace, [setting])[0].batches_per_second == pytest.approx(len(loop) / seconds, rel=1e-6)
 
 
@@ -88,6 +91,27 @@ def test_equal_workers_have_a_closed_form(workers):
     assert asleep.wait_ratio == pytest.approx(max(0, 1 - workers / 6), abs=0.02)
     computing = predict(constant(fetch_cpu=0.06, loop=0.01, cores=4.0), [of])[0]
     assert computing.batches_per_second == pytest.approx(min(1 / 0.01, min(workers, 4) / 0.06), rel=0.03)
+
+
+@pytest.mark.parametrize("cores", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("computing", [0.3, 0.7, 1.0])
+def test_threads_that_compute_share_the_cores(cores, computing):
+    generator = np.random.default_rng(int(10 * computing + cores))
+    fetches, loop = generator.uniform(0.01, 0.05, 150), generator.uniform(0.005, 0.015, 150)
+    slices = [[(True, took * computing / 4), (False, took * (1 - computing) / 4 + 1e-9)] * 4 for took in fetches]
+    loops_work = [[(True, took * computing), (False, took * (1 - computing) + 1e-9)] for took in loop]
+    trace = Trace(
+        cpu=fetches * computing,
+        blocked=fetches * (1 - computing),
+        loop=loop,
+        loop_cpu_ratio=computing,
+        cores=cores,
+        epochs=(150,),
+    )
+    for workers in (1, 2, 4, 7):
+        found = predict(trace, [Setting(num_workers=workers, prefetch_factor=2)])[0]
+        seconds = played(slices, loops_work, workers=workers, prefetch=2, cores=cores)
+        assert found.batches_per_second == pytest.approx(150 / seconds, rel=0.12)
 
 
 def test_the_loop_takes_its_share_of_the_cores():
