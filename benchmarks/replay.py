@@ -4,8 +4,9 @@
 
 A round of a workload is one training that uses a loader of each setting in turn. From the first one alone (marked
 "from") the throughput of the others is predicted and compared with what was measured: predicted / measured - 1, the
-median of `--repeats` rounds. "inside" says in how many rounds the 90 % interval held what was measured, "noise" how
-far these lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
+median of `--repeats` rounds. Rounds whose first setting is not reproduced are left out, as Tidegauge then gives no
+figures; the last line counts them. "inside" says in how many rounds the 90 % interval held what was measured, and
+"noise" how far these lie apart: (highest - lowest) / median. The rule of thumb is max(c, w / N) per batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collector.diagnosis.calibration import Calibrated, calibrate
 from collector.diagnosis.loops import loops
 from collector.diagnosis.replay import Setting, predict
 from collector.diagnosis.tables import load_tables
-from collector.diagnosis.tuning import MODEL_ERROR, UNSEEN_ERROR
+from collector.diagnosis.tuning import MODEL_ERROR, OWN_ERROR, UNSEEN_ERROR
 from collector.store.runs import find_run
 
 COUNTS = ((1, 2), (2, 2), (3, 2), (4, 2), (4, 1), (2, 6), (6, 2))
@@ -120,6 +121,7 @@ class Round:
     error: float
     thumb: float
     inside: bool
+    believed: bool
 
 
 def one_round(settings: list[Setting], runs: list[Calibrated]) -> list[Round]:
@@ -127,13 +129,15 @@ def one_round(settings: list[Setting], runs: list[Calibrated]) -> list[Round]:
     predictions = predict(source.trace, settings)
     off = abs(np.log(predictions[0].batches_per_second / source.batches_per_second))
     fetch, loop = (source.trace.cpu + source.trace.blocked).mean(), source.trace.loop.mean()
+    low, high = predictions[0].interval(OWN_ERROR)
+    believed = low <= source.batches_per_second <= high
     found = []
     for setting, run, prediction in zip(settings, runs, predictions, strict=True):
         low, high = prediction.interval(off + (MODEL_ERROR if settings[0].num_workers else UNSEEN_ERROR))
         measured = run.batches_per_second
         thumb = 1 / max(loop, fetch / max(setting.num_workers, 1))
         error = prediction.batches_per_second / measured - 1
-        found.append(Round(measured, error, thumb / measured - 1, low <= measured <= high))
+        found.append(Round(measured, error, thumb / measured - 1, low <= measured <= high, believed))
     return found
 
 
@@ -149,7 +153,8 @@ def compare(name: str, batches: int, repeats: int, home: Path) -> list[Round]:
             f"{name:18}{setting.num_workers:8}{setting.prefetch_factor:9}{np.median(rate):12.1f}"
             f"{np.ptp(rate) / np.median(rate):8.0%}{np.median([one.error for one in mine]):+9.1%}"
             f"{np.median([one.thumb for one in mine]):+9.1%}{sum(one.inside for one in mine):5} of {repeats}"
-            f"{'' if at else '  from'}",
+            f"{'' if at else '  from'}"
+            f"{'' if all(one.believed for one in mine) else '  not reproduced'}",
             flush=True,
         )
     return [one for found in rounds for one in found[1:]]
@@ -173,6 +178,7 @@ def main() -> None:
             for name in options.only or WORKLOADS
             for one in compare(name, options.batches, options.repeats, Path(folder))
         ]
+    refused, found = sum(not one.believed for one in found), [one for one in found if one.believed]
     for title, errors in (
         ("replay", [one.error for one in found]),
         ("rule of thumb", [one.thumb for one in found]),
@@ -182,7 +188,8 @@ def main() -> None:
             f"{title:14} n {len(values)}: median {np.median(values):.1%}, "
             f"p95 {np.quantile(values, 0.95):.1%}, worst {values.max():.1%}"
         )
-    print(f"inside the 90 % interval: {np.mean([one.inside for one in found]):.0%}; load {os.getloadavg()[1]:.1f}")
+    inside = np.mean([one.inside for one in found])
+    print(f"inside the 90 % interval: {inside:.0%}; load {os.getloadavg()[1]:.1f}; without figures: {refused}")
 
 
 if __name__ == "__main__":

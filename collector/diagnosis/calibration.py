@@ -20,7 +20,7 @@ from collector.diagnosis.trends import Floats
 #: The recent part of a run that is replayed.
 _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
-_COMPUTES = 0.3  # of a fetch: then it matters how many cores there are
+_COMPUTES = 0.3  # of a fetch, waiting for a core included: then it matters how many cores there are
 _SATURATED_NS = 2e6  # a worker that waits less had its next index already
 _READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
 _FEW = 5
@@ -56,7 +56,7 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
         return f"only {len(rows)} recent batches have their fetches recorded, {_MIN_BATCHES} are needed"
-    cpu, blocked, threads, slowed = _fetch_costs(rows)
+    cpu, blocked, threads, slowed = _fetch_costs(rows.sort_values(["epoch", "index"]))  # as they were dispatched
     cores = cores_per_rank(tables, loop.main[0])
     if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
         return "how many cores its workers have was not sampled"
@@ -110,6 +110,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     ).sort_values("yield_ns", kind="stable")
     rows["asked_ns"] = rows["yield_ns"] - rows["wait_ns"]
     taken = rows[["epoch", "index", "yield_ns", "asked_ns", "wait_ns", "payload_bytes", "samples_count"]]
+    is_cut, taken = len(taken) > _WINDOW_BATCHES, taken.iloc[-_WINDOW_BATCHES:]
     spent = ["cpu_ns", "process_cpu_ns", "run_queue_ns", "idle_ns"]
     made = loop.fetches.assign(
         made_ns=floats(loop.fetches, "time_ns"),
@@ -118,8 +119,9 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     ).drop_duplicates(["epoch", "index"])
     made = made[["epoch", "index", "worker", "made_ns", "fetch_ns", *spent]]
     rows = taken.merge(made, on=["epoch", "index"])
-    rows = rows[np.isfinite(rows["fetch_ns"])].iloc[-_WINDOW_BATCHES:].reset_index(drop=True)
-    rows["first"] = floats(rows, "index") == 0
+    rows = rows[np.isfinite(rows["fetch_ns"])].reset_index(drop=True)
+    rows["first"] = rows["epoch"] != rows["epoch"].shift()
+    rows.loc[:0, "first"] &= not is_cut
     loops = rows["asked_ns"].shift(-1) - rows["yield_ns"]
     loops[rows["epoch"].shift(-1) != rows["epoch"]] = np.nan
     rows["loop_ns"] = without_pauses(np.maximum(loops.to_numpy(dtype=float), 0.0))
@@ -137,12 +139,12 @@ def _fetch_costs(rows: pd.DataFrame) -> tuple[Floats, Floats, float, float]:
     if not known.any():
         return np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0
     share = float(cpu[known].sum() / wall[known].sum())
-    computes = share >= _COMPUTES
+    computes = share + float(queued[known].sum() / wall[known].sum()) >= _COMPUTES
     cpu = np.minimum(np.where(known, cpu, wall * share), wall)
     waiting = float(queued[known].sum() / wall[known].sum()) if computes else 0.0
     queued = np.where(known & computes, queued, wall * waiting)
     threads = float(np.nansum(floats(rows, "process_cpu_ns")) / max(cpu[known].sum(), 1.0)) if computes else 1.0
-    slowed = 1 + waiting / share if computes else 1.0
+    slowed = 1 + waiting / max(share, 1e-9)
     return cpu / SECOND_NS, np.maximum(wall - cpu - queued, 0.0) / SECOND_NS, max(1.0, threads), slowed
 
 

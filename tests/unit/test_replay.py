@@ -155,8 +155,9 @@ def test_one_run_tells_what_others_give(workers, prefetch, in_order):
         assert option.batches_per_second == pytest.approx(there, rel=0.08)
 
 
-def test_epochs_begin_with_empty_queues():
-    short = outlook(simulate(workers=4, prefetch=2, epochs=12, **{**RUN, "batches": 12}))
+@pytest.mark.parametrize("in_order", [True, False])
+def test_epochs_begin_with_empty_queues(in_order):
+    short = outlook(simulate(workers=4, prefetch=2, epochs=12, in_order=in_order, **{**RUN, "batches": 12}))
     assert short.measured.trace.epochs == (12,) * 11
     assert abs(short.error) < 0.05
     assert short.best.wait_ratio > 0.1  # no number of workers makes the first batches be there at once
