@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ import click
 
 from collector.commands.options import PASS_ON, home_option, show_table
 from collector.errors import TidegaugeError, one_line
-from training_harness.layout import CEILING
+from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
     from collector.diagnosis.calibration import Calibrated
@@ -47,6 +48,8 @@ def tune(trial_seconds: float, trials: int, ceiling: bool, home: Path, command: 
     """Train COMMAND for a few seconds each in settings of its DataLoader that promise the most, and compare."""
     if shutil.which(command[0]) is None:
         raise TidegaugeError(f"{command[0]}: command not found; give the command that trains, as in a shell")
+    for variable in (STORE_VARIABLE, RUN_ID_VARIABLE):  # trials are this machine's own affair
+        os.environ.pop(variable, None)
     rows: list[Row] = []
     outlook: Forecast | str | None = None
     with _interruptible() as caught:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -101,3 +104,32 @@ def test_life_on_another_host_or_in_another_boot_cannot_be_known(three):
     for anchors in ({}, {HOST: layout.wall_anchor() | {"boot_id": "another"}}):
         layout.write_manifest(three[0].path, three[0].manifest | {"anchors": anchors})
         assert living_processes(three[0], []) is None
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_ranks_that_begin_at_once_with_one_run_id_are_one_run(told_before, tmp_path):
+    if told_before:  # by another node, through the store
+        told = Run(layout.create_run(tmp_path, name="x", argv=[]))
+        layout.write_manifest(told.path, {**told.manifest, layout.MIRROR: True})
+        told.path.rename(tmp_path / "runs" / "exp")
+    code = "import sys; from pathlib import Path; from training_harness import layout; sys.stdin.read()\n"
+    code += "print(*layout.join_or_create_run(Path(sys.argv[1]), name='x', argv=[]))"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=os.environ | {"LOCAL_RANK": str(rank), "WORLD_SIZE": "6", layout.RUN_ID_VARIABLE: "exp"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(6)
+    ]
+    for rank in ranks:
+        rank.stdin.close()  # now
+    said = [rank.stdout.read().split() for rank in ranks]
+    for rank in ranks:
+        rank.stdout.close()
+        assert rank.wait() == 0
+    assert {where for where, _ in said} == {str(tmp_path / "runs" / "exp")}
+    assert sorted(made for _, made in said) == ["False"] * 5 + ["True"]
+    assert not Run(tmp_path / "runs" / "exp").is_mirror
