@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from collector.diagnosis.frames import floats, key_of, sampled, whole
-from collector.diagnosis.lifecycle import SIGINT, SIGKILL, SIGTERM, Lifecycle, is_interrupt, signal_of
+from collector.diagnosis.lifecycle import SIGINT, SIGTERM, Lifecycle, is_interrupt, signal_of
 from collector.diagnosis.loops import worker_slots
 from collector.store.runs import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+
+_SIGNAL_MESSAGE = re.compile(r"is killed by signal: ([\w ]+)")
+#: As DataLoader's message names them (torch/csrc/DataLoader.cpp).
+_SIGNALS = {signals.strsignal(number): int(number) for number in signals.valid_signals()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +44,8 @@ class DeadWorker:
         """The signal that ended it, None if unknown or if it exited by itself."""
         if self.exit_code is not None:
             return signal_of(self.exit_code)
-        if self.message and "killed by signal: Killed" in self.message:
-            return SIGKILL
-        return None
+        named = _SIGNAL_MESSAGE.search(self.message or "")
+        return _SIGNALS.get(named[1]) if named else None
 
 
 @dataclass(frozen=True)

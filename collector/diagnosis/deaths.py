@@ -11,6 +11,7 @@ from collector.diagnosis.frames import SECOND_NS, key_of, origin_ns, whole
 from collector.diagnosis.lifecycle import SIGINT, SIGKILL, Lifecycle, is_interrupt
 from collector.diagnosis.oom import oom_kill, oom_victims
 from collector.diagnosis.restarts import find_restarts
+from collector.diagnosis.shared_memory import bus_error, bus_victims
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import (
     Victim,
@@ -38,7 +39,9 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     gone = [key for key in (*life.watched, *life.replaced) if life.is_dead(key) and key not in life.farewells]
     oom = oom_victims(tables, [*victims, *(main_victim(tables, life, key, None) for key in gone)])
     found = [oom_kill(tables, victim) for victim in gathered(oom)]
-    found += [_kill(tables, victim) for victim in gathered([v for v in victims if v not in oom])]
+    buses = bus_victims(tables, victims)
+    found += [bus_error(tables, victim) for victim in gathered(buses)]
+    found += [_kill(tables, victim) for victim in gathered([v for v in victims if v not in (*oom, *buses)])]
     found += _crashes(tables, life, victims)
     found += [_collector_killed(life, event) for event in life.collectors_killed()]
     return found + find_restarts(life)

@@ -14,6 +14,7 @@ import pandas as pd
 
 from collector.diagnosis.copies import find_copies
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Rate
+from collector.diagnosis.forecast import rate
 from collector.diagnosis.frames import (
     MIB,
     SECOND_NS,
@@ -29,7 +30,7 @@ from collector.diagnosis.host_memory import demand_series
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings, worker_slots
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import MIN_POINTS, Floats, Growth, growth
+from collector.diagnosis.trends import MIN_POINTS, Floats, growth
 from collector.diagnosis.witnesses import (
     CONFIRMED,
     Leak,
@@ -136,7 +137,7 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
         locus=Locus(host=key[0], rank=_rank(tables, key), role="main", pid=key[1]),
         since_step=step_at(tables, key, leak.begin_ns),
         evidence=(rise_evidence(tables, leak), *leak.witnesses),
-        rate=_rate(grown),
+        rate=rate(grown),
         advice=(
             Advice(
                 text="Look for what keeps a reference per step: losses or outputs kept with their graph "
@@ -253,10 +254,6 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
             begun.append(event["time_ns"] / SECOND_NS)
     changes: Floats = np.searchsorted(np.sort(np.array(begun)), times_seconds).astype(np.float64)
     return changes
-
-
-def _rate(grown: Growth) -> Rate:
-    return Rate(value=grown.slope, low=grown.low, high=grown.high, unit="bytes/s")
 
 
 def _rank(tables: RunTables, key: ProcessKey) -> int | None:

@@ -38,11 +38,11 @@ def _together(tables: RunTables, one: Victim, other: Victim) -> bool:
     """Whether they may have ended at the same time, so that one kill may explain either."""
     if one.main[0] != other.main[0]:
         return False
-    begin, end = _around(tables, one)
+    begin, end = around(tables, one)
     return begin <= other.gone_ns and other.last_seen_ns <= end
 
 
-def _around(tables: RunTables, victim: Victim) -> tuple[float, float]:
+def around(tables: RunTables, victim: Victim) -> tuple[float, float]:
     """The time in which the counter may show the victim's end, ns."""
     samples = tables.stream("host")
     times = floats(samples[samples["host"] == victim.main[0]], "time_ns")
@@ -62,7 +62,7 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
     times = floats(samples, "time_ns")
     if len(times) < 2:
         return {}
-    begin, end = _around(tables, victim)
+    begin, end = around(tables, victim)
     near = (times[1:] >= begin) & (times[:-1] <= end)
     same = np.diff(np.nan_to_num(floats(samples, "cgroup_limit_bytes"), nan=-1.0)) == 0
     cgroup, whole_host = (

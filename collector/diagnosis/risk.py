@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, Severity
+from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
+from collector.diagnosis.forecast import RELEVANT_SECONDS, Course, exhaustion
 from collector.diagnosis.frames import (
     MIB,
     SECOND_NS,
@@ -17,8 +17,6 @@ from collector.diagnosis.frames import (
     floats,
     origin_ns,
     peak,
-    step_at,
-    step_seconds,
     training_end_ns,
     training_start_ns,
     window_text,
@@ -28,12 +26,10 @@ from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
 
-_FULL_RATIO = 0.95
+FULL_RATIO = 0.95
 _CRITICAL_RATIO = 0.98
 _PRESSED_RATIO = 0.10  # PSI memory, full: tasks stand still a tenth of the time
 _NEGLIGIBLE_BYTES = 32 * MIB
-_CRITICAL_SECONDS = 15 * 60.0
-_RELEVANT_SECONDS = 24 * 3600.0
 _OWN_SHARE = 0.5  # of the growth must be the run's own, or the limit be near
 _NEAR_RATIO = 0.8
 
@@ -56,7 +52,6 @@ def find_host_risk(tables: RunTables, copies: Sequence[Finding] = ()) -> list[Fi
 def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Finding | None:
     name, limit = binding_limit(tables, host)
     times, demand = demand_series(tables, host)
-    running = Lifecycle(tables).status() == "running"
     known = np.isfinite(demand)
     if not math.isfinite(limit) or limit <= 0 or not known.any():
         return None
@@ -65,10 +60,10 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     grown = growth(times[steady], demand[steady], negligible=max(_NEGLIGIBLE_BYTES, 0.002 * limit))
     present = float(np.median(demand[steady if steady.any() else known][-3:]))
     if grown is not None and _matters(tables, host, grown, present, limit, copies):
-        found = _by_trend(tables, host, grown, present, Limit(name=name, value=limit, unit="bytes"), times[steady])
-        return found if running else _looking_back(found)
-    if peak(demand) >= _FULL_RATIO * limit:
+        return _by_trend(tables, host, grown, present, Limit(name=name, value=limit, unit="bytes"), times[steady])
+    if peak(demand) >= FULL_RATIO * limit:
         highest = Limit(name=name, value=limit, unit="bytes")
+        running = Lifecycle(tables).status() == "running"
         return _by_level(tables, host, peak(demand), highest, int(known.sum()), running=running)
     return None
 
@@ -76,7 +71,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
 def _matters(
     tables: RunTables, host: str, grown: Growth, present: float, limit: float, copies: Sequence[Finding]
 ) -> bool:
-    if (limit - present) / grown.slope > _RELEVANT_SECONDS:
+    if (limit - present) / grown.slope > RELEVANT_SECONDS:
         return False
     copying = sum(finding.rate.value for finding in copies if finding.rate)
     to_come = sum(_to_come(finding) for finding in copies)
@@ -105,43 +100,19 @@ def own_rise(tables: RunTables, host: str, grown: Growth) -> float:
 
 
 def _by_trend(tables: RunTables, host: str, grown: Growth, present: float, limit: Limit, times: Floats) -> Finding:
-    headroom = max(limit.value - present, 0.0)
-    eta = _eta(headroom, grown, step_seconds(tables))
-    severity: Severity = (
-        "critical" if eta.mid_seconds <= _CRITICAL_SECONDS or headroom < 0.05 * limit.value else "warning"
+    own, end_ns = own_rise(tables, host, grown), float(times[-1]) * SECOND_NS
+    window = window_text(grown.since_seconds * SECOND_NS, end_ns, origin_ns(tables))
+    risen = (
+        (Evidence(name="run_processes_rise_bytes", value=round(own), unit="bytes", n=grown.n, window=window),)
+        if math.isfinite(own)
+        else ()
     )
-    own = own_rise(tables, host, grown)
-    window = window_text(grown.since_seconds * SECOND_NS, float(times[-1]) * SECOND_NS, origin_ns(tables))
-    return Finding(
-        kind="host-oom-risk",
-        severity=severity,
-        confidence=round(min(0.95, 0.6 + 0.35 * min(1.0, grown.low / grown.slope)), 2),
-        summary=(
-            f"Host memory runs out in about {_duration(eta.mid_seconds)} ({_duration(eta.low_seconds)} to "
-            f"{_duration(eta.high_seconds)}): {bytes_text(headroom)} left of {bytes_text(limit.value)} "
-            f"({limit.name})."
-        ),
+    return exhaustion(
+        tables,
+        "host-oom-risk",
+        Course(what="Host memory", grown=grown, present=present, limit=limit, end_ns=end_ns, n=len(times)),
         locus=Locus(host=host),
-        since_step=step_at(tables, None, grown.since_seconds * SECOND_NS),
-        evidence=(
-            Evidence(name="demand_slope", value=round(grown.slope), unit="bytes/s", n=grown.n, window=window),
-            Evidence(
-                name="headroom_bytes", value=round(headroom), unit="bytes", n=len(times), window="last samples"
-            ),
-            *(
-                (
-                    Evidence(
-                        name="run_processes_rise_bytes", value=round(own), unit="bytes", n=grown.n, window=window
-                    ),
-                )
-                if math.isfinite(own)
-                else ()
-            ),
-            *_pressure(tables, host),
-        ),
-        rate=Rate(value=grown.slope, low=grown.low, high=grown.high, unit="bytes/s"),
-        limit=limit,
-        eta=eta,
+        witnesses=(*risen, *_pressure(tables, host)),
         advice=(
             Advice(
                 text="Fix what grows: see the leak findings for the process; checkpoint before the time named",
@@ -151,21 +122,6 @@ def _by_trend(tables: RunTables, host: str, grown: Growth, present: float, limit
                 text="Fewer workers or a smaller prefetch_factor make room",
                 expected="each worker less gives back its private memory and prefetched batches",
             ),
-        ),
-    )
-
-
-def _looking_back(finding: Finding) -> Finding:
-    """The same of a run that has ended: nothing runs out any more."""
-    if finding.eta is None or finding.limit is None:
-        return finding
-    left = next(float(e.value) for e in finding.evidence if e.name == "headroom_bytes")
-    return dataclasses.replace(
-        finding,
-        summary=(
-            f"Host memory was running out when the run ended: {bytes_text(left)} were left of "
-            f"{bytes_text(finding.limit.value)} ({finding.limit.name}), enough for about "
-            f"{_duration(finding.eta.mid_seconds)} more."
         ),
     )
 
@@ -225,23 +181,3 @@ def _pressure(tables: RunTables, host: str) -> tuple[Evidence, ...]:
 def _increase(values: Floats) -> float:
     known = values[np.isfinite(values)]
     return float(known[-1] - known[0]) if len(known) else float("nan")
-
-
-def _eta(headroom: float, grown: Growth, pace: float) -> Eta:
-    low, mid, high = (headroom / slope for slope in (max(grown.high, grown.slope), grown.slope, grown.low))
-    steps = [seconds / pace if pace > 0 else None for seconds in (low, mid, high)]
-    return Eta(
-        low_seconds=low,
-        mid_seconds=mid,
-        high_seconds=high,
-        low_steps=steps[0],
-        mid_steps=steps[1],
-        high_steps=steps[2],
-    )
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -29,7 +29,8 @@ Floats = npt.NDArray[np.float64]
 
 #: Fewer points than this say nothing about a trend.
 MIN_POINTS = 12
-_BLOCK_COUNTS = (20, 12, 8, 6)
+#: The widths at which growth is asked for, the most blocks first.
+BLOCK_COUNTS = (20, 12, 8, 6)
 _MIN_BLOCKS = 6
 _MAX_POINTS = 2000
 _KENDALL_Z = 2.6  # one-sided p < 0.005; with six blocks that asks for a monotone envelope
@@ -75,7 +76,7 @@ def growth(times_seconds: Floats, values: Floats, *, negligible: float) -> Growt
         return None
     begin = warm_up_end(levels)
     times, levels = times[begin:], levels[begin:]
-    for count in _BLOCK_COUNTS:
+    for count in BLOCK_COUNTS:
         if len(times) >= 2 * count:
             found = _growth_in_blocks(times, levels, count, negligible)
             if found is not None:

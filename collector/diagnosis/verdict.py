@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from collector.diagnosis.deaths import find_deaths
+from collector.diagnosis.descriptors import find_descriptors
 from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
 from collector.diagnosis.risk import find_host_risk
+from collector.diagnosis.shared_memory import find_shared_memory
 from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.summary import duration_seconds, steps_count, summarise
 from collector.diagnosis.tables import RunTables
@@ -67,6 +69,8 @@ def _findings(tables: RunTables) -> tuple[Finding, ...]:
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
+        *_guarded("descriptors", lambda: find_descriptors(tables)),
+        *_guarded("shared memory", lambda: find_shared_memory(tables)),
         *_guarded("stalls", lambda: find_stalls(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]

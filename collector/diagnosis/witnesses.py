@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collector.diagnosis.findings import Evidence
-from collector.diagnosis.frames import MIB, origin_ns, window_text
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
+from collector.diagnosis.forecast import rate
+from collector.diagnosis.frames import MIB, SECOND_NS, origin_ns, step_at, window_text
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth
+from collector.store.runs import ProcessKey
 
 #: A rise below this is the interpreter's and the allocator's own.
 NEGLIGIBLE_BYTES = 16 * MIB
@@ -19,17 +21,30 @@ CONFIRMED = 0.5  # a witness must show at least this share of the growth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A growing process with what confirms it."""
+    """A growing series (of a process, a host or a device) with what confirms it."""
 
     growth: Growth
     series: str
+    unit: str = "bytes"
     witnesses: tuple[Evidence, ...]
     begin_ns: float
     end_ns: float
 
+    @classmethod
+    def of(cls, grown: Growth, series: str, witnesses: tuple[Evidence, ...], end_seconds: float, unit: str) -> Leak:
+        """The leak that this growth is."""
+        return cls(
+            growth=grown,
+            series=series,
+            unit=unit,
+            witnesses=witnesses,
+            begin_ns=grown.since_seconds * SECOND_NS,
+            end_ns=end_seconds * SECOND_NS,
+        )
+
 
 def witness_of(name: str, times: Floats, values: Floats, grown: Growth) -> Evidence | None:
-    """Another series over the window of a growth, if it confirms it."""
+    """Another series of bytes over the window of a growth, if it confirms it."""
     rise = rise_since(times, values, grown)
     if not rise >= CONFIRMED * grown.rise:
         return None
@@ -82,9 +97,34 @@ def negligible_bytes(values: Floats) -> float:
 def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
     """The rise of the series in which the growth was found."""
     return Evidence(
-        name=f"{leak.series}_rise_bytes",
+        name=f"{leak.series}_rise_{leak.unit}",
         value=round(leak.growth.rise),
-        unit="bytes",
+        unit=leak.unit,
         n=leak.growth.n,
         window=window_text(leak.begin_ns, leak.end_ns, origin_ns(tables)),
+    )
+
+
+def leak_finding(
+    tables: RunTables,
+    kind: str,
+    leak: Leak,
+    *,
+    summary: str,
+    locus: Locus,
+    advice: tuple[Advice, ...],
+    confidence: float = 0.9,
+    key: ProcessKey | None = None,
+) -> Finding:
+    """The finding that says so; without a witness it is `cannot-tell`, and `summary` names what is missing."""
+    return Finding(
+        kind=kind if leak.witnesses else "cannot-tell",
+        severity="warning" if leak.witnesses else "info",
+        confidence=confidence,
+        summary=summary,
+        locus=locus,
+        since_step=step_at(tables, key, leak.begin_ns),
+        evidence=(rise_evidence(tables, leak), *leak.witnesses),
+        rate=rate(leak.growth, leak.unit),
+        advice=advice if leak.witnesses else (),
     )

@@ -1,0 +1,196 @@
+"""Open files that keep getting more, and the limit that they run into.
+
+Counts are whole and small: a growth of less than one descriptor per block of the trend is a few single events (a
+log, a checkpoint, a shard that was opened), and no trend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
+from collector.diagnosis.forecast import Course, exhaustion
+from collector.diagnosis.frames import (
+    SECOND_NS,
+    floats,
+    last,
+    sampled,
+    step_seconds,
+    training_end_ns,
+    training_start_ns,
+    whole,
+)
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.risk import FULL_RATIO
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Growth, growth
+from collector.diagnosis.witnesses import Leak, leak_finding, rise_since
+from collector.store.runs import ProcessKey
+from training_harness.records import ROLE_WORKER
+
+_SHARED_BYTES = 4096  # a tensor handed over by a worker has a descriptor, and a page of shared memory at least
+_ADVICE = (
+    Advice(
+        text="Look into /proc/PID/fd for what is open: what is opened per step or per item wants `with`",
+        expected="the count stays where it is",
+    ),
+    Advice(
+        text="Until then: raise the limit with `ulimit -n` before the training",
+        expected="more time, in proportion to the limit",
+    ),
+)
+_KEPT_ADVICE = Advice(
+    text="Do not keep batches that came from workers: keep .clone() or numbers, or share them by "
+    'torch.multiprocessing.set_sharing_strategy("file_system")',
+    expected="each tensor's descriptor is closed with it",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    """A training process or a worker, with its samples while it trained."""
+
+    key: ProcessKey
+    locus: Locus
+    rows: pd.DataFrame
+
+    @property
+    def steps(self) -> ProcessKey | None:
+        """Whose steps it goes by: its own, or any of the run's."""
+        return self.key if self.locus.role == "main" else None
+
+    @property
+    def what(self) -> str:
+        """Its name in a sentence."""
+        if self.locus.role == "main":
+            return f"the training process (pid {self.key[1]})"
+        return f"worker {self.locus.worker} of loader {self.locus.loader} (pid {self.key[1]})"
+
+
+def find_descriptors(tables: RunTables) -> list[Finding]:
+    """`fd-leak` and `fd-exhaustion-risk`, of each loader's workers the one that comes first to its limit."""
+    found: dict[tuple[str, Locus | tuple[object, ...]], tuple[float, Finding]] = {}
+    for process in _processes(tables):
+        group = process.locus
+        place = group if group.role == "main" else (group.host, group.rank, group.loader)
+        for share, finding in _judge(tables, process):
+            if share > found.get((finding.kind, place), (-1.0, finding))[0]:
+                found[finding.kind, place] = share, finding
+    return [finding for _, finding in found.values()]
+
+
+def _processes(tables: RunTables) -> Iterator[_Process]:
+    life, end = Lifecycle(tables), training_end_ns(tables)
+    for key in (*life.mains, *life.watched):
+        rows = sampled(tables, key)
+        times = floats(rows, "time_ns")
+        rows = rows[(times >= training_start_ns(tables, key)) & (times <= end)]
+        if len(rows) >= MIN_POINTS:
+            rank = whole(rows["process_rank"].iloc[-1])
+            yield _Process(key=key, locus=Locus(host=key[0], rank=rank, role="main", pid=key[1]), rows=rows)
+    process = tables.stream("process")
+    workers = process[(floats(process, "role") == ROLE_WORKER) & (floats(process, "time_ns") <= end)]
+    for (host, pid, ticks), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
+        last_row = rows.iloc[-1]
+        if len(rows) >= MIN_POINTS:
+            locus = Locus(
+                host=str(host),
+                rank=whole(last_row["process_rank"]),
+                role="worker",
+                pid=int(pid),
+                worker=whole(last_row["worker"]),
+                loader=whole(last_row["loader"]),
+            )
+            yield _Process(key=(str(host), int(pid), int(ticks)), locus=locus, rows=rows)
+
+
+def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
+    """What is wrong with one process, and how much of its limit is used."""
+    times, counts = floats(process.rows, "time_ns") / SECOND_NS, floats(process.rows, "fd_count")
+    known = counts[np.isfinite(counts)]
+    if len(known) < MIN_POINTS:
+        return
+    present, limit = float(np.median(known[-3:])), last(floats(process.rows, "fd_limit_count"))
+    share = present / limit if limit > 0 else 0.0
+    bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
+    grown = growth(times, counts, negligible=BLOCK_COUNTS[0])
+    if grown is None:
+        if share >= FULL_RATIO:
+            yield share, _by_level(process, present, len(known), bound)
+        return
+    leak, kept = _leak(tables, process, grown, bound, float(times[-1]))
+    advice = (_KEPT_ADVICE, *_ADVICE) if kept else _ADVICE
+    yield share, _leak_finding(tables, process, leak, advice)
+    course = Course(
+        what=f"The file descriptors of {process.what}",
+        grown=grown,
+        present=present,
+        limit=bound,
+        end_ns=leak.end_ns,
+        n=len(known),
+    )
+    if share and course.is_relevant:
+        risk = exhaustion(
+            tables,
+            "fd-exhaustion-risk",
+            course,
+            locus=process.locus,
+            witnesses=leak.witnesses,
+            advice=advice,
+            key=process.steps,
+        )
+        yield share, risk
+
+
+def _leak(
+    tables: RunTables, process: _Process, grown: Growth, bound: Limit, end_seconds: float
+) -> tuple[Leak, bool]:
+    """The growth with what confirms it, and whether it is batches from workers that are kept."""
+    host = tables.stream("host")
+    host = host[host["host"] == process.key[0]]
+    shared = rise_since(floats(host, "time_ns") / SECOND_NS, floats(host, "shm_used_bytes"), grown)
+    kept = shared >= _SHARED_BYTES * grown.rise
+    witnesses = (
+        ("fd_limit_count", bound.value, "count"),
+        ("fd_per_step", grown.slope * step_seconds(tables, process.steps), "count"),
+        ("shm_rise_bytes", shared if kept else math.nan, "bytes"),
+    )
+    evidence = tuple(
+        Evidence(name=name, value=round(value, 3), unit=unit, n=grown.n, window="same window")
+        for name, value, unit in witnesses
+        if math.isfinite(value)
+    )
+    return Leak.of(grown, "fd", evidence, end_seconds, "count"), kept
+
+
+def _leak_finding(tables: RunTables, process: _Process, leak: Leak, advice: tuple[Advice, ...]) -> Finding:
+    grown = leak.growth
+    summary = (
+        f"{process.what.capitalize()} keeps opening files: {grown.rise:,.0f} more so far, {grown.slope:.2g}/s."
+    )
+    if not leak.witnesses:
+        summary += " Neither the limit nor the steps are known, so nothing confirms it."
+    return leak_finding(
+        tables, "fd-leak", leak, summary=summary, locus=process.locus, advice=advice, key=process.steps
+    )
+
+
+def _by_level(process: _Process, present: float, n: int, bound: Limit) -> Finding:
+    return Finding(
+        kind="fd-exhaustion-risk",
+        severity="warning",
+        confidence=0.9,
+        summary=f"{process.what.capitalize()} has {present:,.0f} of at most {bound.value:,.0f} files open.",
+        locus=process.locus,
+        evidence=(
+            Evidence(name="fd_count", value=present, unit="count", n=n, window="last samples"),
+            Evidence(name="fd_limit_count", value=bound.value, unit="count", n=1, window="last sample"),
+        ),
+        limit=bound,
+        advice=_ADVICE,
+    )

@@ -1,0 +1,212 @@
+"""/dev/shm, in which workers hand their batches over: what fills it, and whom that kills.
+
+A page of shared memory is taken when it is first written. If none is left the writer gets no error, but SIGBUS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
+from collector.diagnosis.forecast import Course, exhaustion
+from collector.diagnosis.frames import (
+    SECOND_NS,
+    bytes_text,
+    floats,
+    last,
+    peak,
+    sampled,
+    training_end_ns,
+    training_start_ns,
+)
+from collector.diagnosis.host_memory import demand_series
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.loops import loader_settings
+from collector.diagnosis.oom import around
+from collector.diagnosis.risk import FULL_RATIO
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats, Growth, growth
+from collector.diagnosis.victims import Victim, fact, last_step
+from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, witness_of
+
+_SIGBUS = 7
+_ROOM_ADVICE = (
+    Advice(
+        text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
+        expected="room for the batches that are under way",
+    ),
+    Advice(
+        text="Lower num_workers, prefetch_factor or the size of a batch",
+        expected="num_workers * prefetch_factor batches are there at a time",
+    ),
+)
+_LEAK_ADVICE = (
+    Advice(
+        text="See with `ls -l /dev/shm` and `lsof +L1 /dev/shm` what lies there and who holds it: segments want "
+        "close() and unlink(), batches from workers are to be kept as .clone()",
+        expected="what is in use stays where it is",
+    ),
+)
+
+
+def find_shared_memory(tables: RunTables) -> list[Finding]:
+    """`shm-leak` and `shm-exhaustion-risk`, of each host."""
+    samples = tables.stream("host")
+    return [found for host in pd.unique(samples["host"]) for found in _on_host(tables, str(host))]
+
+
+def _on_host(tables: RunTables, host: str) -> list[Finding]:
+    times, used, total = _usage(tables, host)
+    within = (times * SECOND_NS >= training_start_ns(tables)) & (times * SECOND_NS <= training_end_ns(tables))
+    times, used = times[within], used[within]
+    if not np.isfinite(used).any() or not total > 0:
+        return []
+    grown = growth(times, used, negligible=negligible_bytes(used))
+    if grown is None:
+        return _by_level(tables, host, peak(used), total, len(used))
+    witnesses, is_own = _witnesses(tables, host, grown)
+    leak = Leak.of(grown, "shm_used", witnesses, float(times[-1]), "bytes")
+    limit = Limit(name="/dev/shm", value=total, unit="bytes")
+    summary = f"/dev/shm keeps filling: {bytes_text(grown.rise)} so far, {bytes_text(grown.slope * 60)} per minute."
+    if not witnesses:
+        summary += (
+            " No process of the run, its cgroup nor the host's memory shows as much: whose it is is not known."
+        )
+    elif not is_own:
+        summary += " The host's memory confirms it; no process of the run maps it."
+    found = [
+        leak_finding(
+            tables,
+            "shm-leak",
+            leak,
+            summary=summary,
+            locus=Locus(host=host),
+            advice=_LEAK_ADVICE,
+            confidence=0.9 if is_own else 0.75,
+        )
+    ]
+    present = float(np.median(used[np.isfinite(used)][-3:]))
+    course = Course(what="/dev/shm", grown=grown, present=present, limit=limit, end_ns=leak.end_ns, n=len(used))
+    if witnesses and course.is_relevant:
+        advice = (*_LEAK_ADVICE, *_ROOM_ADVICE[:1])
+        locus = Locus(host=host)
+        found.append(
+            exhaustion(tables, "shm-exhaustion-risk", course, locus=locus, witnesses=witnesses, advice=advice)
+        )
+    return found
+
+
+def _witnesses(tables: RunTables, host: str, grown: Growth) -> tuple[tuple[Evidence, ...], bool]:
+    """What confirms that /dev/shm fills, and whether it is the run that fills it."""
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    times, life = floats(samples, "time_ns") / SECOND_NS, Lifecycle(tables)
+    own = [witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), grown)]
+    for key in (*life.mains, *life.watched):
+        rows = sampled(tables, key)
+        mapped = floats(rows, "shm_bytes")
+        own.append(witness_of("process_shm_rise_bytes", floats(rows, "time_ns") / SECOND_NS, mapped, grown))
+    everyones = witness_of("host_demand_rise_bytes", *demand_series(tables, host), grown)
+    found = tuple(witness for witness in (*own, everyones) if witness is not None)
+    return found, any(own)
+
+
+def _by_level(tables: RunTables, host: str, highest: float, total: float, n: int) -> list[Finding]:
+    """Nothing grows, but the workers' next batches find no room."""
+    batch, workers = largest_batch_bytes(tables, host), _workers_count(tables, host)
+    free = total - highest
+    if not free < batch * workers:
+        return []
+    return [
+        Finding(
+            kind="shm-exhaustion-risk",
+            severity="critical" if free < batch else "warning",
+            confidence=0.9,
+            summary=(
+                f"/dev/shm had {bytes_text(free)} left of {bytes_text(total)} at the peak, and each of {workers} "
+                f"workers hands over batches of {bytes_text(batch)}: who finds no room dies of SIGBUS."
+            ),
+            locus=Locus(host=host),
+            evidence=(
+                Evidence(name="shm_free_low_bytes", value=free, unit="bytes", n=n, window="run"),
+                fact("batch_payload_peak_bytes", batch, "run", unit="bytes"),
+                fact("workers_count", workers, "of the loaders of each process the most"),
+            ),
+            limit=Limit(name="/dev/shm", value=total, unit="bytes"),
+            advice=_ROOM_ADVICE,
+        )
+    ]
+
+
+def largest_batch_bytes(tables: RunTables, host: str) -> float:
+    """The largest batch that a worker handed over, NaN if none is known."""
+    batch = tables.stream("batch")
+    return peak(floats(batch[(batch["host"] == host) & (floats(batch, "worker") >= 0)], "payload_bytes"))
+
+
+def _workers_count(tables: RunTables, host: str) -> int:
+    """How many workers may write at once: of each training process the most that one loader has."""
+    most: dict[object, int] = {}
+    for (main, _), setting in loader_settings(tables).items():
+        if main is not None and main[0] == host:
+            most[main] = max(most.get(main, 0), int(setting.get("num_workers") or 0))
+    return sum(most.values())
+
+
+def bus_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
+    """The victims of SIGBUS at whose end /dev/shm was full, or had no room for the batch of each worker.
+
+    Other victims of SIGBUS touched a file that had been cut short, or memory that failed.
+    """
+    return [victim for victim in victims if victim.signal == _SIGBUS and _was_full(tables, victim)]
+
+
+def bus_error(tables: RunTables, victim: Victim) -> Finding:
+    """A victim that wrote to shared memory when /dev/shm was full."""
+    host = victim.main[0]
+    used, total = _used_then(tables, victim)
+    batch = largest_batch_bytes(tables, host)
+    return Finding(
+        kind="shm-bus-error",
+        severity="critical",
+        confidence=0.95,
+        summary=(
+            f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
+            f"{bytes_text(used)} of {bytes_text(total)} were in use."
+        ),
+        locus=victim.locus,
+        since_step=last_step(tables, victim.main),
+        evidence=(
+            fact("shm_used_bytes", used, "around its end", unit="bytes"),
+            fact("signal", "SIGBUS", "of its end", unit="text"),
+            *((fact("batch_payload_peak_bytes", batch, "run", unit="bytes"),) if math.isfinite(batch) else ()),
+            *victim.evidence,
+        ),
+        limit=Limit(name="/dev/shm", value=total, unit="bytes"),
+        advice=_ROOM_ADVICE,
+    )
+
+
+def _was_full(tables: RunTables, victim: Victim) -> bool:
+    used, total = _used_then(tables, victim)
+    room = largest_batch_bytes(tables, victim.main[0]) * _workers_count(tables, victim.main[0])
+    return used >= FULL_RATIO * total or total - used < room
+
+
+def _used_then(tables: RunTables, victim: Victim) -> tuple[float, float]:
+    """The most of /dev/shm that was in use around a victim's end, which gave its part back; and all there is."""
+    times, used, total = _usage(tables, victim.main[0])
+    begin, end = around(tables, victim)
+    return peak(used[(times * SECOND_NS >= begin) & (times * SECOND_NS <= end)]), total
+
+
+def _usage(tables: RunTables, host: str) -> tuple[Floats, Floats, float]:
+    """Times (seconds), what is in use of /dev/shm, and its size."""
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    times, used = floats(samples, "time_ns") / SECOND_NS, floats(samples, "shm_used_bytes")
+    return times, used, last(floats(samples, "shm_total_bytes"))
