@@ -243,6 +243,7 @@ HOST = Stream(
         _TIME,
         Column("memory_total_bytes", "q", "bytes", "MemTotal"),
         Column("memory_available_bytes", "q", "bytes", "MemAvailable"),
+        Column("memory_shmem_bytes", "q", "bytes", "Shmem: tmpfs and shared memory of the whole host"),
         Column(
             "cgroup_limit_bytes",
             "q",

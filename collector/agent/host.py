@@ -48,6 +48,7 @@ class HostSampler:
         return {
             "memory_total_bytes": total_bytes,
             "memory_available_bytes": _kibibytes(meminfo, b"MemAvailable:"),
+            "memory_shmem_bytes": _kibibytes(meminfo, b"Shmem:"),
             "host_oom_kill_count": field(vmstat, b"oom_kill "),
             "usable_cores_count": self._usable_cores(),
             **self._cgroup(total_bytes),

@@ -21,15 +21,14 @@ from collector.diagnosis.frames import (
     last,
     sampled,
     step_seconds,
-    training_end_ns,
-    training_start_ns,
+    while_training,
     whole,
 )
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Growth, growth
-from collector.diagnosis.witnesses import Leak, leak_finding, rise_since
+from collector.diagnosis.witnesses import CONFIRMED, Leak, leak_finding, rise_since
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
@@ -85,16 +84,14 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
 
 
 def _processes(tables: RunTables) -> Iterator[_Process]:
-    life, end = Lifecycle(tables), training_end_ns(tables)
+    life = Lifecycle(tables)
     for key in (*life.mains, *life.watched):
-        rows = sampled(tables, key)
-        times = floats(rows, "time_ns")
-        rows = rows[(times >= training_start_ns(tables, key)) & (times <= end)]
+        rows = while_training(tables, sampled(tables, key), key)
         if len(rows) >= MIN_POINTS:
             rank = whole(rows["process_rank"].iloc[-1])
             yield _Process(key=key, locus=Locus(host=key[0], rank=rank, role="main", pid=key[1]), rows=rows)
-    process = tables.stream("process")
-    workers = process[(floats(process, "role") == ROLE_WORKER) & (floats(process, "time_ns") <= end)]
+    process = while_training(tables, tables.stream("process"))
+    workers = process[floats(process, "role") == ROLE_WORKER]
     for (host, pid, ticks), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
         last_row = rows.iloc[-1]
         if len(rows) >= MIN_POINTS:
@@ -127,7 +124,7 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     advice = (_KEPT_ADVICE, *_ADVICE) if kept else _ADVICE
     yield share, _leak_finding(tables, process, leak, advice)
     course = Course(
-        what=f"The file descriptors of {process.what}",
+        what=f"Room for open files in {process.what}",
         grown=grown,
         present=present,
         limit=bound,
@@ -151,10 +148,10 @@ def _leak(
     tables: RunTables, process: _Process, grown: Growth, bound: Limit, end_seconds: float
 ) -> tuple[Leak, bool]:
     """The growth with what confirms it, and whether it is batches from workers that are kept."""
-    host = tables.stream("host")
+    host = while_training(tables, tables.stream("host"))
     host = host[host["host"] == process.key[0]]
     shared = rise_since(floats(host, "time_ns") / SECOND_NS, floats(host, "shm_used_bytes"), grown)
-    kept = shared >= _SHARED_BYTES * grown.rise
+    kept = shared >= CONFIRMED * _SHARED_BYTES * grown.rise
     witnesses = (
         ("fd_limit_count", bound.value, "count"),
         ("fd_per_step", grown.slope * step_seconds(tables, process.steps), "count"),

@@ -121,6 +121,15 @@ def training_end_ns(tables: RunTables) -> float:
     return max(ends) if ends else float("nan")
 
 
+def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
+    """The rows from the first batch or step (of a process, or of the run) to the run's last: none if it made none.
+
+    Before and after, what is used is that of starting and of tidying up.
+    """
+    times = floats(rows, "time_ns")
+    return rows[(times >= training_start_ns(tables, key)) & (times <= training_end_ns(tables))]
+
+
 def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:
     """A window of time in words, counted from the start of the run."""
     return f"{(begin_ns - origin_ns) / SECOND_NS:.0f}-{(end_ns - origin_ns) / SECOND_NS:.0f} s"

@@ -20,10 +20,8 @@ from collector.diagnosis.frames import (
     last,
     peak,
     sampled,
-    training_end_ns,
-    training_start_ns,
+    while_training,
 )
-from collector.diagnosis.host_memory import demand_series
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings
 from collector.diagnosis.oom import around
@@ -60,24 +58,23 @@ def find_shared_memory(tables: RunTables) -> list[Finding]:
 
 
 def _on_host(tables: RunTables, host: str) -> list[Finding]:
-    times, used, total = _usage(tables, host)
-    within = (times * SECOND_NS >= training_start_ns(tables)) & (times * SECOND_NS <= training_end_ns(tables))
-    times, used = times[within], used[within]
+    samples = while_training(tables, _samples(tables, host))
+    times, used, total = _usage(samples)
     if not np.isfinite(used).any() or not total > 0:
         return []
     grown = growth(times, used, negligible=negligible_bytes(used))
     if grown is None:
         return _by_level(tables, host, peak(used), total, len(used))
-    witnesses, is_own = _witnesses(tables, host, grown)
+    witnesses, is_own = _witnesses(tables, samples, grown)
     leak = Leak.of(grown, "shm_used", witnesses, float(times[-1]), "bytes")
     limit = Limit(name="/dev/shm", value=total, unit="bytes")
     summary = f"/dev/shm keeps filling: {bytes_text(grown.rise)} so far, {bytes_text(grown.slope * 60)} per minute."
     if not witnesses:
         summary += (
-            " No process of the run, its cgroup nor the host's memory shows as much: whose it is is not known."
+            " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
         )
     elif not is_own:
-        summary += " The host's memory confirms it; no process of the run maps it."
+        summary += " The kernel's own count confirms it; no process of the run maps it."
     found = [
         leak_finding(
             tables,
@@ -100,17 +97,15 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     return found
 
 
-def _witnesses(tables: RunTables, host: str, grown: Growth) -> tuple[tuple[Evidence, ...], bool]:
+def _witnesses(tables: RunTables, samples: pd.DataFrame, grown: Growth) -> tuple[tuple[Evidence, ...], bool]:
     """What confirms that /dev/shm fills, and whether it is the run that fills it."""
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
     times, life = floats(samples, "time_ns") / SECOND_NS, Lifecycle(tables)
     own = [witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), grown)]
     for key in (*life.mains, *life.watched):
-        rows = sampled(tables, key)
+        rows = while_training(tables, sampled(tables, key))
         mapped = floats(rows, "shm_bytes")
         own.append(witness_of("process_shm_rise_bytes", floats(rows, "time_ns") / SECOND_NS, mapped, grown))
-    everyones = witness_of("host_demand_rise_bytes", *demand_series(tables, host), grown)
+    everyones = witness_of("host_shmem_rise_bytes", times, floats(samples, "memory_shmem_bytes"), grown)
     found = tuple(witness for witness in (*own, everyones) if witness is not None)
     return found, any(own)
 
@@ -199,14 +194,17 @@ def _was_full(tables: RunTables, victim: Victim) -> bool:
 
 def _used_then(tables: RunTables, victim: Victim) -> tuple[float, float]:
     """The most of /dev/shm that was in use around a victim's end, which gave its part back; and all there is."""
-    times, used, total = _usage(tables, victim.main[0])
+    times, used, total = _usage(_samples(tables, victim.main[0]))
     begin, end = around(tables, victim)
     return peak(used[(times * SECOND_NS >= begin) & (times * SECOND_NS <= end)]), total
 
 
-def _usage(tables: RunTables, host: str) -> tuple[Floats, Floats, float]:
-    """Times (seconds), what is in use of /dev/shm, and its size."""
+def _samples(tables: RunTables, host: str) -> pd.DataFrame:
     samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    return samples[samples["host"] == host]
+
+
+def _usage(samples: pd.DataFrame) -> tuple[Floats, Floats, float]:
+    """Times (seconds), what is in use of /dev/shm, and its size."""
     times, used = floats(samples, "time_ns") / SECOND_NS, floats(samples, "shm_used_bytes")
     return times, used, last(floats(samples, "shm_total_bytes"))

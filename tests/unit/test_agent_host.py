@@ -20,7 +20,8 @@ class Machine:
 
     def __init__(self, root):
         self.root = root
-        write(root / "proc/meminfo", f"MemTotal: {1000 * 1024} kB\nMemFree: 1 kB\nMemAvailable: {600 * 1024} kB")
+        meminfo = f"MemTotal: {1000 * 1024} kB\nMemFree: 1 kB\nMemAvailable: {600 * 1024} kB\nShmem: {70 * 1024} kB"
+        write(root / "proc/meminfo", meminfo)
         write(root / "proc/vmstat", "nr_free_pages 1\noom_kill 5\noom_kill_other 9")
         write(root / "proc/pressure/memory", "some avg10=1.50 avg60=0.30 total=9\nfull avg10=0.25 avg60=0 total=1")
         write(root / "proc/pressure/cpu", "some avg10=40.00 avg60=0.30 total=9")
@@ -100,6 +101,7 @@ def test_what_the_host_has(machine):
 
     assert sample["memory_total_bytes"] == 1000 * MIB
     assert sample["memory_available_bytes"] == 600 * MIB
+    assert sample["memory_shmem_bytes"] == 70 * MIB
     assert sample["host_oom_kill_count"] == 5
     assert sample["memory_some_avg10_ratio"] == pytest.approx(0.015)
     assert sample["memory_full_avg10_ratio"] == pytest.approx(0.0025)

@@ -15,7 +15,7 @@ FLAT = np.zeros(COUNT)
 NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
 
 
-def training(*, shm=FLAT, mapped=FLAT, cgroup=None, demand=None, total=64 * 1024, payload=1.0):
+def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
     """60 s of healthy loading; MiB of /dev/shm in use, mapped by the training process, of its cgroup."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     for part in script.parts["batch"]:
@@ -27,7 +27,8 @@ def training(*, shm=FLAT, mapped=FLAT, cgroup=None, demand=None, total=64 * 1024
     return sample_host(
         script,
         SECONDS,
-        demand=(4000 + NOISE + (FLAT if demand is None else demand)) * MIB,
+        demand=(4000 + NOISE) * MIB,
+        memory_shmem_bytes=(90 + counted) * MIB,
         shm_used_bytes=(shm + NOISE) * MIB,
         shm_total_bytes=np.full(COUNT, total * MIB),
         total=2**50,
@@ -65,10 +66,19 @@ def test_segments_that_stay_are_a_leak_of_the_run(where):
     assert len({e.name for e in leak[0].evidence}) >= 2
 
 
-def test_segments_that_nobody_maps_are_seen_in_the_hosts_memory():
-    leak = next(f for f in found(training(shm=10.0 * AT, demand=10.0 * AT)) if f.kind == "shm-leak")
+def test_segments_that_nobody_maps_are_seen_in_the_kernels_count():
+    leak = next(f for f in found(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
     assert "no process of the run maps it" in leak.summary
     assert leak.confidence < 0.9
+
+
+def test_what_is_given_back_when_the_training_ends_was_a_leak_before():
+    script = training(shm=10.0 * AT, counted=10.0 * AT)
+    for name in ("batch", "step"):
+        script.parts[name] = [part[part["time_ns"] < SECONDS[45] * 1e9] for part in script.parts[name]]
+    for name in ("shm_used_bytes", "memory_shmem_bytes"):
+        script.parts["host"][-1].loc[AT > 45, name] = 90 * MIB
+    assert kinds(script)[0] == "shm-leak"
 
 
 def test_growth_that_nothing_confirms_is_not_claimed():
