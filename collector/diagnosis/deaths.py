@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from collector.diagnosis.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
 from collector.diagnosis.dead_workers import Workers
 from collector.diagnosis.findings import Advice, Finding, Locus, Severity
 from collector.diagnosis.frames import SECOND_NS, key_of, origin_ns, whole
@@ -42,6 +43,7 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     buses = bus_victims(tables, victims)
     found += [bus_error(tables, victim) for victim in gathered(buses)]
     found += [_kill(tables, victim) for victim in gathered([v for v in victims if v not in (*oom, *buses)])]
+    found += find_cuda_ooms(tables)
     found += _crashes(tables, life, victims)
     found += [_collector_killed(life, event) for event in life.collectors_killed()]
     return found + find_restarts(life)
@@ -105,11 +107,11 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
     """
     if life.exit_status == 0:
         return []
-    explained = {victim.main for victim in victims}
+    followed = {victim.main for victim in victims}
     own = [
         (key, event)
         for key, event in life.exceptions_above.items()
-        if key not in explained
+        if key not in followed
         and (key in life.mains or not victims)
         and not is_interrupt(event)
         and (life.exit_status is not None or life.is_dead(key) or key in life.farewells)
@@ -117,9 +119,10 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
     own.sort(key=lambda item: item[1]["time_ns"])
     if victims and len(life.mains) > 1:
         own = []  # a rank that lost its peer raises too
-    found = [_crash(tables, life, key, event) for key, event in own[:1]]
+    explained = ended_by_cuda_oom(tables)
+    found = [_crash(tables, life, key, event) for key, event in own[:1] if key not in explained]
     code = life.exit_status
-    if not found and not victims and code is not None and code > 0 and life.fatal_signal is None:
+    if not (found or victims or explained) and code is not None and code > 0 and life.fatal_signal is None:
         found += _failed_exit(tables, life, code)
     return found
 

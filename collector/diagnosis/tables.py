@@ -23,6 +23,7 @@ STRUCTURAL_EVENTS = (
     "loader",
     "exception",
     "worker-died",
+    "cuda-oom",
     "command-exit",
     "collector-start",
     "collector-stop",

@@ -8,6 +8,8 @@ from typing import Any
 
 from collector.diagnosis.deaths import find_deaths
 from collector.diagnosis.descriptors import find_descriptors
+from collector.diagnosis.device_growth import find_device_growth
+from collector.diagnosis.device_risk import find_device_risk
 from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
@@ -64,11 +66,16 @@ def diagnose(tables: RunTables) -> Verdict:
 
 def _findings(tables: RunTables) -> tuple[Finding, ...]:
     leaks = _guarded("leaks", lambda: find_leaks(tables))
+    growths = _guarded("device growth", lambda: find_device_growth(tables))
+    pinned = {finding.locus.pid for finding in growths if finding.kind == "pinned-cache-growth"}
+    leaks = [leak for leak in leaks if leak.kind != "main-heap-leak" or leak.locus.pid not in pinned]
     copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
     found = [
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
+        *growths,
+        *_guarded("device risk", lambda: find_device_risk(tables)),
         *_guarded("descriptors", lambda: find_descriptors(tables)),
         *_guarded("shared memory", lambda: find_shared_memory(tables)),
         *_guarded("stalls", lambda: find_stalls(tables)),

@@ -1,0 +1,80 @@
+"""The device of a training process: its allocator's records, and what the driver says of the same device.
+
+Records of the allocator are made at one place in the step, just before the optimizer runs: so a series of them has
+no sawtooth of forward and backward passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.frames import SECOND_NS, floats, training_end_ns, whole
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
+from collector.store.runs import ProcessKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocator:
+    """What one process holds of one device."""
+
+    key: ProcessKey
+    rank: int | None
+    device: int
+    rows: pd.DataFrame
+
+    @property
+    def seconds(self) -> Floats:
+        """When its records were made."""
+        return floats(self.rows, "time_ns") / SECOND_NS
+
+    def column(self, name: str) -> Floats:
+        """One of its gauges."""
+        return floats(self.rows, name)
+
+    def before(self, time_ns: float) -> Allocator:
+        """The same, up to a time."""
+        return dataclasses.replace(self, rows=self.rows[floats(self.rows, "time_ns") <= time_ns])
+
+    def at(self, seconds: Floats, name: str) -> Floats:
+        """A gauge as it was at other times: the newest record then, NaN before the first."""
+        place = np.searchsorted(self.seconds, seconds, side="right") - 1
+        return np.where(place >= 0, self.column(name)[np.maximum(place, 0)], np.nan)
+
+
+def allocators(rows: pd.DataFrame) -> list[Allocator]:
+    """Of each process and device that it uses, from rows of `device_memory` in order of time."""
+    found = []
+    for _, mine in rows.groupby(["host", "pid", "start_ticks", "device"]):
+        who = mine.iloc[-1]
+        key = (str(who["host"]), int(who["pid"]), int(who["start_ticks"]))
+        found.append(Allocator(key=key, rank=whole(who["rank"]), device=int(who["device"]), rows=mine))
+    return found
+
+
+def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Allocator]]]:
+    """Host, device, the driver's samples of it (perhaps none) and the allocators of the run's processes there.
+
+    Nothing of earlier attempts, and nothing after the training: who has ended holds nothing.
+    """
+    samples, end = tables.stream("device"), training_end_ns(tables)
+    samples = samples[floats(samples, "time_ns") <= end]
+    found = allocators(Lifecycle(tables).of_last_attempt(tables.stream("device_memory")))
+    for host, device in sorted({(one.key[0], one.device) for one in found}):
+        mine = samples[(samples["host"] == host) & (floats(samples, "device") == device)]
+        yield host, device, mine, [one for one in found if (one.key[0], one.device) == (host, device)]
+
+
+def record_at(rows: pd.DataFrame, time_ns: float) -> Mapping[str, float | None]:
+    """The newest record at that time, what is missing as None; the first if all are later, {} if there is none."""
+    if rows.empty:
+        return {}
+    place = max(0, int(np.searchsorted(floats(rows, "time_ns"), time_ns, side="right")) - 1)
+    values = {str(name): floats(rows.iloc[[place]], str(name))[0] for name in rows.columns if name != "host"}
+    return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,297 @@
+"""GPU memory: what grows is told apart by its mechanism, and what merely looks like growth is silent.
+
+No GPU is needed: the streams are simulated after the allocator's own counting (c10/cuda/CUDACachingAllocator.cpp).
+"""
+
+import numpy as np
+import pytest
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, finished, ns, sample_process, started
+
+from collector.diagnosis.device_growth import find_device_growth
+from collector.diagnosis.device_risk import find_device_risk
+from collector.diagnosis.findings import as_json
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN
+
+STEPS = 240
+AT = np.arange(STEPS)
+SECONDS = START_SECONDS + 1 + AT * 0.25
+FLAT = np.zeros(STEPS)
+RAMP = AT / STEPS
+RANDOM = np.random.default_rng(0)
+SIZES = np.exp(RANDOM.normal(size=STEPS))
+HIGH_WATER = 100 * np.maximum.accumulate(SIZES)
+WARM_UP = 1 - np.exp(-AT / 12)
+CONTEXT = 500
+
+
+def training(
+    *,
+    allocated=FLAT,
+    count=FLAT,
+    cached=FLAT,
+    holes=FLAT,
+    retries=FLAT,
+    outside=FLAT,
+    others=FLAT,
+    pinned=FLAT,
+    resident=FLAT,
+    attributed=True,
+    total=80 * 1024,
+    device=True,
+):
+    """60 s of training on one GPU: MiB above what it has from the first step on."""
+    script = started()
+    script.living = frozenset({MAIN})
+    script.now_seconds = SECONDS[-1] + 1
+    held = 2000 + allocated + RANDOM.normal(size=STEPS)
+    reserved = held + 600 + cached
+    script.add(
+        "device_memory",
+        [
+            {
+                "time_ns": ns(SECONDS[i]),
+                "step": i,
+                "device": 0,
+                "allocated_bytes": held[i] * MIB,
+                "active_bytes": held[i] * MIB,
+                "reserved_bytes": reserved[i] * MIB,
+                "inactive_split_bytes": (20 + holes[i]) * MIB,
+                "allocated_peak_bytes": (held.max(initial=0, where=i >= AT) + 500) * MIB,
+                "allocation_count": 900 + np.floor(count[i]),
+                "alloc_retry_count": np.floor(retries[i]),
+                "pinned_allocated_bytes": (64 + pinned[i]) * MIB,
+                "pinned_active_bytes": 32 * MIB,
+            }
+            for i in range(STEPS)
+        ],
+    )
+    script.add("step", [{"time_ns": ns(SECONDS[i]), "step": i, "duration_ns": 250_000_000} for i in range(STEPS)])
+    if device:
+        own = reserved + CONTEXT + outside
+        script.add(
+            "device",
+            [
+                {
+                    "time_ns": ns(SECONDS[i] + 0.1),
+                    "device": 0,
+                    "used_bytes": (own[i] + 100 + others[i]) * MIB,
+                    "total_bytes": total * MIB,
+                    "process_used_bytes": own[i] * MIB if attributed else np.nan,
+                    "other_used_bytes": (100 + others[i]) * MIB if attributed else np.nan,
+                }
+                for i in range(0, STEPS, 2)
+            ],
+            ("node", 90, 4900),
+        )
+    resident = (3000 + resident + RANDOM.normal(size=STEPS)) * MIB
+    return sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=resident, rss=resident)
+
+
+def kinds(script):
+    tables = script.tables()
+    return [finding.kind for finding in (*find_device_growth(tables), *find_device_risk(tables))]
+
+
+def only(script, kind):
+    [found] = [f for f in find_device_growth(script.tables()) if f.kind == kind]
+    assert len({evidence.name for evidence in found.evidence}) >= 2
+    assert found.advice
+    return found
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {},
+        {
+            "allocated": 2000 * WARM_UP,
+            "count": 400 * WARM_UP,
+            "outside": 300 * WARM_UP,
+        },  # optimizer state, libraries
+        {"allocated": 50 * SIZES, "cached": HIGH_WATER},  # batches of uneven size
+        {"cached": HIGH_WATER, "pinned": HIGH_WATER, "resident": HIGH_WATER},
+        {"allocated": 300 * (AT > 100), "count": 40 * (AT > 100), "outside": 200 * (AT > 100)},  # an evaluation
+        {"allocated": 400 * (AT % 30 < 10), "count": 20 * (AT % 30 < 10)},
+        {"retries": 1.0 * (AT > 3)},  # a library tried what fits
+    ],
+)
+def test_what_is_no_growth(healthy):
+    assert kinds(training(**healthy)) == []
+
+
+def test_tensors_that_get_more_are_a_leak():
+    leak = only(training(allocated=600 * RAMP, count=AT), "gpu-tensor-leak")
+    assert leak.rate.value == pytest.approx(10 * MIB, rel=0.1)
+    assert (leak.locus.device, leak.locus.pid) == (0, MAIN[1])
+    assert "allocation_rise_count" in {evidence.name for evidence in leak.evidence}
+
+
+def test_larger_batches_are_not_called_a_leak():
+    assert kinds(training(allocated=600 * RAMP))[0] == "cannot-tell"
+
+
+def test_unknown_counts_are_said_to_be_missing():
+    script = training(allocated=600 * RAMP, count=AT)
+    script.parts["device_memory"][0]["allocation_count"] = np.nan
+    assert kinds(script)[0] == "cannot-tell"
+
+
+def test_the_cache_in_pieces_is_fragmentation():
+    holes = only(training(cached=600 * RAMP, holes=500 * RAMP), "gpu-fragmentation")
+    assert "inactive_split_rise_bytes" in {evidence.name for evidence in holes.evidence}
+
+
+def test_expandable_segments_count_no_holes_but_failed_allocations_tell():
+    script = training(cached=600 * RAMP, retries=AT // 40)
+    script.parts["device_memory"][0]["inactive_split_bytes"] = 0
+    assert "alloc_retry_steps_count" in {e.name for e in only(script, "gpu-fragmentation").evidence}
+
+
+def test_memory_that_pytorch_does_not_hold():
+    grown = only(training(outside=600 * RAMP), "gpu-non-pytorch-growth")
+    assert grown.rate.value == pytest.approx(10 * MIB, rel=0.1)
+    assert grown.locus.device == 0
+
+
+def test_growth_of_somebody_elses_job_is_a_risk_and_no_growth_of_the_run():
+    assert kinds(training(others=3000 * RAMP)) == ["gpu-oom-risk"]
+
+
+def test_where_the_driver_names_no_process_it_cannot_be_told_whose_growth_it_is():
+    assert kinds(training(others=600 * RAMP, attributed=False))[0] == "cannot-tell"
+
+
+def test_a_pinned_cache_explains_the_growth_of_the_process():
+    script = training(pinned=600 * RAMP, resident=600 * RAMP)
+    only(script, "pinned-cache-growth")
+    found = {finding.kind for finding in diagnose(script.tables()).findings}
+    assert "pinned-cache-growth" in found
+    assert "main-heap-leak" not in found
+
+
+def test_a_pinned_cache_that_the_process_does_not_show_is_not_claimed():
+    assert kinds(training(pinned=600 * RAMP)) == ["cannot-tell"]
+
+
+def test_growth_towards_the_devices_memory_has_a_time_to_it():
+    script = training(allocated=600 * RAMP, count=AT, total=5000)
+    [risk] = find_device_risk(script.tables())
+    left = 5000 - (2000 + 600 + CONTEXT + 100) - 500  # and the activations
+    assert risk.eta.mid_seconds == pytest.approx(left / 10, rel=0.1)
+    assert (risk.kind, risk.severity, risk.locus.device) == ("gpu-oom-risk", "critical", 0)
+    assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds * 4, rel=0.01)
+    script.living = frozenset()
+    assert "was running out" in find_device_risk(finished(script).tables())[0].summary
+
+
+def test_the_cache_is_no_demand():
+    assert find_device_risk(training(cached=600 * RAMP, holes=500 * RAMP, total=5000).tables()) == []
+
+
+def test_allocations_that_fail_again_and_again_on_a_full_device_are_a_risk():
+    [risk] = find_device_risk(training(retries=AT // 40, total=3250).tables())
+    assert (risk.kind, risk.severity, risk.eta) == ("gpu-oom-risk", "warning", None)
+    assert find_device_risk(training(retries=AT // 40).tables()) == []
+    assert kinds(training(retries=AT // 40, device=False)) == ["cannot-tell"]
+
+
+MESSAGE = "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 3.42 GiB"
+
+
+def out_of_memory(script, *, caught=False, requested=512, allocated=2500, reserved=2600, **fields):
+    """The error in the last step, which ends the training unless it is caught."""
+    end = SECONDS[-1] + 0.1
+    told = {} if caught else {"type": "OutOfMemoryError", "message": MESSAGE}
+    sizes = {"requested_bytes": requested, "limit_bytes": 3500, "free_bytes": 100}
+    sizes |= {"allocated_bytes": allocated, "reserved_bytes": reserved}
+    script.event(
+        end + 0.2,
+        "cuda-oom",
+        device=0,
+        step=STEPS,
+        caught=caught,
+        errors_count=1,
+        error_time_ns=ns(end),
+        **{name: value * MIB for name, value in sizes.items()},
+        **told,
+        **fields,
+    )
+    if not caught:
+        script.event(end + 0.3, "exception", traceback="", **told)
+        script.event(end + 0.4, "process-exit", lost_count=0)
+        script.event(end + 0.5, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=1)
+        script.living = frozenset()
+    return script
+
+
+def post_mortem(script):
+    findings = diagnose(script.tables()).findings
+    assert not {"crashed", "killed"} & {finding.kind for finding in findings}
+    [found] = [finding for finding in findings if finding.kind == "cuda-oom"]
+    as_json(found)
+    return found, " | ".join(advice.text.split(":")[0].split(" (")[0] for advice in found.advice)
+
+
+def test_an_error_that_ends_the_training_is_told_with_its_figures():
+    found, advice = post_mortem(out_of_memory(training()))
+    figures = {evidence.name: evidence.value for evidence in found.evidence}
+    assert (found.severity, found.since_step, found.limit.value) == ("critical", STEPS, 3500 * MIB)
+    assert figures["requested_bytes"] == 512 * MIB
+    assert figures["allocated_bytes"] == 2500 * MIB
+    assert figures["free_bytes"] == 100 * MIB
+    assert figures["other_processes_bytes"] == 100 * MIB
+    assert figures["non-PyTorch_bytes"] == pytest.approx(CONTEXT * MIB, rel=0.02)
+    assert advice == "Make a step smaller"
+
+
+@pytest.mark.parametrize(("reserved", "fragmented"), [(3020, True), (3000, False)])
+def test_expandable_segments_are_advised_only_if_the_cache_held_as_much_as_was_asked_for(reserved, fragmented):
+    _, advice = post_mortem(out_of_memory(training(), reserved=reserved))
+    assert ("expandable" in advice or "PYTORCH_CUDA_ALLOC_CONF" in advice) == fragmented
+
+
+def test_growth_before_is_named_first():
+    found, advice = post_mortem(out_of_memory(training(allocated=600 * RAMP, count=AT)))
+    assert advice.startswith("Live tensors had been getting more")
+    assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
+
+
+def test_other_processes_that_hold_what_was_missing_are_named():
+    assert "End the other processes" in post_mortem(out_of_memory(training(others=FLAT + 900)))[1]
+
+
+def test_the_largest_batch_so_far_is_named():
+    script = training()
+    sizes = [8 * MIB] * 20 + [90 * MIB]
+    rows = [
+        {"time_ns": ns(SECONDS[i]), "loader": 0, "epoch": 0, "index": i, "worker": 0, "payload_bytes": size}
+        for i, size in enumerate(sizes)
+    ]
+    script.add("batch", rows)
+    found, advice = post_mortem(out_of_memory(script))
+    assert "Bound the size of a batch" in advice
+    assert {e.name: e.value for e in found.evidence}["batch_payload_bytes"] == 90 * MIB
+
+
+def test_the_phase_is_told_where_a_callback_tells_it():
+    script = training().event(SECONDS[-1] - 1, "phase", phase="validation", epoch=0, step=3)
+    assert "validation" in post_mortem(out_of_memory(script))[0].summary
+
+
+def test_an_error_that_the_training_caught_is_information():
+    found, _ = post_mortem(out_of_memory(training(), caught=True))
+    assert found.severity == "info"
+    assert "went on" in found.summary
+
+
+def test_another_crash_stays_one():
+    script = out_of_memory(training(), caught=True)
+    script.event(SECONDS[-1] + 0.7, "exception", type="ValueError", message="boom", traceback="")
+    script.event(SECONDS[-1] + 0.8, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=1)
+    script.living = frozenset()
+    assert {"crashed", "cuda-oom"} <= {finding.kind for finding in diagnose(script.tables()).findings}
+
+
+def test_without_a_gpu_there_is_nothing_to_tell():
+    assert kinds(Script()) == []
