@@ -25,9 +25,13 @@ GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "copy-on-read": (*JOB, "fault", "copy-on-read", "--steps", "1150"),
         "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "1150"),
+        "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "1000"),
+        "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "1000"),
     },
-    {  # alone: what it takes from the host's memory is a risk to whatever runs beside it
+    {  # apart from the healthy: what they take from the host is a risk to whatever runs beside them
         "main-leak": (*JOB, "fault", "main-leak", "--steps", "1400"),
+        "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "1000"),
+        "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "1000"),
     },
     {
         "two ranks": (
@@ -98,6 +102,20 @@ def test_a_leak_in_the_training_process_is_found_there(reports):
     assert found["main-heap-leak"]["locus"]["role"] == "main"
     assert found["main-heap-leak"]["rate"]["value"] > 0
     assert not {"copy-on-read-growth", "worker-heap-leak"} & set(found)
+
+
+def test_files_that_stay_open_are_found_and_the_twin_that_closes_them_is_silent(reports):
+    found = warnings(reports["fd-leak"])
+    assert found["fd-leak"]["locus"]["role"] == "main"
+    assert found["fd-leak"]["rate"]["value"] > 0
+    assert warnings(reports["fd-leak-fixed"]) == {}
+
+
+def test_what_fills_dev_shm_is_found_and_the_twin_that_unlinks_it_is_silent(reports):
+    found = warnings(reports["shm-leak"])
+    assert found["shm-leak"]["limit"] is None
+    assert found["shm-exhaustion-risk"]["limit"]["name"] == "/dev/shm"
+    assert warnings(reports["shm-leak-fixed"]) == {}
 
 
 def test_two_ranks_make_one_run_and_every_worker_of_both_reports(reports):
