@@ -21,6 +21,8 @@ from collector.store.runs import ProcessKey
 
 #: Figures of the event, each a measurement: the observer's own integers, and the allocator's gauges.
 _TOLD = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
+#: Name of the evidence -> part of the device's account.
+_AROUND = {"outside_pytorch_bytes": "non-PyTorch", "other_processes_bytes": "other processes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class _Scene:
 
     Attributes:
         event: the `cuda-oom` event; of a caught error, its gauges tell of the end of the step.
-        figures: name -> bytes, what is known of `_TOLD` and around.
+        figures: name -> bytes, what is known of `_TOLD` and `_AROUND`.
         growth: the tensors that had been getting more before, None if they had not.
         batch_bytes: the last batch, and the largest before it; NaN if not known.
         phase: of the framework, None if it tells none.
@@ -96,11 +98,7 @@ def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mappin
         if (host, number) == (key[0], device):
             parts = account(record_at(samples, at_ns), [record_at(rank.rows, at_ns) for rank in ranks])
             known = parts.parts if parts else {}
-            figures |= {
-                f"{name.replace(' ', '_')}_bytes": known[name]
-                for name in ("non-PyTorch", "other processes")
-                if name in known
-            }
+            figures |= {name: known[part] for name, part in _AROUND.items() if part in known}
     everyones = allocators(tables.stream("device_memory"))
     mine = [one.before(at_ns) for one in everyones if (one.key, one.device) == (key, device)]
     batches = of_process(tables.stream("batch"), key)

@@ -1,6 +1,7 @@
 """Will a device run out of memory, and when.
 
-What is asked of it is what the driver counts, less the allocator's cache, which it can give back. At the place in
+What is asked of it is what the driver counts, less the allocator's cache as far as it can give it back: not the
+holes between live blocks. At the place in
 the step where the records are made the activations are gone already; so the limit is met by as much earlier.
 """
 
@@ -45,10 +46,11 @@ def _judge(
     seconds, used = floats(samples, "time_ns") / SECOND_NS, floats(samples, "used_bytes")
     total = last(floats(samples, "total_bytes")) - float(np.nan_to_num(last(floats(samples, "reserved_bytes"))))
     locus, limit = Locus(host=host, device=device), Limit(name=f"GPU {device}", value=total, unit="bytes")
-    reserved, allocated = (
-        np.sum([rank.at(seconds, name) for rank in ranks], axis=0) for name in ("reserved_bytes", "allocated_bytes")
+    reserved, allocated, holes = (
+        np.sum([rank.at(seconds, name) for rank in ranks], axis=0)
+        for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
-    demand = used - reserved + allocated
+    demand = used - reserved + allocated + np.nan_to_num(holes)
     if not total > 0 or not np.isfinite(demand).any():
         return _by_retries(ranks, locus, limit, math.nan)
     grown = growth(seconds, demand, negligible=negligible_bytes(demand))
@@ -62,7 +64,11 @@ def _judge(
             end_ns=float(seconds[-1]) * SECOND_NS,
             n=len(seconds),
         )
-        series = (("allocated_rise_bytes", allocated), ("device_used_rise_bytes", used))
+        series = (
+            ("allocated_rise_bytes", allocated),
+            ("inactive_split_rise_bytes", holes),
+            ("device_used_rise_bytes", used),
+        )
         witnesses = tuple(w for name, values in series if (w := witness_of(name, seconds, values, grown)))
         if witnesses and course.is_relevant:
             return exhaustion(tables, "gpu-oom-risk", course, locus=locus, witnesses=witnesses, advice=_ADVICE)
@@ -70,8 +76,9 @@ def _judge(
 
 
 def _activations(rank: Allocator) -> float:
-    """How far the newest peak lies above what is held at the end of a backward pass, 0 if not known."""
-    above = last(rank.column("allocated_peak_bytes")) - last(rank.column("allocated_bytes"))
+    """How far the newest peak lies above what is held after a backward pass and its holes, 0 if not known."""
+    held = rank.column("allocated_bytes") + np.nan_to_num(rank.column("inactive_split_bytes"))
+    above = last(rank.column("allocated_peak_bytes")) - last(held)
     return max(0.0, above) if math.isfinite(above) else 0.0
 
 

@@ -1,6 +1,7 @@
 """/dev/shm, in which workers hand their batches over: what fills it, and whom that kills.
 
-A page of shared memory is taken when it is first written. If none is left the writer gets no error, but SIGBUS.
+A page of shared memory is taken when it is first written. If none is left the writer gets no error, but SIGBUS;
+newer torch asks for the pages of a batch beforehand, and raises.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from collector.diagnosis.frames import (
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings
 from collector.diagnosis.oom import around
-from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
 from collector.diagnosis.victims import Victim, fact, last_step
@@ -123,7 +123,7 @@ def _by_level(tables: RunTables, host: str, highest: float, total: float, n: int
             confidence=0.9,
             summary=(
                 f"/dev/shm had {bytes_text(free)} left of {bytes_text(total)} at the peak, and each of {workers} "
-                f"workers hands over batches of {bytes_text(batch)}: who finds no room dies of SIGBUS."
+                f"workers hands over batches of {bytes_text(batch)}: who finds no room fails, or dies of SIGBUS."
             ),
             locus=Locus(host=host),
             evidence=(
@@ -153,8 +153,9 @@ def _workers_count(tables: RunTables, host: str) -> int:
 
 
 def bus_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
-    """The victims of SIGBUS at whose end /dev/shm was full, or had no room for the batch of each worker.
+    """The victims of SIGBUS at whose end /dev/shm was full, as far as the ticks of the collector can tell.
 
+    That is: less was free than a batch of each worker, or than it had filled by from one tick to the next.
     Other victims of SIGBUS touched a file that had been cut short, or memory that failed.
     """
     return [victim for victim in victims if victim.signal == _SIGBUS and _was_full(tables, victim)]
@@ -163,7 +164,7 @@ def bus_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
 def bus_error(tables: RunTables, victim: Victim) -> Finding:
     """A victim that wrote to shared memory when /dev/shm was full."""
     host = victim.main[0]
-    used, total = _used_then(tables, victim)
+    used, filling, total = _used_then(tables, victim)
     batch = largest_batch_bytes(tables, host)
     return Finding(
         kind="shm-bus-error",
@@ -171,12 +172,13 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.95,
         summary=(
             f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
-            f"{bytes_text(used)} of {bytes_text(total)} were in use."
+            f"{bytes_text(used)} of {bytes_text(total)} were in use at the tick before."
         ),
         locus=victim.locus,
         since_step=last_step(tables, victim.main),
         evidence=(
             fact("shm_used_bytes", used, "around its end", unit="bytes"),
+            fact("shm_filled_per_tick_bytes", filling, "around its end", unit="bytes"),
             fact("signal", "SIGBUS", "of its end", unit="text"),
             *((fact("batch_payload_peak_bytes", batch, "run", unit="bytes"),) if math.isfinite(batch) else ()),
             *victim.evidence,
@@ -187,16 +189,20 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
 
 
 def _was_full(tables: RunTables, victim: Victim) -> bool:
-    used, total = _used_then(tables, victim)
+    used, filling, total = _used_then(tables, victim)
     room = largest_batch_bytes(tables, victim.main[0]) * _workers_count(tables, victim.main[0])
-    return used >= FULL_RATIO * total or total - used < room
+    return total - used <= max(filling, room)  # a batch whose size is not known counts for nothing
 
 
-def _used_then(tables: RunTables, victim: Victim) -> tuple[float, float]:
-    """The most of /dev/shm that was in use around a victim's end, which gave its part back; and all there is."""
+def _used_then(tables: RunTables, victim: Victim) -> tuple[float, float, float]:
+    """The most of /dev/shm that was in use around a victim's end, by how much it filled in a tick, and its size.
+
+    The victim's part is given back at once, so the tick after its end may show it empty.
+    """
     times, used, total = _usage(_samples(tables, victim.main[0]))
     begin, end = around(tables, victim)
-    return peak(used[(times * SECOND_NS >= begin) & (times * SECOND_NS <= end)]), total
+    then = used[(times * SECOND_NS >= begin) & (times * SECOND_NS <= end)]
+    return peak(then), max(0.0, peak(np.diff(then))), total
 
 
 def _samples(tables: RunTables, host: str) -> pd.DataFrame:
