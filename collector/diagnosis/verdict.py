@@ -19,6 +19,7 @@ from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.summary import duration_seconds, steps_count, summarise
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trust import find_trust, workers_reporting
+from collector.diagnosis.witnesses import CONFIRMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,7 @@ def diagnose(tables: RunTables) -> Verdict:
 def _findings(tables: RunTables) -> tuple[Finding, ...]:
     leaks = _guarded("leaks", lambda: find_leaks(tables))
     growths = _guarded("device growth", lambda: find_device_growth(tables))
-    pinned = {finding.locus.pid for finding in growths if finding.kind == "pinned-cache-growth"}
-    leaks = [leak for leak in leaks if leak.kind != "main-heap-leak" or leak.locus.pid not in pinned]
+    leaks = [leak for leak in leaks if not _is_pinned_cache(leak, growths)]
     copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
     found = [
         *_guarded("deaths", lambda: find_deaths(tables)),
@@ -82,6 +82,18 @@ def _findings(tables: RunTables) -> tuple[Finding, ...]:
         *_guarded("trust", lambda: find_trust(tables)),
     ]
     return tuple(sorted(found, key=_order))
+
+
+def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:
+    """Whether the growth of a training process is mostly that of its pinned cache, which is told as such."""
+    return leak.kind == "main-heap-leak" and any(
+        cache.kind == "pinned-cache-growth"
+        and (cache.locus.host, cache.locus.pid) == (leak.locus.host, leak.locus.pid)
+        and cache.rate is not None
+        and leak.rate is not None
+        and cache.rate.value >= CONFIRMED * leak.rate.value
+        for cache in growths
+    )
 
 
 def _order(finding: Finding) -> tuple[int, bool, float]:

@@ -168,6 +168,8 @@ def test_a_pinned_cache_explains_the_growth_of_the_process():
     found = {finding.kind for finding in diagnose(script.tables()).findings}
     assert "pinned-cache-growth" in found
     assert "main-heap-leak" not in found
+    more = training(pinned=600 * RAMP, resident=3000 * RAMP)
+    assert "main-heap-leak" in {finding.kind for finding in diagnose(more.tables()).findings}
 
 
 def test_a_pinned_cache_that_the_process_does_not_show_is_not_claimed():
