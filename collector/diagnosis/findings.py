@@ -154,6 +154,11 @@ class Finding:
         if self.kind != "cannot-tell" and len(names) < 2:
             raise ValueError(f"{self.kind} needs two independent measurements, has {sorted(names)}")
 
+    def value_of(self, evidence: str) -> float | None:
+        """The number that a piece of its evidence has, None without such."""
+        values = [each.value for each in self.evidence if each.name == evidence]
+        return float(values[0]) if values else None
+
 
 def as_json(finding: Finding) -> dict[str, Any]:
     """The public JSON form: locus without the fields that do not apply, NaN as null."""

@@ -16,6 +16,8 @@ from collector.diagnosis.frames import SECOND_NS, floats, mean, median
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.trends import Floats
 
+#: A worker that idles less of its time has none to spare.
+BUSY_IDLE = 0.15
 _PAUSE_QUANTILE = 0.95  # rarer and ten times longer than usual: validation, a checkpoint
 _PAUSE_FACTOR = 10.0
 
@@ -60,6 +62,7 @@ class Pace:
     consumer: float
     workers: tuple[WorkerPace, ...]
     fetch_mean: float
+    collate_mean: float
     capacity_ratio: float
     tail_wait_ratio: float
     tail_ratio: float
@@ -83,9 +86,15 @@ def steady_fetches(loop: Loop) -> pd.DataFrame:
     first = ~rows.duplicated(["epoch", "pid"])
     rows = rows[~first & (floats(rows, "index") >= (loop.ramp if loop.num_workers else 1))]
     return rows.assign(
-        fetch_ns=floats(rows, "getitem_ns") + np.nan_to_num(floats(rows, "collate_ns")),
+        fetch_ns=fetch_ns(rows),
         idle_ns=floats(rows, "idle_ns"),
     )
+
+
+def fetch_ns(fetches: pd.DataFrame) -> Floats:
+    """What making each batch took, collating included; ns."""
+    taken: Floats = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
+    return taken
 
 
 def pace(loop: Loop) -> Pace | None:
@@ -99,7 +108,7 @@ def pace(loop: Loop) -> Pace | None:
         return None
     rows, times, waits, intervals = rows[steady], times[steady], waits[steady], intervals[steady]
     fetches = steady_fetches(loop)
-    starved = _starved(loop, rows, times, waits)
+    starved = starved_ns(loop, rows, times, waits)
     work = without_pauses(np.maximum(intervals - starved, 0.0))
     rows = rows.assign(starved_ns=starved)
     tail, tail_starved = _tail(rows, fetches)
@@ -117,6 +126,7 @@ def pace(loop: Loop) -> Pace | None:
         consumer=consumer,
         workers=_worker_paces(loop, rows, fetches),
         fetch_mean=fetch_mean,
+        collate_mean=mean(floats(fetches, "collate_ns")) / SECOND_NS,
         capacity_ratio=fetch_mean / (max(loop.num_workers, 1) * max(consumer, 1e-9)),
         tail_wait_ratio=tail_starved,
         tail_ratio=tail,
@@ -126,7 +136,7 @@ def pace(loop: Loop) -> Pace | None:
     )
 
 
-def _starved(loop: Loop, rows: pd.DataFrame, times: Floats, waits: Floats) -> Floats:
+def starved_ns(loop: Loop, rows: pd.DataFrame, times: Floats, waits: Floats) -> Floats:
     """The part of each wait until a worker had made the batch; all of it where that is not recorded."""
     if not loop.num_workers:
         return waits

@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 
+from collector.diagnosis.costs import TELL, cost, lost_ratio, severity
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
-from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, step_at, window_text
+from collector.diagnosis.frames import origin_ns, step_at, window_text
 from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace, WorkerPace
@@ -15,18 +16,16 @@ from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, 
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import forecast
 
-_WARN_WAIT = 0.10  # of the training process's time
-_WARN_STARVED = 0.05  # of the loop's time
 _SPARE_IDLE = 0.10
 
 
 def hand_over(loop: Loop, steady: Pace) -> Finding:
-    """The waiting lies between worker and loop, where nothing is measured yet."""
+    """The waiting lies between worker and loop, and neither sampler nor the bytes of a batch explain it."""
     missing = (
         f"it waits {steady.wait_ratio:.0%} of its time for batches that the workers have made already "
-        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop). Queue, unpickling and "
-        "pinning have no "
-        f"measurement of their own yet; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
+        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop), and the bytes of a batch do "
+        "not explain "
+        f"that; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
     )
     advice: tuple[Advice, ...] = ()
     if steady.fetch_mean < steady.hand_over:
@@ -134,6 +133,40 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     )
 
 
+def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
+    """The workers are too slow because of what they do to put samples together."""
+    limit = worker_limit(tables, loop)
+    share = steady.collate_mean / steady.fetch_mean
+    rest = steady.fetch_mean - steady.collate_mean
+    pace = max(steady.consumer, rest / loop.num_workers)
+    return dataclasses.replace(
+        too_slow(tables, loop, steady),
+        kind="collate-bound",
+        summary=(
+            f"Putting the samples of a batch together (collate_fn) takes the workers of loader {loop.loader} "
+            f"{steady.collate_mean * 1e3:.0f} of {steady.fetch_mean * 1e3:.0f} ms per batch, and the loop waits "
+            f"{steady.wait_ratio:.0%} of its time; {limit.because}."
+        ),
+        evidence=(
+            *_waiting_evidence(tables, loop, steady),
+            _ratio("collate_ratio", share, steady, tables),
+            _seconds("collate_seconds", steady.collate_mean, steady, tables),
+            _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables),
+            *limit.evidence,
+        ),
+        advice=(
+            Advice(
+                text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket "
+                "samples of like "
+                "length, call torch.stack once instead of loops over samples",
+                expected=f"up to {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f} "
+                "without it",
+            ),
+            *advise_too_slow(loop, steady, limit, cores_per_rank(tables, loop.main[0])),
+        ),
+    )
+
+
 def slow_worker(tables: RunTables, loop: Loop, steady: Pace, worker: WorkerPace) -> Finding:
     """One worker holds up the others."""
     others = [other for other in steady.workers if other is not worker]
@@ -190,8 +223,8 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 
 
 def _waiting_evidence(tables: RunTables, loop: Loop, steady: Pace) -> tuple[Evidence, ...]:
-    lost = _ratio("lost_wall_ratio", _lost_ratio(tables, loop, steady), steady, tables)
-    return (*_pace_evidence(steady, tables), lost)
+    lost = cost(tables, loop.main, steady.wait * len(loop.batches), steady.batches, _window(steady, tables))
+    return (*_pace_evidence(steady, tables), *lost)
 
 
 def _pace_evidence(steady: Pace, tables: RunTables) -> tuple[Evidence, ...]:
@@ -227,15 +260,12 @@ def _window(steady: Pace, tables: RunTables) -> str:
 
 def _severity(tables: RunTables, loop: Loop, steady: Pace) -> Severity:
     """A loop that starves is worth a warning only if the training process as a whole loses time in it."""
-    starves = steady.starved_ratio >= _WARN_STARVED and _lost_ratio(tables, loop, steady) >= _WARN_WAIT
-    return "warning" if starves else "info"
+    return severity(_lost_ratio(tables, loop, steady)) if steady.starved_ratio >= TELL else "info"
 
 
 def _lost_ratio(tables: RunTables, loop: Loop, steady: Pace) -> float:
     """Share of the training process's time, from its first to its last record, that it waits in this loop."""
-    times = [floats(of_process(tables.stream(name), loop.main), "time_ns") for name in ("batch", "step")]
-    begin, end = times[0][0], max(series[-1] for series in times if len(series))
-    return float(steady.wait * len(loop.batches) / max((end - begin) / SECOND_NS, steady.wait))
+    return lost_ratio(tables, loop.main, steady.wait * len(loop.batches))
 
 
 def _confidence(steady: Pace) -> float:

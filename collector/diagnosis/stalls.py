@@ -6,15 +6,21 @@ keep up never idle; beside one slow worker, all others do.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 
+from collector.diagnosis.epochs import find_epoch_costs
 from collector.diagnosis.findings import Finding
+from collector.diagnosis.frames import floats
+from collector.diagnosis.hand_overs import find_hand_overs
 from collector.diagnosis.loops import Loop, loops
-from collector.diagnosis.pace import Pace, WorkerPace, pace
+from collector.diagnosis.pace import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
+from collector.diagnosis.shards import shard_skew
 from collector.diagnosis.stall_findings import (
     cannot_tell,
+    collate_bound,
     compute_bound,
     hand_over,
     inline_loading,
@@ -28,10 +34,11 @@ MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
 _HEALTHY_WAIT = 0.05  # of the loop's time, until the batch was made
 _HAND_OVER = 0.4  # of the loop's time, after it was made
-_BUSY_IDLE = 0.15  # a worker that idles less has no time to spare
 _FREE_IDLE_MARGIN = 0.10
 _SLOW_RATIO = 1.25
+_MAIN_CAUSE = 0.5  # of the waiting, or of a fetch
 _SLOW_GAIN = 0.5  # of the waiting would go if the slow worker were like the others
+_REGIME_RATIO = 1.5  # beyond its error, between the fetches of the first epoch and those since
 _TAIL_RATIO = 0.2
 _TAIL_WAIT = 0.5
 
@@ -40,28 +47,67 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     """The verdict on every loading loop; loops too short to judge matter only if no other can be judged."""
     found: list[Finding] = []
     short: list[Finding] = []
-    for loop in loops(tables):
+    for whole_loop in loops(tables):
+        loop, change = settled(whole_loop)
         steady = pace(loop)
         thin = _missing(loop, steady)
-        if steady is None or thin:
-            short.append(
-                cannot_tell(loop, thin or "no batch after the ramp-up", 0 if steady is None else steady.batches)
-            )
-        else:
-            found += _judge(tables, loop, steady)
+        at_epochs = find_epoch_costs(tables, whole_loop, None if thin else steady)
+        if steady is not None and not thin:
+            found += [
+                dataclasses.replace(finding, summary=f"{finding.summary}{change}")
+                for finding in _judge(tables, loop, steady, healthy=not at_epochs)
+            ]
+        elif not at_epochs:
+            batches = 0 if steady is None else steady.batches
+            short.append(cannot_tell(loop, thin or "no batch after the ramp-up", batches))
+        found += at_epochs
     return found or short[:1]
 
 
-def _judge(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+def settled(loop: Loop) -> tuple[Loop, str]:
+    """The loop without its first epoch, and a sentence that says so, if that one's fetches took another time.
+
+    A cache that fills in the first epoch makes its pace that of another run.
+    """
+    fetches, first = loop.fetches, loop.batches["epoch"].min()
+    cost = np.log(np.fmax(fetch_ns(fetches), 1.0))
+    early = floats(fetches, "epoch") == first
+    before, since = cost[early & np.isfinite(cost)], cost[~early & np.isfinite(cost)]
+    later = loop.batches[loop.batches["epoch"] != first]
+    if min(len(before), len(since)) < MIN_BATCHES or (floats(later, "index") >= loop.ramp).sum() < MIN_BATCHES:
+        return loop, ""
+    change = float(np.median(since) - np.median(before))
+    error = 3 * 1.25 * math.hypot(*(float(part.std()) / math.sqrt(len(part)) for part in (before, since)))
+    if abs(change) <= math.log(_REGIME_RATIO) + error:
+        return loop, ""
+    usual = [f"{math.exp(float(np.median(part))) / 1e6:.1f}" for part in (before, since)]
+    return dataclasses.replace(loop, batches=later, fetches=fetches[~early]), (
+        f" Judged without the first epoch: a fetch took {usual[0]} ms in it and takes {usual[1]} ms since."
+    )
+
+
+def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> list[Finding]:
+    """What holds up the steady state; a loop without a fault is called healthy only if nothing else is wrong."""
+    others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
     if steady.starved_ratio < _HEALTHY_WAIT:
+        if others or not healthy:
+            return others
         return [hand_over(loop, steady) if _handing_over(steady) else compute_bound(tables, loop, steady)]
+    starving = [each for each in others if each.kind == "shard-skew" or not loop.num_workers]
+    explained = sum(each.value_of("lost_seconds") or 0.0 for each in starving)
+    if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
+        return others
+    return [*_starving(tables, loop, steady), *others]
+
+
+def _starving(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
     if loop.num_workers == 0:
         return [inline_loading(tables, loop, steady)]
     slow = slow_workers(steady)
     if slow:
         return [slow_worker(tables, loop, steady, worker) for worker in slow]
-    if steady.idle_ratio <= _BUSY_IDLE or steady.capacity_ratio >= 1.0:
-        return [too_slow(tables, loop, steady)]
+    if steady.idle_ratio <= BUSY_IDLE or steady.capacity_ratio >= 1.0:
+        return [(collate_bound if _collating(loop, steady) else too_slow)(tables, loop, steady)]
     if steady.tail_ratio <= _TAIL_RATIO and steady.tail_wait_ratio >= _TAIL_WAIT:
         return [straggler_samples(tables, loop, steady)]
     missing = (
@@ -70,6 +116,15 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
         "sample stands out; a longer run or a larger prefetch_factor would tell"
     )
     return [cannot_tell(loop, missing, steady.batches)]
+
+
+def _collating(loop: Loop, steady: Pace) -> bool:
+    """Whether collating is most of a fetch, and most of the starving would go without it."""
+    without = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / loop.num_workers)
+    return (
+        steady.collate_mean >= _MAIN_CAUSE * steady.fetch_mean
+        and steady.interval - without >= _MAIN_CAUSE * steady.starved
+    )
 
 
 def _handing_over(steady: Pace) -> bool:
@@ -91,7 +146,7 @@ def slow_workers(steady: Pace) -> list[WorkerPace]:
         error = 3 * math.hypot(worker.fetch_log_error, max(other.fetch_log_error for other in others))
         idle = float(np.median([other.idle_ratio for other in others]))
         slower = math.log(max(worker.fetch_median, 1e-9) / max(usual, 1e-9)) > math.log(_SLOW_RATIO) + error
-        if slower and worker.idle_ratio <= _BUSY_IDLE and idle >= worker.idle_ratio + _FREE_IDLE_MARGIN:
+        if slower and worker.idle_ratio <= BUSY_IDLE and idle >= worker.idle_ratio + _FREE_IDLE_MARGIN:
             suspects.append(worker)
     if not suspects or len(suspects) == len(workers):
         return []

@@ -13,6 +13,8 @@ from collector.diagnosis.device_risk import find_device_risk
 from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
+from collector.diagnosis.pauses import find_pauses
+from collector.diagnosis.ranks import find_rank_straggler
 from collector.diagnosis.risk import find_host_risk
 from collector.diagnosis.shared_memory import find_shared_memory
 from collector.diagnosis.stalls import find_stalls
@@ -27,7 +29,7 @@ class Verdict:
     """What is known of a run.
 
     Attributes:
-        findings: most severe first, then most confident.
+        findings: most severe first; of the same severity what slows the run by its cost, after what endangers it.
         exit_status: the command's exit code, -n for signal n; None if it runs or nobody saw it end.
         attempts: how many times the launcher started the ranks.
         steps: optimizer steps of the last attempt; ranks step together, so those of one rank.
@@ -79,6 +81,8 @@ def _findings(tables: RunTables) -> tuple[Finding, ...]:
         *_guarded("descriptors", lambda: find_descriptors(tables)),
         *_guarded("shared memory", lambda: find_shared_memory(tables)),
         *_guarded("stalls", lambda: find_stalls(tables)),
+        *_guarded("pauses", lambda: find_pauses(tables)),
+        *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
     return tuple(sorted(found, key=_order))
@@ -96,9 +100,13 @@ def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:
     )
 
 
-def _order(finding: Finding) -> tuple[int, bool, float]:
-    """Most severe first, then most confident; what cannot be told comes last of its severity."""
-    return SEVERITIES.index(finding.severity), finding.kind == "cannot-tell", -finding.confidence
+def _order(finding: Finding) -> tuple[int, bool, float, float]:
+    """Most severe first; of the same severity what endangers the run, then what slows it, dearest first.
+
+    What cannot be told comes last of its severity.
+    """
+    lost = finding.value_of("lost_wall_ratio") or 0.0
+    return SEVERITIES.index(finding.severity), finding.kind == "cannot-tell", lost and 1 - lost, -finding.confidence
 
 
 def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:

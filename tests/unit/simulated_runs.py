@@ -131,6 +131,10 @@ def simulate(
     cores=64.0,
     start_method="fork",
     begin=START_SECONDS,
+    startup=0.0,
+    gap=0.5,
+    collate_share=0.1,
+    shards=None,
     **settings,
 ):
     """One training process with one loader.
@@ -139,6 +143,10 @@ def simulate(
         service: (generator, worker, index) -> seconds of a fetch.
         consumer: (generator, k) -> seconds of the loop after batch k.
         begin: when the loader is first used, seconds.
+        startup: seconds that new workers take until they look for work.
+        gap: between epochs, seconds.
+        collate_share: of a fetch.
+        shards: of an iterable dataset: batches by worker.
         settings: further fields of its `loader` event.
         split: CPU, run queue and blocked share of a fetch.
 
@@ -163,13 +171,21 @@ def simulate(
         pids = [
             1000 + (0 if persistent else 100 * epoch) + 10 * loader + w + (rank or 0) * 5000 for w in range(workers)
         ]
-        script.event(now, "epoch-start", key, rank, loader=loader, epoch=epoch, worker_pids=pids)
-        if epoch == 0 or not persistent:
+        script.event(now, "epoch-start", key, rank, loader=loader, epoch=epoch, worker_pids=pids, begun_ns=ns(now))
+        begins = epoch == 0 or not persistent
+        if begins:
             for worker, pid in enumerate(pids):
                 who = (key[0], pid, 6000 + pid)
                 script.event(now, "worker-start", who, rank, loader=loader, epoch=epoch, worker=worker)
-        play = _parallel if workers else _inline
-        yields, fetches = play(generator, now, workers, prefetch, service, consumer, batches, in_order)
+                script.event(now + startup, "worker-ready", who, rank, loader=loader, epoch=epoch, worker=worker)
+        if workers:
+            ready = now + (startup if begins else 0.0)
+            turns = _turns(shards or [batches] * workers)
+            yields, fetches = _parallel(
+                generator, now, ready, workers, prefetch, service, consumer, batches, in_order, turns
+            )
+        else:
+            yields, fetches = _inline(generator, now, service, consumer, batches)
         rows, steps = [], []
         for time, wait, index, worker, work in yields:
             rows.append(
@@ -185,7 +201,13 @@ def simulate(
                 }
             )
             steps.append(
-                {"time_ns": ns(time + work), "step": step, "duration_ns": ns(wait + work), "data_wait_ns": ns(wait)}
+                {
+                    "time_ns": ns(time + work),
+                    "step": step,
+                    "duration_ns": ns(wait + work),
+                    "data_wait_ns": ns(wait),
+                    "other_ns": ns(work),
+                }
             )
             step += 1
         script.add("batch", rows, key, rank).add("step", steps, key, rank)
@@ -198,8 +220,8 @@ def simulate(
                     "index": index,
                     "worker": worker,
                     "idle_ns": np.nan if idle is None else ns(idle),
-                    "getitem_ns": ns(cost * 0.9),
-                    "collate_ns": ns(cost * 0.1),
+                    "getitem_ns": ns(cost * (1 - collate_share)),
+                    "collate_ns": ns(cost * collate_share),
                     "cpu_ns": ns(cost * split[0]),
                     "process_cpu_ns": ns(cost * split[0]),
                     "run_queue_ns": ns(cost * split[1]),
@@ -214,15 +236,25 @@ def simulate(
             ]
             who = key if worker < 0 else (key[0], pids[worker], 6000 + pids[worker])
             script.add("fetch", made, who, rank)
-        now = yields[-1][0] + yields[-1][4] + 0.5
+        now = yields[-1][0] + yields[-1][4] + gap
     script.add("host", [{"time_ns": ns(START_SECONDS), "usable_cores_count": cores}], ("node", 90, 4900))
     script.now_seconds = max(script.now_seconds, now)
     return script
 
 
-def _parallel(generator, begin, workers, prefetch, service, consumer, batches, in_order):
+def _turns(left):
+    """The workers by turns, as long as each has batches left."""
+    left = list(left)
+    while any(left):
+        for worker, count in enumerate(left):
+            if count:
+                left[worker] -= 1
+                yield worker
+
+
+def _parallel(generator, begin, ready, workers, prefetch, service, consumer, batches, in_order, turns):
     dispatched, done, makers, fetches = {}, {}, {}, []
-    free = [begin] * workers
+    free = [ready] * workers
     arrivals = []
 
     def dispatch(index, worker, time):
@@ -236,7 +268,7 @@ def _parallel(generator, begin, workers, prefetch, service, consumer, batches, i
 
     sent = 0
     for sent_now in range(min(workers * prefetch, batches)):
-        dispatch(sent_now, sent_now % workers, begin)
+        dispatch(sent_now, next(turns), begin)
         sent += 1
     at, yields = begin, []
     for k in range(batches):
@@ -245,13 +277,13 @@ def _parallel(generator, begin, workers, prefetch, service, consumer, batches, i
         work = consumer(generator, k)
         yields.append((time, time - at, index, makers[index], work))
         if sent < batches:
-            dispatch(sent, sent % workers if in_order else makers[index], time)
+            dispatch(sent, next(turns) if in_order else makers[index], time)
             sent += 1
         at = time + work
     return yields, fetches
 
 
-def _inline(generator, begin, workers, prefetch, service, consumer, batches, in_order):
+def _inline(generator, begin, service, consumer, batches):
     at, yields, fetches = begin, [], []
     for k in range(batches):
         cost, work = service(generator, -1, k), consumer(generator, k)

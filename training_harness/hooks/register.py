@@ -94,6 +94,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "dataset": type(loader.dataset).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
         "sampler": type(getattr(loader, "sampler", None)).__qualname__,
+        "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
         "iterable": is_iterable(loader),
     }
 

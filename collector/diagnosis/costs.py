@@ -1,0 +1,50 @@
+"""What a cause costs the training: seconds, and the share of its time, with the severity that follows."""
+
+from __future__ import annotations
+
+from collector.diagnosis.findings import Evidence, Severity
+from collector.diagnosis.frames import SECOND_NS, floats, of_process
+from collector.diagnosis.tables import RunTables
+from collector.store.runs import ProcessKey
+
+#: Below this share of the training process's time a cause is not worth a word.
+TELL = 0.05
+#: From this share on it is worth a warning.
+WARN = 0.10
+
+
+def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
+    """From the first batch or step of a training process to its last, 0 if it recorded none."""
+    times = [floats(of_process(tables.stream(name), main), "time_ns") for name in ("batch", "step")]
+    known = [series for series in times if len(series)]
+    if not known:
+        return 0.0
+    return float(max(series[-1] for series in known) - min(series[0] for series in known)) / SECOND_NS
+
+
+def lost_ratio(tables: RunTables, main: ProcessKey, seconds: float) -> float:
+    """Lost seconds as a share of all that the training process recorded."""
+    return float(seconds / max(recorded_seconds(tables, main), seconds, 1e-9))
+
+
+def severity(ratio: float) -> Severity:
+    """A share of the time that is lost, as a severity."""
+    return "warning" if ratio >= WARN else "info"
+
+
+def cost(tables: RunTables, main: ProcessKey, seconds: float, n: int, window: str) -> tuple[Evidence, Evidence]:
+    """What is lost, as evidence from `n` observations."""
+    ratio = lost_ratio(tables, main, seconds)
+    return measured("lost_wall_ratio", ratio, "ratio", n, window), measured(
+        "lost_seconds", seconds, "seconds", n, window
+    )
+
+
+def measured(name: str, value: float, unit: str, n: int, window: str) -> Evidence:
+    """One number as evidence, rounded to what anyone reads."""
+    return Evidence(name=name, value=round(float(value), 4), unit=unit, n=n, window=window)
+
+
+def confidence(observations: int, enough: int) -> float:
+    """Grows with the observations: 0.75 at `enough` of them, 0.95 at ten times as many."""
+    return round(min(0.99, 1 - 0.5 / (1 + observations / enough)), 2)

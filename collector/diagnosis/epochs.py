@@ -1,0 +1,198 @@
+"""What the beginnings of epochs cost: starting workers, and filling empty queues.
+
+Prefetching never crosses the end of an epoch, so each epoch pays for its own start. Only what recurs counts: the
+first start of a run can't be saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.findings import Advice, Finding, Locus
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, mean, median, origin_ns, step_at, window_text
+from collector.diagnosis.loops import Loop
+from collector.diagnosis.pace import Pace, fetch_ns
+from collector.diagnosis.tables import RunTables
+
+_MIN_PASSES = 3  # that recur, before a mean of them has an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One epoch of a loop; seconds.
+
+    Attributes:
+        startup: that the loop waited for its workers to start, 0 if they were there.
+        ready: until the worker of the first batch looked for work, by its own clock; NaN if it was there.
+        refill: that the loop waited at the first batches beyond that, and beyond what it waits later on.
+        first_fetch: what making the first batch took the worker.
+        batches: yielded.
+
+    """
+
+    first_ns: float
+    startup: float
+    ready: float
+    refill: float
+    first_fetch: float
+    batches: int
+
+
+def find_epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
+    """What the starts of epochs cost this loop, dearest first."""
+    passes = _passes(tables, loop, steady)[1:] if loop.num_workers else []
+    if len(passes) < _MIN_PASSES:
+        return []
+    found = []
+    started = [each for each in passes if math.isfinite(each.ready)]
+    for kind, rows, seconds in (
+        ("worker-startup", started, np.array([each.startup for each in started])),
+        ("epoch-refill", passes, np.array([each.refill for each in passes])),
+    ):
+        if len(rows) < _MIN_PASSES or not _certain(seconds):
+            continue
+        total = float(seconds.sum())
+        ratio = lost_ratio(tables, loop.main, total)
+        if ratio >= TELL:
+            make = _startup if kind == "worker-startup" else _refill
+            found.append((ratio, make(tables, loop, rows, total, ratio)))
+    return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
+
+
+def _certain(seconds: np.ndarray[Any, Any]) -> bool:
+    """Whether the mean is beyond twice its own error."""
+    return float(seconds.mean()) > 2 * float(seconds.std(ddof=1)) / math.sqrt(len(seconds))
+
+
+def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
+    ready = {
+        (key[0], key[1]): float(event["time_ns"])
+        for event in tables.events_of("worker-ready")
+        if (key := key_of(event)) is not None
+    }
+    starts = [event for event in tables.events_of("epoch-start") if key_of(event) == loop.main]
+    made = dict(iter(loop.fetches.groupby("epoch")))
+    usual = _usual_wait_ns(loop, steady)
+    passes = []
+    for epoch, rows in loop.batches.groupby("epoch"):
+        if epoch in made and floats(rows, "index")[0] == 0:
+            passes.append(_pass(loop, rows, made[epoch], starts, ready, usual))
+    return sorted(passes, key=lambda each: each.first_ns)
+
+
+def _usual_wait_ns(loop: Loop, steady: Pace | None) -> float:
+    """What the loop waits for a batch when its queues are full: as measured, or as the workers' pace allows."""
+    fetch = mean(fetch_ns(loop.fetches))
+    gaps = np.diff(floats(loop.batches, "time_ns"), prepend=np.nan) - floats(loop.batches, "wait_ns")
+    gaps[np.diff(floats(loop.batches, "epoch"), prepend=np.nan) != 0] = np.nan
+    allowed = fetch / loop.num_workers - np.nan_to_num(median(gaps))
+    return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.wait * SECOND_NS]))
+
+
+def _pass(
+    loop: Loop,
+    rows: pd.DataFrame,
+    made: pd.DataFrame,
+    starts: list[Mapping[str, Any]],
+    ready: Mapping[tuple[str, int], float],
+    usual_ns: float,
+) -> Pass:
+    times, waits = floats(rows, "time_ns"), floats(rows, "wait_ns")
+    first = made[floats(made, "index") == 0].iloc[:1]
+    pid = int(first["pid"].iloc[0]) if len(first) else -1
+    known = [each for each in starts if pid in (each.get("worker_pids") or ()) and each["time_ns"] <= times[0]]
+    startup_ns, ready_ns, waited_ns = 0.0, float("nan"), 0.0
+    at = ready.get((loop.main[0], pid), float("nan"))
+    if known:
+        created_ns, begun_ns = float(known[-1]["time_ns"]), float(known[-1].get("begun_ns") or known[-1]["time_ns"])
+        if begun_ns <= at <= times[0]:
+            ready_ns = at - begun_ns
+            waited_ns = float(np.clip(at - (times[0] - waits[0]), 0.0, waits[0]))
+            startup_ns = min(ready_ns, max(0.0, created_ns - begun_ns) + waited_ns)
+    ramp = waits[floats(rows, "index") < loop.ramp]
+    refill_ns = max(0.0, float(np.nansum(ramp)) - waited_ns - len(ramp) * usual_ns)
+    return Pass(
+        first_ns=float(times[0]),
+        startup=startup_ns / SECOND_NS,
+        ready=ready_ns / SECOND_NS,
+        refill=refill_ns / SECOND_NS,
+        first_fetch=mean(fetch_ns(first)) / SECOND_NS,
+        batches=len(rows),
+    )
+
+
+def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, ratio: float) -> Finding:
+    each, window = seconds / len(passes), _window(tables, passes)
+    ready = mean(np.array([one.ready for one in passes]))
+    batches = float(np.median([one.batches for one in passes]))
+    return Finding(
+        kind="worker-startup",
+        severity=severity(ratio),
+        confidence=confidence(len(passes), _MIN_PASSES),
+        summary=(
+            f"Starting the workers of loader {loop.loader} anew for each epoch costs {ratio:.0%} of the run: "
+            f"{each:.2f} s for each of {len(passes)} epochs after the first ({batches:.0f} batches each), "
+            f"{seconds:.1f} s in all."
+        ),
+        locus=_locus(loop),
+        since_step=step_at(tables, loop.main, passes[0].first_ns),
+        evidence=(
+            *cost(tables, loop.main, seconds, len(passes), window),
+            measured("worker_ready_seconds", ready, "seconds", len(passes), window),
+            measured("startup_wait_seconds", each, "seconds", len(passes), window),
+        ),
+        advice=(
+            Advice(
+                text="Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
+                if batches <= 1
+                else "Set persistent_workers=True, and make the DataLoader once, not in each epoch",
+                expected=f"the workers start once: about {each:.2f} s less per epoch",
+            ),
+        ),
+    )
+
+
+def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, ratio: float) -> Finding:
+    each, window = seconds / len(passes), _window(tables, passes)
+    batches = float(np.median([one.batches for one in passes]))
+    first_fetch = mean(np.array([one.first_fetch for one in passes]))
+    return Finding(
+        kind="epoch-refill",
+        severity=severity(ratio),
+        confidence=confidence(len(passes), _MIN_PASSES),
+        summary=(
+            f"Each epoch of loader {loop.loader} begins with empty queues: that costs {each:.3f} s for each of "
+            f"{len(passes)} epochs after the first ({batches:.0f} batches each), {seconds:.1f} s or {ratio:.0%} of "
+            "the run. Prefetching does not cross the end of an epoch."
+        ),
+        locus=_locus(loop),
+        since_step=step_at(tables, loop.main, passes[0].first_ns),
+        evidence=(
+            *cost(tables, loop.main, seconds, len(passes), window),
+            measured("refill_seconds", each, "seconds", len(passes), window),
+            measured("first_fetch_seconds", first_fetch, "seconds", len(passes), window),
+            measured("batches_per_epoch_count", batches, "count", len(passes), window),
+        ),
+        advice=(
+            Advice(
+                text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
+                "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
+                expected=f"about {each:.3f} s less for each epoch that is saved",
+            ),
+        ),
+    )
+
+
+def _locus(loop: Loop) -> Locus:
+    return Locus(host=loop.main[0], rank=loop.rank, role="worker", loader=loop.loader)
+
+
+def _window(tables: RunTables, passes: list[Pass]) -> str:
+    return window_text(passes[0].first_ns, passes[-1].first_ns, origin_ns(tables))

@@ -1,0 +1,252 @@
+"""Waiting for batches that are made already: for the sampler's next indices, or for the batch to be handed over.
+
+`next()` of a loader with workers takes a batch from the result queue, then asks the sampler for the indices of a
+later one. So its time splits into: until a worker had made the batch (*starved*), until it came out of the queue
+(*copied*: serialising, shared memory, pinning), and the rest, in which the sampler runs. With `num_workers=0`
+what the fetch does not explain is the sampler's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
+from collector.diagnosis.frames import MIB, SECOND_NS, floats, mean, of_process, origin_ns, step_at, window_text
+from collector.diagnosis.loops import Loop, loader_settings
+from collector.diagnosis.pace import BUSY_IDLE, Pace, fetch_ns, starved_ns, without_pauses
+from collector.diagnosis.stall_advice import HAND_OVER_SECONDS
+from collector.diagnosis.tables import RunTables
+
+#: Copying a batch through a queue goes at 0.6 GiB/s on an idle machine (12 MB in 21 ms); what takes three times as
+#: long is not explained by its bytes.
+_SLOWEST_COPY_BYTES = 200 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """The wait of the steady batches that no worker is to blame for; seconds per batch.
+
+    Attributes:
+        sampler: in `next()`, but neither on the queue nor for a fetch.
+        copied: on the queue, after the batch was made.
+        made_ratio: share of the batches that were made before the loop asked for them.
+        ready: batches that stood in the result queue, NaN if not known.
+        payload_bytes: of a batch, NaN if not known.
+
+    """
+
+    batches: int
+    sampler: float
+    copied: float
+    made_ratio: float
+    ready: float
+    payload_bytes: float
+
+    @property
+    def excess(self) -> float:
+        """What handing over takes beyond what any batch costs, however small."""
+        return self.copied - HAND_OVER_SECONDS
+
+    @property
+    def explained(self) -> bool:
+        """Whether the bytes of a batch explain what handing it over takes."""
+        return bool(self.copied <= HAND_OVER_SECONDS + self.payload_bytes / _SLOWEST_COPY_BYTES)
+
+
+def hand_over(loop: Loop) -> HandOver:
+    """How the steady batches of a loop came from their workers."""
+    rows = loop.batches[floats(loop.batches, "index") >= loop.ramp]
+    waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
+    if loop.num_workers:
+        starved = starved_ns(loop, rows, times, waits)
+        blocked = np.fmax(np.fmin(floats(rows, "blocked_ns"), waits), starved)
+    else:
+        costs = loop.fetches.assign(cost_ns=fetch_ns(loop.fetches))[["epoch", "index", "cost_ns"]]
+        made = rows[["epoch", "index"]].merge(costs, how="left", on=["epoch", "index"])
+        blocked = starved = np.fmin(floats(made, "cost_ns"), waits)
+    return HandOver(
+        batches=len(rows),
+        sampler=mean(without_pauses(waits - blocked)) / SECOND_NS,
+        copied=mean(without_pauses(blocked - starved)) / SECOND_NS,
+        made_ratio=mean((starved <= 0).astype(float)),
+        ready=mean(floats(rows, "ready_count")),
+        payload_bytes=mean(floats(loop.batches, "payload_bytes")),
+    )
+
+
+def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+    """`sampler-bound`, and `copy-bound` or `pin-bound`, where they cost the loop enough.
+
+    A sampler that runs while all workers are busy costs nothing: the batch would not come earlier without it.
+    """
+    setting = loader_settings(tables).get((loop.main, loop.loader), {})
+    seen, found = hand_over(loop), []
+    pinned = bool(setting.get("pin_memory")) and pinned_bytes(tables, loop) > 0
+    free = steady.idle_ratio >= BUSY_IDLE if loop.num_workers else not pinned  # inline, pinning is in `next()` too
+    if seen.sampler >= TELL * steady.interval and free and not setting.get("iterable"):
+        found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "the sampler")))
+    if loop.num_workers and seen.excess >= TELL * steady.interval and seen.explained:
+        make = _copy_bound
+        if pinned:
+            make = _pin_bound if setting.get("collate") == "default_collate" else _copied_or_pinned
+        found.append(make(tables, loop, steady, seen))
+    return found
+
+
+def pinned_bytes(tables: RunTables, loop: Loop) -> float:
+    """Pinned memory that the training process came to own, 0 if none is known: without it nothing was pinned."""
+    known = floats(of_process(tables.stream("device_memory"), loop.main), "pinned_allocated_bytes")
+    return float(np.nanmax(known, initial=0.0))
+
+
+def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, sampler: str) -> Finding:
+    seconds = seen.sampler * len(loop.batches)
+    window = _window(tables, steady)
+    idle = (measured("worker_idle_ratio", steady.idle_ratio, "ratio", seen.batches, window),)
+    idling = f", while the workers idle {steady.idle_ratio:.0%} for lack of indices" if loop.num_workers else ""
+    return _finding(
+        "sampler-bound",
+        tables,
+        loop,
+        steady,
+        seconds,
+        summary=f"Choosing the samples of a batch takes {seen.sampler * 1e3:.1f} ms in the training process "
+        f"({sampler} of loader {loop.loader}){idling}: {{cost}}.",
+        evidence=(
+            measured("sampler_seconds", seen.sampler, "seconds", seen.batches, window),
+            measured("data_wait_ratio", steady.wait_ratio, "ratio", seen.batches, window),
+            *(idle if loop.num_workers else ()),
+        ),
+        advice=Advice(
+            text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as "
+            "an array or "
+            "list, and let the dataset look up what an index means",
+            expected=f"{_rate(steady, seen.sampler)}; more workers do not help",
+        ),
+    )
+
+
+def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> Finding:
+    inline = Advice(
+        text="Set num_workers=0",
+        expected=f"about {steady.fetch_mean * 1e3:.1f} ms per batch instead of {seen.copied * 1e3:.1f} ms for "
+        "handing it over",
+    )
+    found = _finding(
+        "copy-bound",
+        tables,
+        loop,
+        steady,
+        seen.excess * len(loop.batches),
+        summary=f"Batches of loader {loop.loader} are copied too slowly from its workers: "
+        f"{seen.payload_bytes / MIB:.1f} MiB "
+        f"take {seen.copied * 1e3:.0f} ms after they are made ({_speed(seen)}): {{cost}}.",
+        evidence=_copy_evidence(tables, steady, seen),
+        advice=Advice(
+            text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
+            "shared "
+            "memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device",
+            expected=f"{_rate(steady, seen.excess)} if nothing is copied twice",
+        ),
+    )
+    if steady.fetch_mean < seen.copied:
+        return dataclasses.replace(found, advice=(*found.advice, inline))
+    return found
+
+
+def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> Finding:
+    pinned = pinned_bytes(tables, loop)
+    return _finding(
+        "pin-bound",
+        tables,
+        loop,
+        steady,
+        seen.excess * len(loop.batches),
+        summary=f"The one thread that pins the batches of loader {loop.loader} does not keep up: "
+        f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
+        f"({_speed(seen)}), and "
+        "default_collate leaves nothing else to copy: {cost}.",
+        evidence=(
+            *_copy_evidence(tables, steady, seen),
+            measured("pinned_allocated_bytes", pinned, "bytes", seen.batches, _window(tables, steady)),
+        ),
+        advice=Advice(
+            text="Hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device; and "
+            "compare "
+            "with a short run with pin_memory=False",
+            expected=f"{_rate(steady, seen.excess)} if pinning costs nothing",
+        ),
+    )
+
+
+def _copied_or_pinned(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> Finding:
+    found = _copy_bound(tables, loop, steady, seen)
+    return dataclasses.replace(
+        found,
+        kind="cannot-tell",
+        severity="info",
+        summary=f"{found.summary} Whether copying or pinning takes it cannot be told: the pinning thread lies "
+        "on the "
+        "way too and has no measurement of its own.",
+        advice=(
+            Advice(
+                text="Set pin_memory=False for a short run and compare",
+                expected="if the wait goes, it was pinning",
+            ),
+            *found.advice,
+        ),
+    )
+
+
+def _copy_evidence(tables: RunTables, steady: Pace, seen: HandOver) -> tuple[Evidence, ...]:
+    window = _window(tables, steady)
+    known = (
+        ("hand_over_seconds", seen.copied, "seconds"),
+        ("made_before_asked_ratio", seen.made_ratio, "ratio"),
+        ("ready_batches_count", seen.ready, "count"),
+        ("payload_bytes", seen.payload_bytes, "bytes"),
+    )
+    return tuple(
+        measured(name, value, unit, seen.batches, window) for name, value, unit in known if np.isfinite(value)
+    )
+
+
+def _finding(
+    kind: str,
+    tables: RunTables,
+    loop: Loop,
+    steady: Pace,
+    seconds: float,
+    *,
+    summary: str,
+    evidence: tuple[Evidence, ...],
+    advice: Advice,
+) -> Finding:
+    ratio = lost_ratio(tables, loop.main, seconds)
+    return Finding(
+        kind=kind,
+        severity=severity(ratio),
+        confidence=confidence(steady.batches, 10),
+        summary=summary.format(cost=f"{seconds:.1f} s, {ratio:.0%} of the run"),
+        locus=Locus(host=loop.main[0], rank=loop.rank, role="main", loader=loop.loader, pid=loop.main[1]),
+        since_step=step_at(tables, loop.main, steady.first_ns),
+        evidence=(*cost(tables, loop.main, seconds, steady.batches, _window(tables, steady)), *evidence),
+        advice=(advice,),
+    )
+
+
+def _window(tables: RunTables, steady: Pace) -> str:
+    return window_text(steady.first_ns, steady.last_ns, origin_ns(tables))
+
+
+def _speed(seen: HandOver) -> str:
+    return f"{seen.payload_bytes / max(seen.copied, 1e-9) / MIB:.0f} MiB/s"
+
+
+def _rate(steady: Pace, less_seconds: float) -> str:
+    faster = 1 / max(steady.interval - less_seconds, 1e-6)
+    return f"about {faster:.1f} batches/s instead of {1 / steady.interval:.1f}"

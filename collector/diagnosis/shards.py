@@ -1,0 +1,79 @@
+"""Uneven shards: some workers of an iterable dataset run out before the others, and the epoch's rest is slow."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.findings import Advice, Finding, Locus
+from collector.diagnosis.frames import SECOND_NS, floats, mean, origin_ns, step_at, window_text
+from collector.diagnosis.loops import Loop, loader_settings
+from collector.diagnosis.tables import RunTables
+
+
+def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
+    """What a loop over an iterable dataset loses when some of its workers have run out.
+
+    An even end of an epoch leaves at most `ramp` batches after a worker's last one.
+    """
+    setting = loader_settings(tables).get((loop.main, loop.loader), {})
+    if loop.num_workers < 2 or not setting.get("iterable"):
+        return []
+    lost, tail_count, counts, largest = 0.0, 0, [], []
+    made = dict(iter(loop.fetches.groupby("epoch")))
+    for epoch, rows in loop.batches.groupby("epoch"):
+        if epoch not in made:
+            continue
+        ends = made[epoch].groupby("worker")["time_ns"].max()
+        share = made[epoch].groupby("worker").size()
+        from_ns = float(ends.min()) if len(ends) == loop.num_workers else 0.0
+        times, waits, index = (floats(rows, name) for name in ("time_ns", "wait_ns", "index"))
+        tail = (times > from_ns) & (index >= loop.ramp)
+        if tail.sum() <= loop.ramp:
+            continue
+        usual = mean(waits[~tail & (index >= loop.ramp)])
+        lost += float(np.nansum(waits[tail]) - tail.sum() * np.nan_to_num(usual)) / SECOND_NS
+        tail_count += int(tail.sum())
+        counts.append(float(share.max()) * loop.num_workers / float(share.sum()))
+        largest.append(int(share.index[int(np.argmax(share))]))
+    ratio = lost_ratio(tables, loop.main, max(lost, 0.0))
+    if not counts or ratio < TELL:
+        return []
+    worker = max(set(largest), key=largest.count)
+    same = largest.count(worker) > len(largest) / 2
+    times = floats(loop.batches, "time_ns")
+    window = window_text(times[0], times[-1], origin_ns(tables))
+    return [
+        Finding(
+            kind="shard-skew",
+            severity=severity(ratio),
+            confidence=confidence(tail_count, 10 * loop.ramp),
+            summary=(
+                f"The dataset of loader {loop.loader} is shared out unevenly: "
+                + (f"worker {worker} has " if same else "one worker has ")
+                + f"{mean(np.array(counts)):.1f} times its even share, and works on when others are done. "
+                f"That costs {lost:.1f} s in {len(counts)} epochs, {ratio:.0%} of the run."
+            ),
+            locus=Locus(
+                host=loop.main[0],
+                rank=loop.rank,
+                role="worker",
+                loader=loop.loader,
+                worker=worker if same else None,
+            ),
+            since_step=step_at(tables, loop.main, times[0]),
+            evidence=(
+                *cost(tables, loop.main, lost, len(counts), window),
+                measured("largest_share_ratio", mean(np.array(counts)), "ratio", len(counts), window),
+                measured("tail_batches_count", tail_count / len(counts), "count", len(counts), window),
+            ),
+            advice=(
+                Advice(
+                    text="Share the samples out evenly over get_worker_info().num_workers: by sample (every "
+                    "n-th), or "
+                    "in shards of equal size whose number is a multiple of the workers",
+                    expected=f"all workers end together: about {lost / len(counts):.2f} s less per epoch",
+                ),
+            ),
+        )
+    ]
