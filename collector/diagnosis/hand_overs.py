@@ -15,15 +15,26 @@ import numpy as np
 
 from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
-from collector.diagnosis.frames import MIB, SECOND_NS, floats, mean, of_process, origin_ns, step_at, window_text
+from collector.diagnosis.frames import (
+    GIB,
+    MIB,
+    SECOND_NS,
+    floats,
+    mean,
+    of_process,
+    origin_ns,
+    step_at,
+    window_text,
+)
 from collector.diagnosis.loops import Loop, loader_settings
 from collector.diagnosis.pace import BUSY_IDLE, Pace, fetch_ns, starved_ns, without_pauses
 from collector.diagnosis.stall_advice import HAND_OVER_SECONDS
 from collector.diagnosis.tables import RunTables
 
-#: Copying a batch through a queue goes at 0.6 GiB/s on an idle machine (12 MB in 21 ms); what takes three times as
-#: long is not explained by its bytes.
-_SLOWEST_COPY_BYTES = 200 * MIB
+#: A batch of tensors goes through a queue at 0.6 to 1 GiB/s (12 and 32 MB, 2 cores). What goes slower than half of
+#: that waits for something else than its bytes: a core, or the interpreter lock.
+_COPY_BYTES = GIB
+_EXPLAINED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +58,11 @@ class HandOver:
     payload_bytes: float
 
     @property
-    def excess(self) -> float:
-        """What handing over takes beyond what any batch costs, however small."""
-        return self.copied - HAND_OVER_SECONDS
-
-    @property
-    def explained(self) -> bool:
-        """Whether the bytes of a batch explain what handing it over takes."""
-        return bool(self.copied <= HAND_OVER_SECONDS + self.payload_bytes / _SLOWEST_COPY_BYTES)
+    def copying(self) -> float:
+        """What its bytes take, of the time beyond what any batch costs; 0 if they do not explain most of that."""
+        excess = self.copied - HAND_OVER_SECONDS
+        by_bytes = min(excess, np.nan_to_num(self.payload_bytes) / _COPY_BYTES)
+        return by_bytes if by_bytes >= _EXPLAINED * excess else 0.0
 
 
 def hand_over(loop: Loop) -> HandOver:
@@ -87,9 +95,10 @@ def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     seen, found = hand_over(loop), []
     pinned = bool(setting.get("pin_memory")) and pinned_bytes(tables, loop) > 0
     free = steady.idle_ratio >= BUSY_IDLE if loop.num_workers else not pinned  # inline, pinning is in `next()` too
-    if seen.sampler >= TELL * steady.interval and free and not setting.get("iterable"):
+    usual = HAND_OVER_SECONDS if loop.num_workers else 0.0  # sending off indices takes its time too
+    if seen.sampler - usual >= TELL * steady.interval and free and not setting.get("iterable"):
         found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "the sampler")))
-    if loop.num_workers and seen.excess >= TELL * steady.interval and seen.explained:
+    if loop.num_workers and seen.copying >= TELL * steady.interval:
         make = _copy_bound
         if pinned:
             make = _pin_bound if setting.get("collate") == "default_collate" else _copied_or_pinned
@@ -141,7 +150,7 @@ def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> 
         tables,
         loop,
         steady,
-        seen.excess * len(loop.batches),
+        seen.copying * len(loop.batches),
         summary=f"Batches of loader {loop.loader} are copied too slowly from its workers: "
         f"{seen.payload_bytes / MIB:.1f} MiB "
         f"take {seen.copied * 1e3:.0f} ms after they are made ({_speed(seen)}): {{cost}}.",
@@ -150,7 +159,7 @@ def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> 
             text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
             "shared "
             "memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device",
-            expected=f"{_rate(steady, seen.excess)} if nothing is copied twice",
+            expected=f"{_rate(steady, seen.copying)} if nothing is copied twice",
         ),
     )
     if steady.fetch_mean < seen.copied:
@@ -165,7 +174,7 @@ def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> F
         tables,
         loop,
         steady,
-        seen.excess * len(loop.batches),
+        seen.copying * len(loop.batches),
         summary=f"The one thread that pins the batches of loader {loop.loader} does not keep up: "
         f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
         f"({_speed(seen)}), and "
@@ -178,7 +187,7 @@ def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> F
             text="Hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device; and "
             "compare "
             "with a short run with pin_memory=False",
-            expected=f"{_rate(steady, seen.excess)} if pinning costs nothing",
+            expected=f"{_rate(steady, seen.copying)} if pinning costs nothing",
         ),
     )
 

@@ -19,6 +19,7 @@ _FIRST_STEPS = 10  # lazy initialisation, compilation, autotuning
 _MIN_PAUSES = 4
 _NOISE = 8.0  # times the spread of the usual steps, and half a step more: no machine's noise comes regularly
 _RARE = 0.2  # of the steps: what comes more often is the usual step
+_ALIKE = 0.25  # of what most pauses take, at least
 _REGULAR = 0.8  # of the distances are the usual one, give or take a tenth
 _ONE_PHASE = 0.7  # of what the pauses take over the usual lies in one phase
 _TELL = 0.02  # a pause that comes by the clock stands out from noise at less than a wait does
@@ -42,13 +43,15 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     long = work > usual + max(_NOISE * spread, 0.5 * usual)
     long &= ~_beside_an_epoch(tables, steps, main)
     at = np.flatnonzero(long)
+    if len(at):  # a single step that is somewhat longer, by chance, is not one of them
+        at = at[work[at] - usual >= _ALIKE * np.quantile(work[at] - usual, 0.75)]
     if not _MIN_PAUSES <= len(at) <= _RARE * len(steps):
         return []
     distance = float(np.median(np.diff(at)))
     regular = float(np.mean(np.abs(np.diff(at) - distance) <= max(0.1 * distance, 1.0)))
     seconds = float((work[at] - usual).sum()) / SECOND_NS
     ratio = lost_ratio(tables, main, seconds)
-    phase, share = _phase(steps, long, seconds)
+    phase, share = _phase(steps, at, seconds)
     if regular < _REGULAR or share < _ONE_PHASE or ratio < _TELL or distance <= 1:
         return []
     times = floats(steps, "time_ns")
@@ -86,12 +89,12 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     ]
 
 
-def _phase(steps: pd.DataFrame, long: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
+def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
     """The phase in which the long steps take longer, and its share of that."""
     more = {}
     for name in _PHASES:
         values = np.nan_to_num(floats(steps, f"{name}_ns"))
-        more[name] = float((values[long] - np.median(values)).sum()) / SECOND_NS
+        more[name] = float((values[at] - np.median(values)).sum()) / SECOND_NS
     phase = max(more, key=lambda name: more[name])
     return phase, more[phase] / max(seconds, 1e-9)
 

@@ -207,10 +207,15 @@ def shard_skew(job: Job) -> None:
 def main_thread_pause(job: Job) -> None:
     """Every 50 steps the garbage collector walks 300,000 objects in the training thread."""
     job.kept = [[number] for number in range(300_000)]
-    if not job.faulty:
-        gc.freeze()  # the collector passes over them
-        job.closing.callback(gc.unfreeze)
-    job.after_step = lambda _loss, _batch: gc.collect() if job.step % 50 == 0 else None
+
+    def collect(_loss: torch.Tensor, _batch: Batch) -> None:
+        if job.step == 1 and not job.faulty:
+            gc.freeze()  # the collector passes over all that there is once everything is loaded
+            job.closing.callback(gc.unfreeze)
+        if job.step % 50 == 0:
+            gc.collect()
+
+    job.after_step = collect
 
 
 @fault("rank-straggler", ranks_count=2)
