@@ -7,21 +7,41 @@ first start of a run can't be saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
 from collector.diagnosis.findings import Advice, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, key_of, mean, median, origin_ns, step_at, window_text
+from collector.diagnosis.frames import (
+    SECOND_NS,
+    floats,
+    key_of,
+    mean,
+    median,
+    origin_ns,
+    step_at,
+    whole,
+    window_text,
+)
 from collector.diagnosis.loops import Loop
-from collector.diagnosis.pace import Pace, fetch_ns
+from collector.diagnosis.pace import Pace, fetch_ns, starved_ns
 from collector.diagnosis.tables import RunTables
 
 _MIN_PASSES = 3  # that recur, before a mean of them has an error
+#: So many are looked at one by one; earlier ones are taken to be like them.
+RECENT_EPOCHS = 1000
+
+
+class _Start(NamedTuple):
+    """When an epoch's iterator was begun, when it was there, and when a worker of it was first ready."""
+
+    begun_ns: float
+    created_ns: float
+    ready_ns: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +51,7 @@ class Pass:
     Attributes:
         startup: that the loop waited for its workers to start, 0 if they were there.
         ready: until the worker of the first batch looked for work, by its own clock; NaN if it was there.
-        refill: that the loop waited at the first batches beyond that, and beyond what it waits later on.
+        refill: that it starved at the first batches beyond that, and beyond what it starves later on.
         first_fetch: what making the first batch took the worker.
         batches: yielded.
 
@@ -48,21 +68,18 @@ class Pass:
 def find_epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
     """What the starts of epochs cost this loop, dearest first."""
     passes = _passes(tables, loop, steady)[1:] if loop.num_workers else []
-    if len(passes) < _MIN_PASSES:
-        return []
-    found = []
+    all_count = len(np.unique(floats(loop.batches, "epoch"))) - 1
     started = [each for each in passes if math.isfinite(each.ready)]
-    for kind, rows, seconds in (
-        ("worker-startup", started, np.array([each.startup for each in started])),
-        ("epoch-refill", passes, np.array([each.refill for each in passes])),
+    found = []
+    for make, rows, seconds in (
+        (_startup, started, np.array([each.startup for each in started])),
+        (_refill, passes, np.array([each.refill for each in passes])),
     ):
-        if len(rows) < _MIN_PASSES or not _certain(seconds):
-            continue
-        total = float(seconds.sum())
-        ratio = lost_ratio(tables, loop.main, total)
-        if ratio >= TELL:
-            make = _startup if kind == "worker-startup" else _refill
-            found.append((ratio, make(tables, loop, rows, total, ratio)))
+        if len(rows) >= _MIN_PASSES and _certain(seconds):
+            total = float(seconds.sum()) * all_count / len(passes)
+            ratio = lost_ratio(tables, loop.main, total)
+            if ratio >= TELL:
+                found.append((ratio, make(tables, loop, rows, total, ratio)))
     return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
 
 
@@ -72,64 +89,72 @@ def _certain(seconds: np.ndarray[Any, Any]) -> bool:
 
 
 def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
-    ready = {
-        (key[0], key[1]): float(event["time_ns"])
-        for event in tables.events_of("worker-ready")
-        if (key := key_of(event)) is not None
-    }
-    starts = [event for event in tables.events_of("epoch-start") if key_of(event) == loop.main]
-    made = dict(iter(loop.fetches.groupby("epoch")))
-    usual = _usual_wait_ns(loop, steady)
-    passes = []
-    for epoch, rows in loop.batches.groupby("epoch"):
-        if epoch in made and floats(rows, "index")[0] == 0:
-            passes.append(_pass(loop, rows, made[epoch], starts, ready, usual))
+    """The recent epochs that were seen from their first batch on."""
+    recent = np.unique(floats(loop.batches, "epoch"))[-RECENT_EPOCHS:]
+    batches, fetches = (rows[rows["epoch"].isin(recent)] for rows in (loop.batches, loop.fetches))
+    waits = floats(batches, "wait_ns")
+    starved = starved_ns(loop, batches, floats(batches, "time_ns"), waits)
+    rows = batches.assign(wait_ns=waits, starved_ns=starved)
+    first = fetches[floats(fetches, "index") == 0].assign(taken_ns=lambda made: fetch_ns(made))
+    makers = dict(zip(first["epoch"], first.itertuples(index=False), strict=True))
+    starts, usual_ns = _starts(tables, loop), _usual_ns(loop, steady)
+    passes = [
+        _pass(loop, mine, float(makers[epoch].taken_ns), starts.get(int(makers[epoch].pid), []), usual_ns)
+        for epoch, mine in rows.groupby("epoch")
+        if epoch in makers and mine["index"].iloc[0] == 0
+    ]
     return sorted(passes, key=lambda each: each.first_ns)
 
 
-def _usual_wait_ns(loop: Loop, steady: Pace | None) -> float:
-    """What the loop waits for a batch when its queues are full: as measured, or as the workers' pace allows."""
-    fetch = mean(fetch_ns(loop.fetches))
+def _starts(tables: RunTables, loop: Loop) -> dict[int, list[_Start]]:
+    """Worker pid -> the starts of epochs that it worked in, in order of time."""
+    ready = {
+        key[1]: float(event["time_ns"])
+        for event in tables.events_of("worker-ready")
+        if (key := key_of(event)) is not None and key[0] == loop.main[0]
+    }
+    found: dict[int, list[_Start]] = {}
+    for event in tables.events_of("epoch-start"):
+        if key_of(event) == loop.main:
+            created_ns = float(event["time_ns"])
+            begun_ns = float(whole(event.get("begun_ns")) or created_ns)
+            for pid in map(whole, event.get("worker_pids") or ()):
+                if pid is not None:
+                    found.setdefault(pid, []).append(_Start(begun_ns, created_ns, ready.get(pid, math.nan)))
+    return found
+
+
+def _usual_ns(loop: Loop, steady: Pace | None) -> float:
+    """How long the loop starves per batch when its queues are full: as measured, or as the workers' pace allows."""
     gaps = np.diff(floats(loop.batches, "time_ns"), prepend=np.nan) - floats(loop.batches, "wait_ns")
     gaps[np.diff(floats(loop.batches, "epoch"), prepend=np.nan) != 0] = np.nan
-    allowed = fetch / loop.num_workers - np.nan_to_num(median(gaps))
-    return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.wait * SECOND_NS]))
+    allowed = mean(fetch_ns(loop.fetches)) / loop.num_workers - np.nan_to_num(median(gaps))
+    return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.starved * SECOND_NS]))
 
 
-def _pass(
-    loop: Loop,
-    rows: pd.DataFrame,
-    made: pd.DataFrame,
-    starts: list[Mapping[str, Any]],
-    ready: Mapping[tuple[str, int], float],
-    usual_ns: float,
-) -> Pass:
+def _pass(loop: Loop, rows: pd.DataFrame, taken_ns: float, starts: list[_Start], usual_ns: float) -> Pass:
     times, waits = floats(rows, "time_ns"), floats(rows, "wait_ns")
-    first = made[floats(made, "index") == 0].iloc[:1]
-    pid = int(first["pid"].iloc[0]) if len(first) else -1
-    known = [each for each in starts if pid in (each.get("worker_pids") or ()) and each["time_ns"] <= times[0]]
     startup_ns, ready_ns, waited_ns = 0.0, float("nan"), 0.0
-    at = ready.get((loop.main[0], pid), float("nan"))
-    if known:
-        created_ns, begun_ns = float(known[-1]["time_ns"]), float(known[-1].get("begun_ns") or known[-1]["time_ns"])
-        if begun_ns <= at <= times[0]:
-            ready_ns = at - begun_ns
-            waited_ns = float(np.clip(at - (times[0] - waits[0]), 0.0, waits[0]))
-            startup_ns = min(ready_ns, max(0.0, created_ns - begun_ns) + waited_ns)
-    ramp = waits[floats(rows, "index") < loop.ramp]
+    known = bisect_right(starts, times[0], key=lambda start: start.created_ns)
+    if known and starts[known - 1].begun_ns <= starts[known - 1].ready_ns <= times[0]:
+        start = starts[known - 1]
+        ready_ns = start.ready_ns - start.begun_ns
+        waited_ns = float(np.clip(start.ready_ns - (times[0] - waits[0]), 0.0, waits[0]))
+        startup_ns = min(ready_ns, max(0.0, start.created_ns - start.begun_ns) + waited_ns)
+    ramp = floats(rows, "starved_ns")[floats(rows, "index") < loop.ramp]
     refill_ns = max(0.0, float(np.nansum(ramp)) - waited_ns - len(ramp) * usual_ns)
     return Pass(
         first_ns=float(times[0]),
         startup=startup_ns / SECOND_NS,
         ready=ready_ns / SECOND_NS,
         refill=refill_ns / SECOND_NS,
-        first_fetch=mean(fetch_ns(first)) / SECOND_NS,
+        first_fetch=taken_ns / SECOND_NS,
         batches=len(rows),
     )
 
 
 def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, ratio: float) -> Finding:
-    each, window = seconds / len(passes), _window(tables, passes)
+    each, window = mean(np.array([one.startup for one in passes])), _window(tables, passes)
     ready = mean(np.array([one.ready for one in passes]))
     batches = float(np.median([one.batches for one in passes]))
     return Finding(
@@ -160,7 +185,7 @@ def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, 
 
 
 def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, ratio: float) -> Finding:
-    each, window = seconds / len(passes), _window(tables, passes)
+    each, window = mean(np.array([one.refill for one in passes])), _window(tables, passes)
     batches = float(np.median([one.batches for one in passes]))
     first_fetch = mean(np.array([one.first_fetch for one in passes]))
     return Finding(

@@ -32,6 +32,7 @@ _OWN = {
     "optimizer_ns": "its optimizer takes longer",
     "other_ns": "it does something between its phases",
 }
+_HOST_ONLY = ("data_wait_ns", "h2d_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,10 @@ class _Late:
 
 def find_rank_straggler(tables: RunTables) -> list[Finding]:
     """`rank-straggler`: the one rank that holds up the others, if there is one."""
-    steps = _common_steps(tables)
-    if len(steps) < 2 or len(next(iter(steps.values()))) < _MIN_STEPS:
+    hosts = _common_steps(tables, "step")
+    # Ranks with GPUs meet on the device, while the host runs ahead.
+    steps = _common_steps(tables, "device_time") or hosts
+    if not steps:
         return []
     own = {key: floats(rows, "duration_ns") - floats(rows, "backward_ns") for key, rows in steps.items()}
     straggler = max(own, key=lambda key: float(np.mean(own[key])))
@@ -57,10 +60,14 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     certain = late.seconds > 3 * late.error and early.seconds > 3 * early.error
     if not certain or early.seconds < _WAITS * late.seconds or ratio < TELL:
         return []
+    seen = {name: hosts if name in _HOST_ONLY and straggler in hosts else steps for name in _OWN}
     phases = {
-        name: _late({k: np.nan_to_num(floats(r, name)) for k, r in steps.items()}, straggler) for name in _OWN
+        name: _late({key: np.nan_to_num(floats(each, name)) for key, each in by_rank.items()}, straggler)
+        for name, by_rank in seen.items()
     }
     phase = max(phases, key=lambda name: phases[name].seconds)
+    if phases["data_wait_ns"].seconds >= _WAITS * late.seconds:
+        phase = "data_wait_ns"  # on the device it is but a gap between two steps
     retries = _retries(tables, steps)
     by, why = ("data" if phase == "data_wait_ns" else "compute"), _OWN[phase]
     if by == "compute" and retries[straggler] > max(count for key, count in retries.items() if key != straggler):
@@ -109,9 +116,9 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
     return Advice(text=text, expected=f"about {seconds * 1e3:.0f} ms less per step, on every rank")
 
 
-def _common_steps(tables: RunTables) -> dict[ProcessKey, pd.DataFrame]:
-    """The recent steps that all ranks made, by training process; empty where there are no ranks to compare."""
-    mine = {main: of_process(tables.stream("step"), main) for main in Lifecycle(tables).mains}
+def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:
+    """The recent steps that all ranks made, by training process; empty where there are too few to compare."""
+    mine = {main: of_process(tables.stream(stream), main) for main in Lifecycle(tables).mains}
     mine = {
         key: rows[np.isfinite(floats(rows, "backward_ns")) & np.isfinite(floats(rows, "rank"))]
         for key, rows in mine.items()
@@ -123,6 +130,8 @@ def _common_steps(tables: RunTables) -> dict[ProcessKey, pd.DataFrame]:
         return {}
     common = pd.Index(sorted(set.intersection(*(set(rows.index) for rows in mine.values()))))
     common = common[_FIRST_STEPS:][-_RECENT_STEPS:]
+    if len(common) < _MIN_STEPS:
+        return {}
     return {key: rows[~rows.index.duplicated()].loc[common] for key, rows in mine.items()}
 
 

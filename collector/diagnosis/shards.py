@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.epochs import RECENT_EPOCHS
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, mean, origin_ns, step_at, window_text
 from collector.diagnosis.loops import Loop, loader_settings
@@ -21,7 +22,9 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
         return []
     lost, tail_count, counts, largest = 0.0, 0, [], []
     made = dict(iter(loop.fetches.groupby("epoch")))
-    for epoch, rows in loop.batches.groupby("epoch"):
+    epochs = np.unique(floats(loop.batches, "epoch"))
+    recent = loop.batches[loop.batches["epoch"].isin(epochs[-RECENT_EPOCHS:])]
+    for epoch, rows in recent.groupby("epoch"):
         if epoch not in made:
             continue
         ends = made[epoch].groupby("worker")["time_ns"].max()
@@ -36,6 +39,7 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
         tail_count += int(tail.sum())
         counts.append(float(share.max()) * loop.num_workers / float(share.sum()))
         largest.append(int(share.index[int(np.argmax(share))]))
+    lost *= len(epochs) / len(epochs[-RECENT_EPOCHS:])
     ratio = lost_ratio(tables, loop.main, max(lost, 0.0))
     if not counts or ratio < TELL:
         return []

@@ -22,6 +22,7 @@ GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
         "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "1000"),
         "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "1000"),
     },
+    {kind: (*JOB, "fault", kind, "--steps", "150") for kind in ("sampler-bound", "epoch-refill")},
     {
         "copy-on-read": (*JOB, "fault", "copy-on-read", "--steps", "1150"),
         "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "1150"),
@@ -87,6 +88,15 @@ def test_one_slow_worker_is_named_and_its_twin_is_not_confused_with_it(reports):
     assert one["slow-worker"]["locus"]["worker"] == 1
     assert set(all_slow) == {"workers-too-slow"}
     assert "worker" not in all_slow["workers-too-slow"]["locus"]
+
+
+@pytest.mark.parametrize("kind", ["sampler-bound", "epoch-refill"])
+def test_other_causes_are_named_with_what_they_cost(reports, kind):
+    found = warnings(reports[kind])
+    assert set(found) == {kind}
+    cost = {each["name"]: each["value"] for each in found[kind]["evidence"]}
+    assert cost["lost_wall_ratio"] > 0.1
+    assert cost["lost_seconds"] > 0.5
 
 
 def test_copy_on_read_is_found_and_its_tensor_backed_twin_is_silent(reports):

@@ -188,6 +188,17 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, retr
     assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
 
 
+def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
+    script = ranks(late=0.030, column="data_wait_ns")
+    for part in script.parts["step"]:
+        device = part.drop(columns=["data_wait_ns", "h2d_ns"])
+        device["other_ns"] += part["data_wait_ns"]
+        script.parts.setdefault("device_time", []).append(device)
+    script.parts["step"] = [part.assign(backward_ns=ns(0.002)) for part in script.parts["step"]]
+    found = find_rank_straggler(script.tables())
+    assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
+
+
 def test_ranks_that_nobody_waits_for_are_no_stragglers():
     assert find_rank_straggler(ranks(late=0.0).tables()) == []
     assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []
