@@ -71,11 +71,13 @@ def hand_over(loop: Loop) -> HandOver:
     waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
     if loop.num_workers:
         starved = starved_ns(loop, rows, times, waits)
-        blocked = np.fmax(np.fmin(floats(rows, "blocked_ns"), waits), starved)
+        blocked = np.maximum(np.minimum(floats(rows, "blocked_ns"), waits), starved)
     else:
         costs = loop.fetches.assign(cost_ns=fetch_ns(loop.fetches))[["epoch", "index", "cost_ns"]]
-        made = rows[["epoch", "index"]].merge(costs, how="left", on=["epoch", "index"])
-        blocked = starved = np.fmin(floats(made, "cost_ns"), waits)
+        made = rows[["epoch", "index"]].merge(
+            costs.drop_duplicates(["epoch", "index"]), how="left", on=["epoch", "index"]
+        )
+        blocked = starved = np.minimum(floats(made, "cost_ns"), waits)
     return HandOver(
         batches=len(rows),
         sampler=mean(without_pauses(waits - blocked)) / SECOND_NS,
@@ -97,7 +99,7 @@ def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     free = steady.idle_ratio >= BUSY_IDLE if loop.num_workers else not pinned  # inline, pinning is in `next()` too
     usual = HAND_OVER_SECONDS if loop.num_workers else 0.0  # sending off indices takes its time too
     if seen.sampler - usual >= TELL * steady.interval and free and not setting.get("iterable"):
-        found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "the sampler")))
+        found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "sampler")))
     if loop.num_workers and seen.copying >= TELL * steady.interval:
         make = _copy_bound
         if pinned:
@@ -124,7 +126,7 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         steady,
         seconds,
         summary=f"Choosing the samples of a batch takes {seen.sampler * 1e3:.1f} ms in the training process "
-        f"({sampler} of loader {loop.loader}){idling}: {{cost}}.",
+        f"({sampler} or the batch sampler of loader {loop.loader}){idling}: {{cost}}.",
         evidence=(
             measured("sampler_seconds", seen.sampler, "seconds", seen.batches, window),
             measured("data_wait_ratio", steady.wait_ratio, "ratio", seen.batches, window),
@@ -132,8 +134,7 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         ),
         advice=Advice(
             text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as "
-            "an array or "
-            "list, and let the dataset look up what an index means",
+            "an array or list, and let the dataset look up what an index means",
             expected=f"{_rate(steady, seen.sampler)}; more workers do not help",
         ),
     )
@@ -152,13 +153,13 @@ def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> 
         steady,
         seen.copying * len(loop.batches),
         summary=f"Batches of loader {loop.loader} are copied too slowly from its workers: "
-        f"{seen.payload_bytes / MIB:.1f} MiB "
-        f"take {seen.copied * 1e3:.0f} ms after they are made ({_speed(seen)}): {{cost}}.",
+        f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
+        f"({_speed(seen)}): {{cost}}.",
         evidence=_copy_evidence(tables, steady, seen),
         advice=Advice(
             text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
-            "shared "
-            "memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device",
+            "shared memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the "
+            "device",
             expected=f"{_rate(steady, seen.copying)} if nothing is copied twice",
         ),
     )
@@ -177,16 +178,14 @@ def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> F
         seen.copying * len(loop.batches),
         summary=f"The one thread that pins the batches of loader {loop.loader} does not keep up: "
         f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
-        f"({_speed(seen)}), and "
-        "default_collate leaves nothing else to copy: {cost}.",
+        f"({_speed(seen)}), and default_collate leaves nothing else to copy: {cost}.",
         evidence=(
             *_copy_evidence(tables, steady, seen),
             measured("pinned_allocated_bytes", pinned, "bytes", seen.batches, _window(tables, steady)),
         ),
         advice=Advice(
             text="Hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device; and "
-            "compare "
-            "with a short run with pin_memory=False",
+            "compare with a short run with pin_memory=False",
             expected=f"{_rate(steady, seen.copying)} if pinning costs nothing",
         ),
     )
@@ -199,8 +198,7 @@ def _copied_or_pinned(tables: RunTables, loop: Loop, steady: Pace, seen: HandOve
         kind="cannot-tell",
         severity="info",
         summary=f"{found.summary} Whether copying or pinning takes it cannot be told: the pinning thread lies "
-        "on the "
-        "way too and has no measurement of its own.",
+        "on the way too and has no measurement of its own.",
         advice=(
             Advice(
                 text="Set pin_memory=False for a short run and compare",

@@ -78,10 +78,8 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             advice=(
                 Advice(
                     text=f"Look at what the loop does every {distance:.0f} steps: garbage collection "
-                    "(gc.freeze() after "
-                    "set-up, and fewer live objects), logging, saving a checkpoint, .item() or .cpu() on the "
-                    "device; do "
-                    "it less often, or in another thread or process",
+                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
+                    ".item() or .cpu() on the device; do it less often, or in another thread or process",
                     expected=f"up to {ratio:.0%} less time",
                 ),
             ),

@@ -82,9 +82,8 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             confidence=confidence(len(rows), _BLOCK_STEPS),
             summary=(
                 f"The other ranks wait for rank {rank}: by itself it takes {late.seconds * 1e3:.1f} ms longer "
-                "per step, "
-                f"and they wait {early.seconds * 1e3:.1f} ms longer in their backward pass, where gradients are "
-                f"summed; {why}. That costs {lost:.1f} s, {ratio:.0%} of the run."
+                f"per step, and they wait {early.seconds * 1e3:.1f} ms longer in their backward pass, where "
+                f"gradients are summed; {why}. That costs {lost:.1f} s, {ratio:.0%} of the run."
             ),
             locus=Locus(
                 host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
@@ -110,8 +109,7 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
         "memory": f"Give rank {rank} a smaller batch or shorter samples, or free what it keeps on the device: each "
         "flush of the allocator's cache stops the device",
         "compute": f"Look at what rank {rank} alone does in that phase (logging, evaluation, longer "
-        "samples), and at its "
-        "device and cores: clocks, temperature, other programs",
+        "samples), and at its device and cores: clocks, temperature, other programs",
     }[by]
     return Advice(text=text, expected=f"about {seconds * 1e3:.0f} ms less per step, on every rank")
 

@@ -74,8 +74,7 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
             advice=(
                 Advice(
                     text="Share the samples out evenly over get_worker_info().num_workers: by sample (every "
-                    "n-th), or "
-                    "in shards of equal size whose number is a multiple of the workers",
+                    "n-th), or in shards of equal size whose number is a multiple of the workers",
                     expected=f"all workers end together: about {lost / len(counts):.2f} s less per epoch",
                 ),
             ),

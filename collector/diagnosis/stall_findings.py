@@ -23,9 +23,8 @@ def hand_over(loop: Loop, steady: Pace) -> Finding:
     """The waiting lies between worker and loop, and neither sampler nor the bytes of a batch explain it."""
     missing = (
         f"it waits {steady.wait_ratio:.0%} of its time for batches that the workers have made already "
-        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop), and the bytes of a batch do "
-        "not explain "
-        f"that; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
+        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop), and the bytes of a batch do not "
+        f"explain that; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
     )
     advice: tuple[Advice, ...] = ()
     if steady.fetch_mean < steady.hand_over:
@@ -157,8 +156,7 @@ def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         advice=(
             Advice(
                 text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket "
-                "samples of like "
-                "length, call torch.stack once instead of loops over samples",
+                "samples of like length, call torch.stack once instead of loops over samples",
                 expected=f"up to {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f} "
                 "without it",
             ),

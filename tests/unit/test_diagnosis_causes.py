@@ -41,8 +41,13 @@ def test_a_slow_sampler_is_told_from_slow_workers():
     kinds, found = told(waiting_longer(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
-    assert "Slow of loader 0" in found["sampler-bound"].summary
+    assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
     assert told(waiting_longer(simulate(**STEADY), 0.001, blocked=False))[0] == []
+
+
+def test_a_wait_that_was_not_split_is_blamed_on_neither():
+    script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
+    assert told(script)[0] == [("cannot-tell", "info")]
 
 
 def test_without_workers_the_sampler_is_what_the_fetch_does_not_explain():
