@@ -2,8 +2,8 @@
 
 `next()` of a loader with workers takes a batch from the result queue, then asks the sampler for the indices of a
 later one. So its time splits into: until a worker had made the batch (*starved*), until it came out of the queue
-(*copied*: serialising, shared memory, pinning), and the rest, in which the sampler runs. With `num_workers=0`
-what the fetch does not explain is the sampler's.
+(*copied*: serialising, shared memory, pinning), and the rest, in which the sampler runs. With `num_workers=0` a
+fetch is all of `next()`, sampler included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collector.diagnosis.frames import (
     window_text,
 )
 from collector.diagnosis.loops import Loop, loader_settings
-from collector.diagnosis.pace import BUSY_IDLE, Pace, fetch_ns, starved_ns, without_pauses
+from collector.diagnosis.pace import BUSY_IDLE, Pace, starved_ns, without_pauses
 from collector.diagnosis.stall_advice import HAND_OVER_SECONDS
 from collector.diagnosis.tables import RunTables
 
@@ -69,15 +69,8 @@ def hand_over(loop: Loop) -> HandOver:
     """How the steady batches of a loop came from their workers."""
     rows = loop.batches[floats(loop.batches, "index") >= loop.ramp]
     waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
-    if loop.num_workers:
-        starved = starved_ns(loop, rows, times, waits)
-        blocked = np.maximum(np.minimum(floats(rows, "blocked_ns"), waits), starved)
-    else:
-        costs = loop.fetches.assign(cost_ns=fetch_ns(loop.fetches))[["epoch", "index", "cost_ns"]]
-        made = rows[["epoch", "index"]].merge(
-            costs.drop_duplicates(["epoch", "index"]), how="left", on=["epoch", "index"]
-        )
-        blocked = starved = np.minimum(floats(made, "cost_ns"), waits)
+    starved = starved_ns(loop, rows, times, waits)
+    blocked = np.maximum(np.minimum(floats(rows, "blocked_ns"), waits), starved)
     return HandOver(
         batches=len(rows),
         sampler=mean(without_pauses(waits - blocked)) / SECOND_NS,
@@ -89,20 +82,21 @@ def hand_over(loop: Loop) -> HandOver:
 
 
 def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
-    """`sampler-bound`, and `copy-bound` or `pin-bound`, where they cost the loop enough.
+    """`sampler-bound`, and `copy-bound` or `pin-bound`, where they cost a loop with workers enough.
 
     A sampler that runs while all workers are busy costs nothing: the batch would not come earlier without it.
     """
+    if not loop.num_workers:
+        return []
     setting = loader_settings(tables).get((loop.main, loop.loader), {})
     seen, found = hand_over(loop), []
-    pinned = bool(setting.get("pin_memory")) and pinned_bytes(tables, loop) > 0
-    free = steady.idle_ratio >= BUSY_IDLE if loop.num_workers else not pinned  # inline, pinning is in `next()` too
-    usual = HAND_OVER_SECONDS if loop.num_workers else 0.0  # sending off indices takes its time too
-    if seen.sampler - usual >= TELL * steady.interval and free and not setting.get("iterable"):
+    free = steady.idle_ratio >= BUSY_IDLE and not setting.get("iterable")
+    choosing = seen.sampler - HAND_OVER_SECONDS  # sending off indices takes its time too
+    if free and choosing >= TELL * steady.interval:
         found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "sampler")))
-    if loop.num_workers and seen.copying >= TELL * steady.interval:
+    if seen.copying >= TELL * steady.interval:
         make = _copy_bound
-        if pinned:
+        if setting.get("pin_memory") and pinned_bytes(tables, loop) > 0:
             make = _pin_bound if setting.get("collate") == "default_collate" else _copied_or_pinned
         found.append(make(tables, loop, steady, seen))
     return found
@@ -117,8 +111,6 @@ def pinned_bytes(tables: RunTables, loop: Loop) -> float:
 def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, sampler: str) -> Finding:
     seconds = seen.sampler * len(loop.batches)
     window = _window(tables, steady)
-    idle = (measured("worker_idle_ratio", steady.idle_ratio, "ratio", seen.batches, window),)
-    idling = f", while the workers idle {steady.idle_ratio:.0%} for lack of indices" if loop.num_workers else ""
     return _finding(
         "sampler-bound",
         tables,
@@ -126,11 +118,12 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         steady,
         seconds,
         summary=f"Choosing the samples of a batch takes {seen.sampler * 1e3:.1f} ms in the training process "
-        f"({sampler} or the batch sampler of loader {loop.loader}){idling}: {{cost}}.",
+        f"({sampler} or the batch sampler of loader {loop.loader}), while the workers idle "
+        f"{steady.idle_ratio:.0%} for lack of indices: {{cost}}.",
         evidence=(
             measured("sampler_seconds", seen.sampler, "seconds", seen.batches, window),
             measured("data_wait_ratio", steady.wait_ratio, "ratio", seen.batches, window),
-            *(idle if loop.num_workers else ()),
+            measured("worker_idle_ratio", steady.idle_ratio, "ratio", seen.batches, window),
         ),
         advice=Advice(
             text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as "
@@ -238,7 +231,7 @@ def _finding(
         kind=kind,
         severity=severity(ratio),
         confidence=confidence(steady.batches, 10),
-        summary=summary.format(cost=f"{seconds:.1f} s, {ratio:.0%} of the run"),
+        summary=summary.replace("{cost}", f"{seconds:.1f} s, {ratio:.0%} of the run"),
         locus=Locus(host=loop.main[0], rank=loop.rank, role="main", loader=loop.loader, pid=loop.main[1]),
         since_step=step_at(tables, loop.main, steady.first_ns),
         evidence=(*cost(tables, loop.main, seconds, steady.batches, _window(tables, steady)), *evidence),

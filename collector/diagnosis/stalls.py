@@ -93,8 +93,7 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
         if others or not healthy:
             return others
         return [hand_over(loop, steady) if _handing_over(steady) else compute_bound(tables, loop, steady)]
-    starving = [each for each in others if each.kind == "shard-skew" or not loop.num_workers]
-    explained = sum(each.value_of("lost_seconds") or 0.0 for each in starving)
+    explained = sum(each.value_of("lost_seconds") or 0.0 for each in others if each.kind == "shard-skew")
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
     return [*_starving(tables, loop, steady), *others]

@@ -50,11 +50,6 @@ def test_a_wait_that_was_not_split_is_blamed_on_neither():
     assert told(script)[0] == [("cannot-tell", "info")]
 
 
-def test_without_workers_the_sampler_is_what_the_fetch_does_not_explain():
-    run = {"workers": 0, "prefetch": 0, "service": jittered(0.001), "consumer": jittered(0.04), "batches": 100}
-    assert told(waiting_longer(simulate(**run), 0.024, blocked=False))[0] == [("sampler-bound", "warning")]
-
-
 @pytest.mark.parametrize(
     ("payload", "kinds"),
     [(32 * MIB, [("copy-bound", "warning")]), (10_000, [("cannot-tell", "info")])],
