@@ -31,10 +31,10 @@ from collector.diagnosis.pace import BUSY_IDLE, Pace, starved_ns, without_pauses
 from collector.diagnosis.stall_advice import HAND_OVER_SECONDS
 from collector.diagnosis.tables import RunTables
 
-#: A batch of tensors goes through a queue at 0.6 to 1 GiB/s (12 and 32 MB, 2 cores). What goes slower than half of
-#: that waits for something else than its bytes: a core, or the interpreter lock.
+#: A batch of tensors goes through a queue at 0.6 to 1 GiB/s (12 and 32 MB, 2 cores). What goes slower than 1/4
+#: of that waits for something else than its bytes: a core, or the interpreter lock.
 _COPY_BYTES = GIB
-_EXPLAINED = 0.5
+_EXPLAINED = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
