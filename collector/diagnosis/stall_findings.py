@@ -134,12 +134,12 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 
 def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The workers are too slow because of what they do to put samples together."""
-    limit = worker_limit(tables, loop)
+    found, limit = too_slow(tables, loop, steady), worker_limit(tables, loop)
     share = steady.collate_mean / steady.fetch_mean
     rest = steady.fetch_mean - steady.collate_mean
     pace = max(steady.consumer, rest / loop.num_workers)
     return dataclasses.replace(
-        too_slow(tables, loop, steady),
+        found,
         kind="collate-bound",
         summary=(
             f"Putting the samples of a batch together (collate_fn) takes the workers of loader {loop.loader} "
@@ -160,7 +160,7 @@ def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
                 expected=f"up to {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f} "
                 "without it",
             ),
-            *advise_too_slow(loop, steady, limit, cores_per_rank(tables, loop.main[0])),
+            *found.advice,
         ),
     )
 
