@@ -84,6 +84,7 @@ class Feed:
         records_count: that were moved.
         last: what the last ingest did.
         pause_ns: how long the next one can wait.
+        why: the last one did not go well.
 
     """
 
@@ -106,6 +107,7 @@ class Feed:
         self._is_remote = run.is_shared
         self._under_way: threading.Thread | None = None
         self._fails_since_ns: int | None = None
+        self.why = ""
 
     def lag_ns(self, now_ns: int) -> int | None:
         """Age of the oldest record that the last ingest found, or since when none goes well; None if unknown."""
@@ -168,7 +170,7 @@ class Feed:
     def _ingest(self) -> None:
         if self._fails_since_ns is None:  # until it goes well
             self._fails_since_ns = self._clock_ns()
-        with self._problems.guard("ingest"):
+        with self._problems.guard("ingest"), self._remembering():
             if self._ingester is None:
                 # Imported here, so that a command neither waits for this second of imports nor fails with it.
                 from collector.store.ingest import Ingester
@@ -179,10 +181,20 @@ class Feed:
             self.records_count += self.last.records_count
             if self.last.is_whole:
                 self._fails_since_ns = None
+            else:
+                self.why = self.last.problems[-1]
             self._tell(self.last.problems)
             if not self._is_remote:  # else others wait for them, and the time is not that of the ingest alone
                 cost_ns = time.process_time_ns() - begun_ns
                 self.pause_ns = pause_ns(self.last.records_count, cost_ns, self.pause_ns)
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.why = str(error)
+            raise
 
     def _ingest_and_maintain(self) -> None:
         self._ingest()

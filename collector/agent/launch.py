@@ -220,7 +220,7 @@ def _follow_child(
         agent.command_ended(exit_status)
         if agent.finish():
             return True
-        _say(f"the store did not take all records: `tidegauge collect {run.run_id}` once it can")
+        _say(f"{agent.why}; `tidegauge collect {run.run_id}` moves them once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()

@@ -138,9 +138,17 @@ class Agent:
         )
         with self._problems.guard("devices"):
             self._devices.close()
+        if self._run.is_shared:
+            with self._problems.guard("manifest"):
+                update_manifest(self._run, is_stored=took_all)
         if self._outlets is not None:
             self._outlets.run_ended()
         return took_all
+
+    @property
+    def why(self) -> str:
+        """Why the lake did not take all, if it did not."""
+        return self._feed.why or "it does not answer"
 
     def _sample(self, now_ns: int) -> None:
         with self._problems.guard("events"):
@@ -236,6 +244,8 @@ def collect(
     if not here and ingester is not None:
         stored = ingester.step()
         ingester.close()
+        if run.is_shared:
+            update_manifest(run, is_stored=stored.is_whole)
         return stored.is_whole
     manifest = run.manifest
     agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester, outlets=outlets)

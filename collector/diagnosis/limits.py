@@ -23,12 +23,16 @@ _FILLED = 0.7  # of the usable cores in use: the contention is the run's own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimit:
-    """What limits the fetches of a loop (`by` as in the findings, None if it can't be told), and why."""
+    """What limits the fetches of a loop (`by` as in the findings, None if it can't be told), and why.
+
+    `others` tells that the cores are in use by what is no part of the run.
+    """
 
     by: str | None
     because: str
     usable_cores: float
     evidence: tuple[Evidence, ...]
+    others: bool = False
 
 
 def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> WorkerLimit:
@@ -46,12 +50,16 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     process = _share(rows, "process_cpu_ns", wall)
     queued, blocked = _share(rows, "run_queue_ns", wall), _share(rows, "blocked_ns", wall)
     by, because = _judge(rows, max(threads, process), blocked)
+    others = False
     if queued >= _QUEUED:
-        by, because = _crowded(queued, _cores_in_use(rows), cores, _allowed_cores(tables, loop))
+        in_use = _cores_in_use(rows)
+        by, because = _crowded(queued, in_use, cores, _allowed_cores(tables, loop))
+        others = by == "oversubscribed" and in_use < _FILLED * cores
     return WorkerLimit(
         by=by,
         because=because,
         usable_cores=cores,
+        others=others,
         evidence=tuple(
             Evidence(name=name, value=round(value, 3), unit="ratio", n=len(rows), window="steady fetches")
             for name, value in (

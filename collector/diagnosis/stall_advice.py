@@ -42,6 +42,13 @@ def advise_inline(
 
 def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
     """The workers and the prefetch that the replay finds, or less work per sample."""
+    if limit.by == "oversubscribed" and limit.others:
+        return (
+            Advice(
+                text="Find what else uses the cores of this host (`top`), and stop it, or give this job its own",
+                expected="fetches no longer wait for a core; other numbers of workers change little until then",
+            ),
+        )
     if limit.by == "oversubscribed":
         fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, loop.num_workers // 2)
         return (

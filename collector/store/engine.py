@@ -70,6 +70,8 @@ def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnecti
 
 def one_line(error: BaseException) -> str:
     """The first line of an error, short enough for a message; of a database that is away, what it says itself."""
+    if "Secret Validation Failure" in str(error):
+        return "no credentials of the S3 service were found where the AWS tools look for them"
     text = re.sub(r'^.*Unable to connect to Postgres at ".*": ', "", str(error), flags=re.DOTALL)
     return text.splitlines()[0][:300] if text else type(error).__name__
 

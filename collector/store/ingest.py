@@ -8,7 +8,6 @@ deleted once all of them is committed and their writer has finished them, so jou
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
@@ -22,14 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store import added, journals, lake, mirror, upkeep
+from collector.store import added, journals, lake, locks, mirror, upkeep
 from collector.store.counts import COLUMNS, Counts
 from collector.store.durable import DataFiles
 from collector.store.engine import ERRORS, one_line, quoted
 from collector.store.growing import GrowingFiles
 from collector.store.runs import Run, refuse_links
 
-LOCK_NAME = "lake.lock"
 #: Records per transaction: a bound on memory (about 120 bytes each in Arrow, several copies).
 CHUNK_RECORDS = 100_000
 _OFFSET_SCHEMA = pa.schema(
@@ -121,7 +119,7 @@ class Ingester:
         self._lake = contextlib.ExitStack()
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._progress = lake.Progress()
-        self._lock = lock(run)
+        self._lock = locks.follow(run)
         try:
             self._open()
         except BaseException:
@@ -372,30 +370,3 @@ def _counted(connection: duckdb.DuckDBPyConnection, host: str | None) -> Iterato
 def damaged_lines(path: Path, count: int) -> str:
     """The problem line about an event log with damaged lines."""
     return f"{path}: {count} damaged {'line is' if count == 1 else 'lines are'} skipped; the others are kept"
-
-
-def lock(run: Run) -> int:
-    """Take the lock of the run's one collector; it holds until the returned descriptor is closed.
-
-    Raises:
-        TidegaugeError: a collector has it, or there can be no lock.
-
-    """
-    path = run.path / LOCK_NAME  # the kernel drops the lock when this process dies
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TidegaugeError(f"cannot follow run {run.run_id}: {error}; make its directory writable") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise TidegaugeError(
-            f"run {run.run_id} is already followed by the collector with pid {holder}: "
-            "wait until it ends, or stop it"
-        ) from None
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without the name of its holder
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collector.errors import TidegaugeError
-from collector.store import ingest, journals, lake
+from collector.store import journals, lake, locks
 from collector.store.runs import PRUNED_PREFIX, ProcessKey, Run, list_runs, living_processes, of_this_boot
 
 #: `st_blocks` counts in these, whatever the file system's own (stat(2)).
@@ -82,6 +82,8 @@ def needed_by(run: Run) -> str | None:
     }
     if writing or living_processes(run, keys):
         return "it is running"
+    if run.is_shared and not manifest.get("is_stored"):
+        return f"its records wait for the store: `tidegauge collect {run.run_id}`"
     if manifest["end_time_ns"] is not None:
         return None
     here = socket.gethostname()
@@ -142,7 +144,7 @@ def _retire(run: Run) -> None:
 
     """
     with ExitStack() as stack:
-        stack.callback(os.close, ingest.lock(run))
+        stack.callback(os.close, locks.follow(run))
         try:
             stack.enter_context(lake.files_locked(run, exclusive=True))
             if needed := needed_by(run):

@@ -83,6 +83,10 @@ def configured(environ: Mapping[str, str] = os.environ) -> Store:
     if not url:
         raise TidegaugeError(f"the run is in a shared store: set {STORE_VARIABLE} and {DATA_VARIABLE} to find it")
     conninfo, password = _read_url(url)
+    if not data:
+        raise TidegaugeError(
+            f"{DATA_VARIABLE} is not set: give s3://BUCKET/PREFIX, or a folder that every node has"
+        )
     if not data.startswith(("s3://", "/")):
         raise TidegaugeError(
             f"{DATA_VARIABLE}={data!r} is no place for a shared store's files: give s3://BUCKET/PREFIX, "

@@ -13,7 +13,8 @@ import pytest
 from store_world import HOST, Writer
 
 from collector.errors import TidegaugeError
-from collector.store.ingest import LOCK_NAME, Ingester
+from collector.store.ingest import Ingester
+from collector.store.locks import LOCK_NAME
 from collector.store.prune import StoredRun, beyond, delete, disk_bytes, leftovers, needed_by, stored_runs
 from collector.store.reader import read
 from collector.store.runs import Run, find_run, list_runs

@@ -266,7 +266,7 @@ def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(en
         ("postgresql://u:[secret@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
         ("postgresql://u@h/d?sslpassword=secret", "s3://b/x", "TIDEGAUGE_STORE has a sslpassword"),
         ("postgresql://u:a@127.0.0.1:1/d?password=secret", "/tmp/x", "the shared store cannot be"),
-        ("postgresql://u:secret@h/d", "", "TIDEGAUGE_DATA='' is no place"),
+        ("postgresql://u:secret@h/d", "", "TIDEGAUGE_DATA is not set"),
         ("postgresql://u:secret@h/d", "relative/path", "TIDEGAUGE_DATA='relative/path' is no place"),
         ("postgresql://tide:secret@127.0.0.1:1/d", "/tmp/x", "the shared store cannot be"),
     ],
