@@ -20,7 +20,7 @@ from collector.diagnosis.frames import (
     floats,
     last,
     sampled,
-    step_seconds,
+    steps_within,
     while_training,
     whole,
 )
@@ -152,9 +152,10 @@ def _leak(
     host = host[host["host"] == process.key[0]]
     shared = rise_since(floats(host, "time_ns") / SECOND_NS, floats(host, "shm_used_bytes"), grown)
     kept = shared >= CONFIRMED * _SHARED_BYTES * grown.rise
+    steps = steps_within(tables, process.steps, grown.since_seconds * SECOND_NS, end_seconds * SECOND_NS)
     witnesses = (
         ("fd_limit_count", bound.value, "count"),
-        ("fd_per_step", grown.slope * step_seconds(tables, process.steps), "count"),
+        ("fd_per_step", grown.rise / steps, "count"),
         ("shm_rise_bytes", shared if kept else math.nan, "bytes"),
     )
     evidence = tuple(

@@ -99,6 +99,16 @@ def step_seconds(tables: RunTables, key: ProcessKey | None = None) -> float:
     return median(floats(steps.iloc[-200:], "duration_ns")) / SECOND_NS
 
 
+def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:
+    """How many steps a process (or the run) took between two moments, NaN if none is known."""
+    steps = tables.stream("step")
+    if key is not None:
+        steps = of_process(steps, key)
+    times, numbers = floats(steps, "time_ns"), floats(steps, "step")
+    inside = numbers[(times >= begin_ns) & (times <= end_ns)]
+    return float(np.ptp(inside)) or float("nan") if len(inside) else float("nan")
+
+
 def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
     """When the first batch or step of a process (or of the run) was recorded; NaN if none was.
 

@@ -22,7 +22,7 @@ from collector.diagnosis.frames import (
     floats,
     sampled,
     step_at,
-    step_seconds,
+    steps_within,
     training_start_ns,
     whole,
 )
@@ -124,8 +124,9 @@ def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
 
 def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
     grown = leak.growth
-    pace = step_seconds(tables, key)
-    per_step = f", {bytes_text_fine(grown.slope * pace)} per step" if math.isfinite(pace) else ""
+    # Both counted over the same time: steps may take longer now than before.
+    steps = steps_within(tables, key, leak.begin_ns, leak.end_ns)
+    per_step = f", {bytes_text_fine(grown.rise / steps)} per step" if math.isfinite(steps) else ""
     return Finding(
         kind="main-heap-leak",
         severity="warning",

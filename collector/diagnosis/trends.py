@@ -46,7 +46,7 @@ class Growth:
     """A series that grows.
 
     Attributes:
-        slope: units per second on the lower envelope; `low` and `high` bound it (90 %).
+        slope: units per second on the lower envelope; `low` and `high` bound it (90 %), and hold that of each half.
         rise: how much the envelope rose after the warm-up.
         since_seconds: time at which the growth began.
         n: points after the warm-up.
@@ -161,12 +161,14 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     if _kendall_z(y) < _KENDALL_Z or steps.max() > _LARGEST_INCREMENT * net:
         return None
     half = count // 2
-    first, second = (y[half] - y[0]) / x[half], (y[-1] - y[half]) / (x[-1] - x[half])
+    first, second = float((y[half] - y[0]) / x[half]), float((y[-1] - y[half]) / (x[-1] - x[half]))
     if second < _SECOND_HALF * (first + second):
         return None
     low, high = slope_interval(x, y)
     if low <= 0:
         return None
+    # Where the rate itself changed, the residuals of one line don't tell how sure it is.
+    low, high = min(low, *(each for each in (first, second) if each > 0)), max(high, first, second)
     begun = int(np.argmax(y >= y[0] + 0.1 * net))
     since = x_origin + x[max(begun - 1, 0)]
     return Growth(slope=slope, low=low, high=high, rise=float(net), since_seconds=float(since), n=len(times))

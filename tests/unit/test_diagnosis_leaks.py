@@ -1,5 +1,7 @@
 """What keeps taking memory, and what only looks like it."""
 
+import re
+
 import numpy as np
 import pytest
 from simulated_runs import (
@@ -75,6 +77,18 @@ def test_a_leak_of_the_main_heap_is_found_with_its_rate():
     assert leak[0].rate.low <= leak[0].rate.value <= leak[0].rate.high
     assert leak[0].locus.role == "main"
     assert leak[0].since_step is not None
+
+
+def test_what_each_step_leaks_is_told_rightly_although_steps_become_faster():
+    pace = {"service": jittered(0.05), "consumer": lambda _, k: 0.45 if k < 80 else 0.15, "batches": 240}
+    script = simulate(workers=2, prefetch=2, **pace)
+    step_times = np.concatenate([part["time_ns"] for part in script.parts["step"]]) / 1e9
+    leaked = np.searchsorted(np.sort(step_times), SECONDS) * 2.0  # MiB
+    (leak,) = found(memory(script, main=leaked, host=leaked, total=10**14))
+    per_step_kib = float(re.search(r"([\d.]+) KiB per step", leak.summary)[1])
+    assert per_step_kib == pytest.approx(2048, rel=0.15)
+    assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
+    assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
 
 
 @pytest.mark.parametrize(
