@@ -156,7 +156,7 @@ def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
     from collector import wording
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("trial", "predicted", "measured", "off", "waiting", "memory predicted", "measured"):
+    for name in ("trial", "predicted", "measured", "off", "waited", "memory predicted", "measured"):
         table.add_column(name, justify="left" if name == "trial" else "right")
     for row in rows:
         option = row.predicted
@@ -179,9 +179,23 @@ def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
         )
         table.add_row(title, *cells)
     show_table(table)
+    if words := _conclusion(rows):
+        click.echo(words)
     for row in rows:
         if row.failure:
             click.echo(f"{row.title}: {row.failure}")
+
+
+def _conclusion(rows: list[Row]) -> str:
+    """Which of the tried settings was the fastest, and by how much; empty if only one was measured."""
+    tried = [row.measured for row in rows if row.measured is not None and row.title != _PERFECT]
+    if len(tried) < 2:
+        return ""
+    own, best = tried[0], max(tried, key=lambda measured: measured.batches_per_second)
+    if best is own:
+        return f"The script's own {_title(own.setting)} was the fastest of those tried."
+    faster = best.batches_per_second / own.batches_per_second - 1
+    return f"Fastest: DataLoader(…, {_title(best.setting)}), {faster:+.0%} batches/s against the script's own."
 
 
 def _rate(row: Row) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_p
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 130
-    rows = out.splitlines()[1:]
+    *rows, conclusion = out.splitlines()[1:]
+    assert re.match(r"Fastest: DataLoader\(…, num_workers=\d|The script's own num_workers=1", conclusion)
     assert [row.split("  ")[0] for row in rows[:2]] == [
         "as it is (num_workers=1, prefetch_factor=2)",
         "perfect loader",
