@@ -4,7 +4,9 @@
 
 Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both
 meet the same machine. The fastest tenth is that of all steps of all blocks: where cores change their speed with
-what others do, it is the steadiest. What is added to the median, and to the mean, is the median over the pairs
+what others do, it is the steadiest. The ratio is that of the medians of the two blocks of a pair, in the median
+over the pairs, and what it adds to the fastest tenth's step: where the speed changes within seconds, as in virtual
+machines, it says more than a difference. What is added to the median, and to the mean, is the median over the pairs
 of the difference between the two blocks; the mean holds what is paid only now and then as well (a full metering
 at most every 2 ms, a write every 5 ms). The budget is 20 µs for the training thread and 20 µs for a worker, per
 step with one batch; with `num_workers=0` the training thread plays the worker too. A stage is a call that is
@@ -180,7 +182,8 @@ def compare(name: str, block: Block, blocks: int, run_dir: str) -> None:
     tenth, tenth_with_us = (statistics.quantiles(values, n=10)[0] for values in (bare, with_us))
     row = f"{name:<26}{tenth:>9.1f}{tenth_with_us - tenth:>8.1f}"
     pairs = list(zip(taken[False], taken[True], strict=True))
-    row += f"{statistics.median(bare):>9.1f}"
+    share = statistics.median(statistics.median(after) / statistics.median(before) - 1 for before, after in pairs)
+    row += f"{share:>8.1%}{share * tenth:>7.1f}{statistics.median(bare):>9.1f}"
     for middle_of in (statistics.median, statistics.fmean):
         added = [(middle_of(after) - middle_of(before)) / 1e3 for before, after in pairs]
         low, middle, high = statistics.quantiles(added, n=4)
@@ -208,8 +211,9 @@ def main() -> None:
     parser.add_argument("--image-pairs", type=int, default=300, help="pairs of two steps of the images job")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'µs per step':<26}{'fastest tenth':^17}{'median':^34}{'mean':^25}")
-    print(f"{'':<26}{'bare':>9}{'added':>8}{'bare':>9}" + 2 * f"{'   added (quartiles)':<25}")
+    print(f"{'µs per step':<26}{'fastest tenth':^17}{'ratio':^15}{'median':^34}{'mean':^25}")
+    columns = f"{'bare':>9}{'added':>8}{'pairs':>8}{'µs':>7}{'bare':>9}"
+    print(f"{'':<26}{columns}" + 2 * f"{'   added (quartiles)':<25}")
     with tempfile.TemporaryDirectory() as folder:
         run_dir = str(layout.create_run(layout.Path(folder), name="overhead", argv=[]))
         for name, block in (
