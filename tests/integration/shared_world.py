@@ -213,22 +213,30 @@ class Cable:
             near, _ = self._server.accept()
             with suppress(OSError):
                 far = socket.create_connection(("127.0.0.1", self._target))
-                threading.Thread(target=self._pump, args=(near, far, True), daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
+                lost = threading.Event()
+                threading.Thread(target=self._ask, args=(near, far, lost), daemon=True).start()
+                threading.Thread(target=self._answer, args=(far, near, lost), daemon=True).start()
 
-    def _pump(self, source: socket.socket, sink: socket.socket, asks: bool) -> None:
-        lost = threading.Event()
-        with suppress(OSError), source, sink:
-            while data := source.recv(65536):
+    def _ask(self, near: socket.socket, far: socket.socket, lost: threading.Event) -> None:
+        with suppress(OSError), near, far:
+            while data := near.recv(65536):
                 self._whole.wait()
-                if asks and self._lost_after is not None and self._lost_after in data:
-                    sink.shutdown(socket.SHUT_RD)  # the answer goes nowhere
-                    sink.sendall(data)
-                    lost.wait(1.0)  # the server commits
+                if self._lost_after is not None and self._lost_after in data:
+                    lost.set()
+                far.sendall(data)
+                if lost.is_set():
+                    time.sleep(1.0)  # the server commits
                     return
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-            lost.wait(0.1)
+            far.shutdown(socket.SHUT_WR)
+            time.sleep(0.1)
+
+    def _answer(self, far: socket.socket, near: socket.socket, lost: threading.Event) -> None:
+        with suppress(OSError):
+            while data := far.recv(65536):
+                self._whole.wait()
+                if not lost.is_set():
+                    near.sendall(data)
+            near.shutdown(socket.SHUT_WR)
 
 
 class Faulty(http.server.BaseHTTPRequestHandler):
