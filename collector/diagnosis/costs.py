@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collector.diagnosis.findings import Evidence, Severity
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
 from collector.diagnosis.frames import SECOND_NS, floats, of_process
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -32,11 +32,39 @@ def severity(ratio: float) -> Severity:
     return "warning" if ratio >= WARN else "info"
 
 
-def cost(tables: RunTables, main: ProcessKey, seconds: float, n: int, window: str) -> tuple[Evidence, Evidence]:
-    """What is lost, as evidence from `n` observations."""
-    ratio = lost_ratio(tables, main, seconds)
+def cost(ratio: float, seconds: float, n: int, window: str) -> tuple[Evidence, Evidence]:
+    """What is lost, as a share and in seconds, as evidence from `n` observations."""
     return measured("lost_wall_ratio", ratio, "ratio", n, window), measured(
         "lost_seconds", seconds, "seconds", n, window
+    )
+
+
+def costly(
+    kind: str,
+    ratio: float,
+    seconds: float,
+    *,
+    n: int,
+    window: str,
+    certainty: float,
+    summary: str,
+    locus: Locus,
+    since_step: int | None,
+    evidence: tuple[Evidence, ...],
+    advice: tuple[Advice, ...],
+    limited_by: str | None = None,
+) -> Finding:
+    """The finding of a cause that costs `seconds`: as grave as its share of the time, with both as evidence."""
+    return Finding(
+        kind=kind,
+        severity=severity(ratio),
+        confidence=certainty,
+        summary=summary,
+        locus=locus,
+        since_step=since_step,
+        evidence=(*cost(ratio, seconds, n, window), *evidence),
+        advice=advice,
+        limited_by=limited_by,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import (
     SECOND_NS,
@@ -157,10 +157,13 @@ def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, 
     each, window = mean(np.array([one.startup for one in passes])), _window(tables, passes)
     ready = mean(np.array([one.ready for one in passes]))
     batches = float(np.median([one.batches for one in passes]))
-    return Finding(
-        kind="worker-startup",
-        severity=severity(ratio),
-        confidence=confidence(len(passes), _MIN_PASSES),
+    return costly(
+        "worker-startup",
+        ratio,
+        seconds,
+        n=len(passes),
+        window=window,
+        certainty=confidence(len(passes), _MIN_PASSES),
         summary=(
             f"Starting the workers of loader {loop.loader} anew for each epoch costs {ratio:.0%} of the run: "
             f"{each:.2f} s for each of {len(passes)} epochs after the first ({batches:.0f} batches each), "
@@ -169,7 +172,6 @@ def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, 
         locus=_locus(loop),
         since_step=step_at(tables, loop.main, passes[0].first_ns),
         evidence=(
-            *cost(tables, loop.main, seconds, len(passes), window),
             measured("worker_ready_seconds", ready, "seconds", len(passes), window),
             measured("startup_wait_seconds", each, "seconds", len(passes), window),
         ),
@@ -188,10 +190,13 @@ def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, r
     each, window = mean(np.array([one.refill for one in passes])), _window(tables, passes)
     batches = float(np.median([one.batches for one in passes]))
     first_fetch = mean(np.array([one.first_fetch for one in passes]))
-    return Finding(
-        kind="epoch-refill",
-        severity=severity(ratio),
-        confidence=confidence(len(passes), _MIN_PASSES),
+    return costly(
+        "epoch-refill",
+        ratio,
+        seconds,
+        n=len(passes),
+        window=window,
+        certainty=confidence(len(passes), _MIN_PASSES),
         summary=(
             f"Each epoch of loader {loop.loader} begins with empty queues: that costs {each:.3f} s for each of "
             f"{len(passes)} epochs after the first ({batches:.0f} batches each), {seconds:.1f} s or {ratio:.0%} of "
@@ -200,7 +205,6 @@ def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, r
         locus=_locus(loop),
         since_step=step_at(tables, loop.main, passes[0].first_ns),
         evidence=(
-            *cost(tables, loop.main, seconds, len(passes), window),
             measured("refill_seconds", each, "seconds", len(passes), window),
             measured("first_fetch_seconds", first_fetch, "seconds", len(passes), window),
             measured("batches_per_epoch_count", batches, "count", len(passes), window),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
 from collector.diagnosis.frames import (
     GIB,
@@ -119,7 +119,7 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         seconds,
         summary=f"Choosing the samples of a batch takes {seen.sampler * 1e3:.1f} ms in the training process "
         f"({sampler} or the batch sampler of loader {loop.loader}), while the workers idle "
-        f"{steady.idle_ratio:.0%} for lack of indices: {{cost}}.",
+        f"{steady.idle_ratio:.0%} for lack of indices",
         evidence=(
             measured("sampler_seconds", seen.sampler, "seconds", seen.batches, window),
             measured("data_wait_ratio", steady.wait_ratio, "ratio", seen.batches, window),
@@ -147,7 +147,7 @@ def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> 
         seen.copying * len(loop.batches),
         summary=f"Batches of loader {loop.loader} are copied too slowly from its workers: "
         f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
-        f"({_speed(seen)}): {{cost}}.",
+        f"({_speed(seen)})",
         evidence=_copy_evidence(tables, steady, seen),
         advice=Advice(
             text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
@@ -171,7 +171,7 @@ def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> F
         seen.copying * len(loop.batches),
         summary=f"The one thread that pins the batches of loader {loop.loader} does not keep up: "
         f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
-        f"({_speed(seen)}), and default_collate leaves nothing else to copy: {cost}.",
+        f"({_speed(seen)}), and default_collate leaves nothing else to copy",
         evidence=(
             *_copy_evidence(tables, steady, seen),
             measured("pinned_allocated_bytes", pinned, "bytes", seen.batches, _window(tables, steady)),
@@ -227,14 +227,17 @@ def _finding(
     advice: Advice,
 ) -> Finding:
     ratio = lost_ratio(tables, loop.main, seconds)
-    return Finding(
-        kind=kind,
-        severity=severity(ratio),
-        confidence=confidence(steady.batches, 10),
-        summary=summary.replace("{cost}", f"{seconds:.1f} s, {ratio:.0%} of the run"),
+    return costly(
+        kind,
+        ratio,
+        seconds,
+        n=steady.batches,
+        window=_window(tables, steady),
+        certainty=confidence(steady.batches, 10),
+        summary=f"{summary}: {seconds:.1f} s, {ratio:.0%} of the run.",
         locus=Locus(host=loop.main[0], rank=loop.rank, role="main", loader=loop.loader, pid=loop.main[1]),
         since_step=step_at(tables, loop.main, steady.first_ns),
-        evidence=(*cost(tables, loop.main, seconds, steady.batches, _window(tables, steady)), *evidence),
+        evidence=evidence,
         advice=(advice,),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.costs import confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.costs import confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, whole, window_text
 from collector.diagnosis.lifecycle import Lifecycle
@@ -58,10 +58,13 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     window = window_text(times[0], times[-1], origin_ns(tables))
     each = seconds / len(at)
     return [
-        Finding(
-            kind="main-thread-pause",
-            severity=severity(ratio),
-            confidence=confidence(len(at), _MIN_PAUSES),
+        costly(
+            "main-thread-pause",
+            ratio,
+            seconds,
+            n=len(at),
+            window=window,
+            certainty=confidence(len(at), _MIN_PAUSES),
             summary=(
                 f"Every {distance:.0f} steps the training pauses for {each * 1e3:.0f} ms ({phase} phase; a step "
                 f"takes {usual / 1e6:.1f} ms besides waiting): {seconds:.1f} s, {ratio:.0%} of the run."
@@ -69,7 +72,6 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
-                *cost(tables, main, seconds, len(at), window),
                 measured("pause_seconds", each, "seconds", len(at), window),
                 measured("pause_distance_count", distance, "count", len(at), window),
                 measured("regular_ratio", regular, "ratio", len(at) - 1, window),

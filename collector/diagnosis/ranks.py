@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, whole, window_text
 from collector.diagnosis.lifecycle import Lifecycle
@@ -76,10 +76,13 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     window = window_text(times[0], times[-1], origin_ns(tables))
     rank = whole(rows["rank"].iloc[-1])
     return [
-        Finding(
-            kind="rank-straggler",
-            severity=severity(ratio),
-            confidence=confidence(len(rows), _BLOCK_STEPS),
+        costly(
+            "rank-straggler",
+            ratio,
+            lost,
+            n=len(rows),
+            window=window,
+            certainty=confidence(len(rows), _BLOCK_STEPS),
             summary=(
                 f"The other ranks wait for rank {rank}: by itself it takes {late.seconds * 1e3:.1f} ms longer "
                 f"per step, and they wait {early.seconds * 1e3:.1f} ms longer in their backward pass, where "
@@ -90,7 +93,6 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             ),
             since_step=whole(rows["step"].iloc[0]),
             evidence=(
-                *cost(tables, straggler, lost, len(rows), window),
                 measured("own_time_excess_seconds", late.seconds, "seconds", len(rows), window),
                 measured("others_backward_excess_seconds", early.seconds, "seconds", len(rows), window),
                 measured(f"{phase[:-3]}_excess_seconds", phases[phase].seconds, "seconds", len(rows), window),

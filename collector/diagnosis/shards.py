@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
+from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.epochs import RECENT_EPOCHS
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, mean, origin_ns, step_at, window_text
@@ -48,10 +48,13 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
     times = floats(loop.batches, "time_ns")
     window = window_text(times[0], times[-1], origin_ns(tables))
     return [
-        Finding(
-            kind="shard-skew",
-            severity=severity(ratio),
-            confidence=confidence(tail_count, 10 * loop.ramp),
+        costly(
+            "shard-skew",
+            ratio,
+            lost,
+            n=len(counts),
+            window=window,
+            certainty=confidence(tail_count, 10 * loop.ramp),
             summary=(
                 f"The dataset of loader {loop.loader} is shared out unevenly: "
                 + (f"worker {worker} has " if same else "one worker has ")
@@ -67,7 +70,6 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
             ),
             since_step=step_at(tables, loop.main, times[0]),
             evidence=(
-                *cost(tables, loop.main, lost, len(counts), window),
                 measured("largest_share_ratio", mean(np.array(counts)), "ratio", len(counts), window),
                 measured("tail_batches_count", tail_count / len(counts), "count", len(counts), window),
             ),

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from collector.diagnosis.costs import TELL, cost, lost_ratio, severity
+from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, severity
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
 from collector.diagnosis.frames import origin_ns, step_at, window_text
 from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
@@ -221,7 +221,8 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 
 
 def _waiting_evidence(tables: RunTables, loop: Loop, steady: Pace) -> tuple[Evidence, ...]:
-    lost = cost(tables, loop.main, steady.wait * len(loop.batches), steady.batches, _window(steady, tables))
+    seconds = steady.wait * len(loop.batches)
+    lost = cost(_lost_ratio(tables, loop, steady), seconds, steady.batches, _window(steady, tables))
     return (*_pace_evidence(steady, tables), *lost)
 
 
@@ -267,8 +268,7 @@ def _lost_ratio(tables: RunTables, loop: Loop, steady: Pace) -> float:
 
 
 def _confidence(steady: Pace) -> float:
-    """Grows with the number of steady batches: 0.75 at 10, 0.95 at 90."""
-    return round(min(0.99, 1 - 0.5 / (1 + steady.batches / 10)), 2)
+    return confidence(steady.batches, 10)
 
 
 def _since(tables: RunTables, loop: Loop, steady: Pace) -> int | None:
