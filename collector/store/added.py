@@ -14,10 +14,7 @@ import uuid
 import duckdb
 
 from collector.store.engine import quoted
-from collector.store.lake import LAKE, TABLES
-
-#: Files below it are merged, up to it.
-_TARGET_BYTES = 16_000_000
+from collector.store.lake import LAKE, TABLES, TARGET_BYTES
 
 
 def insert(connection: duckdb.DuckDBPyConnection, data: str, table: str, source: str, have: list[str]) -> None:
@@ -60,7 +57,7 @@ def merge(connection: duckdb.DuckDBPyConnection, data: str, table: str) -> None:
     ).fetchall()
     small, total_bytes = [], 0
     for path, size_bytes in found:
-        if total_bytes + size_bytes > _TARGET_BYTES:
+        if total_bytes + size_bytes > TARGET_BYTES:
             break
         small.append(path)
         total_bytes += size_bytes

@@ -94,6 +94,20 @@ def _new_instance(threads: int | None) -> duckdb.DuckDBPyConnection:
     return instance
 
 
+def prepare(connection: duckdb.DuckDBPyConnection, place: Place) -> None:
+    """Load the extensions that a place needs, and run what makes its credentials known.
+
+    Raises:
+        duckdb.Error: a statement fails.
+        TidegaugeError: an extension cannot be had.
+
+    """
+    for name in place.extensions:
+        load_extension(connection, name)
+    for statement in place.prepare:
+        connection.execute(statement)
+
+
 def load_extension(connection: duckdb.DuckDBPyConnection, name: str) -> None:
     """Load an extension from the pip package of the same version, else from DuckDB's own places.
 

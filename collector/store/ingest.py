@@ -340,13 +340,14 @@ class Ingester:
     def _commit(self, connection: duckdb.DuckDBPyConnection, chunk: _Chunk) -> None:
         tables = {name: pa.concat_tables(parts) for name, parts in chunk.tables.items()}
         tables["journal_offset"] = pa.Table.from_pylist(list(chunk.offsets.values()), schema=_OFFSET_SCHEMA)
+        data = lake.place_of(self._run).data if self._run.is_shared else None
         with self._data_files.transaction(connection):
             for name, table in tables.items():
                 connection.register("moving", table)
-                if self._run.is_shared:
-                    added.insert(connection, lake.place_of(self._run).data, name, "moving", table.column_names)
-                else:
+                if data is None:
                     connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
+                else:
+                    added.insert(connection, data, name, "moving", table.column_names)
                 connection.unregister("moving")
         for name, row in chunk.offsets.items():
             self._progress.offsets[name] = int(str(row["end_bytes"]))

@@ -23,7 +23,7 @@ import duckdb
 
 from collector.errors import TidegaugeError
 from collector.store import shared
-from collector.store.engine import ERRORS, Place, connected, load_extension, one_line, quoted
+from collector.store.engine import ERRORS, Place, connected, one_line, prepare, quoted
 from collector.store.runs import Run
 from training_harness.records import IDENTITY, NAME, STREAMS
 
@@ -56,12 +56,13 @@ TABLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+TARGET_BYTES = 16_000_000
 #: Files below the target are merged, so each row is rewritten a few times, not at every maintenance.
 _OPTIONS = {
     "data_inlining_row_limit": "0",
     "parquet_compression": "zstd",
     "parquet_version": "2",
-    "target_file_size": "16MB",
+    "target_file_size": f"{TARGET_BYTES // 10**6}MB",
 }
 
 
@@ -132,10 +133,7 @@ def attached(place: Place, *, read_only: bool, threads: int | None = None) -> It
 
     """
     with connected(threads=threads) as connection:
-        for name in place.extensions:
-            load_extension(connection, name)
-        for statement in place.prepare:
-            connection.execute(statement)
+        prepare(connection, place)
         connection.execute(
             f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "
             f"OVERRIDE_DATA_PATH true, {place.options}{', READ_ONLY' if read_only else ''})"

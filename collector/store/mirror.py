@@ -55,9 +55,9 @@ def take_part(run: Run) -> None:
         TidegaugeError: the store cannot be reached, or does not take this node.
 
     """
-    shared.register(run.manifest)
+    parts = shared.register(run.manifest)
     try:
-        _note(run.path, merged(shared.nodes(run.run_id)[run.run_id]))
+        _note(run.path, merged(parts))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TidegaugeError(f"cannot note the other nodes of run {run.run_id}: {error}") from None
 

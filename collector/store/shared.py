@@ -24,7 +24,7 @@ from typing import Any
 import duckdb
 
 from collector.errors import TidegaugeError
-from collector.store.engine import Place, connected, load_extension, one_line, quoted
+from collector.store.engine import Place, connected, load_extension, one_line, prepare, quoted
 from training_harness.layout import DATA_VARIABLE, MIRROR, STORE_VARIABLE
 
 _SCHEMES = ("postgresql", "postgres")
@@ -113,8 +113,11 @@ def place(run_id: str) -> Place:
     )
 
 
-def register(manifest: Mapping[str, Any]) -> None:
+def register(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Tell the store of this node's part in a run: its manifest, which replaces the one before.
+
+    Returns:
+        The manifests of all nodes of the run.
 
     Raises:
         TidegaugeError: a node of the same name has a part in the run, this one has none, or the store cannot be
@@ -146,6 +149,7 @@ def register(manifest: Mapping[str, Any]) -> None:
                 "or the run another --run-id"
             )
         _run(connection, f"UPDATE tidegauge.node SET manifest = {text} WHERE {key}")
+        return _manifests(connection, run_id).get(run_id, [])
 
 
 def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
@@ -155,14 +159,10 @@ def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
         TidegaugeError: the store cannot be reached.
 
     """
-    found: dict[str, list[dict[str, Any]]] = {}
     with _registry() as connection:
         if not _ask(connection, "SELECT 1 FROM pg_tables WHERE schemaname = 'tidegauge' AND tablename = 'node'"):
-            return found
-        where = "" if run_id is None else f"WHERE run_id = {quoted(run_id)}"
-        for key, text in _ask(connection, f"SELECT run_id, manifest FROM tidegauge.node {where}"):
-            found.setdefault(key, []).append(json.loads(text))
-    return found
+            return {}
+        return _manifests(connection, run_id)
 
 
 def look_at_data() -> None:
@@ -175,10 +175,7 @@ def look_at_data() -> None:
     where = place("")
     try:
         with connected(threads=1) as connection:
-            for name in where.extensions:
-                load_extension(connection, name)
-            for statement in where.prepare:
-                connection.execute(statement)
+            prepare(connection, where)
             connection.execute(f"SELECT count(*) FROM glob({quoted(where.data.rstrip('/') + '/*')})").fetchall()
     except duckdb.Error as error:
         raise TidegaugeError(f"the shared store's files cannot be listed ({one_line(error)})") from None
@@ -208,6 +205,14 @@ def _run(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
 
 def _ask(connection: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[Any, ...]]:
     return connection.execute(f"FROM postgres_query('{_REGISTRY}', {quoted(sql)})").fetchall()
+
+
+def _manifests(connection: duckdb.DuckDBPyConnection, run_id: str | None) -> dict[str, list[dict[str, Any]]]:
+    where = "" if run_id is None else f"WHERE run_id = {quoted(run_id)}"
+    found: dict[str, list[dict[str, Any]]] = {}
+    for key, text in _ask(connection, f"SELECT run_id, manifest FROM tidegauge.node {where}"):
+        found.setdefault(key, []).append(json.loads(text))
+    return found
 
 
 def _read_url(url: str) -> tuple[str, str | None]:
