@@ -16,6 +16,7 @@ EXIT_UNEXPECTED = 1
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tidegauge", prog_name="tidegauge", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Watch the memory and the data loading of PyTorch training."""

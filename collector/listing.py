@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -35,7 +36,36 @@ def keep_report(run: Run, report: Mapping[str, Any]) -> None:
         os.replace(scratch, path)
 
 
-def run_table(runs: Iterable[Run]) -> Table:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A run in a list; None is what no kept report tells."""
+
+    run_id: str
+    status: str
+    tags: Mapping[str, str]
+    steps: int | None = None
+    duration_seconds: float | None = None
+    gravest: str | None = None
+
+
+def listed(run: Run) -> Listed:
+    """What the manifest and the kept report tell of a run."""
+    tags = _tags(run)
+    with suppress(LookupError, TypeError, OverflowError):  # a report that is none: the manifest tells
+        kept = _kept_report(run) or {}
+        facts, findings = kept["run"], kept["findings"]
+        return Listed(
+            run_id=run.run_id,
+            status=str(facts["status"]),
+            tags=tags,
+            steps=int(facts["steps"]),
+            duration_seconds=facts["duration_seconds"],
+            gravest=f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention",
+        )
+    return Listed(run_id=run.run_id, status=_status_without_report(run), tags=tags)
+
+
+def run_table(runs: Iterable[Listed]) -> Table:
     """Id, status, steps, duration and the gravest finding of each run, in the given order."""
     table = _plain_table()
     table.add_column("run", no_wrap=True)
@@ -44,7 +74,8 @@ def run_table(runs: Iterable[Run]) -> Table:
     table.add_column("duration", justify="right", no_wrap=True)
     table.add_column("finding", overflow="fold")
     for run in runs:
-        table.add_row(run.run_id, *_cells(run))
+        length = wording.duration(run.duration_seconds)
+        table.add_row(run.run_id, run.status, wording.number(run.steps), length, run.gravest or wording.MISSING)
     return table
 
 
@@ -67,9 +98,8 @@ def prune_table(beyond: Iterable[StoredRun]) -> Table:
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for stored in beyond:
-        status, *_ = _cells(stored.run)
         fate = f"stays: {stored.needed}" if stored.needed else "goes"
-        table.add_row(stored.run.run_id, status, wording.size(stored.size_bytes), fate)
+        table.add_row(stored.run.run_id, listed(stored.run).status, wording.size(stored.size_bytes), fate)
     return table
 
 
@@ -77,14 +107,12 @@ def _plain_table() -> Table:
     return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _cells(run: Run) -> tuple[str, str, str, str]:
-    with suppress(LookupError, TypeError, OverflowError):  # a report that is none: the manifest tells
-        kept = _kept_report(run) or {}
-        facts, findings = kept["run"], kept["findings"]
-        first = f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention"
-        duration = wording.duration(facts["duration_seconds"])
-        return str(facts["status"]), wording.number(facts["steps"]), duration, first
-    return _status_without_report(run), wording.MISSING, wording.MISSING, wording.MISSING
+def _tags(run: Run) -> Mapping[str, str]:
+    try:
+        tags = run.manifest.get("tags")
+    except TidegaugeError:
+        return {}
+    return tags if isinstance(tags, dict) else {}
 
 
 def _kept_report(run: Run) -> dict[str, Any] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,11 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str) -> Group:
 
 
 def dashboard_command(home: Path, default_home: Path) -> str:
-    """How to open the dashboard on this home."""
-    return "tidegauge dashboard" if home == default_home else f"tidegauge dashboard --home {shlex.quote(str(home))}"
+    """How to open the dashboard on this home; by its path where the shell finds no `tidegauge`."""
+    beside = Path(sys.executable).with_name("tidegauge")
+    program = str(beside) if shutil.which("tidegauge") is None and beside.exists() else "tidegauge"
+    home_option = [] if home == default_home else ["--home", str(home)]
+    return shlex.join([program, "dashboard", *home_option])
 
 
 def _header(verdict: Verdict, run_id: str) -> Table:
@@ -90,7 +95,10 @@ def _header(verdict: Verdict, run_id: str) -> Table:
         reporting, workers = verdict.workers_reporting
         pairs += [
             ("steps", ", ".join([wording.number(verdict.steps), *speeds])),
-            ("data wait", f"{wording.percent(verdict.summary['data_wait_ratio'])} of the loop's time"),
+            (
+                "data wait",
+                f"{wording.percent(verdict.summary['data_wait_ratio'])} of the loop's time, start-up included",
+            ),
             ("workers", f"{reporting} of {workers} report" if workers else "none, batches are made inline"),
         ]
     pairs.append(("peak", f"{wording.quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))

@@ -25,7 +25,7 @@ def known(value: float | None) -> TypeGuard[float]:
 
 
 def quantity(value: float | str | None, unit: str) -> str:
-    """A value with its unit: 2^30 bytes are `1 GiB`, 0.0123 seconds `12.3 ms`, a ratio of 2.9 is `2.9x`."""
+    """A value with its unit: 2^30 bytes are `1 GiB`, 0.0123 seconds `12.3 ms`, ratios `2.9x` and `30%`."""
     if isinstance(value, str):
         return value
     if not known(value):
@@ -36,7 +36,7 @@ def quantity(value: float | str | None, unit: str) -> str:
     elif base in _TIME_UNITS:
         text = duration(value * _TIME_UNITS[base])
     elif base == "ratio":
-        return percent(value) if abs(value) <= 1 else f"{value:.3g}x"
+        return percent(value) if abs(value) < 1.005 else f"{value:.3g}x"
     else:
         text = f"{number(value)} {'' if base in _BARE_UNITS else base}".rstrip()
     return f"{text}/{'s' if per in ('second', 'seconds') else per}" if per else text

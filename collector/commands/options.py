@@ -103,12 +103,17 @@ def _checked(parse: Callable[[str], T], value: str | None) -> T | None:
         raise click.BadParameter(str(error)) from None
 
 
+def tag_option(meaning: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make `--tag`, which the command gets as `tags`."""
+    return click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=meaning)
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add what a new run is given: `--name`, `--tag` and `--interval`."""
-    tag_help, interval_help = "Kept with the run.", "Seconds between samples."
+    interval_help = "Seconds between samples."
     for option in (
         click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
-        click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=tag_help),
+        tag_option("Kept with the run."),
         click.option("--name", help="Name of the run [default: the script's]."),
     ):
         command = option(command)

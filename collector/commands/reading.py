@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from collector.commands.options import home_option, show_table
+from collector.commands.options import home_option, show_table, tag_option
 from collector.commands.verdicts import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS
@@ -16,22 +19,35 @@ from training_harness.layout import SNAPSHOT_KINDS
 FORMATS = ("text", "json")
 
 
+def _check_format(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    if value not in FORMATS:
+        raise TidegaugeError(f"no format {value!r}; this version writes {' and '.join(FORMATS)}")
+    return value
+
+
+format_option = click.option(
+    "--format",
+    "form",
+    default="text",
+    show_default=True,
+    callback=_check_format,
+    metavar="|".join(FORMATS),
+    help="Of what is told.",
+)
+
+
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@click.option(
-    "--format", "form", default="text", show_default=True, metavar="|".join(FORMATS), help="Of the report."
-)
+@format_option
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not to the terminal.")
 @home_option
 def report(spec: str, form: str, output: Path | None, home: Path) -> None:
     """Tell what a run's memory and data loading are like, and what to change.
 
-    RUN is a run id, a unique prefix, the path of a run directory, or `latest`.
+    RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
     """
     from collector.store.runs import find_run
 
-    if form not in FORMATS:
-        raise TidegaugeError(f"no format {form!r}; this version writes {' and '.join(FORMATS)}")
     found = find_run(home, spec)
     verdict = judge(found)
     if form == "json":
@@ -44,17 +60,25 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
 
 
 @click.command()
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="The newest N alone.")
+@tag_option("Only runs that were given this tag.")
+@format_option
 @home_option
-def runs(home: Path) -> None:
+def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
     """List the runs, newest first."""
-    from collector.listing import run_table
+    from collector.listing import listed, run_table
     from collector.store.runs import list_runs
 
-    listed = list_runs(home)
-    if not listed:
+    found = (listed(run) for run in list_runs(home))
+    chosen = list(itertools.islice((run for run in found if tags.items() <= run.tags.items()), limit))
+    if form == "json":
+        _write(json.dumps([asdict(run) for run in chosen], indent=1, allow_nan=False) + "\n", None)
+    elif chosen:
+        show_table(run_table(chosen))
+    elif tags:
+        click.echo(f"no runs in {home} have {' and '.join(f'{key}={value}' for key, value in tags.items())}")
+    else:
         click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
-        return
-    show_table(run_table(listed))
 
 
 @click.command()

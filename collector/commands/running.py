@@ -134,6 +134,8 @@ def watch(
         pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say, outlets=outlets
     )
     show_card(run, _judge_and_tell(run, outlets), home=home, to_stderr=True)
+    if Path(f"/proc/{pid}").exists():
+        click.echo(f"tidegauge: the watch is over; process {pid} goes on", err=True)
     _close(outlets)
 
 

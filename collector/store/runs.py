@@ -132,7 +132,7 @@ def list_runs(home: Path) -> list[Run]:
 
 
 def find_run(home: Path, spec: str) -> Run:
-    """The run that `spec` means: a run id, `latest`, a path to a run directory, or a unique prefix.
+    """The run that `spec` means: a run id, `latest`, a path to a run directory, or a unique part of an id.
 
     Raises:
         TidegaugeError: there is none, or more than one.
@@ -148,14 +148,15 @@ def find_run(home: Path, spec: str) -> Run:
         )
     if spec == LATEST:
         return runs[0]
-    matches = [run for run in runs if spec and run.run_id.startswith(spec)]
-    exact = [run for run in matches if run.run_id == spec]
-    if len(exact or matches) == 1:
-        return (exact or matches)[0]
+    exact = [run for run in runs if run.run_id == spec]
+    prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
+    matches = exact or prefixed or [run for run in runs if spec and spec in run.run_id]
+    if len(matches) == 1:
+        return matches[0]
     if not matches:
         raise TidegaugeError(
-            f"no run {spec!r} among the {len(runs)} in {home / 'runs'}: give a run id, a unique prefix, the path "
-            f"of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
+            f"no run {spec!r} among the {len(runs)} in {home / 'runs'}: give a run id, a unique part of one, the "
+            f"path of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
         )
     shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
     more = ", …" if len(matches) > _SHOWN_MATCHES else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from collector import cli, doctor, listing
 from collector.commands import running
-from collector.store.runs import list_runs
+from collector.store.runs import find_run, list_runs
 from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
 
@@ -170,11 +171,25 @@ def test_runs_are_listed_newest_first_from_their_kept_reports(tmp_path):
     findings = [{"severity": "critical", "kind": "killed"}]
     listing.keep_report(judged, {"schema": 1, "run": facts, "findings": findings})
     write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
-    lines = shown(listing.run_table(list_runs(tmp_path))).splitlines()
+    lines = shown(listing.run_table(map(listing.listed, list_runs(tmp_path)))).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
     assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
     assert re.search(r"ended +— +— +—", lines[2])
     assert re.search(r"abandoned +— +— +—", lines[1])
+
+
+def test_runs_are_listed_by_tag_and_for_programs_too(tidegauge, tmp_path):
+    made = [
+        create_run(tmp_path / "home", name=f"job{number}", argv=["x"], tags={"lr": str(number % 2), "by": "me"})
+        for number in range(4)
+    ]
+    status, out, _ = tidegauge("runs", "--format", "json", "--tag", "lr=1", "--tag", "by=me", "--limit", "1")
+    assert status == 0
+    (only,) = json.loads(out)
+    assert (only["run_id"], only["status"], only["tags"]) == (made[3].name, "abandoned", {"lr": "1", "by": "me"})
+    assert only["steps"] is None
+    assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
+    assert find_run(tmp_path / "home", "job2").path == made[2]
 
 
 def test_a_report_of_a_run_that_cannot_be_read_whole_is_not_kept(tidegauge, tmp_path):
@@ -196,7 +211,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
     (broken / MANIFEST).write_text("[]")
     (whole / listing.KEPT_REPORT).write_text("{")
-    text = shown(listing.run_table(list_runs(tmp_path)))
+    text = shown(listing.run_table(map(listing.listed, list_runs(tmp_path))))
     assert re.search(rf"{broken.name} +damaged", text)
     assert re.search(rf"{whole.name} +abandoned", text)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,10 @@ def test_the_json_is_the_public_form():
     assert body["summary"]["overhead"] == {"collector_cpu_ratio": None}
 
 
-def test_the_dashboard_is_opened_on_the_home_of_the_run():
+def test_the_dashboard_is_opened_on_the_home_of_the_run(monkeypatch):
+    beside = Path(sys.executable).with_name("tidegauge")
+    monkeypatch.setenv("PATH", "/nothing/here")
+    assert report.dashboard_command(Path("/a"), Path("/a")) == shlex.join([str(beside), "dashboard"])
+    monkeypatch.setenv("PATH", str(beside.parent))
     assert report.dashboard_command(Path("/a"), Path("/a")) == "tidegauge dashboard"
     assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"
