@@ -213,18 +213,32 @@ def _follow_child(
         if on_ready is not None:
             on_ready(run)
         with _end_of(child) as ended:
-            follow(agent, ended, interval_seconds=interval_seconds)
+            follow(agent, _saying_once(agent, ended), interval_seconds=interval_seconds)
         exit_status = child.wait()
         with suppress(OSError, ValueError):
             update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
         agent.command_ended(exit_status)
         if agent.finish():
             return True
-        _say(f"{agent.why}; `tidegauge collect {run.run_id}` moves them once it can")
+        why = agent.why or "the store does not answer"
+        _say(f"{why}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()
     return False
+
+
+def _saying_once(agent: Agent, ended: Callable[[float], bool]) -> Callable[[float], bool]:
+    """The same function, which on its way tells of the first time that the store takes no records."""
+    reasons: list[str] = []
+
+    def wait(seconds: float) -> bool:
+        if agent.why and not reasons:
+            reasons.append(agent.why)
+            _say(f"{agent.why}; the training goes on, and its records wait here until it can")
+        return ended(seconds)
+
+    return wait
 
 
 @contextmanager

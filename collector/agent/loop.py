@@ -147,8 +147,8 @@ class Agent:
 
     @property
     def why(self) -> str:
-        """Why the lake did not take all, if it did not."""
-        return self._feed.why or "it does not answer"
+        """Why the lake did not take all; empty if it did, or does not answer."""
+        return self._feed.why
 
     def _sample(self, now_ns: int) -> None:
         with self._problems.guard("events"):

@@ -208,14 +208,17 @@ def _nothing_attached(tables: RunTables) -> Finding | None:
         return None
     if life.killed_mains:
         return None
+    begun = (
+        "ended" if life.exit_status == 0 else f"failed (exit status {life.exit_status}; its own output says why)"
+    )
     return Finding(
         kind="cannot-tell",
         severity="info",
         confidence=1.0,
         summary=(
-            "The command ended and no training process reported. Likely reasons: it is no Python program or never "
-            "iterated a DataLoader nor stepped an optimizer; Python was started with -I, -S or -E; "
-            "TIDEGAUGE_DISABLED=1 was set."
+            f"The command {begun} and no training process reported. Likely reasons: it is no Python program, or "
+            "came to no loader and no optimizer step; Python was started with -I, -S or -E; TIDEGAUGE_DISABLED=1 "
+            "was set."
         ),
         evidence=(
             Evidence(
