@@ -4,9 +4,11 @@
 
 Three processes, one after the other: without Tidegauge, attached with a collector that follows, and attached with
 nobody who takes the journals in. A hundred times on the way they pause, and the private dirty memory of the
-training process and of its worker is read (/proc/PID/smaps_rollup), and the bytes of the journals. The slope is
-that of Theil and Sen over all but the first quarter, with its 95 % interval. Torch's own memory grows a little:
-what counts is that it grows no faster with Tidegauge. It takes some ten minutes, most of them torch's.
+training process and of its worker is read (/proc/PID/smaps_rollup), and the bytes of the journals. The worker is
+spawned, not forked: a page that a fork shares becomes private in both when one of them first writes to it, which
+looks like growth and is none. The slope is that of Theil and Sen over all but the first quarter, with its 95 %
+interval. Torch's own memory grows a little: what counts is that it grows no faster with Tidegauge. It takes some
+ten minutes, most of them torch's.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def train(batches: int, workers: int, run_dir: str | None) -> None:
 
     if os.environ.get(layout.DISABLED_VARIABLE) != "1":
         attach(run_dir, name="soak")
-    extra = {"persistent_workers": True, "multiprocessing_context": "fork"} if workers else {}
+    extra = {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
     loader: DataLoader[int] = DataLoader(range(EPOCH_BATCHES), batch_size=None, num_workers=workers, **extra)
     done = 0
     while done < batches:
@@ -142,7 +144,7 @@ def main() -> None:
         return
     bare_high: dict[str, float] = {}
     for mode in [options.only] if options.only else MODES:
-        with tempfile.TemporaryDirectory(prefix="tidegauge-soak-") as home:
+        with tempfile.TemporaryDirectory(prefix="tidegauge-soak-", ignore_cleanup_errors=True) as home:
             readings, run = soak(mode, options.batches, options.workers, Path(home))
             report(mode, readings, bare_high)
             if run is not None:
