@@ -9,7 +9,7 @@ import traceback
 
 import click
 
-from collector.commands import keeping, reading, running, serving, tune
+from collector.commands import comparing, keeping, reading, running, serving, tune
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -32,6 +32,7 @@ for _command in (
     tune.tune,
     reading.report,
     reading.runs,
+    comparing.compare,
     reading.snapshot,
     keeping.export,
     keeping.prune,

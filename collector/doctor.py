@@ -93,7 +93,7 @@ def checks_table(checks: Iterable[Check]) -> Table:
     """One row per check; the word says how it is, not the colour alone."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
+    table.add_column(style="bold", max_width=24, overflow="fold")
     table.add_column()
     for check in checks:
         if check.remedy is None:

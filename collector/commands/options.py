@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from collector.errors import TidegaugeError
 from training_harness.layout import HOME_VARIABLE, home_path
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Columns of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
+FORMATS = ("text", "json")
 #: For commands whose arguments are another command's.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -101,6 +103,23 @@ def _checked(parse: Callable[[str], T], value: str | None) -> T | None:
         return None if value is None else parse(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def _check_format(_context: click.Context, _option: click.Parameter, value: str) -> str:
+    if value not in FORMATS:
+        raise TidegaugeError(f"no format {value!r}; this version writes {' and '.join(FORMATS)}")
+    return value
+
+
+format_option = click.option(
+    "--format",
+    "form",
+    default="text",
+    show_default=True,
+    callback=_check_format,
+    metavar="|".join(FORMATS),
+    help="Of what is told.",
+)
 
 
 def tag_option(meaning: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

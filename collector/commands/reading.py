@@ -11,29 +11,10 @@ from pathlib import Path
 
 import click
 
-from collector.commands.options import home_option, show_table, tag_option
+from collector.commands.options import format_option, home_option, show_table, tag_option
 from collector.commands.verdicts import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS
-
-FORMATS = ("text", "json")
-
-
-def _check_format(_context: click.Context, _option: click.Parameter, value: str) -> str:
-    if value not in FORMATS:
-        raise TidegaugeError(f"no format {value!r}; this version writes {' and '.join(FORMATS)}")
-    return value
-
-
-format_option = click.option(
-    "--format",
-    "form",
-    default="text",
-    show_default=True,
-    callback=_check_format,
-    metavar="|".join(FORMATS),
-    help="Of what is told.",
-)
 
 
 @click.command()

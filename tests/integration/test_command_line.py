@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,26 @@ def test_a_report_goes_to_a_file(trained, tmp_path):
     refused = home("report", "--output", tmp_path / "no" / "card.txt")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
+
+
+def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_path):
+    home, _ = trained
+    other = tmp_path / "other"
+    shutil.copytree(home.newest, other)
+    manifest = json.loads((other / "run.json").read_text())
+    (other / "run.json").write_text(json.dumps({**manifest, "run_id": "other", "tags": {"lr": "0.2"}}))
+    done = home("compare", "latest", other, "--fail-on", "step_p50>5")
+    assert (done.returncode, done.stderr) == (0, "")
+    same = r"Step p50 +step_p50 +(\S+ \w+) \(n = \d+\) +\1 \(\+0\.0%, n = \d+\)"
+    assert re.search(same, done.stdout), done.stdout
+    assert re.search(r"tag lr +0\.1 +0\.2", done.stdout)
+    assert "git commit" not in done.stdout, "it is the same in both"
+    done = home("compare", "latest", other, "--format", "json", "--fail-on", "batches<5%", "--fail-on", "steps>1")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["runs"][1]["measures"]["step_p95"]["change_ratio"] == 0
+    assert re.fullmatch(r"tidegauge: batches<5%: Batches per second of other is .*\n", done.stderr)
+    done = home("compare", "latest", other, "--fail-on", "reserved_peak>0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), "there is no GPU here"
 
 
 def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):

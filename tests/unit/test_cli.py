@@ -21,6 +21,7 @@ from training_harness.layout import MANIFEST, create_run, read_manifest, write_m
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMANDS = {
+    "compare",
     "run",
     "report",
     "runs",
@@ -83,6 +84,8 @@ def test_the_jobs_are_those_that_there_are():
         (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
         (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
         (["run", "--interval", "1000", "--", "true"], "1000"),
+        (["compare", "latest"], "two to 4 runs can be compared, not 1"),
+        (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of step_p50"),
         (["watch", "99999999"], "no process 99999999 runs here; give the pid of one"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
         (["report", "--format", "html"], "no format 'html'; this version writes text and json"),
