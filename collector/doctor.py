@@ -262,16 +262,21 @@ def check_latest_run(home: Path) -> Check:
             return Check(name=name, detail="none yet")
         with read(runs[0]) as snapshot:
             lags = snapshot.query("SELECT ingest_lag_ns FROM agent ORDER BY time_ns DESC LIMIT 1")["ingest_lag_ns"]
-            told = snapshot.query(
-                "SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC LIMIT 1"
-            )["body"]
+            bodies = snapshot.query("SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC")
             problems = snapshot.problems
     except TidegaugeError as error:
         return Check(name=name, detail=str(error), remedy="mend it, or look at another run")
     lag_ns = max((lag for lag in lags if lag == lag), default=0)
+    told = [json.loads(body) for body in bodies["body"]]
+    untidy = next((each["error"] for each in told if each["part"] == "upkeep"), None)
     if not problems and lag_ns < _SLOW_INGEST_NS:
+        if untidy:
+            remedy = (
+                "it is tried again every five minutes and by `tidegauge collect`; a damaged file stays as it is"
+            )
+            return Check(name=name, detail=f"{runs[0].run_id}: {untidy}", remedy=remedy)
         return Check(name=name, detail=f"{runs[0].run_id} can be read")
-    why = problems[0] if problems else json.loads(told[0])["error"] if len(told) else "its collector is slow"
+    why = problems[0] if problems else told[0]["error"] if told else "its collector is slow"
     waiting = f"records wait outside its lake since {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
     remedy = "mend it; what is not in the lake stays in the journals, and goes in when it can"
     return Check(name=name, detail=f"{runs[0].run_id}: {waiting}{why}", remedy=remedy)

@@ -164,7 +164,7 @@ class Feed:
             self._ingest()
         with self._problems.guard("ingest"):
             if self._ingester is not None:
-                self._tell(self._ingester.close())
+                self._tell(self._ingester.close(), part="upkeep")
         return self._fails_since_ns is None
 
     def _ingest(self) -> None:
@@ -200,8 +200,8 @@ class Feed:
         self._ingest()
         with self._problems.guard("ingest"):
             if self._ingester is not None:
-                self._tell(self._ingester.maintain())
+                self._tell(self._ingester.maintain(), part="upkeep")
 
-    def _tell(self, problems: Iterable[str]) -> None:
+    def _tell(self, problems: Iterable[str], *, part: str = "ingest") -> None:
         for text in problems:
-            self._problems.tell("ingest", text)
+            self._problems.tell(part, text)

@@ -46,7 +46,7 @@ def insert(connection: duckdb.DuckDBPyConnection, data: str, table: str, source:
 
 
 def merge(connection: duckdb.DuckDBPyConnection, data: str, table: str) -> None:
-    """Put the small files of a table into one, in a transaction of its own.
+    """Put the small files of a table into one, in a transaction of its own; after an error it stays open.
 
     Raises:
         duckdb.Error: a file cannot be read or written, another node merges too, or the database is away.
@@ -66,10 +66,6 @@ def merge(connection: duckdb.DuckDBPyConnection, data: str, table: str) -> None:
     files = f"[{', '.join(map(quoted, small))}]"
     columns = [name for name, _ in TABLES[table]]
     connection.begin()
-    try:
-        insert(connection, data, table, f"(FROM {LAKE}.{table} WHERE filename IN {files})", columns)
-        connection.execute(f"DELETE FROM {LAKE}.{table} WHERE filename IN {files}")
-        connection.commit()
-    except duckdb.Error:
-        connection.rollback()
-        raise
+    insert(connection, data, table, f"(FROM {LAKE}.{table} WHERE filename IN {files})", columns)
+    connection.execute(f"DELETE FROM {LAKE}.{table} WHERE filename IN {files}")
+    connection.commit()

@@ -163,11 +163,10 @@ class Ingester:
         """
         with lake.private_files():
             try:
-                upkeep.tidy(self._run, self._open(), self._data_files)
+                return upkeep.tidy(self._run, self._open(), self._data_files)
             except (*ERRORS, TidegaugeError, OSError) as error:
                 self._release()
                 return (f"the lake was not tidied up: {one_line(error)}",)
-        return ()
 
     def close(self) -> tuple[str, ...]:
         """Maintain a last time, close the lake and let the next ingester in; returns the problems."""

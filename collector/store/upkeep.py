@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import duckdb
 
-from collector.store import added, lake, mirror
+from collector.store import added, lake, mirror, shared
 from collector.store.durable import DataFiles
+from collector.store.engine import ERRORS, one_line
 from collector.store.runs import Run
 
 #: A reader of another node holds no lock that we could see: what it may still look at stays this long.
@@ -14,10 +18,13 @@ _READERS_AT_MOST = "INTERVAL 30 MINUTES"
 _COMMITS_AT_MOST = "INTERVAL 1 DAY"
 
 
-def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
+def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
     """Merge and delete files of an attached lake; without a word if readers look all the time.
 
     In the shared store the first of the nodes whose part goes on does it, for all nodes.
+
+    Returns:
+        One line for each table that stays as it is, since a file of it is damaged, say.
 
     Raises:
         duckdb.Error: the lake cannot be read or written; it is as right as before.
@@ -26,16 +33,17 @@ def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> N
 
     """
     if not run.is_shared:
-        _tidy_embedded(run, connection, files)
-    elif mirror.is_first(run):
-        _tidy_shared(run, connection)
+        return _tidy_embedded(run, connection, files)
+    return _tidy_shared(run, connection) if mirror.is_first(run) else ()
 
 
-def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> None:
+def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
+    problems: list[str] = []
     try:
         # Readers wait meanwhile, so they are let in after each table.
         for table in lake.TABLES:
-            with lake.files_locked(run, exclusive=True), files.transaction(connection):
+            locked, told = lake.files_locked(run, exclusive=True), _told(problems, connection, table)
+            with locked, told, files.transaction(connection):
                 _merge(connection, table)
         with lake.files_locked(run, exclusive=True):
             # The last snapshot always stays.
@@ -44,21 +52,40 @@ def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataF
             _call(connection, "ducklake_delete_orphaned_files", "cleanup_all => true")
     except BlockingIOError:
         pass  # the next time finds the same files
+    return tuple(problems)
 
 
-def _tidy_shared(run: Run, connection: duckdb.DuckDBPyConnection) -> None:
+def _tidy_shared(run: Run, connection: duckdb.DuckDBPyConnection) -> tuple[str, ...]:
     data = lake.place_of(run).data
+    problems: list[str] = []
     for table in lake.TABLES:
-        added.merge(connection, data, table)
+        if problems:
+            shared.look_at_data()  # without its files, each table would be waited for in vain
+        with _told(problems, connection, table):
+            added.merge(connection, data, table)
     _call(connection, "ducklake_expire_snapshots", f"older_than => now() - {_READERS_AT_MOST}")
     _call(connection, "ducklake_cleanup_old_files", f"older_than => now() - {_READERS_AT_MOST}")
     _call(connection, "ducklake_delete_orphaned_files", f"older_than => now() - {_COMMITS_AT_MOST}")
+    return tuple(problems)
+
+
+@contextlib.contextmanager
+def _told(problems: list[str], connection: duckdb.DuckDBPyConnection, table: str) -> Iterator[None]:
+    """Let what ails one table be a problem of that table alone, as long as the catalog answers."""
+    try:
+        yield
+    except ERRORS as error:
+        with contextlib.suppress(duckdb.Error):  # none is open
+            connection.rollback()
+        _call(connection, "ducklake_table_info")
+        problems.append(f"the lake's table {table} was not tidied up: {one_line(error)}")
 
 
 def _merge(connection: duckdb.DuckDBPyConnection, table: str) -> None:
     connection.execute(f"CALL ducklake_merge_adjacent_files('{lake.LAKE}', '{table}')").fetchall()
 
 
-def _call(connection: duckdb.DuckDBPyConnection, function: str, argument: str) -> None:
+def _call(connection: duckdb.DuckDBPyConnection, function: str, *arguments: str) -> None:
     # Counted, not fetched: fetching a TIMESTAMPTZ needs pytz.
-    connection.execute(f"SELECT count(*) FROM {function}('{lake.LAKE}', {argument})").fetchall()
+    words = ", ".join((f"'{lake.LAKE}'", *arguments))
+    connection.execute(f"SELECT count(*) FROM {function}({words})").fetchall()

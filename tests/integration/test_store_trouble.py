@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from store_world import HOST, Writer, in_the_lake, journalled, make_run, seen
+from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.agent.samples import in_order
 from collector.doctor import check_latest_run
@@ -111,3 +111,32 @@ def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_delet
             assert ingester.maintain() != ()
     assert not run.path.exists()
     assert check_latest_run(tmp_path).detail == "none yet"
+
+
+def test_a_damaged_file_keeps_its_own_table_from_being_tidied_and_doctor_says_so(tmp_path):
+    run = make_run(tmp_path)
+    writer = Writer(run, 11)
+    log = EventLog(run.events_dir, Identity(host=HOST, pid=1, start_ticks=1))
+    files = "SELECT count(*) FROM ducklake_list_files('lake', '{}')"
+    with Ingester(run) as ingester:
+        for _ in range(3):
+            writer.write(100)
+            ingester.step()
+        damaged = min((run.data_dir / "main" / "step").iterdir())
+        whole = damaged.read_bytes()
+        damaged.write_bytes(b"PAR1" + bytes(100))
+        for _ in range(2):
+            (problem,) = ingester.maintain()
+            assert "table step was not tidied up" in problem
+            assert damaged.name in problem
+        assert ask_the_lake(run, files.format("batch")) == 1
+        assert ask_the_lake(run, files.format("step")) == 3
+        log.append("collector-problem", part="upkeep", error=problem)
+        writer.write(100)
+        assert ingester.step().problems == ()
+        told = check_latest_run(tmp_path)
+        assert "table step was not tidied up" in told.detail
+        assert told.remedy is not None
+        damaged.write_bytes(whole)
+    assert ask_the_lake(run, files.format("step")) == 1
+    assert seen(run) == journalled(run)
