@@ -35,9 +35,13 @@ WHOLE_NS = 300_000_000_000
 #: Streams that are thinned over the whole run, since its beginning tells of growth and of peaks: what one
 #: series of samples is of, and what its largest sample is the largest of.
 _THINNED = {
-    "process": ("host, process_pid, process_start_ticks", "(coalesce(pss_bytes, 0), coalesce(rss_bytes, 0))"),
+    # The proportional memory is read now and then, and tells more than the resident set of other ticks.
+    "process": (
+        ("host", "process_pid", "process_start_ticks"),
+        "coalesce(pss_bytes + (1::BIGINT << 50), rss_bytes, 0)",
+    ),
     "host": (
-        "host",
+        ("host",),
         "coalesce(cgroup_anon_bytes + coalesce(cgroup_shmem_bytes, 0), "
         "memory_total_bytes - memory_available_bytes, 0)",
     ),
@@ -123,10 +127,7 @@ def load_tables(run: Run) -> RunTables:
 
 
 def _totals(snapshot: Snapshot) -> dict[str, Total]:
-    parts = [
-        f"SELECT '{name}' AS name, count(*) AS n, min(time_ns) AS lo, max(time_ns) AS hi FROM \"{name}\""
-        for name in STREAMS
-    ]
+    parts = [f"SELECT '{name}' AS name, n, first_ns, last_ns FROM {name}_reach" for name in STREAMS]
     found = snapshot.query(" UNION ALL ".join(parts))
     return {
         str(name): Total(rows_count=int(n), first_ns=_optional_int(lo), last_ns=_optional_int(hi))
@@ -141,11 +142,26 @@ def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
     elif name in _THINNED:
         source = f"({_thinned(snapshot, name, total)})"
     else:
-        # Found by their times alone: sorting whole rows costs four times as much.
-        newest = f'SELECT time_ns FROM "{name}" ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
-        since_ns = snapshot.query(f"SELECT min(time_ns) AS ns FROM ({newest})")["ns"][0]
-        source = f'(FROM "{name}" WHERE time_ns >= {since_ns})'
+        source = f'(FROM "{name}" WHERE time_ns >= {_newest_since_ns(snapshot, name, total)})'
     return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
+
+
+def _newest_since_ns(snapshot: Snapshot, name: str, total: Total) -> int:
+    """The time of the oldest of the newest rows: looked for at the end, and further back while there are too few.
+
+    Found by their times alone: sorting whole rows costs four times as much, and the rest of the stream is not read.
+    """
+    first_ns, last_ns = total.first_ns or 0, total.last_ns or 0
+    look_back_ns = 2 * (last_ns - first_ns) * ROWS_PER_STREAM // total.rows_count
+    while True:
+        begin_ns = max(first_ns, last_ns - look_back_ns)
+        newest = f'SELECT time_ns FROM "{name}" WHERE time_ns >= {begin_ns} ORDER BY time_ns DESC'
+        found = snapshot.query(
+            f"SELECT count(*) AS n, min(time_ns) AS ns FROM ({newest} LIMIT {ROWS_PER_STREAM})"
+        ).iloc[0]
+        if found["n"] == ROWS_PER_STREAM or begin_ns == first_ns:
+            return int(found["ns"])
+        look_back_ns *= 8
 
 
 def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
@@ -154,22 +170,35 @@ def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
     Of each series and piece of time, the largest sample stays. Of each piece of time, so does the tick in which
     the run's processes are largest together. And so do their ends, and the last part of the run.
     """
-    series, use = _THINNED[name]
+    of_series, use = _THINNED[name]
+    series = ", ".join(of_series)
     tick_ns = snapshot.query(
         "SELECT sum(span) / sum(n) AS ns FROM (SELECT max(time_ns) - min(time_ns) AS span, "
-        f'count(DISTINCT time_ns) AS n FROM "{name}" GROUP BY host)'
+        f'approx_count_distinct(time_ns) AS n FROM "{name}" GROUP BY host)'
     )["ns"][0]
-    piece_ns = max(1, int(2 * tick_ns * total.rows_count / ROWS_PER_STREAM))
-    largest = f'SELECT ({series}, arg_max(time_ns, {use})) FROM "{name}" GROUP BY {series}, time_ns // {piece_ns}'
-    kept = f"({series}, time_ns) IN ({largest}) OR time_ns >= {(total.last_ns or 0) - WHOLE_NS}"
+    piece_ns = max(1, int(4 * tick_ns * total.rows_count / ROWS_PER_STREAM))
+    largest = (
+        f'SELECT {series}, arg_max(time_ns, {use}) AS time_ns FROM "{name}" '
+        f"GROUP BY {series}, time_ns // {piece_ns}"
+    )
+    kept = f"time_ns >= {(total.last_ns or 0) - WHOLE_NS} OR {_among(largest, *of_series, 'time_ns')}"
     if name == "process":
         together = (
-            "SELECT (host, arg_max(time_ns, used)) "
+            "SELECT host, arg_max(time_ns, used) AS time_ns "
             "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process GROUP BY host, time_ns) "
             f"GROUP BY host, time_ns // {piece_ns}"
         )
-        kept += f" OR (host, time_ns) IN ({together}) OR alive = 0"
+        kept += f" OR {_among(together, 'host', 'time_ns')} OR alive = 0"
     return f'FROM "{name}" WHERE {kept}'
+
+
+def _among(found: str, *columns: str) -> str:
+    """SQL: whether a row is among the found in these columns; as tuples they take several times as long to compare.
+
+    Two with the same hash would keep a row too many.
+    """
+    key = f"hash({', '.join(columns)})"
+    return f"{key} IN (SELECT {key} FROM ({found}))"
 
 
 def _events(snapshot: Snapshot) -> list[dict[str, Any]]:

@@ -14,10 +14,12 @@ from collector.store.queries import (
     Queryable,
     Span,
     lines,
-    quantiles,
+    of_sample,
     width_ns,
 )
 
+#: What a fetch is made of, and what its time went by.
+_PARTS = ("idle_ms", "getitem_ms", "collate_ms", "cpu_ms", "run_queue_ms", "blocked_ms")
 _OF_LOADER = "time_ns BETWEEN $from_ns AND $to_ns AND loader = $loader AND ($rank IS NULL OR rank = $rank)"
 
 
@@ -60,17 +62,16 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
         idle_ms, getitem_ms, collate_ms, cpu_ms, run_queue_ms, blocked_ms (NaN where not measured).
 
     """
-    sums = ", ".join(
-        f"sum({name}_ns)::DOUBLE / 1e6 {name}_ms"
-        for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
-    )
-    took = quantiles("getitem_ns + collate_ns", [0.5, 0.95], "f")
-    return snapshot.query(
-        f'WITH f AS NOT MATERIALIZED (FROM "fetch" WHERE {_OF_LOADER}) SELECT * EXCLUDE (q), q[1] / 1e6 median_ms, '
-        f"q[2] / 1e6 p95_ms FROM (SELECT rank, worker, count(*) n, {took} q, {sums} FROM f GROUP BY rank, worker) "
-        "ORDER BY rank, worker",
+    made = _made(snapshot, within, loader)
+    sums = made.groupby(["rank", "worker"], dropna=False)[["n", *_PARTS]].sum(min_count=1).reset_index()
+    took = snapshot.query(
+        f'WITH f AS NOT MATERIALIZED (FROM "fetch" WHERE {_OF_LOADER}) '
+        "SELECT rank, worker, q[1] / 1e6 median_ms, q[2] / 1e6 p95_ms FROM (SELECT rank, worker, "
+        "quantile_cont(getitem_ns + collate_ns, [0.5, 0.95]) q "
+        f"FROM f WHERE {of_sample('f')} GROUP BY rank, worker)",
         {**within.params, "loader": loader},
     )
+    return sums.merge(took, on=["rank", "worker"], how="left")
 
 
 def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
@@ -80,15 +81,21 @@ def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
         rank, worker, elapsed_seconds (start of the bucket), fetch_ms, n.
 
     """
+    table = _made(snapshot, within, loader)
+    table["elapsed_seconds"] = within.elapsed(table["time_ns"])
+    return table[["rank", "worker", "fetch_ms", "n", "elapsed_seconds"]]
+
+
+def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
+    """Of the batches that each worker made in each bucket of time: how many, the longest fetch, and the sums."""
     width = max(width_ns(within, GRID_BUCKETS // 2), GRID_STEP_NS)
-    table = snapshot.query(
+    sums = ", ".join(f"sum({name.removesuffix('_ms')}_ns)::DOUBLE / 1e6 {name}" for name in _PARTS)
+    return snapshot.query(
         f"SELECT rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
-        f'max(getitem_ns + coalesce(collate_ns, 0)) / 1e6 fetch_ms, count(*) n FROM "fetch" '
+        f'max(getitem_ns + coalesce(collate_ns, 0)) / 1e6 fetch_ms, count(*) n, {sums} FROM "fetch" '
         f"WHERE {_OF_LOADER} GROUP BY ALL ORDER BY rank, worker, time_ns",
         {**within.params, "loader": loader},
     )
-    table["elapsed_seconds"] = within.elapsed(table["time_ns"])
-    return table.drop(columns="time_ns")
 
 
 def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:

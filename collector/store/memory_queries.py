@@ -28,7 +28,6 @@ HOST_LIMITS = {
     "host": ("memory_total_bytes - memory_available_bytes", "memory_total_bytes"),
     "shm": ("shm_used_bytes", "shm_total_bytes"),
 }
-_OF_RANK = "($rank IS NULL OR process_rank = $rank OR process_rank IS NULL)"
 _PROCESS = "host, process_pid, process_start_ticks"
 #: The place that a process has in the run: a restarted worker has the same place as the one before.
 _SERIES = (
@@ -37,11 +36,10 @@ _SERIES = (
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
 )
 #: A process counts as what it has turned out to be: the main one is an "other" until it trains.
-_PLACED = (
-    f"(SELECT process.* EXCLUDE (role, loader, worker, process_rank), place.* EXCLUDE ({_PROCESS}) FROM process "
-    f"JOIN (SELECT *, {_SERIES} AS series FROM (SELECT {_PROCESS}, arg_max(role, time_ns) AS role, "
+_PLACES = (
+    f"(SELECT *, {_SERIES} AS series FROM (SELECT {_PROCESS}, arg_max(role, time_ns) AS role, "
     "arg_max(loader, time_ns) AS loader, arg_max(worker, time_ns) AS worker, "
-    f"arg_max(process_rank, time_ns) AS process_rank FROM process GROUP BY ALL)) AS place USING ({_PROCESS}))"
+    "arg_max(process_rank, time_ns) AS process_rank FROM process GROUP BY ALL))"
 )
 
 
@@ -67,15 +65,14 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str) -> pd.DataFra
     """
     width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
     table = snapshot.query(
-        f"SELECT host, process_pid pid, process_start_ticks ticks, any_value(role) AS role, "
-        f"((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric})::DOUBLE v, min(alive) alive "
-        f"FROM {_PLACED} WHERE time_ns BETWEEN $from_ns AND $to_ns "
-        "AND ($rank IS NULL OR process_rank = $rank OR process_rank IS NULL) GROUP BY ALL ORDER BY bucket",
-        within.params,
+        f"SELECT {_PROCESS}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric})::DOUBLE v, "
+        "min(alive) alive FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY bucket",
+        only(within.params, "from_ns", "to_ns"),
     )
+    table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
     count = 0 if table.empty else int(table["bucket"].max()) + 1
     totals: dict[str, np.ndarray[Any, Any]] = {}
-    for _, process in table.groupby(["host", "pid", "ticks"], sort=False):
+    for _, process in table.groupby(_PROCESS.split(", "), sort=False):
         role = ROLES[int(process["role"].iloc[0])]
         held = _carried(process, count, CARRY_NS // width + 1)
         if held is not None:
@@ -96,22 +93,29 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     """
     table = snapshot.query(
-        "SELECT host, any_value(series) AS series, process_pid pid, process_start_ticks ticks, "
-        "any_value(role) AS role, min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
+        f"SELECT {_PROCESS}, min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
         "arg_max(private_dirty_bytes, time_ns) private_dirty_bytes, "
         "regr_slope(private_dirty_bytes, time_ns / 1e9) private_dirty_slope, "
         "count(private_dirty_bytes) private_dirty_count, "
         "arg_max(pss_bytes, time_ns) pss_bytes, max(pss_bytes) pss_peak_bytes, "
         "arg_max(rss_bytes, time_ns) rss_bytes, regr_slope(rss_bytes, time_ns / 1e9) rss_slope, "
-        f"count(rss_bytes) rss_count FROM {_PLACED} "
-        f"WHERE time_ns BETWEEN $from_ns AND $to_ns AND {_OF_RANK} GROUP BY ALL "
-        "ORDER BY first_ns, pid",
-        within.params,
+        "count(rss_bytes) rss_count FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL "
+        "ORDER BY first_ns, process_pid",
+        only(within.params, "from_ns", "to_ns"),
     )
+    table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
+    table = table.rename(columns={"process_pid": "pid", "process_start_ticks": "ticks"})
     table["restart"] = table.duplicated("series") & table["role"].isin([0, 1])
     table["first_seconds"] = within.elapsed(table["first_ns"])
     table["last_seconds"] = within.elapsed(table["last_ns"])
     return table
+
+
+def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """The role and the place of each process of the span's rank, or of none."""
+    table = snapshot.query(f"SELECT {_PROCESS}, role, series, process_rank FROM {_PLACES}")
+    rank = table.pop("process_rank")
+    return table if within.rank is None else table[rank.isna() | (rank == within.rank)]
 
 
 def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[str]) -> Lines:
@@ -120,10 +124,10 @@ def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[s
     return lines(
         snapshot,
         within,
-        _PLACED,
+        f"(SELECT time_ns, {metric}, series FROM process JOIN {_PLACES} USING ({_PROCESS}) "
+        f"WHERE series IN ({names}))",
         {metric: metric},
         series="series",
-        where=f"{_OF_RANK} AND series IN ({names})",
         buckets=GRID_BUCKETS,
     )[metric]
 

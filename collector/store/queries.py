@@ -109,9 +109,9 @@ def wall_ns(manifest: Mapping[str, Any], time_ns: int) -> int | None:
 
 def extent(snapshot: Queryable) -> Extent | None:
     """The first and the newest record of the streams that pulse in every run; None if there is none."""
-    parts = [f'SELECT min(time_ns) lo, max(time_ns) hi, count(*) n FROM "{name}"' for name in PULSE]
+    parts = [f"FROM {name}_reach" for name in PULSE]
     row = snapshot.query(
-        f"SELECT min(lo) lo, max(hi) hi, sum(n)::BIGINT n FROM ({' UNION ALL '.join(parts)})"
+        f"SELECT min(first_ns) lo, max(last_ns) hi, sum(n)::BIGINT n FROM ({' UNION ALL '.join(parts)})"
     ).iloc[0]
     if not row["n"]:
         return None
@@ -184,14 +184,18 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
         step (first of its group), n, wait_ms and rest_ms (means), slowest_ms.
 
     """
+    timed = (
+        "FROM step WHERE duration_ns IS NOT NULL AND time_ns BETWEEN $from_ns AND $to_ns "
+        "AND ($rank IS NULL OR rank = $rank)"
+    )
+    low, high = snapshot.query(f"SELECT min(step), max(step) {timed}", within.params).iloc[0]
+    low = 0 if pd.isna(low) else int(low)
+    width = 1 if pd.isna(high) else (int(high) - low) // (2 * GRID_BUCKETS) + 1
     return snapshot.query(
-        "WITH s AS (SELECT step, duration_ns, coalesce(data_wait_ns, 0) AS wait_ns FROM step "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)), "
-        f"w AS (SELECT min(step) lo, greatest(1, ceil((max(step) - min(step) + 1) / {2 * GRID_BUCKETS}))::BIGINT "
-        "width FROM s) "
         "SELECT min(step) AS step, count(*) n, avg(wait_ns) / 1e6 wait_ms, "
         "avg(greatest(duration_ns - wait_ns, 0)) / 1e6 rest_ms, max(duration_ns) / 1e6 slowest_ms "
-        "FROM s, w WHERE duration_ns IS NOT NULL GROUP BY (s.step - w.lo) // w.width ORDER BY 1",
+        f"FROM (SELECT step, duration_ns, coalesce(data_wait_ns, 0) AS wait_ns {timed}) "
+        f"GROUP BY (step - {low}) // {width} ORDER BY 1",
         within.params,
     )
 
@@ -209,13 +213,18 @@ def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
 
 
 def quantiles(value: str, ranks: Sequence[float], source: str) -> str:
-    """SQL of a list of quantiles of `value` over `source`, which is the source of the query or holds all its rows.
+    """SQL of a list of quantiles of `value` over `source`, the source of the query or what holds its rows."""
+    return f"quantile_cont({value}, {list(ranks)}) FILTER ({of_sample(source)})"
+
+
+def of_sample(source: str) -> str:
+    """SQL: whether a row of `source` counts for quantiles.
 
     Sorting is what they cost, so beyond `QUANTILE_ROWS` a sample of at least half as many stands for all.
     The standard error of a median's rank is then 0.07 % of the rows; of each of four groups, 0.14 %.
     """
     every = f"(SELECT count(*) // {QUANTILE_ROWS} + 1 FROM {source})::UBIGINT"  # else both become 128 bits wide
-    return f"quantile_cont({value}, {list(ranks)}) FILTER (hash(time_ns) % {every} = 0)"
+    return f"hash(time_ns) % {every} = 0"
 
 
 def step_elapsed(snapshot: Queryable, within: Span, step: int, rank: int | None) -> float | None:

@@ -30,6 +30,8 @@ from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
 
+#: What follows the name of a stream in that of the view that says how far it reaches.
+_REACH = "_reach"
 #: Of the SQL, of Ctrl-C, of the machine; whatever else a query raises, damaged files make.
 _NO_DAMAGE = (
     duckdb.BinderException,
@@ -89,11 +91,9 @@ class Snapshot:
             return time.monotonic_ns()
         if self._run.is_shared and self._run.manifest["end_time_ns"] is None:
             return time.time_ns() - _wall_offset_ns(self._run.anchors[self._run.manifest["host"]])
-        sources = " UNION ALL ".join(
-            f'SELECT max(time_ns) AS time_ns FROM "{name}"' for name in ("event", *STREAMS)
-        )
+        sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}{_REACH}" for name in ("event", *STREAMS))
         with self._intact():
-            last = self._execute(f"SELECT max(time_ns) FROM ({sources})", None).fetchone()
+            last = self._execute(f"SELECT max(last_ns) FROM ({sources})", None).fetchone()
         return int(last[0]) if last and last[0] is not None else 0
 
     @functools.cached_property
@@ -107,6 +107,8 @@ class Snapshot:
 
     def query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None = None) -> pd.DataFrame:
         """Run SQL over the views: one per stream of `records.STREAMS`, and `event`.
+
+        And for each of them, as `step_reach`: one row with n (records), first_ns and last_ns, without a scan.
 
         A column of integers with NULLs comes as float64 with NaN, one without as integers.
 
@@ -177,7 +179,8 @@ class Snapshot:
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
     ) -> duckdb.DuckDBPyConnection:
         # Journals are read when a query first names their stream: most pages need two or three.
-        for name in set(re.findall(r"\w+", sql.lower())) & ({*STREAMS, "event"} - self._views):
+        named = {word.removesuffix(_REACH) for word in re.findall(r"\w+", sql.lower())}
+        for name in named & ({*STREAMS, "event"} - self._views):
             self._add_view(name)
         return self._connection.execute(sql, params)
 
@@ -185,15 +188,22 @@ class Snapshot:
         tail = self._events if name == "event" else self._read_tail(name)
         self._connection.register(f"tail_{name}", tail)
         columns = ", ".join(f'"{column}"' for column in tail.column_names)
-        view = f'CREATE TEMP VIEW "{name}" AS SELECT {columns} FROM '
-        source = f"tail_{name}"
+        parts = [f"tail_{name}"]
         if name in self._stored:  # an empty table of the lake would cost as much as a full one
-            source = f"(FROM tail_{name} UNION ALL BY NAME FROM {lake.LAKE}.{name})"
+            parts.append(f"{lake.LAKE}.{name}")
+        source = f"({' UNION ALL BY NAME '.join(f'FROM {part}' for part in parts)})"
         if self._behind_ns:  # what a node wrote whose clock is not known yet is left out
             cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
             moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
-        self._connection.execute(view + source)
+            parts = [f'"{name}"']
+        self._connection.execute(f'CREATE TEMP VIEW "{name}" AS SELECT {columns} FROM {source}')
+        # Of a whole table of the lake, DuckLake knows these from its catalog.
+        reach = "SELECT count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns FROM"
+        self._connection.execute(
+            f"CREATE TEMP VIEW {name}{_REACH} AS SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, "
+            f"max(last_ns) AS last_ns FROM ({' UNION ALL '.join(f'{reach} {part}' for part in parts)})"
+        )
         self._views.add(name)
 
     def _read_tail(self, stream: str) -> pa.Table:

@@ -327,7 +327,7 @@ def test_a_long_run_keeps_its_beginning_its_peaks_and_its_structure(run, monkeyp
 
     rows = found.stream("process")
     assert len(rows) < 100
-    assert rows["time_ns"].min() < 20 * 10**9
+    assert rows["time_ns"].min() < 40 * 10**9  # the first piece of time
     assert rows.groupby("time_ns")["pss_bytes"].sum().max() == 2000
     assert rows[rows["alive"] == 0]["process_pid"].tolist() == [3]
     assert len(rows[rows["time_ns"] >= 295 * 10**9]) == 12
