@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -65,21 +65,25 @@ def _parse_size(_context: click.Context, _option: click.Parameter, value: str | 
 @click.option(
     "--max-size", callback=_parse_size, metavar="SIZE", help="At most so much disk, like 20GB, for all runs."
 )
+@click.option("--store", "of_store", is_flag=True, help="Of the shared store, for all nodes; not of this home.")
 @click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @home_option
-def prune(keep: int | None, max_size: int | None, dry_run: bool, yes: bool, home: Path) -> None:
+def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool, yes: bool, home: Path) -> None:
     """Delete whole runs, the oldest first, until --keep and --max-size are met.
 
     A run that is running, or that a collector or a reader holds, stays.
     """
     from collector.listing import prune_table
-    from collector.store import prune as store
+    from collector.store import prune as home_prune
+    from collector.store import store_prune
+
+    store: Any = store_prune if of_store else home_prune
 
     if keep is None and max_size is None:
         raise TidegaugeError("nothing says what may stay: give --keep N, --max-size SIZE, or both")
     stored = store.stored_runs(home)
-    beyond = store.beyond(stored, keep=keep, max_bytes=max_size)
+    beyond = home_prune.beyond(stored, keep=keep, max_bytes=max_size)
     going = [each for each in beyond if not each.needed]
     unfinished = len(store.leftovers(home))
     if beyond:

@@ -165,6 +165,55 @@ def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
         return _manifests(connection, run_id)
 
 
+def sizes_bytes() -> dict[str, int]:
+    """Run id -> the size of its files.
+
+    Raises:
+        TidegaugeError: the store cannot be reached.
+
+    """
+    with _registry() as connection:
+        found = _ask(connection, "SELECT schemaname FROM pg_tables WHERE tablename = 'ducklake_data_file'")
+        parts = [
+            f"SELECT {quoted(schema.removeprefix(_SCHEMA_PREFIX))}, coalesce(sum(file_size_bytes), 0)::bigint "
+            f'FROM "{schema}".ducklake_data_file'
+            for (schema,) in found
+            if schema.startswith(_SCHEMA_PREFIX)
+        ]
+        return dict(_ask(connection, " UNION ALL ".join(parts))) if parts else {}
+
+
+def retire(run_id: str, name: str) -> None:
+    """Give a run of which all parts are over another name in the table of nodes; else nothing happens.
+
+    Raises:
+        TidegaugeError: the store cannot be reached.
+
+    """
+    of_run = f"WHERE run_id = {quoted(run_id)}"
+    with _registry() as connection:
+        _run(
+            connection,
+            f"UPDATE tidegauge.node SET run_id = {quoted(name)} {of_run} AND NOT EXISTS "
+            f"(SELECT 1 FROM tidegauge.node {of_run} AND manifest::json->>'end_time_ns' IS NULL)",
+        )
+
+
+def forget(run_id: str, name: str) -> None:
+    """Delete the schema of a run, and its rows in the table of nodes, where it has this name.
+
+    Raises:
+        TidegaugeError: the store cannot be reached.
+
+    """
+    schema = f"{_SCHEMA_PREFIX}{run_id}".replace('"', '""')
+    with _registry() as connection:
+        _run(
+            connection,
+            f'DROP SCHEMA IF EXISTS "{schema}" CASCADE; DELETE FROM tidegauge.node WHERE run_id = {quoted(name)}',
+        )
+
+
 def look_at_data() -> None:
     """Try whether the files of the store can be listed.
 

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import boto3
 import pytest
 from shared_world import (
     BUCKET,
@@ -301,3 +302,33 @@ def test_a_run_id_is_used_once_and_what_was_told_of_it_before_makes_way(environm
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):
         layout.create_run(home, name="x", argv=[])
+
+
+def test_what_is_over_on_all_nodes_can_be_deleted_from_the_store_with_all_its_files(environment, variables, home):
+    runs = {}
+    for name in ("over", "interrupted", "going-on"):
+        environment.setenv("TIDEGAUGE_RUN_ID", f"prune-{name}")
+        run = runs[name] = Run(layout.create_run(home.parent / name, name="x", argv=[]))
+        if name != "going-on":
+            layout.write_manifest(run.path, {**run.manifest, "end_time_ns": time.monotonic_ns(), "exit_status": 0})
+        Writer(run, os.getpid(), host=HOST).write(50)
+        with Ingester(run) as ingester:
+            assert ingester.step().is_whole
+    shared.retire("prune-interrupted", ".pruned-prune-interrupted")
+    shared.retire("prune-going-on", ".pruned-prune-going-on")  # it is not over, so nothing happens
+
+    shown = node("", home, variables, "prune", "--store", "--keep", "0", "--dry-run")
+    assert "its part on" in shown.stdout
+    assert len(shared.nodes()["prune-over"]) == 1
+    done = node("", home, variables, "prune", "--store", "--keep", "0", "--yes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "and the rest of 1 whose deletion was interrupted" in done.stdout
+
+    assert not [name for name in shared.nodes() if "over" in name or "interrupted" in name]
+    assert {"prune-over", "prune-interrupted"}.isdisjoint(shared.sizes_bytes())
+    keys = boto3.client("s3", verify=variables["AWS_CA_BUNDLE"]).list_objects_v2(
+        Bucket=BUCKET, Prefix=f"{variables['TIDEGAUGE_DATA'].partition(BUCKET + '/')[2]}/"
+    )["Contents"]
+    assert {key["Key"].split("/")[1] for key in keys} == {"prune-going-on"}
+    assert [run.run_id for run in list_runs(home) if run.run_id.startswith("prune")] == ["prune-going-on"]
+    assert seen(runs["going-on"]) == journalled(runs["going-on"])
