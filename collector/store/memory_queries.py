@@ -35,11 +35,11 @@ _SERIES = (
     "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
 )
-#: A process counts as what it has turned out to be: the main one is an "other" until it trains.
+#: A process counts as what it has turned out to be, also later: the main one is an "other" until it trains.
 _PLACES = (
     f"(SELECT *, {_SERIES} AS series FROM (SELECT {_PROCESS}, arg_max(role, time_ns) AS role, "
     "arg_max(loader, time_ns) AS loader, arg_max(worker, time_ns) AS worker, "
-    "arg_max(process_rank, time_ns) AS process_rank FROM process GROUP BY ALL))"
+    "arg_max(process_rank, time_ns) AS process_rank FROM process WHERE time_ns >= $from_ns GROUP BY ALL))"
 )
 
 
@@ -113,7 +113,9 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
 def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """The role and the place of each process of the span's rank, or of none."""
-    table = snapshot.query(f"SELECT {_PROCESS}, role, series, process_rank FROM {_PLACES}")
+    table = snapshot.query(
+        f"SELECT {_PROCESS}, role, series, process_rank FROM {_PLACES}", only(within.params, "from_ns")
+    )
     rank = table.pop("process_rank")
     return table if within.rank is None else table[rank.isna() | (rank == within.rank)]
 

@@ -124,9 +124,11 @@ def span(snapshot: Queryable, whole: Extent, *, origin: int, window: Window, ran
     if window == "5min":
         start = max(start, whole.newest_ns - 300 * 10**9)
     elif window == "500steps":
+        of_rank = "FROM step WHERE ($rank IS NULL OR rank = $rank)"
+        newest = snapshot.query(f"SELECT max(step) step {of_rank}", {"rank": rank})["step"].iloc[0]
+        # With the number itself DuckDB skips the files of the steps before.
         since = snapshot.query(
-            "WITH s AS (SELECT step, time_ns FROM step WHERE $rank IS NULL OR rank = $rank) "
-            "SELECT min(time_ns) t FROM s WHERE step > (SELECT max(step) FROM s) - 500",
+            f"SELECT min(time_ns) t {of_rank} AND step > {-1 if pd.isna(newest) else int(newest) - 500}",
             {"rank": rank},
         )["t"].iloc[0]
         start = max(start, int(since)) if pd.notna(since) else start
