@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collector import wording
-from collector.diagnosis.findings import Finding, Severity, as_json, finite
+from collector.diagnosis.findings import Finding, Locus, Severity, as_json, finite
 from collector.diagnosis.verdict import Verdict
 
 SCHEMA = 1
@@ -27,6 +27,8 @@ _MARKS: dict[Severity, tuple[str, str]] = {
     "warning": ("▲", "bold yellow"),
     "info": ("●", "blue"),
 }
+#: As many processes are told of in the card after a death.
+_LAST_PROCESSES = 5
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
 
 
@@ -65,6 +67,7 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str) -> Group:
         _header(verdict, run_id),
         Text(),
         *_findings(verdict),
+        *_last_minute(verdict),
         Text.assemble(("to see it  ", "dim"), dashboard),
     )
 
@@ -147,6 +150,27 @@ def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
     details = list(_details(finding))
     if details:
         yield Padding(_grid(details), (0, 0, 0, 3))
+
+
+def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
+    """Of a run that died: what its largest processes held at last, how that changed, and what they did."""
+    states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["rss_bytes"] or 0))
+    if not states:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for state in states[:_LAST_PROCESSES]:
+        measure = "rss" if state["private_dirty_bytes"] is None else "private_dirty"
+        rise = state[f"{measure}_rise_bytes"]
+        who = Locus(**{name: state[name] for name in ("role", "rank", "loader", "worker", "pid")})
+        did = [f"{name} {wording.number(state[name])}" for name in ("step", "batch") if state[name] is not None]
+        table.add_row(
+            wording.locus(who),
+            f"{wording.size(state[f'{measure}_bytes'])} {'resident' if measure == 'rss' else 'private'}",
+            "" if rise is None else f"{'-' if rise < 0 else '+'}{wording.size(abs(rise))}",
+            ", ".join([*did, *([state["phase"]] if state["phase"] else [])]),
+        )
+    yield _grid([("last 60 s", table)])
+    yield Text()
 
 
 def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:

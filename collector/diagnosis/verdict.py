@@ -11,6 +11,7 @@ from collector.diagnosis.descriptors import find_descriptors
 from collector.diagnosis.device_growth import find_device_growth
 from collector.diagnosis.device_risk import find_device_risk
 from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
+from collector.diagnosis.last_minute import as_records, last_states
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
 from collector.diagnosis.pauses import find_pauses
@@ -35,7 +36,8 @@ class Verdict:
         steps: optimizer steps of the last attempt; ranks step together, so those of one rank.
         batches: yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
-        summary: peak, throughput, data_wait_ratio and overhead; what was not measured is None.
+        summary: peak, throughput, data_wait_ratio and overhead; what was not measured is None. And last_minute: of
+            a run that died, what each process held and did (`last_states`).
 
     """
 
@@ -63,7 +65,8 @@ def diagnose(tables: RunTables) -> Verdict:
         batches=tables.rows_count("batch"),
         duration_seconds=duration_seconds(tables, running=status == "running"),
         workers_reporting=workers_reporting(tables),
-        summary=summarise(tables),
+        summary=summarise(tables)
+        | {"last_minute": as_records(last_states(tables)) if status in ("failed", "killed") else []},
     )
 
 

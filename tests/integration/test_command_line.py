@@ -74,7 +74,7 @@ def test_the_report_is_json_for_programs(trained):
     assert body["run"]["name"] == "demo"
     assert (body["run"]["status"], body["run"]["exit_status"]) == ("finished", 0)
     assert (body["run"]["steps"], body["run"]["workers_reporting"]) == (150, [1, 1])
-    assert set(body["summary"]) == {"peak", "throughput", "data_wait_ratio", "overhead"}
+    assert set(body["summary"]) == {"peak", "throughput", "data_wait_ratio", "overhead", "last_minute"}
     for finding in body["findings"]:
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
 

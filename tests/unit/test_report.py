@@ -72,6 +72,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
             "throughput": {"steps_per_second": 19.6, "samples_per_second": None},
             "data_wait_ratio": 0.31,
             "overhead": {"collector_cpu_ratio": math.nan},
+            "last_minute": [],
         },
     }
     return Verdict(**(values | changes))
@@ -129,6 +130,7 @@ def test_what_is_not_known_is_a_dash_and_never_zero():
         "throughput": {"steps_per_second": None, "samples_per_second": None},
         "data_wait_ratio": None,
         "overhead": {},
+        "last_minute": [],
     }
     text = card(verdict(summary=unknown, duration_seconds=None))
     assert "1,200, —  " in text
