@@ -154,18 +154,17 @@ def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
 
 def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     """Of a run that died: what its largest processes held at last, how that changed, and what they did."""
-    states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["rss_bytes"] or 0))
+    states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["held_bytes"] or 0))
     if not states:
         return
     table = Table.grid(padding=(0, 2, 0, 0))
     for state in states[:_LAST_PROCESSES]:
-        measure = "rss" if state["private_dirty_bytes"] is None else "private_dirty"
-        rise = state[f"{measure}_rise_bytes"]
+        rise = state["held_rise_bytes"]
         who = Locus(**{name: state[name] for name in ("role", "rank", "loader", "worker", "pid")})
         did = [f"{name} {wording.number(state[name])}" for name in ("step", "batch") if state[name] is not None]
         table.add_row(
             wording.locus(who),
-            f"{wording.size(state[f'{measure}_bytes'])} {'resident' if measure == 'rss' else 'private'}",
+            wording.size(state["held_bytes"]),
             "" if rise is None else f"{'-' if rise < 0 else '+'}{wording.size(abs(rise))}",
             ", ".join([*did, *([state["phase"]] if state["phase"] else [])]),
         )

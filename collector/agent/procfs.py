@@ -15,6 +15,8 @@ NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 #: Larger than any of the files of one process that are read here.
 _READ_BYTES = 1 << 16
 _ENDED_STATES = frozenset(b"ZXx")
+#: PF_EXITING (include/linux/sched.h): it has begun to give back what it has, its control groups among that.
+_EXITING = 0x4
 #: A tree that a test laid out is on a file system whose directories have a size in bytes.
 _KERNELS_OWN = "/proc"
 #: A field's number, with the blanks before it and one after it, is shorter.
@@ -30,7 +32,7 @@ class ProcessKey(NamedTuple):
 
 
 class Stat(NamedTuple):
-    """The part of /proc/PID/stat that is needed; `ended` is true for a zombie."""
+    """The part of /proc/PID/stat that is needed; `ended` is true for a zombie, and for one on its way there."""
 
     ended: bool
     parent_pid: int
@@ -90,7 +92,7 @@ def read_stat(proc: str, pid: int) -> Stat | None:
     if len(fields) < 20:
         return None
     return Stat(
-        ended=fields[0][0] in _ENDED_STATES,
+        ended=fields[0][0] in _ENDED_STATES or bool(int(fields[6]) & _EXITING),
         parent_pid=int(fields[1]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         start_ticks=int(fields[19]),

@@ -73,6 +73,9 @@ def find_copies(tables: RunTables) -> list[Finding]:
         if (str(host), int(pid)) not in lives:
             continue
         main, loader, worker = lives[(str(host), int(pid))]
+        rows = rows[floats(rows, "time_ns") < _end_ns(parents[main])]
+        if rows.empty:
+            continue
         fetched = fetches[(fetches["pid"] == pid) & (fetches["host"] == host)]
         life = _copied(rows, fetched, parent_bytes(parents[main], floats(rows, "time_ns")[0]))
         if life is not None:
@@ -94,6 +97,12 @@ def _forked_lives(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, 
             slot = (main, merged.get(main, {}).get(loader, loader), worker)
             newest.setdefault(slot, []).append(address)
     return {address: slot for slot, addresses in newest.items() for address in addresses[-_LIVES:]}
+
+
+def _end_ns(parent: pd.DataFrame) -> float:
+    """Where the samples of a parent end, if it was seen to: what it shared is its workers' alone from then on."""
+    alive = floats(parent, "alive")
+    return float(floats(parent, "time_ns")[alive == 1].max()) if (alive == 0).any() else math.inf
 
 
 def parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:

@@ -66,6 +66,20 @@ def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
     return None if pid is None or ticks is None else (str(body.get("host")), pid, ticks)
 
 
+def held_bytes(samples: pd.DataFrame) -> Floats:
+    """What one process held at each of its samples: its PSS when read, moved on by the change of its RSS since.
+
+    The proportional memory is read as often as the budget allows, the resident one at each tick.
+    """
+    proportional, resident = floats(samples, "pss_bytes"), floats(samples, "rss_bytes")
+    read = np.flatnonzero(np.isfinite(proportional) & np.isfinite(resident))
+    if not len(read):
+        return resident
+    at = read[np.maximum(np.searchsorted(read, np.arange(len(samples)), side="right") - 1, 0)]
+    held: Floats = np.maximum(proportional[at] + resident - resident[at], 0.0)
+    return held
+
+
 def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
     """The records that this process wrote."""
     host, pid, ticks = key

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import SECOND_NS, floats, key_of, last, of_process, whole
+from collector.diagnosis.frames import SECOND_NS, floats, held_bytes, key_of, last, of_process, whole
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -17,7 +17,7 @@ from training_harness.records import ROLE_COLLECTOR, ROLE_OTHER, ROLES
 WINDOW_SECONDS = 60.0
 _KEY = ["host", "process_pid", "process_start_ticks"]
 _PLACE = ["role", "process_rank", "loader", "worker"]
-_HELD = ("rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_bytes")
+_HELD = ["held_bytes", "rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_bytes"]
 _NAMES = {"process_pid": "pid", "process_start_ticks": "start_ticks", "process_rank": "rank"}
 #: A record of this stream is the end of one thing, and so the beginning of the next.
 _BEGUN = {"step": "between steps", "batch": "forward or backward", "device_memory": "optimizer"}
@@ -27,33 +27,34 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     """The samples of the last minute of each host, one row per process and tick, in order of time.
 
     Columns: `host`, `pid`, `start_ticks`, `role` (a word of `records.ROLES`), `rank`, `loader`, `worker`; `time_ns`
-    and `seconds`, counted from the end of the training there, so mostly below 0; `rss_bytes`, `pss_bytes`,
-    `private_dirty_bytes`, `swap_bytes`. NaN is what was not read: the middle two are read as the budget allows.
+    and `seconds`, counted from the end of the training there, so mostly below 0; `held_bytes` (`frames.held_bytes`),
+    `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where they were not read.
     """
     process = tables.stream("process")
     rows = process[(floats(process, "role") != ROLE_COLLECTOR) & (floats(process, "alive") != 0)]
     # A process counts as what it has turned out to be: the main one is an "other" until it trains.
     rows = rows.assign(**rows.groupby(_KEY, dropna=False)[_PLACE].transform("last"))
+    held = [pd.Series(held_bytes(each), each.index) for _, each in rows.groupby(_KEY, dropna=False)]
     seconds = (floats(rows, "time_ns") - rows["host"].map(_ends_ns(tables, rows)).to_numpy(np.float64)) / SECOND_NS
     roles = [ROLES[int(role)] for role in floats(rows, "role")]
-    rows = rows.assign(role=roles, seconds=seconds)[[*_KEY, *_PLACE, "time_ns", "seconds", *_HELD]]
+    rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)[
+        [*_KEY, *_PLACE, "time_ns", "seconds", *_HELD]
+    ]
     return rows[seconds >= -WINDOW_SECONDS].rename(columns=_NAMES).reset_index(drop=True)
 
 
 def last_states(tables: RunTables) -> pd.DataFrame:
     """One row per process that was there in the last minute, the training processes first.
 
-    Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; `rss_bytes`, `pss_bytes`,
-    `private_dirty_bytes` and `swap_bytes` as last read; `private_dirty_rise_bytes` and `rss_rise_bytes` from the
-    first to the last reading of that minute; `step`, the last that it ended; `batch`, the index of the last one
+    Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
+    read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended; `batch`, the index of the last one
     that it got or made; and `phase`, what its last record was the beginning of. NaN and None are what is not known.
     """
     samples, life = last_minute(tables), Lifecycle(tables)
     names = ["host", "pid", "start_ticks"]
     held = samples.groupby(names, dropna=False, sort=False)
     states = held[["role", "rank", "loader", "worker", "seconds", *_HELD]].last()
-    for column in ("private_dirty_bytes", "rss_bytes"):
-        states[column.replace("_bytes", "_rise_bytes")] = held[column].last() - held[column].first()
+    states["held_rise_bytes"] = held["held_bytes"].last() - held["held_bytes"].first()
     found = states.reset_index().to_dict("records")
     seen = {(row["host"], row["pid"], row["start_ticks"]) for row in found}
     # Those that outlived the collector have no sample.

@@ -155,7 +155,8 @@ def _workers_count(tables: RunTables, host: str) -> int:
 def bus_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
     """The victims of SIGBUS at whose end /dev/shm was full, as far as the ticks of the collector can tell.
 
-    That is: less was free than a batch of each worker, or than it had filled by from one tick to the next.
+    That is: less was free than a batch of each worker, or than twice what it had filled by from one tick to the
+    next, since what is written between two ticks comes in bursts.
     Other victims of SIGBUS touched a file that had been cut short, or memory that failed.
     """
     return [victim for victim in victims if victim.signal == _SIGBUS and _was_full(tables, victim)]
@@ -191,7 +192,7 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
 def _was_full(tables: RunTables, victim: Victim) -> bool:
     used, filling, total = _used_then(tables, victim)
     room = largest_batch_bytes(tables, victim.main[0]) * _workers_count(tables, victim.main[0])
-    return total - used <= max(filling, room)  # a batch whose size is not known counts for nothing
+    return total - used <= max(2 * filling, room)  # a batch whose size is not known counts for nothing
 
 
 def _used_then(tables: RunTables, victim: Victim) -> tuple[float, float, float]:

@@ -8,9 +8,11 @@ import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from collector.diagnosis.dead_workers import DeadWorker
 from collector.diagnosis.findings import Evidence, Locus
-from collector.diagnosis.frames import floats, key_of, last, of_process, sampled, step_at, whole
+from collector.diagnosis.frames import floats, held_bytes, key_of, last, of_process, sampled, step_at, whole
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -144,18 +146,17 @@ def last_memory(tables: RunTables, key: ProcessKey | None) -> tuple[Evidence, ..
     if key is None:
         return ()
     rows = sampled(tables, key)
-    values = (("last_rss_bytes", "rss_bytes"), ("last_private_dirty_bytes", "private_dirty_bytes"))
+    values = (("last_rss_bytes", floats(rows, "rss_bytes")), ("last_held_bytes", held_bytes(rows)))
     return tuple(
-        Evidence(name=name, value=value, unit="bytes", n=len(rows), window="last sample")
-        for name, column in values
-        if math.isfinite(value := last(floats(rows, column)))
+        Evidence(name=name, value=round(value), unit="bytes", n=len(rows), window="last sample")
+        for name, series in values
+        if math.isfinite(value := last(series))
     )
 
 
 def last_bytes(tables: RunTables, key: ProcessKey | None) -> float:
-    """Its last private dirty bytes, else its last resident bytes, else 0."""
-    known = {evidence.name: float(evidence.value) for evidence in last_memory(tables, key)}
-    return known.get("last_private_dirty_bytes", known.get("last_rss_bytes", 0.0))
+    """What it held at last (`held_bytes`), 0 if that is not known."""
+    return 0.0 if key is None else float(np.nan_to_num(last(held_bytes(sampled(tables, key)))))
 
 
 def rank_of(tables: RunTables, key: ProcessKey) -> int | None:

@@ -29,8 +29,8 @@ class Machine:
         (root / "dev/shm").mkdir(parents=True)
         self.state("S")
 
-    def state(self, letter):
-        write(self.root / f"proc/{PID}/stat", f"{PID} (python) {letter} 1 " + " ".join(["0"] * 17) + " 7 0 0")
+    def state(self, letter, flags=0):
+        write(self.root / f"proc/{PID}/stat", f"{PID} (python) {letter} 1 0 0 0 0 {flags} " + "0 " * 12 + "7 0 0")
 
     def mounts(self, *lines):
         write(self.root / "proc/self/mountinfo", "\n".join(lines))
@@ -232,10 +232,11 @@ def test_kills_are_counted_after_the_command_is_gone(v2):
     assert cgroup(sampler.sample())["oom_kill_count"] == 3
 
 
-def test_v1_a_zombie_that_shows_up_in_the_root_group_keeps_its_own(v1):
+@pytest.mark.parametrize("state", [("Z", 0), ("R", 0x4)])
+def test_v1_a_process_that_ends_is_shown_in_the_root_group_and_keeps_its_own(v1, state):
     sampler = v1.sampler()
     sampler.sample()
-    v1.state("Z")
+    v1.state(*state)
     v1.member("4:memory:/", "0::/")
 
     assert cgroup(sampler.sample())["limit_bytes"] == 400 * MIB

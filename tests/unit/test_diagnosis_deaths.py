@@ -178,7 +178,7 @@ def test_an_out_of_memory_kill_names_the_victim_and_what_it_held(column):
     over(farewell(workers_leave(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
-    assert {e.name: e.value for e in found[0].evidence}["last_private_dirty_bytes"] == 500 * MIB
+    assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
 
 
 def test_old_out_of_memory_kills_are_not_blamed():

@@ -11,6 +11,7 @@ from simulated_runs import (
     Script,
     finished,
     jittered,
+    ns,
     sample_host,
     sample_process,
     simulate,
@@ -233,3 +234,13 @@ def test_every_finding_stands_on_two_measurements():
         assert finding.kind == "cannot-tell" or len({e.name for e in finding.evidence}) >= 2
         assert all(e.n >= 0 and e.window and e.unit for e in finding.evidence)
         assert finding.severity == "info" or finding.advice
+
+
+def test_what_a_worker_keeps_alone_when_its_parent_dies_was_not_copied():
+    at_the_end = 250 * (np.arange(60) >= 58)
+    script = memory(training(), workers_private=at_the_end)
+    assert kinds(script) == ["copy-on-read-growth"]
+    script.add("process", [{"time_ns": ns(SECONDS[57]), "process_pid": MAIN[1], "alive": 0}])
+    alive = script.parts["process"][0]
+    script.parts["process"][0] = alive[alive["time_ns"] <= ns(SECONDS[57])]
+    assert kinds(script) == []
