@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
-from collector.diagnosis.forecast import Course, exhaustion
+from collector.diagnosis.forecast import Course, exhaustion, present
 from collector.diagnosis.frames import (
     SECOND_NS,
     floats,
@@ -112,13 +112,13 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     known = counts[np.isfinite(counts)]
     if len(known) < MIN_POINTS:
         return
-    present, limit = float(np.median(known[-3:])), last(floats(process.rows, "fd_limit_count"))
-    share = present / limit if limit > 0 else 0.0
+    used, limit = present(counts), last(floats(process.rows, "fd_limit_count"))
+    share = used / limit if limit > 0 else 0.0
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
     grown = growth(times, counts, negligible=BLOCK_COUNTS[0])
     if grown is None:
         if share >= FULL_RATIO:
-            yield share, _by_level(process, present, len(known), bound)
+            yield share, _by_level(process, used, len(known), bound)
         return
     leak, kept = _leak(tables, process, grown, bound, float(times[-1]))
     advice = (_KEPT_ADVICE, *_ADVICE) if kept else _ADVICE
@@ -126,10 +126,9 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     course = Course(
         what=f"Room for open files in {process.what}",
         grown=grown,
-        present=present,
+        times=times,
+        values=counts,
         limit=bound,
-        end_ns=leak.end_ns,
-        n=len(known),
     )
     if share and course.is_relevant:
         risk = exhaustion(
@@ -178,15 +177,15 @@ def _leak_finding(tables: RunTables, process: _Process, leak: Leak, advice: tupl
     )
 
 
-def _by_level(process: _Process, present: float, n: int, bound: Limit) -> Finding:
+def _by_level(process: _Process, used: float, n: int, bound: Limit) -> Finding:
     return Finding(
         kind="fd-exhaustion-risk",
         severity="warning",
         confidence=0.9,
-        summary=f"{process.what.capitalize()} has {present:,.0f} of at most {bound.value:,.0f} files open.",
+        summary=f"{process.what.capitalize()} has {used:,.0f} of at most {bound.value:,.0f} files open.",
         locus=process.locus,
         evidence=(
-            Evidence(name="fd_count", value=present, unit="count", n=n, window="last samples"),
+            Evidence(name="fd_count", value=used, unit="count", n=n, window="last samples"),
             Evidence(name="fd_limit_count", value=bound.value, unit="count", n=1, window="last sample"),
         ),
         limit=bound,

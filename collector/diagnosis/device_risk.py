@@ -59,10 +59,9 @@ def _judge(
         course = Course(
             what=f"The memory of GPU {device}",
             grown=grown,
-            present=float(np.median(demand[np.isfinite(demand)][-3:])) + above,
+            times=seconds,
+            values=demand + above,
             limit=limit,
-            end_ns=float(seconds[-1]) * SECOND_NS,
-            n=len(seconds),
         )
         series = (
             ("allocated_rise_bytes", allocated),

@@ -102,9 +102,9 @@ class Limit:
     unit: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Eta:
-    """When the limit is met: low, middle and high, in seconds, and in steps if a step time is known."""
+    """When the limit is met: 5 %, 50 % and 95 % of the futures, in seconds, and in steps if there are any."""
 
     low_seconds: float
     mid_seconds: float

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from collector.diagnosis.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, Severity
-from collector.diagnosis.frames import SECOND_NS, bytes_text, origin_ns, step_at, step_seconds, window_text
+from collector.diagnosis.frames import SECOND_NS, bytes_text, median, origin_ns, step_at, step_numbers, window_text
 from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.passage import first_passage, unevenness
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import Growth
+from collector.diagnosis.trends import MIN_POINTS, Floats, Growth
 from collector.store.runs import ProcessKey
 
 RELEVANT_SECONDS = 24 * 3600.0
@@ -23,24 +27,22 @@ class Course:
     Attributes:
         what: its name, at the beginning of a sentence.
         grown: the growth, in units of `limit` per second.
-        present: what is used of the limit now.
+        times: of the samples, seconds.
+        values: what was used of the limit then, NaN where it is not known.
         limit: what it runs into.
-        end_ns: the last sample.
-        n: samples.
 
     """
 
     what: str
     grown: Growth
-    present: float
+    times: Floats
+    values: Floats
     limit: Limit
-    end_ns: float
-    n: int
 
     @property
     def headroom(self) -> float:
         """What is left."""
-        return max(self.limit.value - self.present, 0.0)
+        return max(self.limit.value - present(self.values), 0.0)
 
     @property
     def is_relevant(self) -> bool:
@@ -60,7 +62,7 @@ def exhaustion(
 ) -> Finding:
     """The finding that a limit will be met; of a run that has ended, that it would have been."""
     grown, limit, headroom = course.grown, course.limit, course.headroom
-    when = _eta(headroom, grown, step_seconds(tables, key))
+    when = _eta(tables, course, key)
     severity: Severity = "warning"
     if when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value:
         severity = "critical"
@@ -74,7 +76,7 @@ def exhaustion(
             f"{course.what} runs out in about {_duration(when.mid_seconds)} ({_duration(when.low_seconds)} to "
             f"{_duration(when.high_seconds)}): {amount(headroom, limit.unit)} left of {of_limit}."
         )
-    window = window_text(grown.since_seconds * SECOND_NS, course.end_ns, origin_ns(tables))
+    window = window_text(grown.since_seconds * SECOND_NS, float(course.times[-1]) * SECOND_NS, origin_ns(tables))
     return Finding(
         kind=kind,
         severity=severity,
@@ -90,7 +92,7 @@ def exhaustion(
                 name=f"headroom_{limit.unit}",
                 value=round(headroom),
                 unit=limit.unit,
-                n=course.n,
+                n=len(course.times),
                 window="last samples",
             ),
             *witnesses,
@@ -112,17 +114,27 @@ def amount(value: float, unit: str) -> str:
     return bytes_text(value) if unit == "bytes" else f"{value:,.0f}"
 
 
-def _eta(headroom: float, grown: Growth, pace: float) -> Eta:
-    low, mid, high = (headroom / slope for slope in (max(grown.high, grown.slope), grown.slope, grown.low))
-    steps = [seconds / pace if pace > 0 else None for seconds in (low, mid, high)]
-    return Eta(
-        low_seconds=low,
-        mid_seconds=mid,
-        high_seconds=high,
-        low_steps=steps[0],
-        mid_steps=steps[1],
-        high_steps=steps[2],
+def present(values: Floats) -> float:
+    """What is used now: the median of the last three samples, NaN if there is none."""
+    return median(values[np.isfinite(values)][-3:])
+
+
+def _eta(tables: RunTables, course: Course, key: ProcessKey | None) -> Eta:
+    """On the clock, steps or seconds, on which it grows more evenly: what a step leaks it leaks at any pace."""
+    known = np.isfinite(course.values) & (course.times >= course.grown.since_seconds)
+    if known.sum() < MIN_POINTS:  # the growth began just now
+        known = np.isfinite(course.values)
+    times, values, limit = course.times[known], course.values[known], course.limit.value
+    steps = step_numbers(tables, key, times)
+    lately = len(times) - max(2, len(times) // 4)
+    pace = (
+        float((times[-1] - times[lately]) / (steps[-1] - steps[lately])) if steps[-1] > steps[lately] else math.nan
     )
+    if math.isfinite(pace) and unevenness(steps, values) < unevenness(times, values):
+        in_steps = first_passage(steps, values, limit)
+        return Eta(*(each * pace for each in in_steps), *in_steps)
+    in_seconds = first_passage(times, values, limit)
+    return Eta(*in_seconds, *(each / pace if math.isfinite(pace) else None for each in in_seconds))
 
 
 def _duration(seconds: float) -> str:

@@ -105,12 +105,14 @@ def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | 
     return whole(steps["step"].iloc[min(position, len(steps) - 1)])
 
 
-def step_seconds(tables: RunTables, key: ProcessKey | None = None) -> float:
-    """The present duration of a step (median of the last 200), NaN if there are none."""
+def step_numbers(tables: RunTables, key: ProcessKey | None, times_seconds: Floats) -> Floats:
+    """The step that a process (or the run) was in at each time, with fractions; NaN if it made no steps."""
     steps = tables.stream("step")
     if key is not None:
         steps = of_process(steps, key)
-    return median(floats(steps.iloc[-200:], "duration_ns")) / SECOND_NS
+    if steps.empty:
+        return np.full(len(times_seconds), np.nan)
+    return np.interp(times_seconds, floats(steps, "time_ns") / SECOND_NS, floats(steps, "step"))
 
 
 def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:

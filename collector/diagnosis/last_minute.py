@@ -27,8 +27,8 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     """The samples of the last minute of each host, one row per process and tick, in order of time.
 
     Columns: `host`, `pid`, `start_ticks`, `role` (a word of `records.ROLES`), `rank`, `loader`, `worker`; `time_ns`
-    and `seconds`, counted from the end of the training there, so mostly below 0; `held_bytes` (`frames.held_bytes`),
-    `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where they were not read.
+    and `seconds`, counted from the end of the training there, so mostly below 0; `held_bytes` (see
+    `frames.held_bytes`), `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where not read.
     """
     process = tables.stream("process")
     rows = process[(floats(process, "role") != ROLE_COLLECTOR) & (floats(process, "alive") != 0)]
@@ -47,8 +47,9 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     """One row per process that was there in the last minute, the training processes first.
 
     Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
-    read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended; `batch`, the index of the last one
-    that it got or made; and `phase`, what its last record was the beginning of. NaN and None are what is not known.
+    read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended;
+    `batch`, the index of the last one that it got or made; and `phase`, what its last record began.
+    NaN and None are what is not known.
     """
     samples, life = last_minute(tables), Lifecycle(tables)
     names = ["host", "pid", "start_ticks"]

@@ -66,8 +66,7 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
         return None
     rows = rows[floats(rows, "time_ns") >= begin]
     times = floats(rows, "time_ns") / SECOND_NS
-    resident = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
-    resident = resident - np.nan_to_num(floats(rows, "shm_bytes"))
+    resident = _resident(rows)
     grown = growth(times, resident, negligible=negligible_bytes(resident))
     if grown is None:
         return None
@@ -155,7 +154,7 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
 
 
 def _worker_leaks(tables: RunTables) -> list[Finding]:
-    """Workers whose private and resident memory grow together; one finding per loader."""
+    """Workers whose resident and private memory grow together; one finding per loader."""
     process = tables.stream("process")
     workers = process[floats(process, "role") == ROLE_WORKER]
     who = ["host", "process_pid", "process_start_ticks"]
@@ -171,23 +170,19 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
 
 
 def _worker_growth(rows: pd.DataFrame) -> Leak | None:
-    times, private = floats(rows, "time_ns") / SECOND_NS, _written(rows)
-    if np.isfinite(private).sum() < MIN_POINTS:
+    """As of a training process: resident memory that grows, read at each tick, and private memory that confirms it."""
+    times, resident = floats(rows, "time_ns") / SECOND_NS, _resident(rows)
+    grown = growth(times, resident, negligible=negligible_bytes(resident))
+    witness = None if grown is None else witness_of("private_dirty_rise_bytes", times, _written(rows), grown)
+    if grown is None or witness is None:
         return None
-    grown = growth(times, private, negligible=negligible_bytes(private))
-    if grown is None:
-        return None
+    return Leak.of(grown, "resident", (witness,), float(times[-1]), "bytes")
+
+
+def _resident(rows: pd.DataFrame) -> Floats:
+    """Resident memory with what is swapped out, which would hide a leak, and without shared memory."""
     resident = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
-    witness = witness_of("rss_rise_bytes", times, resident, grown)
-    if witness is None:
-        return None
-    return Leak(
-        growth=grown,
-        series="private_dirty",
-        witnesses=(witness,),
-        begin_ns=grown.since_seconds * SECOND_NS,
-        end_ns=float(times[-1]) * SECOND_NS,
-    )
+    return resident - np.nan_to_num(floats(rows, "shm_bytes"))
 
 
 def _written(rows: pd.DataFrame) -> Floats:

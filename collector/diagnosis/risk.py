@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
-from collector.diagnosis.forecast import RELEVANT_SECONDS, Course, exhaustion
+from collector.diagnosis.forecast import RELEVANT_SECONDS, Course, exhaustion, present
 from collector.diagnosis.frames import (
     MIB,
     SECOND_NS,
@@ -58,9 +58,10 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     start, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
     steady = known & ((times >= start) & (times <= end) if math.isfinite(start) else True)
     grown = growth(times[steady], demand[steady], negligible=max(_NEGLIGIBLE_BYTES, 0.002 * limit))
-    present = float(np.median(demand[steady if steady.any() else known][-3:]))
-    if grown is not None and _matters(tables, host, grown, present, limit, copies):
-        return _by_trend(tables, host, grown, present, Limit(name=name, value=limit, unit="bytes"), times[steady])
+    if grown is not None and _matters(tables, host, grown, present(demand[steady]), limit, copies):
+        bound = Limit(name=name, value=limit, unit="bytes")
+        course = Course(what="Host memory", grown=grown, times=times[steady], values=demand[steady], limit=bound)
+        return _by_trend(tables, host, course)
     if peak(demand) >= FULL_RATIO * limit:
         highest = Limit(name=name, value=limit, unit="bytes")
         running = Lifecycle(tables).status() == "running"
@@ -69,16 +70,16 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
 
 
 def _matters(
-    tables: RunTables, host: str, grown: Growth, present: float, limit: float, copies: Sequence[Finding]
+    tables: RunTables, host: str, grown: Growth, used: float, limit: float, copies: Sequence[Finding]
 ) -> bool:
-    if (limit - present) / grown.slope > RELEVANT_SECONDS:
+    if (limit - used) / grown.slope > RELEVANT_SECONDS:
         return False
     copying = sum(finding.rate.value for finding in copies if finding.rate)
     to_come = sum(_to_come(finding) for finding in copies)
-    if copying >= _OWN_SHARE * grown.slope and present + to_come < limit:
+    if copying >= _OWN_SHARE * grown.slope and used + to_come < limit:
         return False  # it ends before the limit
     own = own_rise(tables, host, grown)
-    return not own < _OWN_SHARE * grown.rise or present >= _NEAR_RATIO * limit
+    return not own < _OWN_SHARE * grown.rise or used >= _NEAR_RATIO * limit
 
 
 def _to_come(finding: Finding) -> float:
@@ -99,8 +100,9 @@ def own_rise(tables: RunTables, host: str, grown: Growth) -> float:
     return float("nan")
 
 
-def _by_trend(tables: RunTables, host: str, grown: Growth, present: float, limit: Limit, times: Floats) -> Finding:
-    own, end_ns = own_rise(tables, host, grown), float(times[-1]) * SECOND_NS
+def _by_trend(tables: RunTables, host: str, course: Course) -> Finding:
+    grown, end_ns = course.grown, float(course.times[-1]) * SECOND_NS
+    own = own_rise(tables, host, grown)
     window = window_text(grown.since_seconds * SECOND_NS, end_ns, origin_ns(tables))
     risen = (
         (Evidence(name="run_processes_rise_bytes", value=round(own), unit="bytes", n=grown.n, window=window),)
@@ -110,7 +112,7 @@ def _by_trend(tables: RunTables, host: str, grown: Growth, present: float, limit
     return exhaustion(
         tables,
         "host-oom-risk",
-        Course(what="Host memory", grown=grown, present=present, limit=limit, end_ns=end_ns, n=len(times)),
+        course,
         locus=Locus(host=host),
         witnesses=(*risen, *_pressure(tables, host)),
         advice=(

@@ -75,19 +75,21 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
         )
     elif not is_own:
         summary += " The kernel's own count confirms it; no process of the run maps it."
-    found = [
-        leak_finding(
-            tables,
-            "shm-leak",
-            leak,
-            summary=summary,
-            locus=Locus(host=host),
-            advice=_LEAK_ADVICE,
-            confidence=0.9 if is_own else 0.75,
-        )
-    ]
-    present = float(np.median(used[np.isfinite(used)][-3:]))
-    course = Course(what="/dev/shm", grown=grown, present=present, limit=limit, end_ns=leak.end_ns, n=len(used))
+    found = []
+    charged = np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
+    if is_own or not (witnesses and charged):  # what the run's cgroup is charged with is known: it is another job's
+        found = [
+            leak_finding(
+                tables,
+                "shm-leak",
+                leak,
+                summary=summary,
+                locus=Locus(host=host),
+                advice=_LEAK_ADVICE,
+                confidence=0.9 if is_own else 0.75,
+            )
+        ]
+    course = Course(what="/dev/shm", grown=grown, times=times, values=used, limit=limit)
     if witnesses and course.is_relevant:
         advice = (*_LEAK_ADVICE, *_ROOM_ADVICE[:1])
         locus = Locus(host=host)

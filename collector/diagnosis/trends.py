@@ -86,7 +86,16 @@ def growth(times_seconds: Floats, values: Floats, *, negligible: float) -> Growt
 
 def theil_sen(x: Floats, y: Floats) -> float:
     """The median of the slopes of all pairs."""
-    return float(_slopes(x, y[np.newaxis, :])[0])
+    return float(slopes(x, y[np.newaxis, :])[0])
+
+
+def slopes(x: Floats, y: Floats) -> Floats:
+    """Theil-Sen slope of every row of `y`."""
+    i, j = np.triu_indices(len(x), 1)
+    span = x[j] - x[i]
+    i, j, span = i[span > 0], j[span > 0], span[span > 0]
+    medians: Floats = np.median((y[:, j] - y[:, i]) / span, axis=1)
+    return medians
 
 
 def lower_envelope(times: Floats, values: Floats, blocks: int) -> tuple[Floats, Floats]:
@@ -121,7 +130,12 @@ def warm_up_end(values: Floats) -> int:
 
 def slope_interval(x: Floats, y: Floats, *, seed: int = 0) -> tuple[float, float]:
     """90 % interval of the Theil-Sen slope by a moving-block bootstrap of its residuals."""
-    slope = theil_sen(x, y)
+    low, high = np.percentile(slopes(x, variants(x, y, theil_sen(x, y), np.random.default_rng(seed))), _INTERVAL)
+    return float(low), float(high)
+
+
+def variants(x: Floats, y: Floats, slope: float, generator: np.random.Generator) -> Floats:
+    """What else might have been seen on the line of this slope, one row each: its residuals in other orders."""
     fitted = slope * x + np.median(y - slope * x)
     count = len(x)
     residuals = y - fitted
@@ -131,11 +145,10 @@ def slope_interval(x: Floats, y: Floats, *, seed: int = 0) -> tuple[float, float
     )
     residuals = residuals * math.sqrt(count / max(count - 2, 1) * (1 + follow) / (1 - follow))
     width = max(2, round(count ** (1 / 3)))
-    generator = np.random.default_rng(seed)
     starts = generator.integers(0, count - width + 1, size=(_BOOTSTRAP_COUNT, math.ceil(count / width)))
     index = (starts[:, :, np.newaxis] + np.arange(width)).reshape(_BOOTSTRAP_COUNT, -1)[:, :count]
-    low, high = np.percentile(_slopes(x, fitted + residuals[index]), _INTERVAL)
-    return float(low), float(high)
+    others: Floats = fitted + residuals[index]
+    return others
 
 
 def thin(times: Floats, values: Floats, *, most: int = _MAX_POINTS) -> tuple[Floats, Floats]:
@@ -180,12 +193,3 @@ def _kendall_z(y: Floats) -> float:
     i, j = np.triu_indices(count, 1)
     score = float(np.sign(y[j] - y[i]).sum())
     return (score - math.copysign(1.0, score)) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-
-
-def _slopes(x: Floats, y: Floats) -> Floats:
-    """Theil-Sen slope of every row of `y`."""
-    i, j = np.triu_indices(len(x), 1)
-    span = x[j] - x[i]
-    i, j, span = i[span > 0], j[span > 0], span[span > 0]
-    medians: Floats = np.median((y[:, j] - y[:, i]) / span, axis=1)
-    return medians

@@ -190,6 +190,13 @@ def test_a_growing_cache_in_the_workers_is_a_leak_of_theirs():
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
+def test_a_few_readings_of_private_memory_confirm_what_each_tick_shows():
+    sparse = np.full(60, np.nan)
+    sparse[[2, 15, 30, 45, 58]] = 300 * RAMP[[2, 15, 30, 45, 58]]
+    assert kinds(memory(training(), workers=300 * RAMP, workers_private=sparse)) == ["worker-heap-leak"]
+    assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
+
+
 def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
     risk = next(f for f in found(script) if f.kind == "host-oom-risk")

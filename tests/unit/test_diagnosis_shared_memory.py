@@ -72,6 +72,10 @@ def test_segments_that_nobody_maps_are_seen_in_the_kernels_count():
     assert leak.confidence < 0.9
 
 
+def test_what_another_job_leaves_there_is_a_risk_and_no_leak_of_the_run():
+    assert kinds(training(shm=10.0 * AT, counted=10.0 * AT, cgroup=FLAT)) == ["shm-exhaustion-risk"]
+
+
 def test_what_is_given_back_when_the_training_ends_was_a_leak_before():
     script = training(shm=10.0 * AT, counted=10.0 * AT)
     for name in ("batch", "step"):
