@@ -55,10 +55,15 @@ def _watch_exceptions() -> Hook:
     return hook
 
 
+_STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 #: hook -> the modules that it needs, and its installer, in the order of installation.
 HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
     "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
-    "trial": (frozenset({"torch.utils.data.dataloader"}), trial.install),  # first, so that what it changes is seen
+    # First, so that what it changes is seen.
+    "trial": (
+        frozenset({"torch.utils.data.dataloader"}),
+        functools.partial(trial.install, "torch.utils.data.dataloader", "DataLoader"),
+    ),
     "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
     "stage:torch": (frozenset({"torch.utils.data.dataloader", "torch.compiler"}), _install_stages),
     "step": (frozenset({"torch.optim.optimizer", "torch.compiler"}), functools.partial(steps.install, _progress)),
@@ -74,6 +79,10 @@ HOOKS |= {
     for module in (*stage_calls.CALLS, *stage_calls.COMPOSERS)
     if module != "torch"
 }
+HOOKS["trial:torchdata"] = (
+    frozenset({_STATEFUL}),
+    functools.partial(trial.install, _STATEFUL, "StatefulDataLoader"),
+)
 HOOKS["compiler"] = (frozenset({"torch._dynamo.eval_frame"}), compiler.install)
 #: Modules whose import makes a hook possible.
 TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))

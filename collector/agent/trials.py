@@ -90,6 +90,7 @@ def run_trial(
     except OSError as error:
         raise TidegaugeError(f"cannot write in {home}: {error.strerror}; give --home another directory") from None
     child = _start(argv, _environment(run, home, loader), run)
+    leash = _leash(child.pid)
     began_at: float | None = None
     start = time.monotonic()
 
@@ -115,6 +116,8 @@ def run_trial(
         exit_status = child.poll()
     finally:
         _end(child)
+        leash.kill()
+        leash.communicate()
     update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=child.returncode)
     began = began_at is not None or any(run.journal_dir.glob("*.batch.*"))
     agent.command_ended(child.returncode)
@@ -131,6 +134,18 @@ def _start(argv: Sequence[str], environ: Mapping[str, str], run: Run) -> subproc
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)  # nothing ran: a typo must not become the latest run
         raise TidegaugeError(f"{argv[0]}: cannot be started ({error.strerror}); give a command that runs") from None
+
+
+def _leash(group: int) -> subprocess.Popen[bytes]:
+    """A shell that ends the trial when this process is gone: the kernel then closes what it reads from."""
+    end = f"kill -TERM -{group}; sleep {_GRACE_SECONDS:.0f}; kill -KILL -{group}"
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f"read _ || {{ {end}; }}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _environment(run: Run, home: Path, loader: str | None) -> dict[str, str]:

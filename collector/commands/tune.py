@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from collector.diagnosis.tuning import Forecast, Option
 
 _AS_IT_IS, _PERFECT = "as it is", "perfect loader"
+#: Within 80 columns.
+_COLUMNS = (
+    "num_workers x\nprefetch_factor",
+    "batches/s\npredicted",
+    "batches/s\nmeasured",
+    "\noff",
+    "\nwaited",
+    "memory\npredicted",
+    "memory\nmeasured",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,28 +166,24 @@ def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
     from collector import wording
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("trial", "predicted", "measured", "off", "waited", "memory predicted", "measured"):
-        table.add_column(name, justify="left" if name == "trial" else "right")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == _COLUMNS[0] else "right")
     for row in rows:
         option = row.predicted
         if row.title == _AS_IT_IS and outlook is not None and not isinstance(outlook, str):
             option = outlook.own
         cells = ["—"] * 6
         if option is not None:
-            cells[0] = f"{option.batches_per_second:.3g} ({option.low:.3g} to {option.high:.3g}) batches/s"
+            rate, low, high = map(wording.number, (option.batches_per_second, option.low, option.high))
+            cells[0] = f"{rate} ({low}-{high})"
             cells[4] = wording.size(option.memory_bytes)
         if row.measured is not None:
-            cells[1] = _rate(row)
+            cells[1] = wording.number(row.measured.batches_per_second)
             cells[3] = f"{row.measured.wait_ratio:.0%}"
             cells[5] = wording.size(row.memory_bytes)
             if option is not None:
                 cells[2] = f"{option.batches_per_second / row.measured.batches_per_second - 1:+.0%}"
-        title = (
-            f"{row.title} ({_title(row.measured.setting)})"
-            if row.measured and row.title == _AS_IT_IS
-            else row.title
-        )
-        table.add_row(title, *cells)
+        table.add_row(_short_title(row), *cells)
     show_table(table)
     if words := _conclusion(rows):
         click.echo(words)
@@ -211,6 +217,13 @@ def _title(setting: Setting) -> str:
     if not setting.num_workers:
         return "num_workers=0"
     return f"num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}"
+
+
+def _short_title(row: Row) -> str:
+    title = row.title
+    if title == _AS_IT_IS and row.measured is not None:
+        title = f"{title}: {_title(row.measured.setting)}"
+    return title.replace("num_workers=", "").replace(", prefetch_factor=", " x ")
 
 
 def _loader(setting: Setting) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from tests.conftest import TRAIN, bare_environment
+from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.layout import TRIAL_LOADER_VARIABLE
 
 TUNE = [sys.executable, "-P", "-m", "collector", "tune"]
@@ -32,19 +33,27 @@ def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_p
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=60)
     assert child.returncode == 130
-    *rows, conclusion = out.splitlines()[1:]
+    *table, conclusion = out.splitlines()
+    rows = table[2:]
+    assert max(map(len, table)) <= 80
     assert re.match(r"Fastest: DataLoader\(…, num_workers=\d|The script's own num_workers=1", conclusion)
-    assert [row.split("  ")[0] for row in rows[:2]] == [
-        "as it is (num_workers=1, prefetch_factor=2)",
-        "perfect loader",
-    ]
+    assert [row.split("  ")[0] for row in rows[:2]] == ["as it is: 1 x 2", "perfect loader"]
     assert len(rows) == 3
-    assert rows[2].startswith("num_workers=")
-    assert rows[2].count("batches/s") == 2  # predicted, and measured
-    assert rows[2].count("MiB") == 2
-    as_it_is, perfect = (float(row.split(" batches/s")[-2].split()[-1]) for row in rows[:2])
+    assert re.match(r"\d+ x \d  +\S+ \(\S+-\S+\)  +[\d.]+  +[+-]\d+%  +\d+%  +[\d.]+ MiB  +[\d.]+ MiB$", rows[2])
+    as_it_is, perfect = (float(re.search(r"([\d.]+) +\S+ +\d+%", row)[1]) for row in rows[:2])
     assert perfect > as_it_is
     assert not [who for who in psutil.process_iter(["cmdline"]) if script[1:] == (who.info["cmdline"] or [])[1:]]
+
+
+def test_a_tune_that_is_killed_takes_its_trial_along(tmp_path):
+    script = training("--rows", 100_000, "--num-workers", 1)
+    command = [*TUNE, "--home", str(tmp_path), "--", "/bin/sh", "-c", f"{shlex.join(script)}; true"]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=bare_environment())
+    wait_for(lambda: [*tmp_path.glob("runs/*/journal/*.batch.*")], "the trial's first batch")
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.kill()
+    child.wait()
+    assert not psutil.wait_procs(family, timeout=30)[1]
 
 
 def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
@@ -53,6 +62,17 @@ def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
     assert done.returncode == 1
     assert "the training failed" in done.stdout
     assert "RuntimeError: the loss is not a number" in done.stdout
+
+
+def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "print(sum(batch.sum() for batch in StatefulDataLoader(list(range(8)), batch_size=2)))\n"
+    )
+    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "2,3"})
+    assert run.done.stdout == "tensor(28)\n", run.done.stderr
+    assert set(run.table("batch")["worker"]) == {0, 1}
 
 
 @pytest.mark.parametrize(("asked", "used"), [("2,3", 2), ("two", 1)])

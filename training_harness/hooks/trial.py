@@ -22,8 +22,12 @@ from training_harness.layout import CEILING, TRIAL_LOADER_VARIABLE
 _FOR_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
 
-def install() -> Hook | None:
-    """Replace `DataLoader.__init__`, and for a ceiling the iterators' `__next__`; None if this is no trial.
+def install(module_name: str, loader: str) -> Hook | None:
+    """Replace a loader's `__init__`, and for a ceiling the iterators' `__next__`; None if this is no trial.
+
+    Args:
+        module_name: where the loader is; torch's comes first, for its iterators are the base of all.
+        loader: name of the class. One that does not call `DataLoader.__init__`, as torchdata's, needs its own hook.
 
     Raises:
         AttributeError: this torch has no such name.
@@ -33,10 +37,10 @@ def install() -> Hook | None:
     if not asked:
         return None
     workers, prefetch = (0, 0) if asked == CEILING else map(int, asked.split(","))
-    module = sys.modules["torch.utils.data.dataloader"]
+    module = sys.modules[module_name]
     with Hook("trial") as hook:
-        hook.replace(module.DataLoader, "__init__", lambda original: _init(hook, original, workers, prefetch))
-        if asked == CEILING:
+        hook.replace(getattr(module, loader), "__init__", lambda original: _init(hook, original, workers, prefetch))
+        if asked == CEILING and loader == "DataLoader":
             hook.replace(module._BaseDataLoaderIter, "__next__", _again)
         return hook
 
