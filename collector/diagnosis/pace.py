@@ -180,13 +180,17 @@ def _tail(batches: pd.DataFrame, fetches: pd.DataFrame) -> tuple[float, float]:
     """Share of batches with three times the usual fetch time, and their share of the starving."""
     if fetches.empty:
         return float("nan"), float("nan")
-    usual = fetches.groupby("worker")["fetch_ns"].transform("median")
-    tail = fetches.assign(tail=fetches["fetch_ns"] > 3 * usual)[["epoch", "index", "tail"]]
+    tail = fetches.assign(tail=is_tail(fetches))[["epoch", "index", "tail"]]
     joined = batches[["epoch", "index", "starved_ns"]].merge(tail, on=["epoch", "index"])
     waiting = float(joined["starved_ns"].sum())
     if joined.empty or not waiting:
         return float("nan"), float("nan")
     return float(joined["tail"].mean()), float(joined.loc[joined["tail"], "starved_ns"].sum()) / waiting
+
+
+def is_tail(fetches: pd.DataFrame) -> pd.Series:
+    """Whether each of the steady fetches took over three times what its worker's usually take."""
+    return fetches["fetch_ns"] > 3 * fetches.groupby("worker")["fetch_ns"].transform("median")
 
 
 def without_pauses(durations: Floats) -> Floats:

@@ -11,12 +11,13 @@ from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Sever
 from collector.diagnosis.frames import origin_ns, step_at, window_text
 from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.loops import Loop
-from collector.diagnosis.pace import Pace, WorkerPace
+from collector.diagnosis.pace import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import forecast
 
 _SPARE_IDLE = 0.10
+_LISTED = 50  # of the slow batches
 
 
 def hand_over(loop: Loop, steady: Pace) -> Finding:
@@ -198,7 +199,11 @@ def slow_worker(tables: RunTables, loop: Loop, steady: Pace, worker: WorkerPace)
 
 
 def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
-    """A few batches take far longer than the rest."""
+    """A few batches take far longer than the rest: these, the slowest of them by epoch and index."""
+    fetches = steady_fetches(loop)
+    slow = fetches[is_tail(fetches)]
+    listed = slow.nlargest(_LISTED, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
+    batches = ", ".join(f"{epoch}:{index}" for epoch, index in listed.astype(int).itertuples(index=False))
     return Finding(
         kind="straggler-samples",
         severity=_severity(tables, loop, steady),
@@ -215,6 +220,13 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             _ratio("straggler_ratio", steady.tail_ratio, steady, tables),
             _ratio("straggler_wait_ratio", steady.tail_wait_ratio, steady, tables),
             _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables),
+            Evidence(
+                name="straggler_batches",
+                value=batches,
+                unit="text",
+                n=len(slow),
+                window=f"epoch:index, at most the {_LISTED} slowest",
+            ),
         ),
         advice=advise_tail(loop, steady),
     )

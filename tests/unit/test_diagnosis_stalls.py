@@ -72,6 +72,8 @@ def test_straggling_samples_are_no_slow_worker(period):
 
     found = verdict(workers=4, prefetch=2, service=service, consumer=jittered(0.01), batches=400)
     assert kinds(found) == [("straggler-samples", None)]
+    listed = {each.name: each.value for each in found[0].evidence}["straggler_batches"]
+    assert listed == ", ".join(f"0:{index}" for index in range(period, 400, period))
 
 
 def test_two_slow_workers_are_both_named():
