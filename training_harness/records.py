@@ -231,6 +231,7 @@ PROCESS = Stream(
         Column("thread_count", "i", "count", "threads"),
         Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
         Column("cpu_ns", "q", "ns", "user and system time since its start"),
+        Column("run_queue_ns", "q", "ns", "its main thread runnable and waiting for a core, since its start"),
         Column("alive", "b", "bool", "0 in the last record of a process that ended"),
         Column("exit_status", "i", "status", "exit code, or -n for signal n; only the command's own is known"),
     ),

@@ -174,6 +174,7 @@ class ProcessSampler:
             **({**rollup._asdict(), "fd_limit_count": procfs.read_fd_limit(self._proc, key.pid)} if rollup else {}),
             "fd_count": procfs.count_fds(self._proc, key.pid),
             "cpu_ns": stat.cpu_ticks * procfs.NS_PER_TICK,
+            "run_queue_ns": procfs.read_run_queue_ns(self._proc, key.pid),
             "alive": 1,
         }
 

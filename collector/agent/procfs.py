@@ -99,6 +99,12 @@ def read_stat(proc: str, pid: int) -> Stat | None:
     )
 
 
+def read_run_queue_ns(proc: str, pid: int) -> int | None:
+    """How long a process's main thread was runnable and had no core; None where the kernel does not count it."""
+    fields = (_read_once(f"{proc}/{pid}/schedstat") or b"").split()
+    return int(fields[1]) if len(fields) == 3 else None
+
+
 def read_status(proc: str, pid: int) -> Status | None:
     """Resident, shared and swapped memory, and threads; microseconds at any size of process."""
     text = _read_once(f"{proc}/{pid}/status")

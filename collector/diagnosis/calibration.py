@@ -20,7 +20,7 @@ from collector.diagnosis.trends import Floats
 #: The recent part of a run that is replayed.
 _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
-_COMPUTES = 0.3  # of a fetch, waiting for a core included: then it matters how many cores there are
+_COMPUTES = 0.1  # of a fetch, waiting for a core included: less changes a prediction by no more than that
 _SATURATED_NS = 2e6  # a worker that waits less had its next index already
 _READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
 _FEW = 5

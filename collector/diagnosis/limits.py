@@ -18,7 +18,8 @@ _QUEUED = 0.3  # of the wall time: the cores are contended
 _BUSY = 0.6
 _BLOCKED = 0.5
 _READ_BYTES = 4096  # per fetch; the meter's own reads of /proc stay far below
-_FILLED = 0.7  # of the usable cores in use: the contention is the run's own
+#: Of the usable cores in use: the contention is the run's own.
+FILLED = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     if queued >= _QUEUED:
         in_use = _cores_in_use(rows)
         by, because = _crowded(queued, in_use, cores, _allowed_cores(tables, loop))
-        others = by == "oversubscribed" and in_use < _FILLED * cores
+        others = by == "oversubscribed" and in_use < FILLED * cores
     return WorkerLimit(
         by=by,
         because=because,
@@ -98,7 +99,7 @@ def _crowded(queued: float, in_use: float, cores: float, allowed: float) -> tupl
     waiting = f"fetches wait {queued:.0%} of their time for a core"
     if allowed < cores:
         return "affinity", f"{waiting}: the workers' affinity allows {allowed:.0f} of {cores:.0f} usable cores"
-    if in_use < _FILLED * cores:
+    if in_use < FILLED * cores:
         return "oversubscribed", f"{waiting} while the workers get {in_use:.1f} of {cores:.0f}: others use the rest"
     return "oversubscribed", waiting
 

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from collector.diagnosis.contention import find_contention
 from collector.diagnosis.epochs import find_epoch_costs
 from collector.diagnosis.findings import Finding
 from collector.diagnosis.frames import floats
@@ -90,8 +91,9 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
     """What holds up the steady state; a loop without a fault is called healthy only if nothing else is wrong."""
     others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
     if steady.starved_ratio < _HEALTHY_WAIT:
-        if others or not healthy:
-            return others
+        crowded = find_contention(tables, loop, steady)
+        if others or crowded or not healthy:
+            return [*others, *crowded]
         return [hand_over(loop, steady) if _handing_over(steady) else compute_bound(tables, loop, steady)]
     explained = sum(each.value_of("lost_seconds") or 0.0 for each in others if each.kind == "shard-skew")
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:

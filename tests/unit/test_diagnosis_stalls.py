@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from simulated_runs import jittered, per_worker, sample_process, simulate
+from simulated_runs import MAIN, jittered, per_worker, sample_process, simulate
 
 from collector.diagnosis.stalls import find_stalls
-from training_harness.records import ROLE_WORKER
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 
 def verdict(**run):
@@ -51,6 +51,24 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
     generator, run, round_seconds = draw(seed)
     found = verdict(service=jittered(generator.uniform(0.1, 0.6) * round_seconds, 0.2), **run)
     assert [(finding.kind, finding.severity) for finding in found] == [("compute-bound", "info")]
+
+
+@pytest.mark.parametrize(("cores_used", "who"), [(0.4, "others use the rest"), (3.9, "its own processes")])
+def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who):
+    def crowded(waits):
+        script = simulate(
+            workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, cores=4.0
+        )
+        seconds = 1000 + np.arange(12.0)
+        used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
+        return sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+
+    (found,) = find_stalls(crowded(0.3).tables())
+    assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "warning")
+    assert found.value_of("training_run_queue_ratio") == pytest.approx(0.3, abs=0.01)
+    assert who in found.summary
+    (found,) = find_stalls(crowded(0.01).tables())
+    assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
 
 
 def test_the_twins_that_the_loop_cannot_tell_apart():

@@ -1,0 +1,80 @@
+"""A training that waits for a core itself: it would go faster on a host with less to do, whatever its loader does.
+
+The kernel counts for each thread how long it could have run and did not (`/proc/PID/schedstat`). For the main
+thread of a training process that is time lost: nothing else of the training goes on in it meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured, recorded_seconds
+from collector.diagnosis.findings import Advice, Finding, Locus
+from collector.diagnosis.frames import floats, origin_ns, sampled, step_at, window_text
+from collector.diagnosis.limits import FILLED, usable_cores
+from collector.diagnosis.loops import Loop
+from collector.diagnosis.pace import Pace
+from collector.diagnosis.tables import RunTables
+from training_harness.records import ROLE_COLLECTOR
+
+_MIN_SAMPLES = 3
+
+
+def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+    """`compute-bound (oversubscribed)`, if the training process waits for a core for a share worth a word."""
+    main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
+    samples = sampled(tables, main)
+    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
+    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
+    if inside.sum() < _MIN_SAMPLES:
+        return []
+    times, queued = times[inside], queued[inside]
+    share = float((queued[-1] - queued[0]) / (times[-1] - times[0]))
+    seconds = share * recorded_seconds(tables, main)
+    ratio = lost_ratio(tables, main, seconds)
+    if ratio < TELL:
+        return []
+    used, cores = _cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
+    others = used < FILLED * cores
+    who = "others use the rest" if others else "its own processes use them"
+    n, window = len(queued), window_text(begin_ns, end_ns, origin_ns(tables))
+    return [
+        costly(
+            "compute-bound",
+            ratio,
+            seconds,
+            n=n,
+            window=window,
+            certainty=confidence(n, _MIN_SAMPLES),
+            summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. The run's "
+            f"processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up.",
+            locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
+            since_step=step_at(tables, main, begin_ns),
+            evidence=(
+                measured("training_run_queue_ratio", share, "ratio", n, window),
+                measured("cores_used_count", used, "count", n, window),
+                measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
+            ),
+            advice=(_advice(others, share),),
+            limited_by="oversubscribed",
+        )
+    ]
+
+
+def _advice(others: bool, share: float) -> Advice:
+    expected = f"up to {share:.0%} less time per step"
+    if others:
+        text = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
+    else:
+        text = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
+    return Advice(text=text, expected=expected)
+
+
+def _cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
+    """CPU time of all processes of the run on a host per second."""
+    process = tables.stream("process")
+    times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
+    mine = (process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)
+    rows = process[mine & np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
+    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
+    return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)
