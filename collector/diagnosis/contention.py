@@ -15,6 +15,7 @@ from collector.diagnosis.limits import FILLED, usable_cores
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
 from collector.diagnosis.tables import RunTables
+from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_COLLECTOR
 
 _MIN_SAMPLES = 3
@@ -23,13 +24,7 @@ _MIN_SAMPLES = 3
 def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
     """`compute-bound (oversubscribed)`, if the training process waits for a core for a share worth a word."""
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
-    samples = sampled(tables, main)
-    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
-    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
-    if inside.sum() < _MIN_SAMPLES:
-        return []
-    times, queued = times[inside], queued[inside]
-    share = float((queued[-1] - queued[0]) / (times[-1] - times[0]))
+    share, n = queued_ratio(tables, main, begin_ns, end_ns)
     seconds = share * recorded_seconds(tables, main)
     ratio = lost_ratio(tables, main, seconds)
     if ratio < TELL:
@@ -37,7 +32,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     used, cores = _cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
     others = used < FILLED * cores
     who = "others use the rest" if others else "its own processes use them"
-    n, window = len(queued), window_text(begin_ns, end_ns, origin_ns(tables))
+    window = window_text(begin_ns, end_ns, origin_ns(tables))
     return [
         costly(
             "compute-bound",
@@ -59,6 +54,17 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
             limited_by="oversubscribed",
         )
     ]
+
+
+def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
+    """The share of a window in which a main thread waited for a core (0: not known), and from how many samples."""
+    samples = sampled(tables, main)
+    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
+    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
+    if inside.sum() < _MIN_SAMPLES:
+        return 0.0, 0
+    times, queued = times[inside], queued[inside]
+    return float((queued[-1] - queued[0]) / (times[-1] - times[0])), len(times)
 
 
 def _advice(others: bool, share: float) -> Advice:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.contention import queued_ratio
 from collector.diagnosis.costs import confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, whole, window_text
@@ -18,7 +19,7 @@ _PHASES = ("h2d", "forward", "backward", "optimizer", "other")
 _FIRST_STEPS = 10  # lazy initialisation, compilation, autotuning
 _MIN_PAUSES = 4
 _NOISE = 8.0  # times the spread of the usual steps, and half a step more: no machine's noise comes regularly
-_RARE = 0.2  # of the steps: what comes more often is the usual step
+_RARE = 0.2  # of the steps: what comes more often is the usual step, so pauses are 5 steps apart or more
 _ALIKE = 0.25  # of what most pauses take, at least
 _REGULAR = 0.8  # of the distances are the usual one, give or take a tenth
 _ONE_PHASE = 0.7  # of what the pauses take over the usual lies in one phase
@@ -52,9 +53,11 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     seconds = float((work[at] - usual).sum()) / SECOND_NS
     ratio = lost_ratio(tables, main, seconds)
     phase, share = _phase(steps, at, seconds)
-    if regular < _REGULAR or share < _ONE_PHASE or ratio < _TELL or distance <= 1:
+    if regular < _REGULAR or share < _ONE_PHASE or ratio < _TELL or distance < 1 / _RARE:
         return []
     times = floats(steps, "time_ns")
+    if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
+        return []  # it had no core meanwhile
     window = window_text(times[0], times[-1], origin_ns(tables))
     each = seconds / len(at)
     return [

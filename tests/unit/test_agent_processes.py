@@ -64,6 +64,7 @@ class Proc:
         (directory / "status").write_text(STATUS.format(rss=rss))
         (directory / "smaps_rollup").write_text(ROLLUP)
         (directory / "limits").write_text(LIMITS)
+        (directory / "schedstat").write_text("900 25000000 12\n")
         for number in range(fds):
             (directory / "fd" / str(number)).touch()
 
@@ -124,6 +125,7 @@ def test_what_is_read_of_a_process(proc, sampler):
         "fd_count": 5,
         "fd_limit_count": 1024,
         "cpu_ns": 42 * 10_000_000,
+        "run_queue_ns": 25_000_000,
         "pss_bytes": 200 * 1024,
         "private_dirty_bytes": 100 * 1024,
         "uss_bytes": (10 + 100 + 2048) * 1024,

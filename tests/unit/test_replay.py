@@ -126,6 +126,7 @@ def test_without_workers_the_loop_waits_for_each_fetch():
     assert found.wait_ratio == pytest.approx(0.75, abs=0.01)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 16), st.floats(0, 1e9), st.floats(0, 1e9))
 def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, payload):
     memory = Memory(base=1e9, worker=worker, payload=payload, room=1e9, shm_room=1e9, step=1e7)

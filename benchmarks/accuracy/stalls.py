@@ -1,0 +1,230 @@
+"""Is the cause of a stall right, is a healthy loader left alone, and does another setting give what was predicted?
+
+    python -m benchmarks.accuracy stalls [--repeats 5] [--only CASE …] [--parts causes settings …] [--keep DIR]
+
+`causes`: each case of `stalls_job` and its twin without the fault, drawn anew for each repeat. `settings`: what is
+predicted for settings that were not seen (`stalls_settings`). With `--keep` the runs stay there, and what is there
+is only judged again: an interrupted benchmark goes on, and a changed rule is judged without running anything. A
+page in Markdown is printed at the end. On 2 cores that nothing else uses it takes about 25 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.accuracy import stalls_settings
+from benchmarks.accuracy.kept import kept_run
+from collector.diagnosis.contention import queued_ratio
+from collector.diagnosis.findings import Finding
+from collector.diagnosis.frames import floats
+from collector.diagnosis.loops import loops
+from collector.diagnosis.tables import load_tables
+from collector.diagnosis.verdict import diagnose
+
+HEALTHY = "healthy"
+SECONDS = 6.0
+#: Always healthy, so they have no twin.
+HARD_NEGATIVES = ("healthy", "overtaken", "hidden-stragglers", "spawned")
+#: They compute, or move so many bytes that they compute: one at a time.
+ALONE = ("cpu", "oversubscribed", "copies", "pauses")
+CASES = (
+    *HARD_NEGATIVES,
+    *(
+        "too-slow",
+        "slow-worker",
+        "stragglers",
+        "io",
+        "collating",
+        "sampling",
+        "startup",
+        "refill",
+        "inline",
+        "skew",
+    ),
+    *ALONE,
+)
+HEALTHY_REPEATS = 4  # times as many
+#: Of the time. Such a run is left out: it really is held up by other programs, and told so.
+DISTURBED = 0.05
+SHARES = (0.10, 0.20)  # of the time in next(): the rule that most tools have
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One run: what is true, and what was said of it."""
+
+    case: str
+    truth: str
+    said: str
+    besides: tuple[str, ...]
+    worker_is_right: bool | None
+    recall: float | None  # of the straggler batches
+    next_ratio: float  # of the loop's time
+    disturbed: bool  # the training waited for a core, though nothing of its own computes much
+
+
+def label(kind: str, limited_by: str | None) -> str:
+    return f"{kind} ({limited_by})" if limited_by and kind == "workers-too-slow" else kind
+
+
+def judge(folder: Path, case: str, seed: int, fixed: bool) -> Judged:
+    """Run one training, unless it was kept, and judge it."""
+    truth_path = folder / "truth.json"
+    job = ("-m", "benchmarks.accuracy.stalls_job", case, str(seed), str(SECONDS), str(truth_path))
+    run = kept_run(folder, [sys.executable, *job, *(["--fixed"] if fixed else [])])
+    truth, tables = json.loads(truth_path.read_text()), load_tables(run)
+    warned = [finding for finding in diagnose(tables).findings if finding.severity != "info"]
+    labels = [label(finding.kind, finding.limited_by) for finding in warned]
+    batch = tables.stream("batch")
+    waits, times = floats(batch, "wait_ns")[1:], floats(batch, "time_ns")
+    first = warned[0] if warned else None
+    return Judged(
+        case=f"{case}{', fixed' if fixed else ''}",
+        truth=label(truth["kind"], truth["limited_by"]),
+        said=labels[0] if labels else HEALTHY,
+        besides=tuple(labels[1:]),
+        worker_is_right=None
+        if truth["kind"] != "slow-worker"
+        else first is not None and first.locus.worker == truth["worker"],
+        recall=None if truth["kind"] != "straggler-samples" else recall(first, truth["slow_batches"], len(batch)),
+        next_ratio=float(waits.sum() / max(times[-1] - times[0], 1.0)),
+        disturbed=case not in ALONE
+        and queued_ratio(tables, loops(tables)[0].main, times[0], times[-1])[0] >= DISTURBED,
+    )
+
+
+def recall(finding: Finding | None, slow: Sequence[int], batches_count: int) -> float:
+    """The share of the slow batches that the training met and the finding lists."""
+    said = {each.name: str(each.value) for each in (finding.evidence if finding is not None else ())}
+    listed = said.get("straggler_batches", "")
+    known = {int(batch.split(":")[1]) for batch in listed.split(", ") if batch}
+    met = [index for index in slow if index < batches_count]
+    return len(known.intersection(met)) / len(met) if met else 1.0
+
+
+def causes(home: Path, cases: Sequence[str], repeats: int) -> list[Judged]:
+    """Judge every case and its twin, `repeats` times each."""
+    wanted = [
+        (case, seed, fixed)
+        for case in cases
+        for seed in range(repeats * (HEALTHY_REPEATS if case == HEALTHY else 1))
+        for fixed in ((False,) if case in HARD_NEGATIVES else (False, True))
+    ]
+
+    def one(which: tuple[str, int, bool]) -> Judged:
+        case, seed, fixed = which
+        found = judge(home / f"{case}-{seed}{'-fixed' if fixed else ''}", case, seed, fixed)
+        verdict = (
+            "disturbed"
+            if found.disturbed
+            else "ok"
+            if found.truth == found.said
+            else f"WRONG, truth is {found.truth}"
+        )
+        print(
+            f"{case} {seed}{' fixed' if fixed else ''}: {found.said} {found.besides or ''} {verdict}",
+            file=sys.stderr,
+        )
+        return found
+
+    found: list[Judged] = []
+    for width in (2, 1):
+        with ThreadPoolExecutor(width) as pool:
+            found += pool.map(one, (which for which in wanted if (which[0] in ALONE) == (width == 1)))
+    return found
+
+
+def macro_f1(pairs: Iterable[tuple[str, str]]) -> float:
+    """The mean F1 over the labels that are true of some run."""
+    counted = Counter(pairs)
+    scores = []
+    for truth in {truth for truth, _ in counted}:
+        hits = counted[truth, truth]
+        true = sum(count for (label, _), count in counted.items() if label == truth)
+        said = sum(count for (_, label), count in counted.items() if label == truth)
+        scores.append(2 * hits / (true + said))
+    return statistics.mean(scores)
+
+
+def causes_page(found: Sequence[Judged]) -> str:
+    """The tables of the causes."""
+    disturbed, found = sum(one.disturbed for one in found), [one for one in found if not one.disturbed]
+    lines = [
+        "## Causes",
+        "",
+        "| case | truth | runs | right | said instead | said besides |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in dict.fromkeys(one.case for one in found):
+        mine = [one for one in found if one.case == case]
+        wrong = Counter(one.said for one in mine if one.said != one.truth)
+        besides = Counter(each for one in mine for each in one.besides)
+        said = [", ".join(f"{name} ({n})" for name, n in counts.items()) or "—" for counts in (wrong, besides)]
+        right = len(mine) - wrong.total()
+        lines.append(f"| {case} | {mine[0].truth} | {len(mine)} | {right} | {said[0]} | {said[1]} |")
+    well = [one for one in found if one.truth == HEALTHY]
+    workers = [one.worker_is_right for one in found if one.worker_is_right is not None]
+    recalls = [one.recall for one in found if one.recall is not None]
+    rows = [("cause, macro-F1", "≥ 0.95", f"{macro_f1((one.truth, one.said) for one in found):.3f}")]
+    rows += [("right worker", "≥ 98 %", f"{statistics.mean(workers):.0%} of {len(workers)}")] if workers else []
+    rows += [("straggler batches listed, recall", "≥ 0.9", f"{statistics.mean(recalls):.2f}")] if recalls else []
+    false = sum(one.said != HEALTHY for one in well)
+    rows.append(("warnings on healthy runs", "0", f"{false} of {len(well)}"))
+    lines += ["", "| measure | bar | Tidegauge | " + " | ".join(f"next() ≥ {share:.0%}" for share in SHARES) + " |"]
+    lines += ["|---|---|---|---|---|"]
+    for name, bar, ours in rows:
+        others = ["—"] * len(SHARES)
+        if name.startswith("cause"):
+            others = [f"{macro_f1((one.truth, by_share(one, share)) for one in found):.3f}" for share in SHARES]
+        elif name.startswith("warnings"):
+            others = [f"{sum(one.next_ratio >= share for one in well)} of {len(well)}" for share in SHARES]
+        lines.append(f"| {name} | {bar} | {ours} | {' | '.join(others)} |")
+    if disturbed:
+        lines += ["", f"{disturbed} runs were disturbed by other programs and are left out."]
+    return "\n".join(lines)
+
+
+def by_share(run: Judged, share: float) -> str:
+    """What can be said from the share of next() alone."""
+    return "workers-too-slow" if run.next_ratio >= share else HEALTHY
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=(*CASES, *stalls_settings.LOADERS), metavar="CASE")
+    parser.add_argument("--parts", nargs="+", choices=("causes", "settings"), default=["causes", "settings"])
+    parser.add_argument("--keep", type=Path, metavar="DIR")
+    options = parser.parse_args(arguments)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        home = options.keep or Path(scratch)
+        pages = []
+        if "causes" in options.parts and (cases := [case for case in CASES if case in (options.only or CASES)]):
+            pages.append(causes_page(causes(home, cases, options.repeats)))
+        loaders = [name for name in stalls_settings.LOADERS if name in (options.only or stalls_settings.LOADERS)]
+        if "settings" in options.parts and loaders:
+            pages.append(stalls_settings.page(home, loaders, options.repeats))
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
+        f"Python {platform.python_version()}, commit {commit.stdout.strip()}, load {os.getloadavg()[2]:.1f}, "
+        f"{options.repeats} repeats\n"
+    )
+    print("\n\n".join(pages))
+
+
+if __name__ == "__main__":
+    main()

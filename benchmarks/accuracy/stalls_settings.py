@@ -1,0 +1,314 @@
+"""How far predictions for other settings are off: throughput, memory, and what following the advice costs.
+
+One run with two workers is what the prediction is made from. A second one, on other samples, is measured: the
+loader in each setting of a grid, in the recommended one and in those of the rules of thumb. Regret is what a choice
+gives less than the best of all that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.accuracy.kept import kept_run
+from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
+from collector.diagnosis.frames import floats
+from collector.diagnosis.limits import worker_limit
+from collector.diagnosis.loops import Loop, loops
+from collector.diagnosis.replay import Setting
+from collector.diagnosis.tables import RunTables, load_tables
+from collector.diagnosis.tuning import Forecast, Option, forecast
+from training_harness.jobs.common import expect_many_workers
+from training_harness.jobs.faults.job import Items
+from training_harness.jobs.faults.loading import compute
+from training_harness.records import ROLE_WORKER
+
+Pair = tuple[int, int]  # num_workers, prefetch_factor
+SWEEP: tuple[Pair, ...] = ((0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (2, 1), (4, 1), (2, 4), (4, 4))
+BATCHES = 150
+FIRST_BATCHES = 250
+REPEATS_SHARE = 0.6  # of the repeats of the causes
+SHARED = "I/O-bound, one pipe"
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How to draw a training; `source` is the setting that it is predicted from."""
+
+    draw: Callable[[random.Random], Training]
+    source: Pair = (2, 2)
+
+
+def blocked(draw: random.Random) -> Training:
+    work = Work(asleep=draw.uniform(0.020, 0.035), spread=draw.uniform(0.1, 0.6))
+    return Training(kind="", step=draw.uniform(0.006, 0.010), workers=2, work=work)
+
+
+def unordered(draw: random.Random) -> Training:
+    training = blocked(draw)
+    training.settings = {"in_order": False}
+    return training
+
+
+def heavy(draw: random.Random) -> Training:
+    """Batches and workers that take memory, and queues that are full."""
+    size = draw.randint(4, 12) * (1 << 20) // BATCH_SIZE // 4
+    dataset = Items(Hoarding(asleep=0.004, kept_bytes=draw.randint(32, 128) << 20), count=100_000, size=size)
+    return Training(kind="", step=draw.uniform(0.015, 0.025), workers=2, dataset=dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hoarding(Work):
+    """Each worker keeps memory of its own from its first item on."""
+
+    kept_bytes: int = 0
+
+    def __call__(self, index: int) -> None:
+        kept.setdefault(os.getpid(), bytearray(b"\1" * self.kept_bytes))
+        super().__call__(index)
+
+
+kept: dict[int, bytearray] = {}
+
+
+def computing(draw: random.Random) -> Training:
+    work = Work(computing=draw.uniform(0.009, 0.016), spread=0.2)
+    return Training(kind="", step=draw.uniform(0.006, 0.010), workers=2, work=work)
+
+
+def computing_too(draw: random.Random) -> Training:
+    """The loop computes as well."""
+    training = computing(draw)
+    training.step, seconds = 0.001, draw.uniform(0.004, 0.008)
+    training.after_step = lambda _step: compute(seconds * BATCH_SIZE, 0)
+    return training
+
+
+def mixed(draw: random.Random) -> Training:
+    work = Work(asleep=draw.uniform(0.015, 0.025), computing=draw.uniform(0.005, 0.009), spread=0.2)
+    return Training(kind="", step=draw.uniform(0.006, 0.010), workers=2, work=work)
+
+
+def large(draw: random.Random) -> Training:
+    """Batches of 6 to 16 MiB."""
+    work = Work(asleep=draw.uniform(0.012, 0.024), spread=0.2)
+    size = draw.randint(6, 16) * (1 << 20) // BATCH_SIZE // 4
+    dataset = Items(work, count=100_000, size=size)
+    return Training(kind="", step=draw.uniform(0.008, 0.012), workers=2, dataset=dataset)
+
+
+LOADERS = {
+    "blocked": Loader(blocked),
+    "blocked, unordered": Loader(unordered),
+    "CPU-bound": Loader(computing),
+    "CPU-bound, loop too": Loader(computing_too),
+    "CPU and blocked": Loader(mixed),
+    "large batches": Loader(large),
+    "inline, blocked": Loader(blocked, (0, 2)),
+    "inline, CPU-bound": Loader(computing, (0, 2)),
+    SHARED: Loader(partial(io, faulty=True)),
+}
+MEMORY = "memory"
+MEMORY_PAIRS: tuple[Pair, ...] = ((4, 2), (6, 2), (2, 8))
+TRAININGS = {name: loader.draw for name, loader in LOADERS.items()} | {MEMORY: heavy}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One setting of one repeat: measured, and what was said of it; batches per second."""
+
+    pair: Pair
+    measured: float
+    option: Option | None
+    thumb: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """One repeat of one loader."""
+
+    name: str
+    outlook: Forecast | str
+    choices: dict[str, Pair]
+    seen: dict[Pair, Seen]
+
+    @property
+    def held_out(self) -> list[Seen]:
+        """What was predicted for settings that were not seen."""
+        source = LOADERS[self.name].source
+        return [one for one in self.seen.values() if one.option is not None and one.pair != source]
+
+    def regret(self, rule: str) -> float:
+        """How much less than the best of all that a rule's choice gives."""
+        return 1 - self.seen[self.choices[rule]].measured / max(one.measured for one in self.seen.values())
+
+
+def one_round(home: Path, name: str, seed: int) -> Round:
+    source = LOADERS[name].source
+    tables, (loop,) = trained(home / f"{name}-{seed}-from", name, seed, [source], FIRST_BATCHES)
+    outlook = forecast(tables, loop, shared_io=worker_limit(tables, loop).by == "io")
+    best = outlook.best if isinstance(outlook, Forecast) else None
+    fetch, step = costs(loop)
+    cores = len(os.sched_getaffinity(0))
+    choices = {
+        "advice": pair_of(best.setting) if best else source,
+        "⌈w / c⌉ workers": (max(1, min(math.ceil(fetch / step), 16)), 2),
+        "cores": (cores, 2),
+        "cores - 1": (max(1, cores - 1), 2),
+        "default": (0, 2),
+    }
+    pairs = list(dict.fromkeys([*SWEEP, *choices.values()]))
+    _, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES)
+    options = (
+        {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
+    )
+    seen = {
+        pair: Seen(pair, rate(each), options.get(pair), 1 / max(step, fetch / max(pair[0], 1)))
+        for pair, each in zip(pairs, measured, strict=True)
+    }
+    return Round(name, outlook, choices, seen)
+
+
+def trained(
+    folder: Path, name: str, seed: int, pairs: Sequence[Pair], batches: int
+) -> tuple[RunTables, list[Loop]]:
+    """The run of a training that has the loader in each setting in turn, and its loops in that order."""
+    asked = json.dumps({"pairs": pairs, "batches": batches})
+    run = kept_run(folder, [sys.executable, "-m", "benchmarks.accuracy.stalls_settings", name, str(seed), asked])
+    tables = load_tables(run)
+    return tables, sorted(loops(tables), key=lambda loop: loop.loader)
+
+
+def pair_of(setting: Setting) -> Pair:
+    return setting.num_workers, setting.prefetch_factor
+
+
+def rate(loop: Loop) -> float:
+    """Batches per second after the ramp-up."""
+    times = floats(loop.batches, "time_ns")[loop.ramp :]
+    return float((len(times) - 1) / (times[-1] - times[0]) * 1e9)
+
+
+def costs(loop: Loop) -> tuple[float, float]:
+    """What the rule of thumb looks at: mean seconds of a fetch, and of the loop for a batch."""
+    fetches, batches = loop.fetches, loop.batches
+    fetch = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
+    times, waits = floats(batches, "time_ns"), floats(batches, "wait_ns")
+    return float(np.nanmean(fetch)) / 1e9, float(np.median(np.diff(times) - waits[1:])) / 1e9
+
+
+def memory_errors(home: Path, seed: int) -> list[float]:
+    """How far the predicted host memory of other settings is off, as ratios, from one run."""
+    tables, (loop,) = trained(home / f"{MEMORY}-{seed}-from", MEMORY, seed, [(2, 2)], FIRST_BATCHES)
+    outlook = forecast(tables, loop)
+    options = (
+        {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
+    )
+    found = []
+    for pair in (pair for pair in MEMORY_PAIRS if pair in options):
+        folder = home / f"{MEMORY}-{seed}-{pair[0]}-{pair[1]}"
+        tables, (loop,) = trained(folder, MEMORY, seed, [pair], FIRST_BATCHES)
+        found.append(options[pair].memory_bytes / held(tables) - 1)
+    return found
+
+
+def held(tables: RunTables) -> float:
+    """The most that training and workers held at once, bytes: their own, and shared memory, mapped or queued."""
+    host, process = tables.stream("host"), tables.stream("process")
+    process = process[process["role"] <= ROLE_WORKER]
+    own = (process["pss_bytes"] - process["shm_bytes"]).astype(float)
+    by_tick = own.groupby([process["time_ns"], process["process_pid"]]).sum(min_count=1).unstack().ffill()
+    private = by_tick.sum(axis=1)
+    shm = floats(host, "shm_used_bytes")
+    at = np.searchsorted(floats(host, "time_ns"), private.index) - 1
+    return float(np.max(private.to_numpy() + np.maximum(shm[np.maximum(at, 0)] - shm[0], 0.0)))
+
+
+def summary(name: str, rounds: Sequence[Round]) -> str:
+    """A row of the table."""
+    seen = [one for each in rounds for one in each.held_out]
+    refused = sum(isinstance(each.outlook, str) for each in rounds)
+    advice = statistics.median(each.regret("advice") for each in rounds)
+    if not seen:
+        return f"| {name} | 0 | — | — | — | {advice:.1%} | {refused} |"
+    errors = np.abs([one.option.batches_per_second / one.measured - 1 for one in seen if one.option])
+    thumb = np.abs([one.thumb / one.measured - 1 for one in seen])
+    inside = np.mean([one.option.low <= one.measured <= one.option.high for one in seen if one.option])
+    return (
+        f"| {name} | {len(seen)} | {np.median(errors):.1%}, {np.quantile(errors, 0.95):.0%} | "
+        f"{np.median(thumb):.0%}, {np.quantile(thumb, 0.95):.0%} | {inside:.0%} | {advice:.1%} | {refused} |"
+    )
+
+
+def page(home: Path, names: Iterable[str], repeats: int) -> str:
+    """Measure, and the tables of it."""
+    rounds = []
+    for name in names:
+        for seed in range(max(1, round(REPEATS_SHARE * repeats))):
+            rounds.append(one_round(home, name, seed))
+            found = {
+                one.pair: f"{one.option.batches_per_second / one.measured - 1:+.0%}"
+                for one in rounds[-1].held_out
+                if one.option
+            }
+            print(f"{name} {seed}: {found or rounds[-1].outlook}", file=sys.stderr)
+    head = ["loader", "settings predicted", "error: median, p95", "of max(c, w / N)", "inside the 90 % interval"]
+    lines = ["## Other settings", "", "| " + " | ".join([*head, "regret of the advice", "without figures"]) + " |"]
+    lines.append("|---" * 7 + "|")
+    lines += [
+        summary(name, [each for each in rounds if each.name == name])
+        for name in dict.fromkeys(each.name for each in rounds)
+    ]
+    told = [each for each in rounds if each.name != SHARED]
+    lines.append(summary("**all**", rounds))
+    if 0 < len(told) < len(rounds):
+        lines.append(summary(f"**all but {SHARED}**", told))
+    lines += ["", "| choice | regret: median | worst |", "|---|---|---|"]
+    for rule in rounds[0].choices:
+        regrets = [each.regret(rule) for each in rounds]
+        lines.append(f"| {rule} | {statistics.median(regrets):.1%} | {max(regrets):.0%} |")
+    errors = np.abs([error for seed in range(repeats) for error in memory_errors(home, seed)])
+    lines += ["", "| measure | bar | Tidegauge |", "|---|---|---|"]
+    if len(errors):
+        figures = f"{np.median(errors):.0%}, {errors.max():.0%}"
+        lines.append(f"| host memory, error: median, worst of {len(errors)} | 15 % | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The training process."""
+    import torch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=TRAININGS)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("asked", type=json.loads)
+    options = parser.parse_args()
+    expect_many_workers()
+    torch.set_num_threads(1)
+    training = TRAININGS[options.name](random.Random(f"{options.name} {options.seed}"))
+    pairs = options.asked["pairs"]
+    settings = training.settings
+    with training.closing:
+        for workers, prefetch in pairs:
+            training.workers = workers
+            training.settings = settings | ({"prefetch_factor": prefetch} if workers else {})
+            training.first_batch = (
+                0 if len(pairs) == 1 else FIRST_BATCHES
+            )  # other samples than those predicted from
+            train(training, batches=options.asked["batches"])
+
+
+if __name__ == "__main__":
+    main()
