@@ -84,7 +84,7 @@ def _header(verdict: Verdict, run_id: str) -> Table:
     peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
     status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
     if verdict.exit_status is not None:
-        status.append(f", {_exit_words(verdict.exit_status)}", style="default")
+        status.append(f", {exit_words(verdict.exit_status)}", style="default")
     pairs: list[tuple[str, RenderableType]] = [
         ("run", run_id),
         ("status", status.append(f", {wording.duration(verdict.duration_seconds)}", style="default")),
@@ -110,7 +110,7 @@ def _header(verdict: Verdict, run_id: str) -> Table:
     return _grid(pairs)
 
 
-def _exit_words(exit_status: int) -> str:
+def exit_words(exit_status: int) -> str:
     """`exit status 1`, `signal 9 (SIGKILL)`."""
     if exit_status >= 0:
         return f"exit status {exit_status}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
 
 #: In the order in which they are shown; each is taken out of what the driver says is used.
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes")
@@ -58,6 +61,38 @@ def account(
         residual_bytes=used - sum(parts.values()),
         residual_holds=(*(name for name in PARTS if name not in parts), UNATTRIBUTED),
     )
+
+
+def accounts(driver: pd.DataFrame, allocators: pd.DataFrame) -> pd.DataFrame:
+    """The account of one device over time, from `memory_queries.device_grid`. Pure.
+
+    Where the driver was not asked, the account is of what the allocators hold.
+
+    Returns:
+        elapsed_seconds, a column of bytes for each of `PARTS` that is known anywhere, and `UNATTRIBUTED`; a value
+        that is not known is NaN. Of each process the newest record stands until the next.
+
+    """
+    rows: list[dict[str, Any]] = []
+    held: dict[int, Mapping[str, float | None]] = {}
+    told: Mapping[Any, Any] = {}
+    of_driver = {row["bucket"]: row for row in driver.to_dict("records")}
+    of_ranks: dict[Any, Any] = {bucket: table.to_dict("records") for bucket, table in allocators.groupby("bucket")}
+    for bucket in sorted({*of_driver, *of_ranks}):
+        told = of_driver.get(bucket, told)
+        held |= {record["pid"]: _known(record) for record in of_ranks.get(bucket, ())}
+        ranks = list(held.values())
+        found = account(_known(told) if told else {"used_bytes": _sum(ranks, "reserved_bytes")}, ranks)
+        now = of_ranks[bucket][0] if bucket in of_ranks else told
+        if found is not None:
+            parts = {**found.parts, UNATTRIBUTED: found.residual_bytes}
+            # The driver and the allocator are read some ms apart: what is negative by that is nothing.
+            rows.append({"elapsed_seconds": now["elapsed_seconds"], **{k: max(0.0, v) for k, v in parts.items()}})
+    return pd.DataFrame(rows, columns=["elapsed_seconds", *PARTS, UNATTRIBUTED]).dropna(axis=1, how="all")
+
+
+def _known(record: Mapping[Any, Any]) -> dict[str, float | None]:
+    return {name: None if pd.isna(value) else value for name, value in record.items()}
 
 
 def _sum(rows: list[Mapping[str, float | None]], name: str) -> float | None:

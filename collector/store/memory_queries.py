@@ -55,8 +55,8 @@ def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None
     return "rss_bytes" if row["rss"] else None
 
 
-def memory_by_role(snapshot: Queryable, within: Span, metric: str) -> pd.DataFrame:
-    """A process metric summed by role on one grid of time.
+def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | None = None) -> pd.DataFrame:
+    """A process metric summed by role on one grid of time, of one host or of all.
 
     Returns:
         elapsed_seconds, and one column (bytes) for each role that occurs. Each process counts with its
@@ -66,8 +66,9 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str) -> pd.DataFra
     width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
     table = snapshot.query(
         f"SELECT {_PROCESS}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric})::DOUBLE v, "
-        "min(alive) alive FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY bucket",
-        only(within.params, "from_ns", "to_ns"),
+        "min(alive) alive FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
+        {**only(within.params, "from_ns", "to_ns"), "host": host},
     )
     table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
     count = 0 if table.empty else int(table["bucket"].max()) + 1
@@ -151,6 +152,20 @@ def host_limits(snapshot: Queryable) -> pd.DataFrame:
     return table.sort_values(["host", "limit"], ignore_index=True)
 
 
+def tightest_limit(snapshot: Queryable) -> dict[str, Any] | None:
+    """The memory limit that the run came nearest to, as a row of `host_limits`; None if no host was sampled.
+
+    Of each host that limit counts which is smaller: its memory, or that of the cgroup.
+    """
+    table = host_limits(snapshot)
+    table = table[table["limit"].isin(["cgroup", "host"])].sort_values("capacity_bytes")
+    binding = table.drop_duplicates("host")
+    if binding.empty:
+        return None
+    nearest = int((binding["peak_bytes"] / binding["capacity_bytes"]).to_numpy().argmax())
+    return {str(name): value for name, value in binding.iloc[nearest].items()}
+
+
 def host_lines(snapshot: Queryable, within: Span, limit: str, host: str) -> dict[str, Lines]:
     """The usage of one limit of one host over time; of a cgroup also its anonymous part."""
     values = {"used": HOST_LIMITS[limit][0]}
@@ -188,6 +203,58 @@ def device_lines(snapshot: Queryable, within: Span, device: int) -> dict[str, Li
         **lines(snapshot, within, "device_memory", allocator, series=by_rank, where=of_rank),
         **lines(snapshot, within, "device", {"used": "used_bytes"}, where=of_device),
     }
+
+
+def device_places(snapshot: Queryable) -> pd.DataFrame:
+    """The GPUs that the run uses: host, device, and total_bytes (NaN where the driver was not asked)."""
+    return snapshot.query(
+        "SELECT host, device, max(total_bytes) total_bytes FROM (SELECT host, device, NULL AS total_bytes FROM "
+        "device_memory UNION ALL SELECT host, device, total_bytes FROM device) GROUP BY ALL ORDER BY host, device"
+    )
+
+
+def device_grid(snapshot: Queryable, within: Span, host: str, device: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The newest record of a GPU in each bucket of time: the driver's, and of each process the allocator's.
+
+    Returns:
+        Two tables with `bucket` and elapsed_seconds (its end), the second with pid too; and the columns of the
+        streams `device` and `device_memory` that the account of a device takes. Every rank counts.
+
+    """
+    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
+    bucket = f"((time_ns - $from_ns) // {width})::INTEGER"
+    found = []
+    for stream, writer, columns in (
+        ("device", "", ("used_bytes", "process_used_bytes", "other_used_bytes")),
+        ("device_memory", "pid, ", ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")),
+    ):
+        newest = ", ".join(f"arg_max({column}, time_ns) {column}" for column in columns)
+        table = snapshot.query(
+            f"SELECT {bucket} bucket, {writer}{newest} FROM {stream} WHERE time_ns BETWEEN $from_ns AND $to_ns "
+            f"AND host = $host AND device = $device GROUP BY ALL ORDER BY ALL",
+            {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device},
+        )
+        ends_ns = (within.from_ns + (table["bucket"].astype("int64") + 1) * width).clip(upper=within.to_ns)
+        found.append(table.assign(elapsed_seconds=within.elapsed(ends_ns)))
+    return found[0], found[1]
+
+
+def allocator_trouble(snapshot: Queryable, within: Span, host: str, device: int) -> pd.DataFrame:
+    """The steps in which an allocator had to give its cache back, or ran out of memory.
+
+    Returns:
+        elapsed_seconds, rank, step, retries, ooms: how many of each since the step before.
+
+    """
+    table = snapshot.query(
+        "SELECT time_ns, rank, step, retries, ooms FROM (SELECT time_ns, rank, step, "
+        "alloc_retry_count - lag(alloc_retry_count, 1, 0) OVER w retries, "
+        "oom_count - lag(oom_count, 1, 0) OVER w ooms FROM device_memory WHERE host = $host AND device = $device "
+        "WINDOW w AS (PARTITION BY pid, start_ticks ORDER BY time_ns)) "
+        "WHERE (retries > 0 OR ooms > 0) AND time_ns BETWEEN $from_ns AND $to_ns ORDER BY time_ns",
+        {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device},
+    )
+    return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))
 
 
 def _carried(process: pd.DataFrame, count: int, carry: int) -> np.ndarray[Any, Any] | None:

@@ -238,6 +238,55 @@ def step_elapsed(snapshot: Queryable, within: Span, step: int, rank: int | None)
     return None if pd.isna(found) else (int(found) - within.origin_ns) / 1e9
 
 
+def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """How the collector of each host fared in the span.
+
+    Returns:
+        host, n (its ticks), interval_ms and interval_p95_ms (achieved between two samples), lag_seconds (age of the
+        oldest record not in the lake, newest), ingested_count, lost_count, cpu_ratio (of one core), smaps_ratio (of
+        it, for reading smaps), rss_bytes and rss_peak_bytes.
+
+    """
+    return snapshot.query(
+        "SELECT host, count(*) n, median(interval_ns) / 1e6 interval_ms, "
+        "quantile_cont(interval_ns, 0.95) / 1e6 interval_p95_ms, "
+        "arg_max(ingest_lag_ns, time_ns) / 1e9 lag_seconds, "
+        "max(records_ingested_count) ingested_count, max(records_lost_count) lost_count, "
+        "(max(cpu_ns) - min(cpu_ns)) / nullif(max(time_ns) - min(time_ns), 0) cpu_ratio, "
+        "(max(smaps_ns) - min(smaps_ns)) / nullif(max(time_ns) - min(time_ns), 0) smaps_ratio, "
+        "arg_max(rss_bytes, time_ns) rss_bytes, max(rss_bytes) rss_peak_bytes "
+        "FROM agent WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
+        only(within.params, "from_ns", "to_ns"),
+    )
+
+
+def told(snapshot: Queryable, *kinds: str) -> pd.DataFrame:
+    """The events of these kinds, newest first: time_ns, kind, host, pid, rank, body (JSON)."""
+    return snapshot.query(
+        f"SELECT time_ns, kind, host, pid, rank, body FROM event WHERE kind IN ({', '.join('?' * len(kinds))}) "
+        "ORDER BY time_ns DESC",
+        list(kinds),
+    )
+
+
+def step_clock(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """When the run was at which step, on a grid of time.
+
+    Returns:
+        elapsed, step: both rise from row to row. The ranks step together; steps that an attempt made anew stay
+        at the highest reached.
+
+    """
+    table = snapshot.query(
+        "SELECT max(time_ns) time_ns, max(step)::DOUBLE AS step FROM step "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank) "
+        f"GROUP BY (time_ns - $from_ns) // {width_ns(within, LINE_BUCKETS)} ORDER BY 1",
+        within.params,
+    )
+    clock = pd.DataFrame({"elapsed": within.elapsed(table["time_ns"]), "step": table["step"].cummax()})
+    return clock.drop_duplicates("step", ignore_index=True)
+
+
 def whole(within: Span, reach: Extent) -> Span:
     """The same rank over the whole run."""
     return replace(within, from_ns=min(reach.first_ns, within.origin_ns), to_ns=reach.newest_ns)
