@@ -19,11 +19,34 @@ SEVERITY = {
     "warning": (":material/warning:", "warning", "orange"),
     "info": (":material/info:", "info", "blue"),
 }
+_OOM_RISK = ("views/oom_risk.py", "OOM risk")
+_LEAKS = ("views/leak_timeline.py", "Leak timeline")
+_GPU = ("views/gpu_memory.py", "GPU memory")
+_STALLS = ("views/worker_stalls.py", "Worker stalls")
+_DEATH = ("views/post_mortem.py", "Post-mortem")
+_HEALTH = ("views/agent_health.py", "Agent health")
 #: group of findings -> (page, its title): where the evidence is to be seen.
 EVIDENCE_PAGES = {
-    "memory forecast": ("views/oom_risk.py", "OOM risk"),
-    "memory leak": ("views/leak_timeline.py", "Leak timeline"),
-    "data loading": ("views/worker_stalls.py", "Worker stalls"),
+    "memory forecast": _OOM_RISK,
+    "memory leak": _LEAKS,
+    "data loading": _STALLS,
+    "training": _STALLS,
+    "death": _DEATH,
+    "trust": _HEALTH,
+}
+#: What is seen on another page than the rest of its group.
+_OF_KIND = dict.fromkeys(
+    ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), _GPU
+)
+#: At most so many findings stand open; the rest unfold.
+_OPEN_FINDINGS = 4
+
+
+#: Of a chart's own buttons, the picture and the way back from a zoom; the others are on the mouse.
+CONFIG = {
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
+    "toImageButtonOptions": {"format": "png", "filename": "tidegauge", "scale": 2},
 }
 
 
@@ -53,10 +76,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A sentence where a figure would be empty, or that explains one."""
+    """A sentence where a figure would be empty, or that explains one, and the command to type next."""
 
     text: str
     icon: str = ":material/info:"
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +109,7 @@ def draw(block: Block, key: str) -> None:
                         width="stretch",
                         theme=None,
                         key=key,
-                        config={"displaylogo": False, "displayModeBar": False},
+                        config=CONFIG,
                         alt=block.alt,
                     )
                 if block.caption:
@@ -100,6 +124,8 @@ def draw(block: Block, key: str) -> None:
                 st.caption(block.caption)
         case Note():
             st.info(plain(block.text), icon=block.icon)
+            if block.command:
+                st.code(block.command, language="bash")
         case Findings():
             _draw_findings(block)
 
@@ -107,6 +133,15 @@ def draw(block: Block, key: str) -> None:
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
     """The findings that ask for something to be done."""
     return [finding for finding in findings if finding.severity != "info"]
+
+
+def answer(findings: Sequence[Finding], nothing: str) -> str:
+    """The gravest finding in its own words, and how many more there are; else that there is nothing."""
+    urgent = needs_attention(findings)
+    if not urgent:
+        return nothing
+    more = "" if len(urgent) == 1 else f" And {len(urgent) - 1} more, below."
+    return f"{urgent[0].summary}{more}"
 
 
 def _draw_findings(block: Findings) -> None:
@@ -117,11 +152,11 @@ def _draw_findings(block: Findings) -> None:
         st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
     if not block.findings:
         st.caption(f":material/check_circle: {block.nothing}")
-    for finding in urgent[:4]:
+    for finding in urgent[:_OPEN_FINDINGS]:
         _draw_finding(finding, link=block.link)
-    if urgent[4:]:
-        with st.expander(f"{len(urgent) - 4} more"):
-            for finding in urgent[4:]:
+    if urgent[_OPEN_FINDINGS:]:
+        with st.expander(f"{len(urgent) - _OPEN_FINDINGS} more"):
+            for finding in urgent[_OPEN_FINDINGS:]:
                 _draw_finding(finding, link=block.link)
     for finding in rest:
         with st.expander(plain(f"{title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
@@ -144,8 +179,8 @@ def _draw_finding(finding: Finding, *, link: bool) -> None:
             )
         st.markdown(plain(finding.summary))
         _draw_body(finding)
-        page = EVIDENCE_PAGES.get(KINDS[finding.kind])
-        if link and page:
+        page = _OF_KIND.get(finding.kind) or EVIDENCE_PAGES[KINDS[finding.kind]]
+        if link:
             st.page_link(page[0], label=f"See {page[1]}", icon=":material/arrow_forward:")
 
 

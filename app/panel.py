@@ -3,56 +3,78 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import streamlit as st
 
 from app.blocks import Block, draw
-from app.format import clock, plain
+from app.figures.axis import Axis, along, own_axis
+from app.figures.base import Chart
+from app.format import plain
+from app.judging import status_of, verdict_of
+from app.status import draw_failure, draw_no_records, draw_problems, draw_status
 from app.theme import Theme, theme_of
-from collector.diagnosis.tables import load_tables
-from collector.diagnosis.verdict import Verdict, diagnose
+from collector.diagnosis.verdict import Verdict
 from collector.store import loading_queries, queries
 from collector.store.queries import Extent, Queryable, Span, Window
-from collector.store.reader import read
+from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
-from collector.wording import MISSING, duration
 
 REFRESH_SECONDS = 1
-#: A running run whose newest record is older than this is called stale.
-STALE_AFTER_SECONDS = 5.0
-#: The verdict of a live run is drawn up this often, beside the refreshes, which show the one before meanwhile.
-VERDICT_SECONDS = 10
 SELECTION = "tidegauge-selection"
+_PICTURE = "tidegauge-picture"
+_LOADER = "loader"
+#: A chart whose data change is a new chart to Streamlit, and its zoom is gone: so who takes hold of one pauses.
+_PAUSE_ON_TOUCH = """<script>
+if (!window.tidegaugePauses) {
+  window.tidegaugePauses = true;
+  document.addEventListener("pointerdown", (event) => {
+    const live = document.querySelector(".st-key-live input");
+    if (event.pointerType === "mouse" && event.target.closest(".js-plotly-plot .draglayer") && live?.checked
+        && document.querySelector(".st-key-follows")) live.click();
+  }, true);
+}
+</script>"""
 
 _log = logging.getLogger("tidegauge.app")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What the frame's controls say."""
+    """What the frame's controls say; `others` are the runs to compare with."""
 
     run: Run
     rank: int | None
     window: Window
     live: bool
+    axis: Axis = "elapsed"
+    others: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Everything that a panel may look at: one run at one moment."""
+    """Everything that a panel may look at: one run at one moment, and beside it those it is compared with."""
 
-    run_id: str
+    run: Run
+    manifest: Mapping[str, Any]
     snapshot: Queryable
     span: Span
     whole: Span
     verdict: Verdict | None
     theme: Theme
+    axis: Axis
+    loaders: tuple[int, ...]
     loader: int | None
+    others: tuple[Moment, ...] = ()
+
+    @property
+    def run_id(self) -> str:
+        """Of the run."""
+        return self.run.run_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +87,28 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A view: rows of panels; the panels of one row stand side by side."""
+    """A view: the question, the sentence that answers it, and rows of panels that stand side by side."""
 
     name: str
     rows: Sequence[Sequence[Panel]]
+    question: str = ""
+    answer: Callable[[Moment], str] = lambda _: ""
     by_loader: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine)."""
+
+    reach: Extent | None
+    manifest: Mapping[str, Any]
+    now_ns: int
+    taken_ns: int
+    problems: tuple[str, ...]
+    loaders: tuple[int, ...] = ()
+    has_verdict: bool = True
+    answer: str = ""
+    rows: Sequence[Sequence[list[Block] | str]] = ()
 
 
 def show(view: View) -> None:
@@ -77,8 +116,13 @@ def show(view: View) -> None:
     selection: Selection | None = st.session_state.get(SELECTION)
     if selection is None:  # the frame has said why
         return
+    if view.question:
+        st.header(view.question, anchor=False)
     live = selection.live and status_of(selection.run) == "running"
     st.fragment(_refresh, run_every=REFRESH_SECONDS if live else None)(view, selection, live)
+    if live:  # below the rest, which must not move when it goes
+        with st.container(key="follows"):
+            st.html(_PAUSE_ON_TOUCH, unsafe_allow_javascript=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -87,108 +131,138 @@ def one_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def status_of(run: Run) -> str:
-    """`running`, `finished`, `failed` or `killed`; what the manifest says if no verdict can be had."""
-    verdict = _verdict(run)
-    if verdict is not None:
-        return verdict.status
+def moment_of(
+    view: View,
+    selection: Selection,
+    run: Run,
+    snapshot: Snapshot,
+    reach: Extent,
+    *,
+    theme: Theme,
+    loader: int | None = None,
+) -> Moment:
+    """A run at the moment of a snapshot, as the selection wants to see it; `loader`, or the busiest one."""
+    manifest = run.manifest
+    kept = queries.Memo(snapshot)
+    origin = queries.origin_ns(manifest) or reach.first_ns
+    span = queries.span(kept, reach, origin=origin, window=selection.window, rank=selection.rank)
+    loaders = loading_queries.fetching_loaders(kept, span) if view.by_loader else []
+    return Moment(
+        run=run,
+        manifest=manifest,
+        snapshot=kept,
+        span=span,
+        whole=queries.whole(span, reach),
+        verdict=verdict_of(run),
+        theme=theme,
+        axis=selection.axis,
+        loaders=tuple(loaders),
+        loader=loader if loader in loaders else loaders[0] if loaders else None,
+    )
+
+
+def build(panel: Panel, moment: Moment) -> list[Block] | str:
+    """The blocks of a panel along the chosen axis, or the line that says why there are none."""
     try:
-        exit_status = run.manifest.get("exit_status")
-    except Exception:  # noqa: BLE001 - whatever it is, the refresh tells of it
-        _log.exception("manifest of %s", run.path)
-        return "failed"
-    return "running" if exit_status is None else "finished" if exit_status == 0 else "failed"
+        return [_along(block, moment) for block in panel.build(moment)]
+    except Exception as error:  # noqa: BLE001 - one panel must not take the others along
+        _log.exception("panel %s", panel.name)
+        return one_line(error)
 
 
-def ranks_of(run: Run) -> tuple[int, ...]:
-    """The ranks that said hello, ascending; none outside a distributed job, or if the run cannot be read."""
-    judged = _judged(run)
-    return judged[1] if judged else ()
-
-
-def _verdict(run: Run) -> Verdict | None:
-    judged = _judged(run)
-    return judged[0] if judged else None
-
-
-def _judged(run: Run) -> tuple[Verdict, tuple[int, ...]] | None:
-    try:
-        return _cached_verdict(str(run.path), _version(run))
-    except Exception:  # noqa: BLE001 - without a verdict, the records are still worth a look
-        _log.exception("diagnosis of %s", run.path)
-        return None
-
-
-@st.cache_data(ttl=VERDICT_SECONDS, refresh_mode="background", max_entries=8, show_spinner=False)
-def _cached_verdict(path: str, version: tuple[Any, ...]) -> tuple[Verdict, tuple[int, ...]]:
-    """The verdict, and the ranks that the same tables name."""
-    del version  # a key alone
-    tables = load_tables(Run(Path(path)))
-    ranks = {event["rank"] for event in tables.events_of("process-start")} - {None}
-    return diagnose(tables), tuple(sorted(ranks))
-
-
-def _version(run: Run) -> tuple[Any, ...]:
-    """Changes when an old verdict must not be shown any more: at the end of a run, then with its files."""
-    if run.manifest.get("end_time_ns") is None:
-        return ()
-    files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir)
-    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+def _along(block: Block, moment: Moment) -> Block:
+    if not isinstance(block, Chart) or own_axis(block) in (None, moment.axis):
+        return block
+    return along(block, moment.axis, queries.step_clock(moment.snapshot, moment.span))
 
 
 def _refresh(view: View, selection: Selection, live: bool) -> None:
-    run = selection.run
+    run, theme = selection.run, theme_of(st.context.theme.type)
     status = status_of(run)
     if live and status != "running":
         st.rerun()  # the whole page, without the timer
-    try:
-        manifest = run.manifest
-        with read(run) as snapshot:
-            reach = queries.extent(snapshot)
-            _draw_status(status, reach, manifest, snapshot.now_ns)
-            _draw_problems(snapshot.problems)
-            if reach is None:
-                if not snapshot.problems:
-                    _draw_no_records(status)
-                return
-            moment = _moment(view, selection, queries.Memo(snapshot), reach, manifest)
-            if moment.verdict is None:
-                st.error("No verdict: the diagnosis failed, see the server's log.", icon=":material/error:")
-            built = [[_build(panel, moment) for panel in row] for row in view.rows]
-    except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
-        _log.exception("view %s of %s", view.name, run.path)
-        st.error(plain(f"{run.run_id}: {one_line(error)}"), icon=":material/error:")
+    loader = st.session_state.get(_LOADER)
+    asked = (view.name, replace(selection, live=False), theme, loader)
+    picture = _kept(asked)
+    if picture is None or live or status != "running":
+        try:
+            picture = _take(view, selection, theme, loader)
+            st.session_state[_PICTURE] = asked, picture
+        except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
+            _log.exception("view %s of %s", view.name, run.path)
+            draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
+    if picture is not None:
+        _draw(view, picture, status, live=live)
+
+
+def _kept(asked: tuple[Any, ...]) -> Picture | None:
+    """The last picture, if it is of what is asked for: it is shown while a view is paused, or cannot be read."""
+    of, picture = st.session_state.get(_PICTURE, (None, None))
+    return picture if of == asked else None
+
+
+def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Picture:
+    """Read the run and build the view.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    with ExitStack() as stack:
+        manifest = selection.run.manifest
+        snapshot = stack.enter_context(read(selection.run))
+        reach = queries.extent(snapshot)
+        picture = Picture(
+            reach=reach,
+            manifest=manifest,
+            now_ns=snapshot.now_ns,
+            taken_ns=time.monotonic_ns(),
+            problems=snapshot.problems,
+        )
+        if reach is None:
+            return picture
+        moment = moment_of(view, selection, selection.run, snapshot, reach, theme=theme, loader=loader)
+        for run in selection.others:
+            other = stack.enter_context(read(run))
+            if (other_reach := queries.extent(other)) is not None:
+                one = moment_of(view, selection, run, other, other_reach, theme=theme)
+                moment = replace(moment, others=(*moment.others, one))
+        return replace(
+            picture,
+            loaders=moment.loaders,
+            has_verdict=moment.verdict is not None,
+            answer=view.answer(moment) if moment.verdict else "",
+            rows=[[build(panel, moment) for panel in row] for row in view.rows],
+            problems=snapshot.problems,
+        )
+
+
+def _draw(view: View, picture: Picture, status: str, *, live: bool) -> None:
+    now_ns = picture.now_ns + time.monotonic_ns() - picture.taken_ns
+    draw_status(status, picture.reach, picture.manifest, now_ns=now_ns, shown_ns=picture.now_ns, live=live)
+    draw_problems(picture.problems)
+    if picture.reach is None:
+        if not picture.problems:
+            draw_no_records(status)
         return
-    for row, blocks in zip(view.rows, built, strict=True):
+    if not picture.has_verdict:
+        st.error("No verdict: the diagnosis failed, see the server's log.", icon=":material/error:")
+    if picture.answer:
+        st.markdown(f"**{plain(picture.answer)}**")
+    if len(picture.loaders) > 1:
+        st.segmented_control(
+            "DataLoader",
+            sorted(picture.loaders),
+            default=picture.loaders[0],
+            required=True,
+            format_func=lambda number: f"loader {number}",
+            key=_LOADER,
+        )
+    for row, blocks in zip(view.rows, picture.rows, strict=True):
         columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
         for panel, column, content in zip(row, columns, blocks, strict=True):
             with column:
                 _draw_panel(view, panel, content)
-
-
-def _moment(
-    view: View, selection: Selection, snapshot: Queryable, reach: Extent, manifest: dict[str, Any]
-) -> Moment:
-    origin = queries.origin_ns(manifest) or reach.first_ns
-    span = queries.span(snapshot, reach, origin=origin, window=selection.window, rank=selection.rank)
-    return Moment(
-        run_id=selection.run.run_id,
-        snapshot=snapshot,
-        span=span,
-        whole=queries.whole(span, reach),
-        verdict=_verdict(selection.run),
-        theme=theme_of(st.context.theme.type),
-        loader=_pick_loader(loading_queries.fetching_loaders(snapshot, span)) if view.by_loader else None,
-    )
-
-
-def _build(panel: Panel, moment: Moment) -> list[Block] | str:
-    """The blocks of a panel, or the line that says why there are none."""
-    try:
-        return list(panel.build(moment))
-    except Exception as error:  # noqa: BLE001 - one panel must not take the others along
-        _log.exception("panel %s", panel.name)
-        return one_line(error)
 
 
 def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:
@@ -197,67 +271,3 @@ def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:
         return
     for number, block in enumerate(content):
         draw(block, key=f"{view.name}-{panel.name}-{number}")
-
-
-def _draw_status(status: str, reach: Extent | None, manifest: dict[str, Any], now_ns: int) -> None:
-    age = None if reach is None else max(0.0, (now_ns - reach.newest_ns) / 1e9)
-    icon, colour, word = _chip(status, age)
-    with st.container(horizontal=True, vertical_alignment="center"):
-        st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
-        as_of = queries.wall_ns(manifest, now_ns if status == "running" or reach is None else reach.newest_ns)
-        words = [f"data as of {clock(as_of, _zone()) if as_of is not None else MISSING}"]
-        if reach is not None:
-            words.append(f"{reach.records_count:,} samples")
-        if status == "running" and age is not None:
-            words.append(f"newest record {age:.1f} s old")
-        st.caption(" · ".join(words), width="content")
-
-
-def _chip(status: str, age_seconds: float | None) -> tuple[str, str, str]:
-    """Icon, colour and word of the status chip."""
-    if status == "running" and age_seconds is not None and age_seconds > STALE_AFTER_SECONDS:
-        return ":material/hourglass_bottom:", "gray", f"stale {duration(age_seconds)}"
-    return {
-        "running": (":material/sensors:", "green", "live"),
-        "finished": (":material/check_circle:", "blue", "finished"),
-        "failed": (":material/cancel:", "red", "failed"),
-        "killed": (":material/dangerous:", "red", "killed"),
-    }[status]
-
-
-def _draw_problems(problems: Sequence[str]) -> None:
-    if problems:
-        shown = [f"- {plain(problem)}" for problem in problems[:5]]
-        more = [f"- and {len(problems) - 5} more"] if len(problems) > 5 else []
-        text = "\n".join(["Some records could not be read; the rest is shown.", *shown, *more])
-        st.warning(text, icon=":material/warning:")
-
-
-def _draw_no_records(status: str) -> None:
-    if status == "running":
-        st.info(
-            "No records yet: they begin with the first DataLoader iterator or optimizer step.",
-            icon=":material/hourglass_top:",
-        )
-    else:
-        st.info(
-            "This run left no records: the command ended before a DataLoader or an optimizer was used. "
-            "`tidegauge doctor` says what works here.",
-            icon=":material/info:",
-        )
-
-
-def _pick_loader(loaders: list[int]) -> int | None:
-    if len(loaders) < 2:
-        return loaders[0] if loaders else None
-    chosen = st.segmented_control(
-        "DataLoader", sorted(loaders), default=loaders[0], required=True, format_func=lambda n: f"loader {n}"
-    )
-    return loaders[0] if chosen is None else int(chosen)
-
-
-def _zone() -> ZoneInfo:
-    try:
-        return ZoneInfo(st.context.timezone or "UTC")
-    except (ZoneInfoNotFoundError, ValueError):
-        return ZoneInfo("UTC")

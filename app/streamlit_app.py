@@ -5,35 +5,51 @@ from __future__ import annotations
 from pathlib import Path
 
 import streamlit as st
+from streamlit.navigation.page import StreamlitPage
 
-from app.panel import SELECTION, Selection, one_line, ranks_of
+from app.figures.axis import AXES
+from app.judging import ranks_of
+from app.panel import SELECTION, Selection, one_line
 from collector.store import queries
 from collector.store.runs import LATEST, Run, list_runs
 from training_harness.layout import home_path
 
-VIEWS = (
-    st.Page("views/overview.py", title="Overview", icon=":material/dashboard:", url_path="overview", default=True),
-    st.Page("views/oom_risk.py", title="OOM risk", icon=":material/memory:", url_path="oom-risk"),
-    st.Page(
-        "views/leak_timeline.py", title="Leak timeline", icon=":material/trending_up:", url_path="leak-timeline"
-    ),
-    st.Page("views/worker_stalls.py", title="Worker stalls", icon=":material/hourglass:", url_path="worker-stalls"),
-)
+#: The order in which a run that went wrong is looked at: url path -> (title, icon).
+PAGES = {
+    "overview": ("Overview", "dashboard"),
+    "oom-risk": ("OOM risk", "memory"),
+    "leak-timeline": ("Leak timeline", "trending_up"),
+    "gpu-memory": ("GPU memory", "developer_board"),
+    "worker-stalls": ("Worker stalls", "hourglass"),
+    "post-mortem": ("Post-mortem", "troubleshoot"),
+    "compare": ("Compare", "compare_arrows"),
+    "agent-health": ("Agent health", "monitor_heart"),
+}
+#: At most so many runs stand beside the chosen one.
+MAX_OTHERS = 3
 WINDOW_WORDS = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
 QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
 tidegauge job images                 # or a built-in job
 tidegauge report                     # the verdict in the terminal"""
+AXIS_HELP = "Time since the run was made, or optimizer steps: what lies before the first step has none"
+LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into it, switches it off"
 
 
 def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
-    page = st.navigation(list(VIEWS), position="top")
-    st.session_state[SELECTION] = _select(home_path())
+    page = st.navigation([_page(*entry) for entry in PAGES.items()], position="top")
+    st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == "compare")
     page.run()
 
 
-def _select(home: Path) -> Selection | None:
+def _page(path: str, entry: tuple[str, str]) -> StreamlitPage:
+    title, icon = entry
+    file = f"views/{path.replace('-', '_')}.py"
+    return st.Page(file, title=title, icon=f":material/{icon}:", url_path=path, default=path == next(iter(PAGES)))
+
+
+def _select(home: Path, *, compares: bool) -> Selection | None:
     try:
         found = list_runs(home)
     except Exception as error:  # noqa: BLE001 - whatever it is, the reader needs one line, not a traceback
@@ -59,8 +75,12 @@ def _select(home: Path) -> Selection | None:
             key="window",
             bind="query-params",
         )
-        live = st.toggle("Live", value=True, key="live", bind="query-params", help="Refresh while the run goes on")
-    return Selection(run=run, rank=rank, window=window or "run", live=live)
+        axis = st.segmented_control(
+            "X axis", AXES, default="elapsed", required=True, key="x", bind="query-params", help=AXIS_HELP
+        )
+        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP)
+    others = _pick_others(run, found) if compares else ()
+    return Selection(run=run, rank=rank, window=window or "run", axis=axis or "elapsed", live=live, others=others)
 
 
 def _pick_run(runs: list[Run]) -> Run:
@@ -84,6 +104,21 @@ def _pick_rank(run: Run) -> int | None:
     words = ["all ranks", *map(str, ranks)]
     chosen = st.selectbox("Rank", words, key="rank", bind="query-params", width=140)
     return None if chosen == "all ranks" else int(chosen)
+
+
+def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
+    """The runs to compare with; the one before, while the reader has not chosen."""
+    by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
+    older = [other.run_id for other in runs[runs.index(run) + 1 :]]
+    chosen = st.multiselect(
+        "Compare with",
+        list(by_id),
+        default=older[:1],
+        max_selections=MAX_OTHERS,
+        key="compare",
+        bind="query-params",
+    )
+    return tuple(by_id[name] for name in chosen)
 
 
 main()

@@ -18,6 +18,8 @@ from collector.wording import duration, known, percent, size
 ELAPSED = "elapsed (s)"
 #: column of `process` -> how an axis calls it.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
+#: limit of `memory_queries.HOST_LIMITS` -> what it is.
+LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: More restarts of one worker than this would hide its line.
 MAX_MARKED_RESTARTS = 200
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -113,6 +115,7 @@ def per_process(
     metric: str,
     notes: Sequence[tuple[float, str]],
     revision: str,
+    title: str = "Which process grows, and since when?",
 ) -> Chart:
     """One line per place in the run; a restarted worker starts a new stretch, marked with a triangle.
 
@@ -123,6 +126,7 @@ def per_process(
         metric: the column of `process` that is drawn.
         notes: (elapsed seconds, words) to mark.
         revision: the run.
+        title: the question that the figure answers.
 
     """
     word = METRIC_WORDS[metric]
@@ -149,7 +153,7 @@ def per_process(
     if sampled(lines):
         caption += f" Drawn as {sampled(lines)}."
     return Chart(
-        title="Which process grows, and since when?",
+        title=title,
         figure=figure,
         caption=caption,
         takeaway=_fastest(places, metric),
@@ -177,7 +181,7 @@ def _restarts(
 
 def _fastest(places: pd.DataFrame, metric: str) -> str:
     slope = f"{metric.removesuffix('_bytes')}_slope"
-    rising = places.dropna(subset=slope)
+    rising = places.dropna(subset=slope) if slope in places else places[:0]
     if rising.empty:
         return ""
     first = rising.iloc[int(rising[slope].to_numpy().argmax())]

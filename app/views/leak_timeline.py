@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, Table
+from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
 from app.format import MIB
 from app.panel import Moment, Panel, View, show
@@ -16,12 +16,13 @@ from collector.wording import MISSING, duration, known, number, size
 
 #: More lines than this can't be told apart; the steepest are drawn.
 MAX_LINES = 12
+NOTHING = "No leak has been found."
 
 
 def findings(moment: Moment) -> Iterator[Block]:
     """The leaks that were found."""
     if moment.verdict is not None:
-        yield Findings(findings=_leaks(moment), nothing="No leak has been found.")
+        yield Findings(findings=_leaks(moment), nothing=NOTHING)
 
 
 def per_process(moment: Moment) -> Iterator[Block]:
@@ -117,14 +118,17 @@ def _slope(bytes_per_second: float) -> str:
     return f"{bytes_per_second * 60 / MIB:+,.2f} MiB/min" if known(bytes_per_second) else MISSING
 
 
-show(
-    View(
-        name="leak-timeline",
-        rows=(
-            (Panel(name="Findings", build=findings),),
-            (Panel(name="Memory per process", build=per_process),),
-            (Panel(name="Total", build=total),),
-            (Panel(name="Processes", build=table),),
-        ),
-    )
+VIEW = View(
+    name="leak-timeline",
+    question="Which process grows, and since when?",
+    answer=lambda moment: answer(_leaks(moment), NOTHING),
+    rows=(
+        (Panel(name="Findings", build=findings),),
+        (Panel(name="Memory per process", build=per_process),),
+        (Panel(name="Total", build=total),),
+        (Panel(name="Processes", build=table),),
+    ),
 )
+
+if __name__ == "__main__":
+    show(VIEW)

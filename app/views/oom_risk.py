@@ -6,27 +6,23 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, Table
+from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.store import memory_queries
 from collector.wording import MISSING, eta, known, percent, size
 
-#: limit of `queries.host_limits` -> (name, kind of finding that forecasts it)
-HOST_LIMITS = {
-    "cgroup": ("cgroup memory", "host-oom-risk"),
-    "host": ("host memory", "host-oom-risk"),
-    "shm": ("/dev/shm", "shm-exhaustion-risk"),
-}
+#: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
+FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
+NOTHING = "No limit is forecast to be met."
 DEATHS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error")
 
 
 def findings(moment: Moment) -> Iterator[Block]:
     """Forecasts, and deaths by lack of memory."""
     if moment.verdict is not None:
-        chosen = [f for f in moment.verdict.findings if KINDS[f.kind] == "memory forecast" or f.kind in DEATHS]
-        yield Findings(findings=chosen, nothing="No limit is forecast to be met.")
+        yield Findings(findings=_chosen(moment), nothing=NOTHING)
 
 
 def limits(moment: Moment) -> Iterator[Block]:
@@ -73,17 +69,26 @@ def shared_memory(moment: Moment) -> Iterator[Block]:
     yield from _host_charts(moment, table[table["limit"] == "shm"])
 
 
+def _chosen(moment: Moment) -> list[Finding]:
+    found = moment.verdict.findings if moment.verdict else ()
+    return [f for f in found if KINDS[f.kind] == "memory forecast" or f.kind in DEATHS]
+
+
 def _host_charts(moment: Moment, table: pd.DataFrame) -> Iterator[Block]:
     for _, row in table.iterrows():
-        name = HOST_LIMITS[row["limit"]][0]
-        several = table["host"].nunique() > 1
+        name = _limit_name(row, table)
         yield memory.against_limit(
             memory_queries.host_lines(moment.snapshot, moment.span, row["limit"], row["host"]),
             moment.theme,
-            name=f"{name} of {row['host']}" if several else name,
+            name=name,
             capacity_bytes=row["capacity_bytes"],
             revision=moment.run_id,
         )
+
+
+def _limit_name(row: pd.Series, table: pd.DataFrame) -> str:
+    name = memory.LIMIT_WORDS[row["limit"]]
+    return f"{name} of {row['host']}" if table["host"].nunique() > 1 else name
 
 
 def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
@@ -97,9 +102,10 @@ def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
 
 
 def _host_rows(moment: Moment) -> Iterator[dict[str, str]]:
-    for _, row in memory_queries.host_limits(moment.snapshot).iterrows():
-        name, kind = HOST_LIMITS[row["limit"]]
-        finding = _forecast(moment, kind, None)
+    table = memory_queries.host_limits(moment.snapshot)
+    for _, row in table.iterrows():
+        name = _limit_name(row, table)
+        finding = _forecast(moment, FORECASTS[row["limit"]], None)
         yield _row(name, row["now_bytes"], row["peak_bytes"], row["capacity_bytes"], finding, moment)
 
 
@@ -126,14 +132,17 @@ def _row(
     }
 
 
-show(
-    View(
-        name="oom-risk",
-        rows=(
-            (Panel(name="Findings", build=findings),),
-            (Panel(name="Limits", build=limits),),
-            (Panel(name="GPU memory", build=devices),),
-            (Panel(name="Host memory", build=cgroup_and_host), Panel(name="Shared memory", build=shared_memory)),
-        ),
-    )
+VIEW = View(
+    name="oom-risk",
+    question="How near is each limit, and when will it be met?",
+    answer=lambda moment: answer(_chosen(moment), NOTHING),
+    rows=(
+        (Panel(name="Findings", build=findings),),
+        (Panel(name="Limits", build=limits),),
+        (Panel(name="GPU memory", build=devices),),
+        (Panel(name="Host memory", build=cgroup_and_host), Panel(name="Shared memory", build=shared_memory)),
+    ),
 )
+
+if __name__ == "__main__":
+    show(VIEW)

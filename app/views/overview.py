@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from app.blocks import Block, Findings, Metric, Metrics, Note
+from app.blocks import Block, Findings, Metric, Metrics, Note, answer
 from app.figures import memory, steps
 from app.panel import Moment, Panel, View, show
 from collector.store import loading_queries, memory_queries, queries
 from collector.wording import MISSING, known, number, percent, quantity, size
 
+NOTHING = "No rule has found anything wrong so far."
+
 
 def headline(moment: Moment) -> Iterator[Block]:
     """The ranked findings, with the way to their evidence."""
     if moment.verdict is not None:
-        nothing = "No rule has found anything wrong so far."
-        yield Findings(findings=moment.verdict.findings, nothing=nothing, link=True, headline=True)
+        yield Findings(findings=moment.verdict.findings, nothing=NOTHING, link=True, headline=True)
 
 
 def key_figures(moment: Moment) -> Iterator[Block]:
@@ -40,16 +42,21 @@ def host_memory(moment: Moment) -> Iterator[Block]:
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
-    capacity, name = binding_limit(moment)
+    tightest = memory_queries.tightest_limit(moment.snapshot) or {}
+    host = tightest.get("host")
     yield memory.by_role(
-        memory_queries.memory_by_role(moment.snapshot, moment.span, metric),
+        memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host),
         moment.theme,
         metric=metric,
-        capacity_bytes=capacity,
-        capacity_name=name,
-        title="Who holds the host memory?",
+        capacity_bytes=tightest.get("capacity_bytes"),
+        capacity_name=_limit_words(tightest),
+        title=f"Who holds the memory of {host}?" if _hosts_count(moment) > 1 else "Who holds the host memory?",
         revision=moment.run_id,
     )
+    if _hosts_count(moment) > 1:
+        yield Note(
+            text=f"Of {_hosts_count(moment)} hosts, {host} came nearest to its limit; OOM risk has the others."
+        )
 
 
 def step_time(moment: Moment) -> Iterator[Block]:
@@ -65,16 +72,6 @@ def no_gpu(moment: Moment) -> Iterator[Block]:
     """One note in place of the GPU cards of a run without CUDA."""
     if memory_queries.devices(moment.snapshot).empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
-
-
-def binding_limit(moment: Moment) -> tuple[float | None, str]:
-    """The smaller of the cgroup's limit and the host's memory, with its name."""
-    limits = memory_queries.host_limits(moment.snapshot)
-    limits = limits[limits["limit"].isin(["cgroup", "host"])].sort_values("capacity_bytes")
-    if limits.empty:
-        return None, "host memory"
-    first = limits.iloc[0]
-    return float(first["capacity_bytes"]), "cgroup limit" if first["limit"] == "cgroup" else "host memory"
 
 
 def _next(step: float) -> float | None:
@@ -97,14 +94,28 @@ def _data_wait(moment: Moment) -> float | None:
     return moment.verdict.summary["data_wait_ratio"] if moment.verdict else None
 
 
+def _hosts_count(moment: Moment) -> int:
+    return int(memory_queries.host_limits(moment.snapshot)["host"].nunique())
+
+
+def _limit_words(limit: Mapping[str, Any]) -> str:
+    return "cgroup limit" if limit.get("limit") == "cgroup" else "host memory"
+
+
 def _host_peak(moment: Moment) -> Metric:
     peak = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict else None
-    capacity, name = binding_limit(moment)
+    tightest = memory_queries.tightest_limit(moment.snapshot) or {}
+    capacity, where = tightest.get("capacity_bytes"), "of the run"
+    if _hosts_count(moment) > 1:  # what several hosts hold together meets no limit
+        host = tightest["host"]
+        held = memory_queries.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
+        peak, where = held.drop(columns="elapsed_seconds").sum(axis=1).max(), f"on {host}"
     share = f" ({percent(peak / capacity)})" if known(peak) and capacity else ""
     return Metric(
         label="Peak host memory (PSS)",
         value=f"{size(peak)}{share}",
-        help=f"PSS of all processes of the run together, whole run, against the {name} of {size(capacity)}",
+        help=f"PSS of all processes {where} together, whole run, against the {_limit_words(tightest)} of "
+        f"{size(capacity)}. PSS counts a page that n processes share as 1/n in each, so it adds up",
     )
 
 
@@ -132,14 +143,17 @@ def _workers(moment: Moment) -> Metric:
     )
 
 
-show(
-    View(
-        name="overview",
-        rows=(
-            (Panel(name="Findings", build=headline),),
-            (Panel(name="Key figures", build=key_figures),),
-            (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time)),
-            (Panel(name="GPU", build=no_gpu),),
-        ),
-    )
+VIEW = View(
+    name="overview",
+    question="Is this run well, and if not, what first?",
+    answer=lambda moment: answer(moment.verdict.findings if moment.verdict else (), NOTHING),
+    rows=(
+        (Panel(name="Findings", build=headline),),
+        (Panel(name="Key figures", build=key_figures),),
+        (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time)),
+        (Panel(name="GPU", build=no_gpu),),
+    ),
 )
+
+if __name__ == "__main__":
+    show(VIEW)

@@ -6,28 +6,23 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, Table
+from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import workers
 from app.panel import Moment, Panel, View, show
-from collector.diagnosis.findings import KINDS
+from collector.diagnosis.findings import KINDS, Finding
 from collector.store import loading_queries
 from collector.wording import number, quantity
 from training_harness.records import INLINE_WORKER
 
 GROUPS = ("data loading", "training")
+NOTHING = "No stall has been found."
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 
 
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about data loading and the training loop."""
-    if moment.verdict is None:
-        return
-    chosen = [
-        f
-        for f in moment.verdict.findings
-        if KINDS[f.kind] in GROUPS or f.kind in ("workers-not-reporting", "worker-killed")
-    ]
-    yield Findings(findings=chosen, nothing="No stall has been found.")
+    if moment.verdict is not None:
+        yield Findings(findings=_chosen(moment), nothing=NOTHING)
 
 
 def setting(moment: Moment) -> Iterator[Block]:
@@ -118,6 +113,11 @@ def table(moment: Moment) -> Iterator[Block]:
     )
 
 
+def _chosen(moment: Moment) -> list[Finding]:
+    found = moment.verdict.findings if moment.verdict else ()
+    return [f for f in found if KINDS[f.kind] in GROUPS or f.kind in ("workers-not-reporting", "worker-killed")]
+
+
 def _split(moment: Moment) -> pd.DataFrame | None:
     if moment.loader is None:
         return None
@@ -125,17 +125,20 @@ def _split(moment: Moment) -> pd.DataFrame | None:
     return None if split.empty else split
 
 
-show(
-    View(
-        name="worker-stalls",
-        by_loader=True,
-        rows=(
-            (Panel(name="Findings", build=findings),),
-            (Panel(name="Setting", build=setting),),
-            (Panel(name="Worker time", build=stages), Panel(name="Fetch time", build=causes)),
-            (Panel(name="Fetch time by worker", build=heat),),
-            (Panel(name="Waits", build=waits),),
-            (Panel(name="Workers", build=table),),
-        ),
-    )
+VIEW = View(
+    name="worker-stalls",
+    question="What does the training wait for, and which worker is behind it?",
+    answer=lambda moment: answer(_chosen(moment), NOTHING),
+    by_loader=True,
+    rows=(
+        (Panel(name="Findings", build=findings),),
+        (Panel(name="Setting", build=setting),),
+        (Panel(name="Worker time", build=stages), Panel(name="Fetch time", build=causes)),
+        (Panel(name="Fetch time by worker", build=heat),),
+        (Panel(name="Waits", build=waits),),
+        (Panel(name="Workers", build=table),),
+    ),
 )
+
+if __name__ == "__main__":
+    show(VIEW)

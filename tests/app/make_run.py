@@ -5,6 +5,8 @@ The processes are invented, but for the command itself, which is this process: s
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import os
 import socket
@@ -90,6 +92,8 @@ def make_run(home: Path, script: Script) -> Path:
     layout.write_manifest(run_dir, manifest)
     if script.steps:
         _write(run_dir, script, main, begin)
+    if script.cuda:
+        _write_snapshot(run_dir, main)
     return run_dir
 
 
@@ -245,7 +249,7 @@ def _step(main: Writers, script: Script, step: int, end: int) -> None:
             reserved_peak_bytes=allocated + 2 * GIB,
             allocation_count=900,
             segment_count=40,
-            alloc_retry_count=0,
+            alloc_retry_count=step // 150,
             oom_count=0,
             device_alloc_count=40,
             device_free_count=0,
@@ -314,6 +318,17 @@ def _sample(agent: Writers, main: Identity, script: Script, step: int, now: int)
         io_some_avg10_ratio=0.0,
         usable_cores_count=8.0,
     )
+    agent.append(
+        "agent",
+        time_ns=now,
+        cpu_ns=now // 200,
+        smaps_ns=now // 400,
+        rss_bytes=90 * MIB,
+        interval_ns=500 * MS + step % 3 * MS,
+        ingest_lag_ns=step % 50 * 100 * MS,
+        records_ingested_count=10 * step,
+        records_lost_count=0,
+    )
     if script.cuda:
         agent.append(
             "device",
@@ -321,6 +336,8 @@ def _sample(agent: Writers, main: Identity, script: Script, step: int, now: int)
             device=0,
             used_bytes=9 * GIB + step * script.gpu_leak_bytes_per_step,
             total_bytes=24 * GIB,
+            process_used_bytes=8 * GIB + 600 * MIB + step * script.gpu_leak_bytes_per_step,
+            other_used_bytes=300 * MIB,
             utilisation_ratio=0.9,
         )
 
@@ -370,6 +387,17 @@ def _process_end(agent: Writers, now: int, who: Identity, worker: int) -> None:
 
 def _worker_id(host: str, worker: int, generation: int) -> Identity:
     return Identity(host, NO_SUCH_PID + 100 + 100 * generation + worker, 1100 + generation)
+
+
+def _write_snapshot(run_dir: Path, main: Identity) -> None:
+    """One segment with a hole, held by one line of the user's through a line of torch's."""
+    held = {"size": 600 * MIB, "state": "active_allocated", "stack": 0}
+    blocks = [held, {"size": 24 * MIB, "state": "inactive"}, {**held, "size": 400 * MIB}]
+    segment = {"device": 0, "address": 4096, "total_size": GIB, "allocated_size": 1000 * MIB, "blocks": blocks}
+    frames = [["/opt/torch/nn/linear.py", 12, "forward"], ["/work/train.py", 30, "step"]]
+    document = {"pid": main.pid, "rank": None, "segments": [segment], "stacks": [[0, 1]], "frames": frames}
+    path = run_dir / "snapshots" / f"{main.host}.{main.pid}.1.allocator.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(document).encode()))
 
 
 def _record(stream: Stream, values: dict[str, float]) -> list[float]:

@@ -1,6 +1,7 @@
 """Every view in every state that a run can be in."""
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -15,11 +16,24 @@ from collector import wording
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
-from collector.store.runs import Run
+from collector.store.runs import Run, list_runs
 from training_harness import layout
 
 ENTRY = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-VIEWS = ("overview", "oom_risk", "leak_timeline", "worker_stalls")
+VIEWS = (
+    "overview",
+    "oom_risk",
+    "leak_timeline",
+    "gpu_memory",
+    "worker_stalls",
+    "post_mortem",
+    "compare",
+    "agent_health",
+)
+
+
+#: What a view says in place of its charts, of a run on the CPU that is alone in its home.
+INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("no other run", "tidegauge run")}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +73,19 @@ def texts(at):
     return "\n".join([*(str(part.value) for part in parts), *expanders])
 
 
+def drawn(at, view, *, cuda=False):
+    """The figures of a page, which has some, or else says why not and what to type."""
+    shown = figures(at)
+    if view == "compare" or (view == "gpu_memory" and not cuda):
+        said, command = INSTEAD[view]
+        assert not shown
+        assert said in texts(at)
+        assert any(command in code.value for code in at.code)
+    else:
+        assert shown
+    return shown
+
+
 def trace_names(figure):
     return [trace["name"] for trace in figure["data"]]
 
@@ -73,35 +100,41 @@ def points(figure):
     return max(lengths)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_no_runs_shows_how_to_make_one(monkeypatch, tmp_path, view):
-    at = open_view(monkeypatch, tmp_path, view)
-    assert at.subheader[0].value == "No runs yet"
-    assert "tidegauge run -- python train.py" in at.code[0].value
-    assert not at.error
+def walk(monkeypatch, home, **query):
+    """Every view of a home, one after the other in one session."""
+    at = open_view(monkeypatch, home, "overview", **query)
+    for view in VIEWS:
+        at.switch_page(f"views/{view}.py").run()
+        assert not at.exception, at.exception
+        yield view, at
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_run_without_data_says_so(monkeypatch, made, view):
-    at = open_view(monkeypatch, made["no-data"], view)
-    assert "left no records" in at.info[0].value
-    assert not figures(at)
-    assert not at.error
+def test_no_runs_shows_how_to_make_one(monkeypatch, tmp_path):
+    for _, at in walk(monkeypatch, tmp_path):
+        assert at.subheader[0].value == "No runs yet"
+        assert "tidegauge run -- python train.py" in at.code[0].value
+        assert not at.error
+
+
+def test_a_run_without_data_says_so(monkeypatch, made):
+    for _, at in walk(monkeypatch, made["no-data"]):
+        assert "left no records" in at.info[0].value
+        assert at.code[0].value == "tidegauge doctor"
+        assert not figures(at)
+        assert not at.error
 
 
 @pytest.mark.parametrize("state", ["healthy", "cuda", "killed", "slow-worker", "inline", "no-smaps"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_every_view_draws_every_kind_of_run(monkeypatch, made, view, state):
-    at = open_view(monkeypatch, made[state], view)
-    assert not at.error, [error.value for error in at.error]
+def test_every_view_draws_every_kind_of_run(monkeypatch, made, state):
     run_id = run_of(made[state]).name
-    shown = figures(at)
-    assert shown
-    for figure in shown:
-        assert figure["layout"]["uirevision"] == run_id
-        assert points(figure) <= MAX_POINTS
-    assert all(chart.proto.alt for chart in at.get("plotly_chart"))
-    assert "data as of" in texts(at)
+    for view, at in walk(monkeypatch, made[state]):
+        assert not at.error, [error.value for error in at.error]
+        for figure in drawn(at, view, cuda=state == "cuda"):
+            assert figure["layout"]["uirevision"] == run_id
+            assert points(figure) <= MAX_POINTS
+        assert all(chart.proto.alt for chart in at.get("plotly_chart"))
+        assert at.header[0].value.endswith("?")
+        assert "data as of" in texts(at)
 
 
 def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch, made):
@@ -175,38 +208,37 @@ def test_loading_without_workers_is_called_inline(monkeypatch, made):
     assert figures(at)[0]["data"][0]["y"] == ["inline"]
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path, view):
+def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
-    at = open_view(monkeypatch, tmp_path, view)
-    assert "newest record" in texts(at)
-    assert figures(at)
-    assert not at.error
+    for view, at in walk(monkeypatch, tmp_path):
+        assert "newest record" in texts(at)
+        drawn(at, view)
+        assert not at.error
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_damaged_journal_is_named_and_the_rest_is_shown(monkeypatch, tmp_path, view):
+def test_a_damaged_journal_is_named_and_the_rest_is_shown(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.HEALTHY)
     broken = next((run_dir / "journal").glob("*.fetch.*.journal"))
     broken.write_bytes(b"not a journal at all")
-    at = open_view(monkeypatch, tmp_path, view)
-    assert broken.name in at.warning[0].value
-    assert figures(at)
+    for view, at in walk(monkeypatch, tmp_path):
+        assert broken.name in at.warning[0].value
+        drawn(at, view)
 
 
 def test_a_damaged_manifest_is_one_clear_line(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.HEALTHY)
     (run_dir / layout.MANIFEST).write_text("{ half a mani")
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert "is damaged" in at.error[0].value
-    assert "\n" not in at.error[0].value
+    for _, at in walk(monkeypatch, tmp_path):
+        assert "is damaged" in at.error[0].value
+        assert "\n" not in at.error[0].value
+        assert "tidegauge doctor" in at.code[0].value
 
 
 def test_a_newer_schema_asks_for_an_upgrade(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.HEALTHY)
     layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "schema": layout.MANIFEST_SCHEMA + 1})
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert "upgrade Tidegauge" in at.error[0].value
+    for _, at in walk(monkeypatch, tmp_path):
+        assert "upgrade Tidegauge" in at.error[0].value
 
 
 def truncate_a_file(run):
@@ -227,8 +259,8 @@ def test_a_lake_that_cannot_be_read_is_one_clear_line(monkeypatch, tmp_path, spo
     with Ingester(run) as ingester:
         ingester.step()
     spoil(run)
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert said in texts(at)
+    for _, at in walk(monkeypatch, tmp_path):
+        assert said in texts(at)
 
 
 def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
@@ -254,9 +286,9 @@ def test_markdown_makes_nothing_of_a_text(text, shown):
 
 def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("a file where a directory should be")
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert str(tmp_path) in at.error[0].value
-    assert "TIDEGAUGE_HOME" in at.error[0].value
+    for _, at in walk(monkeypatch, tmp_path):
+        assert str(tmp_path) in at.error[0].value
+        assert "TIDEGAUGE_HOME" in at.error[0].value
 
 
 def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
@@ -269,3 +301,90 @@ def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
     assert at.selectbox[0].value == first.name
     step_time = next(metric for metric in at.metric if metric.label == "Step p50 / p95")
     assert "over 500 steps" in step_time.proto.help
+
+
+def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made):
+    at = open_view(monkeypatch, made["cuda"], "gpu_memory")
+    stack, segments = figures(at)
+    parts = ["allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed"]
+    assert trace_names(stack) == [*parts, "cache flushed"]
+    assert "capacity 24 GiB" in stack["layout"]["annotations"][0]["text"]
+    said = texts(at)
+    assert "At the peak of 10.5 GiB: allocated 7.55 GiB, cached 1.9 GiB, fragmentation 100 MiB" in said
+    assert "non-PyTorch 588 MiB, other processes 300 MiB, unattributed 124 MiB" in said
+    assert "Cache flushed: 2 times" in said
+    assert trace_names(segments) == ["free", "in use"]
+    assert at.dataframe[0].value["Allocated at"].tolist() == ["/work/train.py:30 step"]
+    assert at.dataframe[0].value["In use"].tolist() == ["1000 MiB"]
+
+
+def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.CUDA)
+    next((run_dir / "snapshots").iterdir()).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    assert "is damaged" in at.error[0].value
+    assert len(figures(at)) == 1
+
+
+def test_every_chart_over_time_can_be_drawn_over_steps(monkeypatch, made):
+    at = open_view(monkeypatch, made["healthy"], "overview", x="step")
+    host, step = figures(at)
+    assert host["layout"]["xaxis"]["title"]["text"] == step["layout"]["xaxis"]["title"]["text"] == "step"
+    at = open_view(monkeypatch, made["healthy"], "overview")
+    assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures(at)} == {"elapsed (s)"}
+
+
+def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.LIVE)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    before = [chart.proto.spec for chart in at.get("plotly_chart")]
+    shutil.rmtree(run_dir / "journal")
+    at.toggle(key="live").set_value(False).run()
+    assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
+    assert "Switch Live on" in texts(at)
+    at.toggle(key="live").set_value(True).run()
+    assert not figures(at)
+
+
+def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch, made):
+    at = open_view(monkeypatch, made["killed"], "post_mortem")
+    assert "**killed**" in texts(at)
+    assert {m.label: m.value for m in at.metric}["Ended with"] == "signal 9 (SIGKILL)"
+    lines = figures(at)[0]
+    assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
+    assert set(at.dataframe[0].value["Seen to end"]) == {"no"}
+    at = open_view(monkeypatch, made["healthy"], "post_mortem")
+    assert "No: it came to its end in good order" in texts(at)
+
+
+def test_runs_are_compared_figure_by_figure_and_setting_by_setting(monkeypatch, tmp_path):
+    for script in (runs.HEALTHY, runs.SLOW_WORKER, runs.CUDA):
+        runs.make_run(tmp_path, script)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    at.switch_page("views/compare.py").run()
+    newest, before, oldest = [run.name for run in sorted_runs(tmp_path)]
+    table, settings = (frame.value for frame in at.dataframe)
+    assert table.columns.tolist() == ["Figure", newest, before]  # unasked, the run before
+    at.multiselect(key="compare").set_value([before, oldest]).run()
+    table, settings = (frame.value.set_index(frame.value.columns[0]) for frame in at.dataframe)
+    assert table.columns.tolist() == [newest, before, oldest]
+    assert table.loc["Step p50", oldest] == "103 ms (+0.0%, n = 399)"
+    assert table.loc["Peak GPU allocated", oldest] == "—"
+    assert settings.loc["loader 0: num workers"].tolist() == ["2", "4", "2"]
+    assert trace_names(figures(at)[0]) == [newest, before, oldest]
+    assert not at.exception
+
+
+def sorted_runs(home):
+    return [run.path for run in list_runs(home)]
+
+
+def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
+    at = open_view(monkeypatch, made["healthy"], "agent_health")
+    assert "nothing was lost" in texts(at)
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Workers reporting"] == "2 of 2"
+    assert shown["Interval p50 / p95"] == "501 ms / 502 ms"
+    assert shown["Collector RSS"] == "90 MiB"
+    assert shown["Collector CPU"] == "0.5%"
+    assert at.dataframe[0].value["Records in the lake"].tolist() == ["3,950"]

@@ -1,0 +1,56 @@
+"""Time on the x axis, as seconds since the run was made or as optimizer steps: every figure can have either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from app.figures.base import Chart, axis_title
+from app.figures.memory import ELAPSED
+
+Axis = Literal["elapsed", "step"]
+AXES: tuple[Axis, ...] = ("elapsed", "step")
+_TITLES: dict[Axis, str] = {"elapsed": ELAPSED, "step": "step"}
+
+
+def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
+    """The same chart along that axis; one whose x is no time, or a run without steps, stays as it is.
+
+    Args:
+        chart: a figure over elapsed seconds or steps.
+        axis: what its x is to be.
+        clock: `queries.step_clock`, whose columns are called as the axes. What lies before the first step or
+            after the last has no step, and is not drawn then.
+
+    """
+    own = own_axis(chart)
+    if own is None or own == axis or len(clock) < 2:
+        return chart
+    figure = go.Figure(chart.figure)
+    known, wanted = clock[own].to_numpy(float), clock[axis].to_numpy(float)
+    for trace in figure.data:
+        x = np.asarray(trace.x, dtype=np.float64)
+        trace.x = np.interp(x, known, wanted, left=np.nan, right=np.nan)
+    for mark in (*figure.layout.shapes, *figure.layout.annotations):
+        if not str(mark.xref).endswith(("domain", "paper")):
+            _move(mark, known, wanted)
+    for one in figure.select_xaxes():
+        if one.title.text:
+            one.title = axis_title(_TITLES[axis])
+    return replace(chart, figure=figure)
+
+
+def own_axis(chart: Chart) -> Axis | None:
+    """What the x of a chart is; None if it is no time."""
+    titles = {one.title.text for one in chart.figure.select_xaxes()}
+    return next((axis for axis, title in _TITLES.items() if title in titles), None)
+
+
+def _move(mark: Any, known: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
+    for name in ("x", "x0", "x1"):
+        if name in mark and mark[name] is not None:
+            mark[name] = float(np.interp(mark[name], known, wanted))

@@ -1,0 +1,130 @@
+"""The memory of a GPU: what takes it over time, and how the allocator's segments are filled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from app.figures.base import MAX_POINTS, Chart, area, blank, limit
+from app.figures.memory import ELAPSED
+from app.format import GIB, MIB
+from app.theme import Theme
+from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
+from collector.wording import known, percent, size
+
+#: The segments that are drawn, the largest first.
+MAX_SEGMENTS = 40
+#: part -> attribute of the theme.
+_COLOURS = {
+    "allocated": "allocated",
+    "cached": "reserved",
+    "fragmentation": "latency",
+    "non-PyTorch": "host",
+    "other processes": "quiet",
+    UNATTRIBUTED: "grid",
+}
+#: kind of trouble -> (words, symbol, attribute of the theme).
+_TROUBLE = {"retries": ("cache flushed", "triangle-up", "reserved"), "ooms": ("out of memory", "x", "limit")}
+
+
+def account(
+    parts: pd.DataFrame, trouble: pd.DataFrame, theme: Theme, *, name: str, capacity_bytes: float, revision: str
+) -> Chart:
+    """What takes the memory of a device, stacked up to its capacity, with retries and OOMs as marks.
+
+    Args:
+        parts: `device_account.accounts`.
+        trouble: `memory_queries.allocator_trouble`.
+        theme: colours.
+        name: of the device.
+        capacity_bytes: of the device, NaN if it is not known.
+        revision: the run.
+
+    """
+    figure = blank(theme, x_title=ELAPSED, y_title="device memory (GiB)", revision=revision, height=400)
+    layers = [part for part in (*PARTS, UNATTRIBUTED) if part in parts]
+    for part in layers:
+        colour = getattr(theme, _COLOURS[part])
+        figure.add_trace(area(part, parts["elapsed_seconds"], parts[part].fillna(0) / GIB, colour, "GiB"))
+    total = parts[layers].sum(axis=1)
+    peak = parts.iloc[int(total.to_numpy().argmax())]
+    top = max(float(total.max()), capacity_bytes if known(capacity_bytes) else 0.0)
+    for kind, (words, symbol, colour) in _TROUBLE.items():
+        at = trouble.loc[trouble[kind] > 0]
+        if not at.empty:
+            figure.add_trace(
+                go.Scatter(
+                    name=words,
+                    x=at["elapsed_seconds"].to_numpy(),
+                    y=np.full(len(at), top / GIB),
+                    mode="markers",
+                    marker={"symbol": symbol, "size": 11, "color": getattr(theme, colour)},
+                    customdata=at["step"].to_numpy(),
+                    hovertemplate=f"{words} in step %{{customdata:,}}<extra></extra>",
+                )
+            )
+    told = ", ".join(f"{part} {size(peak[part])}" for part in layers if known(peak[part]) and peak[part] > 0)
+    caption = f"At the peak of {size(float(total.max()))}: {told}."
+    if known(capacity_bytes):
+        limit(figure, capacity_bytes / GIB, f"capacity {size(capacity_bytes)}", theme)
+        figure.update_yaxes(range=[0, top / GIB * 1.12])
+        caption += f" Capacity {size(capacity_bytes)}, the peak is {percent(float(total.max()) / capacity_bytes)}."
+    missing = [part for part in PARTS if part not in parts]
+    if missing:
+        caption += f" Not known here: {', '.join(missing)}."
+    for kind, (words, _, _) in _TROUBLE.items():
+        count = int(trouble[kind].clip(lower=0).sum())
+        caption += f" {words.capitalize()}: {count:,} times." if count else ""
+    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
+
+
+def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+    """The allocator's segments as bars, blocks in use filled: holes are what cannot be given back.
+
+    Args:
+        table: `snapshots.AllocatorSnapshot.segments`.
+        theme: colours.
+        revision: the run.
+
+    """
+    shown = table.head(MAX_SEGMENTS)
+    height = 160 + 14 * len(shown)
+    x_title = "offset in the segment (MiB)"
+    figure = blank(theme, x_title=x_title, y_title="segment", revision=revision, height=height)
+    used = [(row, *block) for row, blocks in enumerate(shown["blocks"]) for block in _joined(blocks)]
+    rows, starts, sizes = np.array(used[:MAX_POINTS] or [(0, 0, 0)], dtype=np.float64).T
+    wholes = shown["total_bytes"].to_numpy(np.float64)
+    for name, y, base, x, colour in (
+        ("free", np.arange(len(shown)), np.zeros(len(shown)), wholes, theme.grid),
+        ("in use", rows, starts, sizes, theme.allocated),
+    ):
+        figure.add_trace(
+            go.Bar(
+                name=name,
+                orientation="h",
+                y=y,
+                base=base / MIB,
+                x=x / MIB,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertemplate=f"{name}: %{{x:,.4~g}} MiB from %{{base:,.4~g}} MiB on<extra></extra>",
+            )
+        )
+    figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
+    figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False)
+    whole, held = table["total_bytes"].sum(), table["allocated_bytes"].sum()
+    caption = f"{len(table):,} segments hold {size(whole)}, of which {size(held)} are in use."
+    if len(table) > len(shown):
+        caption += f" The {len(shown)} largest are drawn."
+    return Chart(title="How are the allocator's segments filled?", figure=figure, caption=caption)
+
+
+def _joined(blocks: list[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+    """Offset and bytes of what is in use without a hole."""
+    joined: list[tuple[int, int]] = []
+    for offset, size_bytes, used in blocks:
+        if used and joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size_bytes)
+        elif used:
+            joined.append((offset, size_bytes))
+    return joined

@@ -1,0 +1,102 @@
+"""The line above every view: how the run is, how old its data are, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import streamlit as st
+
+from app.format import clock, plain
+from collector.store import queries
+from collector.store.queries import Extent
+from collector.wording import MISSING, duration
+
+#: A running run whose newest record is older than this is called stale.
+STALE_AFTER_SECONDS = 5.0
+_CHIPS = {
+    "running": (":material/sensors:", "green", "live"),
+    "paused": (":material/pause_circle:", "gray", "paused"),
+    "finished": (":material/check_circle:", "blue", "finished"),
+    "failed": (":material/cancel:", "red", "failed"),
+    "killed": (":material/dangerous:", "red", "killed"),
+}
+_SHOWN_PROBLEMS = 5
+
+
+def draw_status(
+    status: str, reach: Extent | None, manifest: Mapping[str, Any], *, now_ns: int, shown_ns: int, live: bool
+) -> None:
+    """The chip, and in words what the figures below are of.
+
+    Args:
+        status: of the run.
+        reach: how far its records reach.
+        manifest: of the run.
+        now_ns: monotonic time on the run's host.
+        shown_ns: when what is shown was read, on the same clock: earlier than now where it is kept.
+        live: whether it is read anew again and again.
+
+    """
+    running = status == "running"
+    age_seconds = None if reach is None else max(0.0, (now_ns - reach.newest_ns) / 1e9)
+    icon, colour, word = _chip("paused" if running and not live else status, age_seconds)
+    words = []
+    as_of = queries.wall_ns(manifest, shown_ns if running or reach is None else reach.newest_ns)
+    words.append(f"data as of {clock(as_of, _zone()) if as_of is not None else MISSING}")
+    if reach is not None:
+        words.append(f"{reach.records_count:,} samples")
+    if running and age_seconds is not None:
+        words.append(f"newest record {age_seconds:.1f} s old")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
+        st.caption(" · ".join(words), width="content")
+        if running and not live:
+            st.caption("Switch Live on to follow the run again.", width="content")
+
+
+def draw_problems(problems: Sequence[str]) -> None:
+    """What could not be read, if anything."""
+    if problems:
+        shown = [f"- {plain(problem)}" for problem in problems[:_SHOWN_PROBLEMS]]
+        beyond = len(problems) - _SHOWN_PROBLEMS
+        more = [f"- and {beyond} more"] if beyond > 0 else []
+        text = "\n".join(["Some records could not be read; the rest is shown.", *shown, *more])
+        st.warning(text, icon=":material/warning:")
+
+
+def draw_failure(what: str, run_id: str) -> None:
+    """Why a run cannot be shown, and what tells more."""
+    st.error(plain(what), icon=":material/error:")
+    st.code(f"tidegauge doctor\ntidegauge report {run_id}", language="bash")
+
+
+def draw_no_records(status: str) -> None:
+    """That there is nothing to show yet, or ever."""
+    if status == "running":
+        st.info(
+            "No records yet: they begin with the first DataLoader iterator or optimizer step.",
+            icon=":material/hourglass_top:",
+        )
+    else:
+        st.info(
+            "This run left no records: the command ended before a DataLoader or an optimizer was used. "
+            "This says what works here:",
+            icon=":material/info:",
+        )
+    st.code("tidegauge doctor", language="bash")
+
+
+def _chip(status: str, age_seconds: float | None) -> tuple[str, str, str]:
+    """Icon, colour and word of the status chip."""
+    if status == "running" and age_seconds is not None and age_seconds > STALE_AFTER_SECONDS:
+        return ":material/hourglass_bottom:", "gray", f"stale {duration(age_seconds)}"
+    return _CHIPS[status]
+
+
+def _zone() -> ZoneInfo:
+    try:
+        return ZoneInfo(st.context.timezone or "UTC")
+    except (ZoneInfoNotFoundError, ValueError):
+        return ZoneInfo("UTC")

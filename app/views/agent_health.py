@@ -1,0 +1,157 @@
+"""Agent health: whether the figures of the other pages can be trusted, and what it costs to take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pandas as pd
+
+from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
+from app.figures import agent
+from app.panel import Moment, Panel, View, show
+from collector.diagnosis.findings import KINDS, Finding
+from collector.store import queries
+from collector.wording import MISSING, number, percent, quantity, size
+
+NOTHING = "Yes: nothing was lost, and whatever should report does."
+#: Events that tell of a part that failed.
+TROUBLE = ("collector-problem", "hook-disabled", "records-lost")
+MAX_EVENTS = 50
+DOCTOR = "tidegauge doctor"
+
+
+def findings(moment: Moment) -> Iterator[Block]:
+    """What speaks against the figures."""
+    if moment.verdict is not None:
+        yield Findings(findings=_doubts(moment), nothing="No reason to doubt the figures was found.")
+
+
+def key_figures(moment: Moment) -> Iterator[Block]:
+    """The worst host's collector, and who reports."""
+    table = queries.agent_summary(moment.snapshot, moment.span)
+    if table.empty:
+        yield Note(
+            text="No collector has followed this run in this window: processes and host were not sampled. Steps "
+            "and batches are in the journals. This follows the run, or stores what the journals hold:",
+            command=f"tidegauge collect {moment.run_id}",
+        )
+        return
+    reporting, expected = moment.verdict.workers_reporting if moment.verdict else (None, None)
+    n = f"over {int(table['n'].sum()):,} samples"
+    slowest = table.iloc[int(table["interval_p95_ms"].fillna(-1).to_numpy().argmax())]
+    both = f"{quantity(slowest['interval_ms'], 'ms')} / {quantity(slowest['interval_p95_ms'], 'ms')}"
+    yield Metrics(
+        items=[
+            Metric(
+                label="Workers reporting",
+                value=f"{number(reporting)} of {number(expected)}"
+                if expected
+                else "inline"
+                if expected == 0
+                else MISSING,
+                help="DataLoader workers that send records, of those that were started",
+            ),
+            Metric(label="Interval p50 / p95", value=both, help=f"Achieved between two samples, {n}"),
+            Metric(
+                label="Lag",
+                value=quantity(table["lag_seconds"].max(), "seconds"),
+                help="Age of the oldest record that is not in the lake yet; the dashboard shows it all the same",
+            ),
+            Metric(label="Records lost", value=number(table["lost_count"].max()), help="That could not be written"),
+            Metric(
+                label="Collector CPU",
+                value=percent(table["cpu_ratio"].max()),
+                help=f"Of one core, of which {percent(slowest['smaps_ratio'])} reads smaps, {n}",
+            ),
+            Metric(label="Collector RSS", value=size(table["rss_bytes"].max()), help="Its newest sample"),
+        ]
+    )
+
+
+def charts(moment: Moment) -> Iterator[Block]:
+    """Interval and lag over time."""
+    lines = queries.lines(moment.snapshot, moment.span, "agent", agent.LINES, series="host")
+    if not lines["interval"].points.empty:
+        yield agent.timing(lines, moment.theme, revision=moment.run_id)
+
+
+def own_memory(moment: Moment) -> Iterator[Block]:
+    """The collector's own memory over time."""
+    lines = queries.lines(moment.snapshot, moment.span, "agent", {"rss": "rss_bytes"}, series="host")["rss"]
+    if not lines.points.empty:
+        yield agent.own_memory(lines, moment.theme, revision=moment.run_id)
+
+
+def hosts(moment: Moment) -> Iterator[Block]:
+    """One row per host."""
+    table = queries.agent_summary(moment.snapshot, moment.span)
+    if table.empty:
+        return
+    yield Table(
+        frame=pd.DataFrame(
+            {
+                "Host": table["host"],
+                "Samples": [number(count) for count in table["n"]],
+                "Interval p50": [quantity(value, "ms") for value in table["interval_ms"]],
+                "Interval p95": [quantity(value, "ms") for value in table["interval_p95_ms"]],
+                "Lag": [quantity(value, "seconds") for value in table["lag_seconds"]],
+                "Records in the lake": [number(count) for count in table["ingested_count"]],
+                "Records lost": [number(count) for count in table["lost_count"]],
+                "CPU": [percent(ratio) for ratio in table["cpu_ratio"]],
+                "RSS, last": [size(value) for value in table["rss_bytes"]],
+                "RSS, peak": [size(value) for value in table["rss_peak_bytes"]],
+            }
+        ),
+        caption="The collector of each host.",
+    )
+
+
+def trouble(moment: Moment) -> Iterator[Block]:
+    """What failed and was taken out, newest first."""
+    told = queries.told(moment.snapshot, *TROUBLE)
+    if told.empty:
+        yield Note(
+            text="No part of Tidegauge failed in this run. This looks at the machine as it is now:", command=DOCTOR
+        )
+        return
+    bodies = [json.loads(body) for body in told["body"]]
+    shown = told.head(MAX_EVENTS)
+    yield Table(
+        frame=pd.DataFrame(
+            {
+                "At": [quantity(seconds, "seconds") for seconds in moment.span.elapsed(shown["time_ns"])],
+                "What": shown["kind"],
+                "Process": [f"pid {pid} on {host}" for pid, host in zip(shown["pid"], shown["host"], strict=True)],
+                "Part": [_first(body, "part", "hook", "stream") for body in bodies[:MAX_EVENTS]],
+                "Why": [_first(body, "error", "reason") for body in bodies[:MAX_EVENTS]],
+            }
+        ),
+        caption=f"{len(told):,} events; at: since the run was made.",
+    )
+    yield Note(text="This looks at the machine as it is now:", command=DOCTOR)
+
+
+def _first(body: dict[str, object], *names: str) -> str:
+    return next((str(body[name]) for name in names if name in body), MISSING)
+
+
+def _doubts(moment: Moment) -> list[Finding]:
+    return [f for f in moment.verdict.findings if KINDS[f.kind] == "trust"] if moment.verdict else []
+
+
+VIEW = View(
+    name="agent-health",
+    question="Can these figures be trusted, and what do they cost?",
+    answer=lambda moment: answer(_doubts(moment), NOTHING),
+    rows=(
+        (Panel(name="Findings", build=findings),),
+        (Panel(name="Key figures", build=key_figures),),
+        (Panel(name="Timing", build=charts), Panel(name="Own memory", build=own_memory)),
+        (Panel(name="Hosts", build=hosts),),
+        (Panel(name="Trouble", build=trouble),),
+    ),
+)
+
+if __name__ == "__main__":
+    show(VIEW)

@@ -1,0 +1,110 @@
+"""GPU memory: live tensors, cache, fragmentation, or something outside PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from app.blocks import Block, Findings, Note, Table, answer
+from app.figures import devices
+from app.panel import Moment, Panel, View, show
+from collector.diagnosis.device_account import accounts
+from collector.diagnosis.findings import Finding
+from collector.store import memory_queries
+from collector.store.snapshots import newest_allocator_snapshot
+from collector.wording import number, size
+
+NOTHING = "Nothing is wrong with the memory of a GPU, as far as was seen."
+KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")
+MAX_SITES = 20
+NO_GPU = Note(
+    text="CPU-only run: no CUDA device was used or seen, so there is no GPU memory to show. If there should be "
+    "one, this says why it was not seen:",
+    command="tidegauge doctor",
+)
+
+
+def findings(moment: Moment) -> Iterator[Block]:
+    """What was found about GPUs."""
+    if moment.verdict is not None and not memory_queries.device_places(moment.snapshot).empty:
+        yield Findings(findings=_chosen(moment), nothing=NOTHING)
+
+
+def account(moment: Moment) -> Iterator[Block]:
+    """What takes the memory of each device."""
+    places = memory_queries.device_places(moment.snapshot)
+    if places.empty:
+        yield NO_GPU
+    several = places["host"].nunique() > 1
+    for place in places.to_dict("records"):
+        host, device = str(place["host"]), int(place["device"])
+        parts = accounts(*memory_queries.device_grid(moment.snapshot, moment.span, host, device))
+        if parts.empty:
+            yield Note(text=f"GPU {device} has no record in this window: choose a longer one.")
+            continue
+        yield devices.account(
+            parts,
+            memory_queries.allocator_trouble(moment.snapshot, moment.span, host, device),
+            moment.theme,
+            name=f"GPU {device} of {host}" if several else f"GPU {device}",
+            capacity_bytes=place["total_bytes"],
+            revision=moment.run_id,
+        )
+
+
+def snapshot(moment: Moment) -> Iterator[Block]:
+    """The newest allocator snapshot: its segments, and the lines that hold most."""
+    if memory_queries.device_places(moment.snapshot).empty:
+        return
+    taken = newest_allocator_snapshot(moment.run)
+    if taken is None:
+        yield Note(
+            text="No snapshot of the allocator. One is taken when CUDA memory runs out, and as it goes on with",
+            command=f"tidegauge snapshot {moment.run_id}",
+        )
+        return
+    yield devices.segments(taken.segments, moment.theme, revision=moment.run_id)
+    if taken.sites.empty:
+        yield Note(
+            text="The snapshot has no stacks, so which lines hold the memory is not known. They are recorded with",
+            command="tidegauge run --memory-history 100000 -- python train.py",
+        )
+        return
+    top = taken.sites.head(MAX_SITES)
+    yield Table(
+        frame=pd.DataFrame(
+            {
+                "Allocated at": top["site"],
+                "In use": [size(value) for value in top["allocated_bytes"]],
+                "Blocks": [number(count) for count in top["blocks_count"]],
+            }
+        ),
+        caption=f"The lines that hold most, of {len(taken.sites):,}, in snapshots/{taken.name} (pid {taken.pid}).",
+    )
+
+
+def _chosen(moment: Moment) -> list[Finding]:
+    found = moment.verdict.findings if moment.verdict else ()
+    return [finding for finding in found if finding.kind.startswith(KINDS)]
+
+
+def _answer(moment: Moment) -> str:
+    if memory_queries.device_places(moment.snapshot).empty:
+        return "This run uses no GPU."
+    return answer(_chosen(moment), NOTHING)
+
+
+VIEW = View(
+    name="gpu-memory",
+    question="Is GPU memory taken by live tensors, by the cache, or outside PyTorch?",
+    answer=_answer,
+    rows=(
+        (Panel(name="Findings", build=findings),),
+        (Panel(name="Account", build=account),),
+        (Panel(name="Snapshot", build=snapshot),),
+    ),
+)
+
+if __name__ == "__main__":
+    show(VIEW)
