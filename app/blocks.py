@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 import streamlit as st
 
+from app import pages
 from app.figures.base import Chart
 from app.format import plain
 from collector.diagnosis.findings import KINDS, Finding
@@ -19,24 +20,18 @@ SEVERITY = {
     "warning": (":material/warning:", "warning", "orange"),
     "info": (":material/info:", "info", "blue"),
 }
-_OOM_RISK = ("views/oom_risk.py", "OOM risk")
-_LEAKS = ("views/leak_timeline.py", "Leak timeline")
-_GPU = ("views/gpu_memory.py", "GPU memory")
-_STALLS = ("views/worker_stalls.py", "Worker stalls")
-_DEATH = ("views/post_mortem.py", "Post-mortem")
-_HEALTH = ("views/agent_health.py", "Agent health")
-#: group of findings -> (page, its title): where the evidence is to be seen.
+#: group of findings -> the page on which the evidence is to be seen.
 EVIDENCE_PAGES = {
-    "memory forecast": _OOM_RISK,
-    "memory leak": _LEAKS,
-    "data loading": _STALLS,
-    "training": _STALLS,
-    "death": _DEATH,
-    "trust": _HEALTH,
+    "memory forecast": pages.OOM_RISK,
+    "memory leak": pages.LEAK_TIMELINE,
+    "data loading": pages.WORKER_STALLS,
+    "training": pages.WORKER_STALLS,
+    "death": pages.POST_MORTEM,
+    "trust": pages.AGENT_HEALTH,
 }
 #: What is seen on another page than the rest of its group.
 _OF_KIND = dict.fromkeys(
-    ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), _GPU
+    ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
 )
 #: At most so many findings stand open; the rest unfold.
 _OPEN_FINDINGS = 4
@@ -85,10 +80,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Findings in order; `nothing` is said when there are none, `link` adds the way to the evidence."""
+    """Findings in order; `nothing` is said when there are none, if anything; `link` adds the way to evidence."""
 
     findings: Sequence[Finding]
-    nothing: str
+    nothing: str = ""
     link: bool = False
     headline: bool = False
 
@@ -135,6 +130,14 @@ def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity != "info"]
 
 
+def evidence(finding: Finding) -> list[tuple[str, str, str]]:
+    """In words what was measured, the value, and of how many observations over which window."""
+    return [
+        (label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
+        for item in finding.evidence
+    ]
+
+
 def answer(findings: Sequence[Finding], nothing: str) -> str:
     """The gravest finding in its own words, and how many more there are; else that there is nothing."""
     urgent = needs_attention(findings)
@@ -150,7 +153,7 @@ def _draw_findings(block: Findings) -> None:
     if block.headline:
         things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
         st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
-    if not block.findings:
+    if block.nothing and not block.findings:
         st.caption(f":material/check_circle: {block.nothing}")
     for finding in urgent[:_OPEN_FINDINGS]:
         _draw_finding(finding, link=block.link)
@@ -181,7 +184,7 @@ def _draw_finding(finding: Finding, *, link: bool) -> None:
         _draw_body(finding)
         page = _OF_KIND.get(finding.kind) or EVIDENCE_PAGES[KINDS[finding.kind]]
         if link:
-            st.page_link(page[0], label=f"See {page[1]}", icon=":material/arrow_forward:")
+            st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
 
 
 def _draw_body(finding: Finding) -> None:
@@ -190,9 +193,5 @@ def _draw_body(finding: Finding) -> None:
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")
-    measured = [
-        f"{label(item.name)} **{plain(quantity(item.value, item.unit))}** (n = {item.n:,}, {plain(item.window)})"
-        for item in finding.evidence
-    ]
-    if measured:
+    if measured := [f"{name} **{plain(value)}** ({plain(seen)})" for name, value, seen in evidence(finding)]:
         st.caption("Measured: " + "; ".join(measured))

@@ -138,6 +138,7 @@ def moment_of(
     snapshot: Snapshot,
     reach: Extent,
     *,
+    verdict: Verdict | None,
     theme: Theme,
     loader: int | None = None,
 ) -> Moment:
@@ -153,7 +154,7 @@ def moment_of(
         snapshot=kept,
         span=span,
         whole=queries.whole(span, reach),
-        verdict=verdict_of(run),
+        verdict=verdict,
         theme=theme,
         axis=selection.axis,
         loaders=tuple(loaders),
@@ -221,11 +222,15 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
         )
         if reach is None:
             return picture
-        moment = moment_of(view, selection, selection.run, snapshot, reach, theme=theme, loader=loader)
+        verdict = verdict_of(selection.run)
+        moment = moment_of(
+            view, selection, selection.run, snapshot, reach, verdict=verdict, theme=theme, loader=loader
+        )
         for run in selection.others:
             other = stack.enter_context(read(run))
             if (other_reach := queries.extent(other)) is not None:
-                one = moment_of(view, selection, run, other, other_reach, theme=theme)
+                judged = verdict_of(run)
+                one = moment_of(view, selection, run, other, other_reach, verdict=judged, theme=theme)
                 moment = replace(moment, others=(*moment.others, one))
         return replace(
             picture,

@@ -9,22 +9,12 @@ from streamlit.navigation.page import StreamlitPage
 
 from app.figures.axis import AXES
 from app.judging import ranks_of
+from app.pages import COMPARE, PAGES, Page
 from app.panel import SELECTION, Selection, one_line
 from collector.store import queries
 from collector.store.runs import LATEST, Run, list_runs
 from training_harness.layout import home_path
 
-#: The order in which a run that went wrong is looked at: url path -> (title, icon).
-PAGES = {
-    "overview": ("Overview", "dashboard"),
-    "oom-risk": ("OOM risk", "memory"),
-    "leak-timeline": ("Leak timeline", "trending_up"),
-    "gpu-memory": ("GPU memory", "developer_board"),
-    "worker-stalls": ("Worker stalls", "hourglass"),
-    "post-mortem": ("Post-mortem", "troubleshoot"),
-    "compare": ("Compare", "compare_arrows"),
-    "agent-health": ("Agent health", "monitor_heart"),
-}
 #: At most so many runs stand beside the chosen one.
 MAX_OTHERS = 3
 WINDOW_WORDS = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
@@ -38,15 +28,13 @@ LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into
 def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
-    page = st.navigation([_page(*entry) for entry in PAGES.items()], position="top")
-    st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == "compare")
+    page = st.navigation([_page(page) for page in PAGES], position="top")
+    st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
 
 
-def _page(path: str, entry: tuple[str, str]) -> StreamlitPage:
-    title, icon = entry
-    file = f"views/{path.replace('-', '_')}.py"
-    return st.Page(file, title=title, icon=f":material/{icon}:", url_path=path, default=path == next(iter(PAGES)))
+def _page(page: Page) -> StreamlitPage:
+    return st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
 
 
 def _select(home: Path, *, compares: bool) -> Selection | None:
@@ -109,11 +97,11 @@ def _pick_rank(run: Run) -> int | None:
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
     """The runs to compare with; the one before, while the reader has not chosen."""
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
-    older = [other.run_id for other in runs[runs.index(run) + 1 :]]
+    before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
     chosen = st.multiselect(
         "Compare with",
         list(by_id),
-        default=older[:1],
+        default=before[:1],
         max_selections=MAX_OTHERS,
         key="compare",
         bind="query-params",

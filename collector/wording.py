@@ -11,7 +11,48 @@ MISSING = "—"
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SPANS = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 _SMALL_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
-_UNITS_IN_NAMES = ("_seconds", "_bytes", "_count")
+_UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
+#: Names of measurements whose words alone do not say what was measured.
+_MEASURED = {
+    "starved_ratio": "time without a batch",
+    "data_wait_ratio": "steps' time waiting for data",
+    "lost_wall_ratio": "lost, of the whole run",
+    "lost_seconds": "lost",
+    "consumer_seconds": "loop's own time per batch",
+    "hand_over_seconds": "hand-over per batch",
+    "capacity_ratio": "fetch time over what the workers have",
+    "fetch_seconds": "fetch per batch",
+    "fetch_cpu_ratio": "of a fetch on the CPU",
+    "fetch_run_queue_ratio": "of a fetch waiting for a core",
+    "fetch_blocked_ratio": "of a fetch blocked",
+    "collate_ratio": "of a fetch in collate_fn",
+    "worker_idle_ratio": "workers idle",
+    "other_workers_idle_ratio": "other workers idle",
+    "worker_fetch_ratio": "its fetches over the others'",
+    "worker_blame_ratio": "of the starving at its batches",
+    "straggler_ratio": "batches that straggle",
+    "straggler_wait_ratio": "of the starving at stragglers",
+    "made_before_asked_ratio": "batches made before they were asked for",
+    "refill_seconds": "refill per epoch",
+    "startup_wait_seconds": "wait for starting workers per epoch",
+    "demand_slope": "growth of the demand",
+    "demand_peak_ratio": "highest demand, of the limit",
+    "outside_pytorch_bytes": "outside PyTorch",
+    "last_rss_bytes": "last RSS",
+}
+#: Words of names as people write them.
+_WRITTEN = {
+    "rss": "RSS",
+    "pss": "PSS",
+    "uss": "USS",
+    "shm": "/dev/shm",
+    "shmem": "shared memory",
+    "fd": "open file",
+    "anon": "anonymous",
+    "oom": "OOM",
+    "alloc": "allocation",
+    "cpu": "CPU",
+}
 _BARE_UNITS = ("count", "status", "text", "id")
 _TIME_UNITS = {"seconds": 1.0, "s": 1.0, "milliseconds": 1e-3, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -33,6 +74,8 @@ def quantity(value: float | str | None, unit: str) -> str:
     base, _, per = unit.partition("/")
     if base == "bytes":
         text = size(value)
+    elif base == "bool":
+        text = "yes" if value else "no"
     elif base in _TIME_UNITS:
         text = duration(value * _TIME_UNITS[base])
     elif base == "ratio":
@@ -116,10 +159,12 @@ def title(finding: Finding) -> str:
 
 
 def label(name: str) -> str:
-    """`consumer_seconds` is "consumer": the value beside it has its unit."""
+    """`payload_bytes` is "payload", for the value beside it has its unit; what that would not say is in words."""
+    if name in _MEASURED:
+        return _MEASURED[name]
     for unit in _UNITS_IN_NAMES:
         name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    return " ".join(_WRITTEN.get(word, word) for word in name.split("_"))
 
 
 def _small_time(seconds: float) -> str:

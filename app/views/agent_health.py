@@ -24,7 +24,7 @@ DOCTOR = "tidegauge doctor"
 def findings(moment: Moment) -> Iterator[Block]:
     """What speaks against the figures."""
     if moment.verdict is not None:
-        yield Findings(findings=_doubts(moment), nothing="No reason to doubt the figures was found.")
+        yield Findings(findings=_doubts(moment))
 
 
 def key_figures(moment: Moment) -> Iterator[Block]:

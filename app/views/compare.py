@@ -17,7 +17,7 @@ from collector.store import loading_queries, memory_queries, queries
 from collector.wording import MISSING, known, number, quantity
 
 NO_OTHER = Note(
-    text="There is no other run to compare with. Change one thing, and record another:",
+    text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
     command="tidegauge run --tag change=workers-8 -- python train.py",
 )
 #: Settings on which the figures of a run depend by themselves: who compares should know that they differ.

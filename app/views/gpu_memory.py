@@ -28,7 +28,7 @@ NO_GPU = Note(
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about GPUs."""
     if moment.verdict is not None and not memory_queries.device_places(moment.snapshot).empty:
-        yield Findings(findings=_chosen(moment), nothing=NOTHING)
+        yield Findings(findings=_chosen(moment))
 
 
 def account(moment: Moment) -> Iterator[Block]:

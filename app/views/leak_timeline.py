@@ -22,7 +22,7 @@ NOTHING = "No leak has been found."
 def findings(moment: Moment) -> Iterator[Block]:
     """The leaks that were found."""
     if moment.verdict is not None:
-        yield Findings(findings=_leaks(moment), nothing=NOTHING)
+        yield Findings(findings=_leaks(moment))
 
 
 def per_process(moment: Moment) -> Iterator[Block]:

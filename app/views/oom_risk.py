@@ -22,7 +22,7 @@ DEATHS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error")
 def findings(moment: Moment) -> Iterator[Block]:
     """Forecasts, and deaths by lack of memory."""
     if moment.verdict is not None:
-        yield Findings(findings=_chosen(moment), nothing=NOTHING)
+        yield Findings(findings=_chosen(moment))
 
 
 def limits(moment: Moment) -> Iterator[Block]:

@@ -17,7 +17,7 @@ NOTHING = "No rule has found anything wrong so far."
 def headline(moment: Moment) -> Iterator[Block]:
     """The ranked findings, with the way to their evidence."""
     if moment.verdict is not None:
-        yield Findings(findings=moment.verdict.findings, nothing=NOTHING, link=True, headline=True)
+        yield Findings(findings=moment.verdict.findings, link=True, headline=True)
 
 
 def key_figures(moment: Moment) -> Iterator[Block]:

@@ -24,7 +24,7 @@ MAX_LINES = 12
 def findings(moment: Moment) -> Iterator[Block]:
     """What died, and the evidence."""
     if moment.verdict is not None:
-        yield Findings(findings=_deaths(moment), nothing="No death was recorded.")
+        yield Findings(findings=_deaths(moment))
 
 
 def facts(moment: Moment) -> Iterator[Block]:
@@ -75,7 +75,7 @@ def limits(moment: Moment) -> Iterator[Block]:
         yield memory.against_limit(
             memory_queries.host_lines(moment.snapshot, last_minute(moment), tightest["limit"], tightest["host"]),
             moment.theme,
-            name=f"{memory.LIMIT_WORDS[tightest['limit']]} in the last minute",
+            name=memory.LIMIT_WORDS[tightest["limit"]],
             capacity_bytes=tightest["capacity_bytes"],
             revision=moment.run_id,
         )
@@ -99,7 +99,7 @@ def table(moment: Moment) -> Iterator[Block]:
                 "Private dirty, last": [size(value) for value in found["private_dirty_bytes"]],
                 "RSS, last": [size(value) for value in found["rss_bytes"]],
                 "Last seen before the end": [duration(value) for value in end - found["last_seconds"]],
-                "Seen to end": ["yes" if ended else "no" for ended in found["ended"].fillna(False)],
+                "Exit seen": ["yes" if ended else "no" for ended in found["ended"].fillna(False)],
             }
         ),
         caption="The processes sampled in the last minute of records, largest first.",

@@ -22,7 +22,7 @@ NO_FETCH = Note(text="No batch was made in this window by a DataLoader that repo
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about data loading and the training loop."""
     if moment.verdict is not None:
-        yield Findings(findings=_chosen(moment), nothing=NOTHING)
+        yield Findings(findings=_chosen(moment))
 
 
 def setting(moment: Moment) -> Iterator[Block]:

@@ -45,7 +45,7 @@ def _parse_conditions(
     metavar="METRIC>PERCENT",
     help="Exit with 3 if METRIC has grown by more than PERCENT against the first run; METRIC<-PERCENT: has shrunk.",
 )
-@format_option
+@format_option("text", "json")
 @home_option
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
     """Show two to four runs beside each other: how they differ from the first, and in which settings."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Columns of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
-FORMATS = ("text", "json")
 #: For commands whose arguments are another command's.
 PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -105,21 +104,23 @@ def _checked(parse: Callable[[str], T], value: str | None) -> T | None:
         raise click.BadParameter(str(error)) from None
 
 
-def _check_format(_context: click.Context, _option: click.Parameter, value: str) -> str:
-    if value not in FORMATS:
-        raise TidegaugeError(f"no format {value!r}; this version writes {' and '.join(FORMATS)}")
-    return value
+def format_option(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make `--format`, one of `forms`, the first by default; the command gets it as `form`."""
 
+    def check(_context: click.Context, _option: click.Parameter, value: str) -> str:
+        if value not in forms:
+            raise TidegaugeError(f"no format {value!r}; give one of {', '.join(forms)}")
+        return value
 
-format_option = click.option(
-    "--format",
-    "form",
-    default="text",
-    show_default=True,
-    callback=_check_format,
-    metavar="|".join(FORMATS),
-    help="Of what is told.",
-)
+    return click.option(
+        "--format",
+        "form",
+        default=forms[0],
+        show_default=True,
+        callback=check,
+        metavar="|".join(forms),
+        help="Of what is told.",
+    )
 
 
 def tag_option(meaning: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,10 +20,14 @@ from collector.commands.verdicts import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS
 
+if TYPE_CHECKING:
+    from collector.diagnosis.verdict import Verdict
+    from collector.store.runs import Run
+
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@format_option
+@format_option("text", "json", "html")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not to the terminal.")
 @home_option
 def report(spec: str, form: str, output: Path | None, home: Path) -> None:
@@ -29,11 +37,15 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
     """
     from collector.store.runs import find_run
 
+    if form == "html" and output is None and sys.stdout.isatty():
+        raise TidegaugeError("the HTML report is some 5 MB, too much for a terminal: give --output FILE")
     found = find_run(home, spec)
     verdict = judge(found)
     if form == "json":
         text = json.dumps(as_report(found, verdict), indent=1, allow_nan=False) + "\n"
         _write(text, output)
+    elif form == "html":
+        _write(_html(found, verdict), output)
     elif output is None:
         show_card(found, verdict, home=home, to_stderr=False)
     else:
@@ -43,7 +55,7 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
 @click.command()
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="The newest N alone.")
 @tag_option("Only runs that were given this tag.")
-@format_option
+@format_option("text", "json")
 @home_option
 def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
     """List the runs, newest first."""
@@ -82,11 +94,24 @@ def snapshot(spec: str, kind: str, steps: int, timeout: float, home: Path) -> No
         raise TidegaugeError("; ".join(refused))
 
 
+def _html(run: Run, verdict: Verdict) -> str:
+    """The dashboard's own views in one file. Nothing here depends on the dashboard: it may not be installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
+        raise TidegaugeError("the HTML report needs the dashboard; install it with: pip install 'tidegauge[app]'")
+    logging.disable(logging.WARNING)  # Streamlit warns that it serves nobody
+    try:
+        module = importlib.import_module("app.html_report")
+    finally:
+        logging.disable(logging.NOTSET)
+    rendered: str = module.render(run, verdict)
+    return rendered
+
+
 def _write(text: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
     try:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise TidegaugeError(f"cannot write {output}: {error.strerror}; give --output a file in a folder") from None

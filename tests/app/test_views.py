@@ -33,7 +33,7 @@ VIEWS = (
 
 
 #: What a view says in place of its charts, of a run on the CPU that is alone in its home.
-INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("no other run", "tidegauge run")}
+INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("No other run", "tidegauge run")}
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +352,7 @@ def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch
     assert {m.label: m.value for m in at.metric}["Ended with"] == "signal 9 (SIGKILL)"
     lines = figures(at)[0]
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
-    assert set(at.dataframe[0].value["Seen to end"]) == {"no"}
+    assert set(at.dataframe[0].value["Exit seen"]) == {"no"}
     at = open_view(monkeypatch, made["healthy"], "post_mortem")
     assert "No: it came to its end in good order" in texts(at)
 

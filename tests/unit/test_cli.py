@@ -88,7 +88,7 @@ def test_the_jobs_are_those_that_there_are():
         (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of step_p50"),
         (["watch", "99999999"], "no process 99999999 runs here; give the pid of one"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
-        (["report", "--format", "html"], "no format 'html'; this version writes text and json"),
+        (["report", "--format", "pdf"], "no format 'pdf'; give one of text, json, html"),
         (["report", "nope"], "no run 'nope'"),
         (["report", "--home", "/dev/null/x"], "/dev/null/x"),
         (

@@ -1,0 +1,132 @@
+"""`tidegauge report --format html`: the views of a run as one file that opens anywhere, without a network.
+
+The same panels that the dashboard draws give the blocks; here they become HTML. Plotly's script is in it once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from html import escape
+
+import plotly.io
+from plotly.offline import get_plotlyjs
+
+from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, evidence
+from app.figures.base import Chart
+from app.pages import COMPARE, PAGES, Page
+from app.panel import Selection, View, build, moment_of
+from app.theme import LIGHT
+from collector.diagnosis.findings import Finding
+from collector.diagnosis.verdict import Verdict
+from collector.store import queries
+from collector.store.queries import Extent
+from collector.store.reader import Snapshot, read
+from collector.store.runs import Run
+from collector.wording import eta, locus, percent, title
+
+_STYLE = """
+:root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;
+max-width: 1280px; padding: 1rem } h1 { font-size: 1.5rem } h2 { font-size: 1.25rem; border-top: 1px solid #E5E7EB;
+padding-top: 1rem; margin-top: 2rem } h3 { font-size: 1rem; margin: .5rem 0 } nav a { margin-right: 1rem }
+a { color: #0072B2 }
+article { border: 1px solid #E5E7EB; border-radius: 4px; padding: .5rem 1rem; margin: .75rem 0 }
+.critical { border-left: 4px solid #B91C1C } .warning { border-left: 4px solid #D55E00 }
+.info { border-left: 4px solid #0072B2 } .quiet { color: #5B6672; font-size: .87rem }
+dl { display: flex; flex-wrap: wrap; gap: .75rem } dl div { border: 1px solid #E5E7EB; padding: .5rem 1rem }
+dd { margin: 0; font-size: 1.25rem } table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { border: 1px solid #E5E7EB; padding: .25rem .5rem; text-align: left }
+pre { background: #F4F6F8; padding: .5rem }
+"""
+#: Nothing is fetched from anywhere.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def render(run: Run, verdict: Verdict) -> str:
+    """The whole document.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    shown = [page for page in PAGES if page is not COMPARE]  # it is of several runs
+    with read(run) as snapshot:
+        reach = queries.extent(snapshot)
+        sections = [_section(page, run, snapshot, reach, verdict) for page in shown] if reach else []
+        problems = snapshot.problems
+    nothing = (
+        "" if reach else "<p>This run left no records. <code>tidegauge doctor</code> says what works here.</p>"
+    )
+    links = "".join(f'<a href="#{page.path}">{page.title}</a>' for page in shown if reach)
+    name = escape(run.run_id)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Tidegauge: {name}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>"
+        f"<h1>{name}: {verdict.status}</h1>"
+        + "".join(f"<p>Not read: {_text(problem)}</p>" for problem in problems)
+        + f"<nav>{links}</nav>{nothing}{''.join(sections)}</body></html>\n"
+    )
+
+
+def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: Verdict) -> str:
+    view: View = importlib.import_module(f"app.views.{page.module}").VIEW
+    selection = Selection(run=run, rank=None, window="run", live=False)
+    moment = moment_of(view, selection, run, snapshot, reach, verdict=verdict, theme=LIGHT)
+    parts = [
+        f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(view.answer(moment))}</b></p>'
+    ]
+    for panel in (panel for row in view.rows for panel in row):
+        content = build(panel, moment)
+        if isinstance(content, str):
+            parts.append(f"<p>{_text(f'{panel.name} cannot be shown: {content}')}</p>")
+        else:
+            parts += [html for block in content for html in _block(block)]
+    return "".join([*parts, "</section>"])
+
+
+def _block(block: Block) -> Iterator[str]:
+    match block:
+        case Chart():
+            figure = plotly.io.to_html(block.figure, full_html=False, include_plotlyjs=False, config=CONFIG)
+            yield f'<article><h3>{escape(block.title)}</h3><figure role="img" aria-label="{escape(block.alt)}">'
+            yield f'{figure}</figure><p class="quiet">{_text(block.caption)}</p></article>'
+        case Metrics():
+            cells = (
+                f'<div title="{escape(item.help)}"><dt class="quiet">{escape(item.label)}</dt>'
+                f"<dd>{escape(item.value)}</dd></div>"
+                for item in block.items
+            )
+            yield f"<dl>{''.join(cells)}</dl>"
+        case Table():
+            yield f"{block.frame.to_html(index=False, border=0)}<p class=quiet>{_text(block.caption)}</p>"
+        case Note():
+            yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
+        case Findings():
+            if block.nothing and not block.findings:
+                yield f"<p>{escape(block.nothing)}</p>"
+            for finding in block.findings:
+                yield _finding(finding)
+
+
+def _finding(finding: Finding) -> str:
+    since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
+    where = [locus(finding.locus), since, f"confidence {percent(finding.confidence)}"]
+    parts = [
+        f'<article class="{finding.severity}"><h3>{SEVERITY[finding.severity][1]}: {escape(title(finding))}</h3>',
+        f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p><p>{_text(finding.summary)}</p>',
+    ]
+    if finding.eta is not None:
+        parts.append(f"<p>Limit met {escape(eta(finding.eta))}</p>")
+    if finding.advice:
+        advice = (f"<li>{_text(each.text)} <i>{_text(each.expected)}</i></li>" for each in finding.advice)
+        parts.append(f"<ol>{''.join(advice)}</ol>")
+    measured = "; ".join(f"{name} <b>{_text(value)}</b> ({_text(seen)})" for name, value, seen in evidence(finding))
+    return "".join([*parts, f'<p class="quiet">Measured: {measured}</p></article>'])
+
+
+def _text(text: str) -> str:
+    """A text that others had a part in, for HTML; `code` is set as such."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

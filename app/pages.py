@@ -1,0 +1,36 @@
+"""The pages, in the order in which a run that went wrong is looked at: the one list of what there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """One page: its title, its path in the address, and its icon."""
+
+    title: str
+    path: str
+    icon: str
+
+    @property
+    def module(self) -> str:
+        """The name of its file in app/views, without the ending."""
+        return self.path.replace("-", "_")
+
+    @property
+    def file(self) -> str:
+        """Its file, as Streamlit wants it: from the folder of the entry on."""
+        return f"views/{self.module}.py"
+
+
+OVERVIEW = Page(title="Overview", path="overview", icon=":material/dashboard:")
+OOM_RISK = Page(title="OOM risk", path="oom-risk", icon=":material/memory:")
+LEAK_TIMELINE = Page(title="Leak timeline", path="leak-timeline", icon=":material/trending_up:")
+GPU_MEMORY = Page(title="GPU memory", path="gpu-memory", icon=":material/developer_board:")
+WORKER_STALLS = Page(title="Worker stalls", path="worker-stalls", icon=":material/hourglass:")
+POST_MORTEM = Page(title="Post-mortem", path="post-mortem", icon=":material/troubleshoot:")
+COMPARE = Page(title="Compare", path="compare", icon=":material/compare_arrows:")
+AGENT_HEALTH = Page(title="Agent health", path="agent-health", icon=":material/monitor_heart:")
+
+PAGES = (OVERVIEW, OOM_RISK, LEAK_TIMELINE, GPU_MEMORY, WORKER_STALLS, POST_MORTEM, COMPARE, AGENT_HEALTH)

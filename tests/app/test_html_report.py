@@ -1,0 +1,72 @@
+"""`tidegauge report --format html`: one file with the figures of the dashboard."""
+
+import importlib.util
+import re
+
+import make_run as runs
+import pytest
+from click.testing import CliRunner
+
+from collector.commands.reading import report
+from collector.errors import TidegaugeError
+
+
+def write_report(home, path):
+    return CliRunner().invoke(
+        report, ["--format", "html", "--output", str(path), "--home", str(home)], catch_exceptions=False
+    )
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    run_dir = runs.make_run(home, runs.CUDA)
+    (run_dir / "journal" / "<script>alert(1)<.1.step.1.journal").mkdir()
+    run_dir.rename(run_dir.with_name("20990101-000000-<img src=x onerror=alert(1)>"))
+    assert write_report(home, home / "report.html").exit_code == 0
+    return (home / "report.html").read_text()
+
+
+def test_the_file_needs_no_other(html):
+    head, body = html.split("<body>")
+    beside_plotly = re.sub(r"<script>.*</script>", "", head, flags=re.DOTALL) + body
+    assert len(html) - len(beside_plotly) > 4e6  # plotly's script is in it, once
+    assert len(beside_plotly) < 1e6
+    assert not re.search(r"<(?:link|img|iframe)|<[a-z]+ [^>]*(?:src|href)=\"(?!#)", beside_plotly)
+    assert "default-src 'none'" in html
+
+
+def test_it_has_the_figures_and_words_of_every_view(html):
+    for title in (
+        "Who holds the host memory?",
+        "How near is GPU 0 to its limit?",
+        "Which process grows, and since when?",
+        "What takes the memory of GPU 0?",
+        "What does each worker do with its time?",
+        "What did each process hold in the last minute?",
+        "Does the collector keep up?",
+    ):
+        assert f"<h3>{title}</h3>" in html
+    assert "/work/train.py:30 step" in html
+    assert "gpu-oom-risk" in html
+    assert "cannot be shown" not in html
+
+
+def test_hostile_names_are_text(html):
+    assert "&lt;script&gt;alert(1)" in html
+    assert "<script>alert(1)" not in html
+    assert "<img" not in html.split("<body>")[1]
+
+
+def test_without_the_dashboard_one_line_says_what_to_install(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.NO_DATA)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "streamlit" else found(name))
+    with pytest.raises(TidegaugeError, match=re.escape("pip install 'tidegauge[app]'")):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_a_run_without_records_has_a_report_too(tmp_path):
+    runs.make_run(tmp_path, runs.NO_DATA)
+    assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
+    assert "tidegauge doctor" in (tmp_path / "report.html").read_text()
