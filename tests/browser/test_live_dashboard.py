@@ -1,4 +1,4 @@
-"""`streamlit run app`, as a user starts it, while a real job runs, in a real Chromium."""
+"""`streamlit run app`, as a user starts it, in a real Chromium: while a real job runs, and over runs that ended."""
 
 import os
 import re
@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import make_run
 import pytest
-import screenshot
+import screenshots
 
+from app.html_report import render
+from collector.diagnosis.tables import load_tables
+from collector.diagnosis.verdict import diagnose
 from collector.store import queries
 from collector.store.reader import read
 from collector.store.runs import list_runs
@@ -23,6 +27,8 @@ START_SECONDS = 60
 #: From a step's end to its point in the dashboard.
 FRESH_SECONDS = 2.0
 WINDOW = "last 5 min"
+#: Recorded beside the live job, the death last, so that it is the newest.
+ENDED = (make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
 #: Streamlit looks for its server beside the page before it looks at the root.
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 
@@ -85,13 +91,15 @@ def await_fresh(page):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A page of a dashboard that follows a live job, and everything in it that should not be."""
+    """A page of a dashboard that follows a live job beside ended runs, and everything in it that should not be."""
     home = tmp_path_factory.mktemp("home")
+    for script in ENDED:
+        make_run.make_run(home, script)
     ARTIFACTS.mkdir(exist_ok=True)
     with (
         training(home) as run,
-        screenshot.dashboard(home, log=ARTIFACTS / "streamlit.log") as base,
-        screenshot.chromium() as browser,
+        screenshots.dashboard(home, log=ARTIFACTS / "streamlit.log") as base,
+        screenshots.chromium() as browser,
     ):
         page = browser.new_page(viewport={"width": 1280, "height": 1600}, timezone_id="UTC")
         complaints = []
@@ -99,12 +107,12 @@ def live(tmp_path_factory):
         page.on("response", lambda answer: _note_failure(answer, complaints))
         page.on("console", lambda message: _note_console(message, complaints))
         page.on("request", lambda request: _note_stranger(request.url, base, complaints))
-        page.goto(screenshot.address(base, "overview", run=run.run_id, window=WINDOW))
-        screenshot.await_view(page)
+        page.goto(screenshots.address(base, "overview", run=run.run_id, window=WINDOW))
+        screenshots.await_view(page)
         yield page, run, complaints
 
 
-@pytest.mark.parametrize("view", ["Overview", "OOM risk", "Leak timeline", "Worker stalls"])
+@pytest.mark.parametrize("view", ["Overview", "OOM risk", "Leak timeline", "Worker stalls", "Agent health"])
 def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
     page, run, complaints = live
     name = view.lower().replace(" ", "-")
@@ -123,7 +131,7 @@ def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
 def _look(page, view, name):
     page.get_by_role("link", name=view).first.click()
     page.wait_for_url(f"**/{'' if view == 'Overview' else name}?*")
-    screenshot.await_view(page)
+    screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
     page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=_samples(page), timeout=15_000)  # it moves by itself
     # a chart is replaced when its data change: wait for the moment in which all stand
@@ -133,6 +141,72 @@ def _look(page, view, name):
     await_fresh(page)
 
 
+def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
+    page, _, complaints = live
+    page.get_by_role("link", name="Overview").first.click()
+    page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
+    screenshots.await_view(page)
+    area = page.locator(".js-plotly-plot .nsewdrag").first
+    area.hover(position={"x": 60, "y": 60})
+    page.mouse.down()
+    box = area.bounding_box()
+    page.mouse.move(box["x"] + 160, box["y"] + 70, steps=10)
+    page.locator(".stMarkdownBadge", has_text="paused").first.wait_for(timeout=15_000)
+    page.mouse.up()
+    zoomed = page.evaluate(_RANGE)
+    page.wait_for_url("**live=false*")
+    seen = _samples(page)
+    with page.expect_download() as got:
+        page.locator(".js-plotly-plot").first.hover()
+        page.locator(".modebar-btn[data-title^=Download]").first.click()
+    assert got.value.suggested_filename == "tidegauge.png"
+    assert page.evaluate(_RANGE) == zoomed
+    assert _samples(page) == seen
+    page.locator(".st-key-live label").first.click()
+    page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=seen, timeout=15_000)
+    assert complaints == []
+
+
+@pytest.mark.parametrize(("theme", "size"), [("light", screenshots.SIZES[0]), ("dark", screenshots.SIZES[1])])
+def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme, size):
+    page, run, complaints = live
+    base = "/".join(page.url.split("/")[:3])
+    died, *others = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
+    page.emulate_media(color_scheme=theme)
+    page.goto(screenshots.address(base, "compare", run=died, compare=others))
+    for view in reversed(screenshots.VIEWS):  # ends on the overview
+        page.set_viewport_size({"width": 1440, "height": 900})
+        if f"/{screenshots.VIEWS[view]}?" not in page.url:
+            page.get_by_role("link", name=view.replace("-", " "), exact=False).first.click()
+        page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
+        screenshots.await_view(page)
+        assert f"run={died}" in page.url
+        page.set_viewport_size({"width": size[0], "height": size[1]})
+        page.wait_for_timeout(300)  # Plotly draws once more after a resize
+        page.screenshot(path=ARTIFACTS / f"ended-{view}-{theme}-{size[0]}.png", full_page=True)
+        assert page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count() == 0
+    page.go_back()
+    page.wait_for_url("**/oom-risk?*")
+    page.get_by_role("heading", name="How near is each limit").wait_for()
+    assert complaints == []
+
+
+def test_the_html_report_opens_without_a_network(live, tmp_path):
+    page, run, _ = live
+    died = next(other for other in list_runs(run.path.parents[1]) if other.path != run.path)
+    (tmp_path / "report.html").write_text(render(died, diagnose(load_tables(died))))
+    alone = page.context.browser.new_page()
+    complaints = []
+    alone.on("pageerror", lambda error: complaints.append(str(error)))
+    alone.on("console", lambda message: _note_console(message, complaints))
+    alone.on("request", lambda request: _note_stranger(request.url, "file:", complaints))
+    alone.goto(f"file://{tmp_path}/report.html")
+    alone.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 10")
+    alone.screenshot(path=ARTIFACTS / "report.png", full_page=True)
+    assert complaints == []
+
+
+_RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
 _SAMPLES = (
     "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) samples ·/))"
     ".filter(Boolean)[0][1].replaceAll(',', ''))"

@@ -1,0 +1,191 @@
+"""Takes pictures of the dashboard in a real Chromium.
+
+python scripts/screenshots.py           the pictures of the README, of a job that it records
+python scripts/screenshots.py HOME      every view of the newest run there, into test-artifacts/
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlencode
+
+import click
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent
+#: View -> its path in the address.
+VIEWS = {"overview": ""} | {
+    name: name
+    for name in (
+        "oom-risk",
+        "leak-timeline",
+        "gpu-memory",
+        "worker-stalls",
+        "post-mortem",
+        "compare",
+        "agent-health",
+    )
+}
+SIZES = ((1440, 900), (390, 844))
+README_JOB = ("fault", "slow-worker")
+START_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What is photographed: a view, its theme, the window's width and height (pixels), whole or above the fold."""
+
+    view: str
+    theme: str = "light"
+    size: tuple[int, int] = (1280, 900)
+    query: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = True
+
+
+README_PICTURES = {
+    ROOT / "docs" / "dashboard.png": Picture(view="overview", whole=False),
+    ROOT / "docs" / "worker-stalls.png": Picture(view="worker-stalls", theme="dark", whole=False),
+}
+
+
+@contextmanager
+def dashboard(home: Path, *, log: Path | None = None) -> Iterator[str]:
+    """Serve `streamlit run app` from the repository root for that home; gives its address.
+
+    Raises:
+        RuntimeError: it did not answer in time.
+
+    """
+    port = _free_port()
+    command = [str(Path(sys.executable).with_name("streamlit")), "run", "app", "--server.port", str(port)]
+    environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
+    with (log or Path(os.devnull)).open("wb") as sink:
+        server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+    try:
+        _await_health(f"http://localhost:{port}", server)
+        yield f"http://localhost:{port}"
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless Chromium: the system's where there is one, else Playwright's own."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
+            args=[
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--no-first-run",
+            ],
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def address(base: str, view: str, **query: str | Sequence[str]) -> str:
+    """The address of a view with its query parameters."""
+    return f"{base}/{VIEWS[view]}" + (f"?{urlencode(query, doseq=True)}" if query else "")
+
+
+def await_view(page: Page) -> None:
+    """Wait until the view stands: its status line, every chart, and nothing that still runs."""
+    page.get_by_text("data as of").wait_for(timeout=60_000)
+    drawn = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))"
+    settled = "!document.querySelector('[data-testid=stSkeleton], [data-testid=stStatusWidget]')"
+    page.wait_for_function(f"() => {drawn} && {settled}", timeout=60_000)
+
+
+@click.command()
+@click.argument("home", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), default=ROOT / "test-artifacts", help="Folder.")
+@click.option("--view", "views", multiple=True, type=click.Choice([*VIEWS]), help="All by default.")
+@click.option("--run", "run_id", default=None, help="Run id; the newest by default.")
+def main(home: Path | None, out: Path, views: tuple[str, ...], run_id: str | None) -> None:
+    """Photograph the views of a run in HOME, whole, in both themes and two sizes.
+
+    Without HOME, a real job is recorded, and the pictures of the README are taken of it.
+    """
+    if home is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            _record(Path(scratch))
+            _photograph(Path(scratch), README_PICTURES)
+        return
+    query = {"run": run_id} if run_id else {}
+    _photograph(
+        home,
+        {
+            out / f"{view}-{theme}-{width}.png": Picture(view=view, theme=theme, size=(width, height), query=query)
+            for view in views or VIEWS
+            for theme in ("light", "dark")
+            for width, height in SIZES
+        },
+    )
+
+
+def _record(home: Path) -> None:
+    """A training that has something to show: two workers, one of them slow."""
+    tidegauge = str(Path(sys.executable).with_name("tidegauge"))
+    environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
+    subprocess.run([tidegauge, "job", *README_JOB], cwd=ROOT, env=environment, check=True)
+
+
+def _photograph(home: Path, pictures: Mapping[Path, Picture]) -> None:
+    with dashboard(home) as base, chromium() as browser:
+        for path, picture in pictures.items():
+            width, height = picture.size
+            scheme: Literal["dark", "light"] = "dark" if picture.theme == "dark" else "light"
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page.goto(address(base, picture.view, **picture.query))
+            await_view(page)
+            if picture.whole:
+                page.set_viewport_size({"width": width, "height": _content_height(page)})
+            page.wait_for_timeout(1500)  # Plotly draws once more after a resize
+            path.parent.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=path)
+            page.close()
+            click.echo(f"wrote {path}")
+
+
+def _content_height(page: Page) -> int:
+    return int(page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollHeight + 40"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_health(base: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{base}/_stcore/health", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"the dashboard did not answer at {base} within {START_SECONDS} s")
+
+
+if __name__ == "__main__":
+    main()
