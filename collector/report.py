@@ -18,6 +18,7 @@ from rich.text import Text
 
 from collector import wording
 from collector.diagnosis.findings import Finding, Locus, Severity, as_json, finite
+from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.diagnosis.verdict import Verdict
 
 SCHEMA = 1
@@ -102,12 +103,20 @@ def _header(verdict: Verdict, run_id: str) -> Table:
                 "data wait",
                 f"{wording.percent(verdict.summary['data_wait_ratio'])} of the loop's time, start-up included",
             ),
+            *_stall(verdict),
             ("workers", f"{reporting} of {workers} report" if workers else "none, batches are made inline"),
         ]
     pairs.append(("peak", f"{wording.quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
     if peak["device_reserved_bytes"] is not None:
         pairs.append(("", f"{wording.quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
     return _grid(pairs)
+
+
+def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+    """What the loop that waits longest waits for; nothing where it does not wait."""
+    worst = next(iter(verdict.summary["exposed_stall"]), None)
+    if worst is not None and worst["wait_ratio"] >= KEPT_BUSY:
+        yield "stall", wording.stall(worst)
 
 
 def exit_words(exit_status: int) -> str:

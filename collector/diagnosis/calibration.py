@@ -36,6 +36,7 @@ class Calibrated:
 
     Attributes:
         trace: its costs.
+        keys: epoch and index of each batch of it.
         setting: with which it ran.
         batches_per_second, wait_ratio: measured.
         samples_per_batch: NaN if unknown.
@@ -44,6 +45,7 @@ class Calibrated:
     """
 
     trace: Trace
+    keys: pd.DataFrame
     setting: Setting
     batches_per_second: float
     wait_ratio: float
@@ -56,7 +58,8 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
         return f"only {len(rows)} recent batches have their fetches recorded, {_MIN_BATCHES} are needed"
-    cpu, blocked, threads, slowed = _fetch_costs(rows.sort_values(["epoch", "index"]))  # as they were dispatched
+    dispatched = rows.sort_values(["epoch", "index"])
+    cpu, blocked, threads, slowed = _fetch_costs(dispatched)
     cores = cores_per_rank(tables, loop.main[0])
     if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
         return "how many cores its workers have was not sampled"
@@ -91,6 +94,7 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
     return Calibrated(
         trace=dataclasses.replace(trace, cores=_cores(trace, setting, cores, slowed)),
+        keys=dispatched[["epoch", "index"]],
         setting=setting,
         batches_per_second=(len(rows) - (not recurs)) / total,
         wait_ratio=float(waited.sum()) / total,

@@ -10,6 +10,7 @@ import pandas as pd
 
 from collector.diagnosis.frames import SECOND_NS, floats, last, origin_ns, peak, whole
 from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.speed_ups import exposed_summary
 from collector.diagnosis.tables import RunTables
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
@@ -17,11 +18,12 @@ _WHO = ["host", "pid", "start_ticks"]
 
 
 def summarise(tables: RunTables) -> dict[str, Any]:
-    """Peaks in bytes, throughput per second, the share of the loop's time spent waiting, Tidegauge's own cost."""
+    """Peaks in bytes, throughput per second, what the loops waited for, Tidegauge's own cost."""
     return {
         "peak": _peaks(tables),
         "throughput": _throughput(tables),
         "data_wait_ratio": data_wait_ratio(tables),
+        "exposed_stall": exposed_summary(tables),
         "overhead": _overhead(tables.stream("agent")),
     }
 

@@ -74,7 +74,8 @@ def test_the_report_is_json_for_programs(trained):
     assert body["run"]["name"] == "demo"
     assert (body["run"]["status"], body["run"]["exit_status"]) == ("finished", 0)
     assert (body["run"]["steps"], body["run"]["workers_reporting"]) == (150, [1, 1])
-    assert set(body["summary"]) == {"peak", "throughput", "data_wait_ratio", "overhead", "last_minute"}
+    parts = {"peak", "throughput", "data_wait_ratio", "exposed_stall", "overhead", "last_minute"}
+    assert set(body["summary"]) == parts
     for finding in body["findings"]:
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
 

@@ -10,6 +10,9 @@ import cv2
 import numpy as np
 import pytest
 
+from collector.diagnosis.exposed import UNKNOWN
+from collector.diagnosis.tables import load_tables
+from collector.diagnosis.verdict import diagnose
 from collector.store.loading_queries import stage_summary
 from collector.store.reader import read
 from collector.store.runs import Run
@@ -164,6 +167,7 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
     (run,) = (home / "runs").iterdir()
     with read(Run(run)) as snapshot:
         table = stage_summary(snapshot).set_index("stage")
+        (waited,) = snapshot.query("SELECT sum(wait_ns) / 1e9 AS seconds FROM batch")["seconds"]
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
     assert {"read+decode", "resize", "convert", "collate", "other"} == set(table.index)
     assert table["in_fetch"].all()
@@ -173,3 +177,8 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
     assert table["batch_ms"].sum() == pytest.approx(fetched * 1e3 / 4)
     assert table.loc["read+decode", "cpu_ratio"] <= 1
     assert np.isnan(table.loc["other", "cpu_ratio"])
+    (stall,) = diagnose(load_tables(Run(run))).summary["exposed_stall"]
+    seconds = {each["stage"]: each["seconds"] for each in stall["stages"]}
+    assert stall["wait_seconds"] == pytest.approx(waited)
+    assert sum(seconds.values()) - seconds.get(UNKNOWN, 0) == pytest.approx(waited, rel=0.03)
+    assert seconds["read+decode"] + seconds["resize"] + seconds["other"] > 0

@@ -57,6 +57,33 @@ HEALTHY = Finding(
 )
 
 
+STALL = {
+    "rank": 0,
+    "loader": 0,
+    "batches": 1200,
+    "wait_seconds": 19.0,
+    "wait_ratio": 0.31,
+    "head_of_line_seconds": 14.0,
+    "stages": [
+        {
+            "stage": "decode",
+            "seconds": 15.2,
+            "batch_seconds": 0.035,
+            "enough_seconds": 0.014,
+            "free_wait_ratio": 0.0,
+        },
+        {
+            "stage": "transfer",
+            "seconds": 3.7,
+            "batch_seconds": None,
+            "enough_seconds": None,
+            "free_wait_ratio": None,
+        },
+        {"stage": "idle", "seconds": 0.1, "batch_seconds": None, "enough_seconds": None, "free_wait_ratio": None},
+    ],
+}
+
+
 def verdict(*findings: Finding, **changes) -> Verdict:
     values = {
         "findings": findings,
@@ -71,6 +98,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
             "peak": {"run_pss_bytes": 1.9 * GIB, "device_reserved_bytes": None},
             "throughput": {"steps_per_second": 19.6, "samples_per_second": None},
             "data_wait_ratio": 0.31,
+            "exposed_stall": [STALL],
             "overhead": {"collector_cpu_ratio": math.nan},
             "last_minute": [],
         },
@@ -95,6 +123,8 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert "31%" in text
     assert "1.9 GiB" in text
     assert "4 of 4 report" in text
+    stall = "19 s: decode 80%, transfer 19%; no more if decode took 14 ms per batch instead of 35 ms"
+    assert stall in " ".join(text.split())
     assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
     assert "worker 1 of loader 0, rank 0, since step 14" in text
     assert "its fetches over the others'" in text
@@ -129,6 +159,7 @@ def test_what_is_not_known_is_a_dash_and_never_zero():
         "peak": {"run_pss_bytes": None, "device_reserved_bytes": None},
         "throughput": {"steps_per_second": None, "samples_per_second": None},
         "data_wait_ratio": None,
+        "exposed_stall": [],
         "overhead": {},
         "last_minute": [],
     }

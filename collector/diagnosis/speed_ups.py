@@ -1,0 +1,92 @@
+"""Which stage must get faster, and by how much, before the training no longer waits for its data.
+
+Shortening a stage that the loop waits for lets it wait for another one instead, so the exposed stall alone does not
+say what is gained. The replay of the run with shorter stages does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from collector.diagnosis.calibration import calibrate
+from collector.diagnosis.exposed import Exposed, exposed_stall
+from collector.diagnosis.replay import variants
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.tuning import MODEL_ERROR, OWN_ERROR
+
+#: A loop that waits less of its time, beyond what it would with a loader that costs nothing, is kept busy.
+KEPT_BUSY = 0.05
+_LEFT = np.linspace(0.95, 0.0, 20)  # of a stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """What a faster stage would do; seconds are per batch.
+
+    Attributes:
+        batch_seconds: what it takes.
+        enough_seconds: what it may take so that the loop no longer waits, None if even 0 is not enough.
+        free_wait_ratio: of its time, what the loop would still wait if the stage took nothing.
+
+    """
+
+    batch_seconds: float
+    enough_seconds: float | None
+    free_wait_ratio: float
+
+
+def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
+    """Of each stage of the fetches; empty where the replay does not give what was measured."""
+    measured = calibrate(tables, seen.loop)
+    if isinstance(measured, str):
+        return {}
+    rows = measured.keys.merge(seen.stages.drop_duplicates(["epoch", "index"]), how="left", on=["epoch", "index"])
+    names = [str(name) for name in rows.columns[3:]]
+    shares = (rows[names].to_numpy() / np.fmax(rows[["fetch_ns"]].to_numpy(), 1.0)).clip(0.0, 1.0)
+    shares = np.nan_to_num(shares)
+    shorter = 1 - shares[:, :, np.newaxis] * (1 - _LEFT)
+    ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
+    rates, waits = variants(measured.trace, measured.setting, ratios)
+    if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR + MODEL_ERROR:
+        return {}
+    busy = waits[2:].reshape(len(names), -1) <= waits[1] + KEPT_BUSY
+    each = np.nan_to_num(rows[names].to_numpy()).mean(axis=0) / 1e9
+    return {
+        name: SpeedUp(
+            batch_seconds=float(each[at]),
+            enough_seconds=float(_LEFT[busy[at].argmax()] * each[at]) if busy[at].any() else None,
+            free_wait_ratio=float(waits[2:].reshape(len(names), -1)[at, -1]),
+        )
+        for at, name in enumerate(names)
+    }
+
+
+def exposed_summary(tables: RunTables) -> list[dict[str, Any]]:
+    """The exposed stall of each loop in plain values, the longest first; with speed-ups where it counts."""
+    found = []
+    for seen in sorted(exposed_stall(tables), key=lambda each: -each.wait_seconds):
+        gains = speed_ups(tables, seen) if seen.wait_ratio >= KEPT_BUSY else {}
+        found.append(
+            {
+                "rank": seen.loop.rank,
+                "loader": seen.loop.loader,
+                "batches": len(seen.waits),
+                "wait_seconds": seen.wait_seconds,
+                "wait_ratio": seen.wait_ratio,
+                "head_of_line_seconds": seen.head_of_line_seconds,
+                "stages": [
+                    {"stage": name, "seconds": seconds, **_gain(gains.get(name))}
+                    for name, seconds in seen.by_part.items()
+                ],
+            }
+        )
+    return found
+
+
+def _gain(gain: SpeedUp | None) -> dict[str, float | None]:
+    names = ("batch_seconds", "enough_seconds", "free_wait_ratio")
+    return {name: None if gain is None else getattr(gain, name) for name in names}
