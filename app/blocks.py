@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -63,10 +63,11 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of texts, ready to be read, with its caption."""
+    """A table of texts, ready to be read, with its caption; it can be had as `download`.csv."""
 
     frame: pd.DataFrame
     caption: str = ""
+    download: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,14 @@ class Findings:
     headline: bool = False
 
 
-Block = Chart | Metrics | Table | Note | Findings
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widget:
+    """What the reader sets draws itself: a fragment of its own, so that nothing else is read or drawn anew."""
+
+    draw: Callable[[str], None]
+
+
+Block = Chart | Metrics | Table | Note | Findings | Widget
 
 
 def draw(block: Block, key: str) -> None:
@@ -115,14 +123,20 @@ def draw(block: Block, key: str) -> None:
                     st.metric(item.label, item.value, help=item.help, border=True)
         case Table():
             st.dataframe(block.frame, hide_index=True, width="stretch", key=key)
-            if block.caption:
-                st.caption(block.caption)
+            with st.container(horizontal=True, vertical_alignment="center"):
+                if block.download:
+                    csv, name = block.frame.to_csv(index=False), f"{block.download}.csv"
+                    st.download_button("CSV", csv, name, "text/csv", icon=":material/download:", key=f"{key}-csv")
+                if block.caption:
+                    st.caption(block.caption)
         case Note():
             st.info(plain(block.text), icon=block.icon)
             if block.command:
                 st.code(block.command, language="bash")
         case Findings():
             _draw_findings(block)
+        case Widget():
+            st.fragment(block.draw)(key)
 
 
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:

@@ -28,9 +28,20 @@ OVERVIEW = Page(title="Overview", path="overview", icon=":material/dashboard:")
 OOM_RISK = Page(title="OOM risk", path="oom-risk", icon=":material/memory:")
 LEAK_TIMELINE = Page(title="Leak timeline", path="leak-timeline", icon=":material/trending_up:")
 GPU_MEMORY = Page(title="GPU memory", path="gpu-memory", icon=":material/developer_board:")
-WORKER_STALLS = Page(title="Worker stalls", path="worker-stalls", icon=":material/hourglass:")
+WORKER_STALLS = Page(title="Workers & stalls", path="worker-stalls", icon=":material/hourglass:")
+PIPELINE_STAGES = Page(title="Pipeline stages", path="pipeline-stages", icon=":material/layers:")
 POST_MORTEM = Page(title="Post-mortem", path="post-mortem", icon=":material/troubleshoot:")
 COMPARE = Page(title="Compare", path="compare", icon=":material/compare_arrows:")
 AGENT_HEALTH = Page(title="Agent health", path="agent-health", icon=":material/monitor_heart:")
 
-PAGES = (OVERVIEW, OOM_RISK, LEAK_TIMELINE, GPU_MEMORY, WORKER_STALLS, POST_MORTEM, COMPARE, AGENT_HEALTH)
+PAGES = (
+    OVERVIEW,
+    OOM_RISK,
+    LEAK_TIMELINE,
+    GPU_MEMORY,
+    WORKER_STALLS,
+    PIPELINE_STAGES,
+    POST_MORTEM,
+    COMPARE,
+    AGENT_HEALTH,
+)

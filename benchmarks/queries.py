@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ WORKERS = 4
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
 TIMES = 3
-PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls")
+PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls", "pipeline_stages")
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
 
@@ -171,7 +172,8 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
 
     views: list[panel.View] = []
     panel.show = views.append  # type: ignore[assignment]
-    __import__(f"app.views.{page}")
+    module = importlib.import_module(f"app.views.{page}")
+    view = views[0] if views else module.VIEW
     points = 0
     for _ in range(2):
         costs.clear()
@@ -183,10 +185,10 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
             origin_ns = queries.origin_ns(run.manifest) or 0
             span = queries.span(memo, reach, origin=origin_ns, window=window, rank=None)
             moment = panel.Moment(
-                run_id=run.run_id, snapshot=memo, span=span, whole=queries.whole(span, reach), verdict=None,
-                theme=LIGHT, loader=loading_queries.fetching_loaders(memo, span)[0] if views[0].by_loader else None,
+                run_id=run.run_id, manifest=run.manifest, snapshot=memo, span=span,
+                whole=queries.whole(span, reach), verdict=None, theme=LIGHT, loader=loading_queries.fetching_loaders(memo, span)[0] if view.by_loader else None,
             )  # fmt: skip
-            blocks = [block for row in views[0].rows for each in row for block in each.build(moment)]
+            blocks = [block for row in view.rows for each in row for block in each.build(moment)]
         charts = [block for block in blocks if isinstance(block, Chart)]
         points = max(
             (len(trace.x) for chart in charts for trace in chart.figure.data if trace.x is not None), default=0

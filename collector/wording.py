@@ -54,6 +54,12 @@ _WRITTEN = {
     "alloc": "allocation",
     "cpu": "CPU",
 }
+_PARTS = {
+    "other": "the rest of __getitem__",
+    "idle": "no index to fetch",
+    "transfer": "the way from the worker",
+    "dispatch": "choosing samples",
+}
 _BARE_UNITS = ("count", "status", "text", "id")
 _TIME_UNITS = {"seconds": 1.0, "s": 1.0, "milliseconds": 1e-3, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -157,20 +163,22 @@ def eta(when: Eta) -> str:
 def stall(exposed: Mapping[str, Any]) -> str:
     """What a loop waited for, by stage, and what would be enough: an entry of the report's `exposed_stall`.
 
-    `12 s: decode 60%, resize 30%; decode would have to take 14 ms per batch instead of 35 ms`.
+    `12 s (decode 60%, resize 30%), none if decode took 14 ms per batch instead of 35 ms`.
     """
     total, stages = exposed["wait_seconds"], exposed["stages"]
-    named = [
-        f"{each['stage']} {percent(each['seconds'] / total)}"
-        for each in stages[:4]
-        if each["seconds"] > 0.01 * total
-    ]
-    words = f"{duration(total)}: {', '.join(named)}"
+    large = [each for each in stages[:4] if each["seconds"] > 0.01 * total]
+    parts = ", ".join(f"{part(each['stage'])} {percent(each['seconds'] / total)}" for each in large)
+    words = f"{duration(total)} ({parts})"
     enough = next((each for each in stages if each["enough_seconds"] is not None), None)
     if enough is None:
         return words
     now, then = duration(enough["batch_seconds"]), duration(enough["enough_seconds"])
-    return f"{words}; no more if {enough['stage']} took {then} per batch instead of {now}"
+    return f"{words}, none if {part(enough['stage'])} took {then} per batch instead of {now}"
+
+
+def part(name: str) -> str:
+    """A stage or another part of a wait, in words."""
+    return _PARTS.get(name, name)
 
 
 def title(finding: Finding) -> str:

@@ -83,7 +83,7 @@ def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> go.S
 
 def area(name: str, x: Any, y: Any, colour: str, unit: str) -> go.Scatter:
     """One layer of a stack; the layers share one grid of x."""
-    return line(name, x, y, colour, unit, stackgroup="one", fillcolor=_faint(colour), line={"width": 1.2})
+    return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 1.2})
 
 
 def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
@@ -129,6 +129,7 @@ def sampled(lines: Lines) -> str:
     return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""
 
 
-def _faint(colour: str) -> str:
+def faint(colour: str) -> str:
+    """The colour, half transparent."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.45)"

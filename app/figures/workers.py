@@ -140,7 +140,8 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
     return Chart(title=title, figure=figure, caption=caption)
 
 
-def _pattern(shape: str, theme: Theme) -> dict[str, object]:
+def pattern(shape: str, theme: Theme) -> dict[str, object]:
+    """How a bar is hatched: a meaning is never in a colour alone."""
     return {
         "shape": shape,
         "fillmode": "overlay",
@@ -164,14 +165,14 @@ def _shares(
     figure = blank(theme, x_title="share of time (%)", y_title="worker (id)", revision=revision, height=height)
     known_ms = split[list(parts)]
     total = known_ms.sum(axis=1)
-    for column, (name, colour, pattern) in parts.items():
+    for column, (name, colour, shape) in parts.items():
         figure.add_trace(
             go.Bar(
                 name=name,
                 orientation="h",
                 y=names,
                 x=(known_ms[column] / total * 100).to_numpy(dtype=np.float32),
-                marker={"color": getattr(theme, colour), "pattern": _pattern(pattern, theme)},
+                marker={"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
                 customdata=(known_ms[column] / split["n"]).to_numpy(dtype=np.float32),
                 hovertemplate="%{x:.1f} %, %{customdata:,.4~g} ms per batch",
             )

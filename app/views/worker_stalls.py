@@ -1,4 +1,4 @@
-"""Worker stalls: what the training waits for, and which worker is behind it."""
+"""Workers & stalls: what the training waits for, which worker is behind it, and what to set instead."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, Table, answer
-from app.figures import workers
+from app.blocks import Block, Findings, Metric, Metrics, Note, Table, Widget, answer
+from app.figures import rounds, workers
+from app.loading import recent
 from app.panel import Moment, Panel, View, show
+from app.what_if import what_if
 from collector.diagnosis.findings import KINDS, Finding
+from collector.diagnosis.rounds import fold, lanes
 from collector.store import loading_queries
-from collector.wording import number, quantity
+from collector.wording import duration, number, part, percent, quantity
 from training_harness.records import INLINE_WORKER
 
 GROUPS = ("data loading", "training")
@@ -44,6 +47,61 @@ def setting(moment: Moment) -> Iterator[Block]:
         text=f"Loader {moment.loader} ({first['dataset']}, batch size {number(first['batch_size'])}): {made}.",
         icon=":material/settings:",
     )
+
+
+def key_figures(moment: Moment) -> Iterator[Block]:
+    """How much is waited, for what, and how much of it while other batches lay there."""
+    found = recent(moment)
+    if found is None:
+        return
+    seen, over = found.seen, f"over the last {len(found.seen.waits):,} batches"
+    most, seconds = next(iter(seen.by_part.items()), ("—", 0.0))
+    waited = max(seen.wait_seconds, 1e-9)
+    items = [
+        Metric(label="Waiting", value=percent(seen.wait_ratio), help=f"{duration(seen.wait_seconds)} {over}"),
+        Metric(
+            label="Mostly for",
+            value=f"{part(most)} {percent(seconds / waited)}",
+            help="What the worker of the awaited batch was doing; Pipeline stages has the rest",
+        ),
+    ]
+    if seen.loop.num_workers > 1:
+        help = "Of the waiting, while a later batch was made already and lay parked for its turn"
+        value = percent(seen.head_of_line_seconds / waited)
+        items.append(Metric(label="Head of line", value=value, help=help))
+    yield Metrics(items=items)
+
+
+def in_lanes(moment: Moment) -> Iterator[Block]:
+    """The rounds with the longest waiting, lane by lane."""
+    found = recent(moment)
+    if found is None or not found.seen.loop.num_workers:
+        return
+    shown = lanes(found.seen)
+    if shown is None or not (shown.bars["kind"] == "wait").any():
+        yield Note(text="No lanes: they need a few rounds of batches after the first ones of an epoch.")
+        return
+    begin = (shown.begin_ns - moment.span.origin_ns) / 1e9
+    yield rounds.lanes(shown, moment.theme, begin_seconds=begin, revision=moment.run_id)
+
+
+def folded(moment: Moment) -> Iterator[Block]:
+    """The waits by position in the round."""
+    found = recent(moment)
+    if found is not None and found.seen.loop.num_workers and len(table := fold(found.seen)):
+        yield rounds.fold(table, moment.theme, revision=moment.run_id)
+
+
+def other_settings(moment: Moment) -> Iterator[Block]:
+    """What other settings of the loader would give."""
+    found = recent(moment)
+    if found is None:
+        return
+    outlook = found.outlook
+    if isinstance(outlook, str):
+        yield Note(text=f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
+        return
+    yield Widget(draw=lambda key: what_if(key, outlook, moment.theme, revision=moment.run_id))
 
 
 def stages(moment: Moment) -> Iterator[Block]:
@@ -110,6 +168,7 @@ def table(moment: Moment) -> Iterator[Block]:
             }
         ),
         caption="Idle to Blocked: mean per batch.",
+        download=f"{moment.run_id}-workers",
     )
 
 
@@ -133,9 +192,12 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Setting", build=setting),),
+        (Panel(name="Key figures", build=key_figures),),
+        (Panel(name="Lanes", build=in_lanes),),
+        (Panel(name="Fold", build=folded), Panel(name="Waits", build=waits)),
         (Panel(name="Worker time", build=stages), Panel(name="Fetch time", build=causes)),
         (Panel(name="Fetch time by worker", build=heat),),
-        (Panel(name="Waits", build=waits),),
+        (Panel(name="Other settings", build=other_settings),),
         (Panel(name="Workers", build=table),),
     ),
 )

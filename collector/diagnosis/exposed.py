@@ -38,13 +38,16 @@ class Exposed:
         waits: a row per batch: epoch, index, worker, asked_ns, yield_ns, made_ns, wait_ns, and `head_of_line_ns`:
             of the wait, while a later batch was made already and had to wait for its turn.
         parts: by the same rows, what was waited for, ns, a column each.
-        stages: a row per fetch of the loop: epoch, index, fetch_ns, and a column per stage, ns.
+        fetches: a row per fetch of the loop: epoch, index, worker, and when it had no index (`idle_from_ns`), began
+            (`begun_ns`), began to collate (`collating_ns`) and ended (`made_ns`).
+        stages: by the same rows, what it spent in which stage, ns, a column each.
 
     """
 
     loop: Loop
     waits: pd.DataFrame
     parts: pd.DataFrame
+    fetches: pd.DataFrame
     stages: pd.DataFrame
 
     @property
@@ -111,8 +114,8 @@ def expose(loop: Loop, stages: pd.DataFrame) -> Exposed:
         parts[DISPATCH] += parts.pop(IDLE) + parts.pop(START)
     parts[TRANSFER] = handed - taking
     parts[UNKNOWN] = np.where(np.isfinite(made), 0.0, wait)
-    costs = fetches[["epoch", "index", "fetch_ns"]].join(in_stages)
-    return Exposed(loop=loop, waits=waits.drop(columns=["row", "blocked_ns"]), parts=parts, stages=costs)
+    waits = waits.drop(columns=["row", "blocked_ns"])
+    return Exposed(loop=loop, waits=waits, parts=parts, fetches=fetches, stages=in_stages)
 
 
 def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -124,7 +127,8 @@ def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFr
     made = loop.fetches.assign(made_ns=floats(loop.fetches, "time_ns"))
     made = made[np.isfinite(made["made_ns"])].sort_values([*_PROCESS, "made_ns"], kind="stable", ignore_index=True)
     rows = pd.DataFrame({"process": made.groupby(_PROCESS).ngroup(), "made_ns": made["made_ns"]})
-    rows["epoch"], rows["index"] = floats(made, "epoch"), floats(made, "index")
+    for name in ("epoch", "index", "worker"):
+        rows[name] = floats(made, name)
     before = rows.groupby("process")["made_ns"].shift().fillna(-np.inf)
     collate, getitem, idle = (
         np.fmax(np.nan_to_num(floats(made, name)), 0.0) for name in ("collate_ns", "getitem_ns", "idle_ns")
@@ -132,7 +136,6 @@ def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFr
     rows["collating_ns"] = np.maximum(rows["made_ns"] - collate, before)
     rows["begun_ns"] = np.maximum(rows["collating_ns"] - getitem, before)
     rows["idle_from_ns"] = np.maximum(rows["begun_ns"] - idle, before)
-    rows["fetch_ns"] = rows["made_ns"] - rows["begun_ns"]
     in_dataset = (rows["collating_ns"] - rows["begun_ns"]).to_numpy()
     found = _stage_times(made, stages)
     # A stage that was called while collating counts as if it were of the dataset, up to what the dataset took.

@@ -14,6 +14,7 @@ import numpy as np
 
 from collector.diagnosis.calibration import calibrate
 from collector.diagnosis.exposed import Exposed, exposed_stall
+from collector.diagnosis.frames import SECOND_NS
 from collector.diagnosis.replay import variants
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import MODEL_ERROR, OWN_ERROR
@@ -44,17 +45,18 @@ def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
     measured = calibrate(tables, seen.loop)
     if isinstance(measured, str):
         return {}
-    rows = measured.keys.merge(seen.stages.drop_duplicates(["epoch", "index"]), how="left", on=["epoch", "index"])
-    names = [str(name) for name in rows.columns[3:]]
-    shares = (rows[names].to_numpy() / np.fmax(rows[["fetch_ns"]].to_numpy(), 1.0)).clip(0.0, 1.0)
-    shares = np.nan_to_num(shares)
+    spent = seen.fetches[["epoch", "index"]].join(seen.stages).drop_duplicates(["epoch", "index"])
+    rows = measured.keys.merge(spent, how="left", on=["epoch", "index"]).fillna(0.0)
+    names = [str(name) for name in seen.stages]
+    costs = rows[names].to_numpy()
+    shares = costs / np.fmax(costs.sum(axis=1, keepdims=True), 1.0)
     shorter = 1 - shares[:, :, np.newaxis] * (1 - _LEFT)
     ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
     rates, waits = variants(measured.trace, measured.setting, ratios)
     if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR + MODEL_ERROR:
         return {}
     busy = waits[2:].reshape(len(names), -1) <= waits[1] + KEPT_BUSY
-    each = np.nan_to_num(rows[names].to_numpy()).mean(axis=0) / 1e9
+    each = costs.mean(axis=0) / SECOND_NS
     return {
         name: SpeedUp(
             batch_seconds=float(each[at]),
@@ -66,25 +68,24 @@ def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
 
 
 def exposed_summary(tables: RunTables) -> list[dict[str, Any]]:
-    """The exposed stall of each loop in plain values, the longest first; with speed-ups where it counts."""
-    found = []
-    for seen in sorted(exposed_stall(tables), key=lambda each: -each.wait_seconds):
-        gains = speed_ups(tables, seen) if seen.wait_ratio >= KEPT_BUSY else {}
-        found.append(
-            {
-                "rank": seen.loop.rank,
-                "loader": seen.loop.loader,
-                "batches": len(seen.waits),
-                "wait_seconds": seen.wait_seconds,
-                "wait_ratio": seen.wait_ratio,
-                "head_of_line_seconds": seen.head_of_line_seconds,
-                "stages": [
-                    {"stage": name, "seconds": seconds, **_gain(gains.get(name))}
-                    for name, seconds in seen.by_part.items()
-                ],
-            }
-        )
-    return found
+    """The exposed stall of each loop in plain values, the longest first."""
+    return [in_short(tables, seen) for seen in sorted(exposed_stall(tables), key=lambda each: -each.wait_seconds)]
+
+
+def in_short(tables: RunTables, seen: Exposed) -> dict[str, Any]:
+    """The exposed stall of one loop in plain values, as the report has it; with speed-ups where it counts."""
+    gains = speed_ups(tables, seen) if seen.wait_ratio >= KEPT_BUSY else {}
+    return {
+        "rank": seen.loop.rank,
+        "loader": seen.loop.loader,
+        "batches": len(seen.waits),
+        "wait_seconds": seen.wait_seconds,
+        "wait_ratio": seen.wait_ratio,
+        "head_of_line_seconds": seen.head_of_line_seconds,
+        "stages": [
+            {"stage": name, "seconds": seconds, **_gain(gains.get(name))} for name, seconds in seen.by_part.items()
+        ],
+    }
 
 
 def _gain(gain: SpeedUp | None) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +83,8 @@ class Forecast:
     Attributes:
         measured: the stretch of the run that was replayed.
         error: of the model at the run's own setting, as a logarithm.
+        memory: of the loop's processes.
+        shared_io: see `forecast`.
         own, options: predicted for the run's own setting and for all of the grid, that one included.
         best: what to set; None where nothing is gained.
 
@@ -90,9 +92,16 @@ class Forecast:
 
     measured: Calibrated
     error: float
+    memory: Memory
+    shared_io: bool
     own: Option
     options: tuple[Option, ...]
     best: Option | None
+
+    def at(self, settings: Sequence[Setting]) -> list[Option]:
+        """What these settings give, also such as are not on the grid."""
+        found = predict(self.measured.trace, settings)
+        return [_option(self.measured, self.memory, self.error, self.shared_io, each) for each in found]
 
     @property
     def front(self) -> list[Option]:
@@ -133,6 +142,8 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
     return Forecast(
         measured=measured,
         error=error,
+        memory=memory,
+        shared_io=shared_io,
         own=next(option for option in options if option.setting == measured.setting),
         options=tuple(options),
         best=_best(options, _strained(measured.trace, settings), measured, memory),

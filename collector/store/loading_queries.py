@@ -20,6 +20,7 @@ from collector.store.queries import (
 
 #: What a fetch is made of, and what its time went by.
 _PARTS = ("idle_ms", "getitem_ms", "collate_ms", "cpu_ms", "run_queue_ms", "blocked_ms")
+_IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)"
 _OF_LOADER = "time_ns BETWEEN $from_ns AND $to_ns AND loader = $loader AND ($rank IS NULL OR rank = $rank)"
 
 
@@ -105,38 +106,46 @@ def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lin
     return lines(snapshot, within, "batch", values, where=where, buckets=LINE_BUCKETS // 2)
 
 
-def stage_summary(snapshot: Queryable) -> pd.DataFrame:
-    """The stages of a run's pipeline, all loaders and ranks together, longest first; empty if none was recorded.
+def stage_summary(snapshot: Queryable, within: Span, loader: int | None = None) -> pd.DataFrame:
+    """The stages of the pipeline in the span, longest first; empty if nothing was fetched.
 
     What collating and the rest of the fetch took are rows of their own, so that the stages of a fetch add up to it;
-    a stage that was called while collating is counted in both.
+    a stage that was called while collating is counted in both. Stages that the training loop calls for no loader's
+    batch are left out where one loader is asked for.
+
+    Args:
+        snapshot: of the run.
+        within: the span, and a rank or all.
+        loader: or None for all.
 
     Returns:
-        stage, in_fetch (false: called by the training loop), calls_per_batch, total_seconds, batch_ms (per batch
-        made, or used by the loop), cpu_ratio (of the stage's time, where it was measured), fetch_ratio (of all
-        time spent fetching; NaN outside of it).
+        stage, in_fetch (false: called by the training loop), calls (NaN: not counted), calls_per_batch,
+        total_seconds, batch_ms (per batch made, or used by the loop), cpu_ratio (of the stage's time, where it was
+        measured), fetch_ratio (of all time spent fetching; NaN outside of it).
 
     """
+    where = f"WHERE {_OF_LOADER}" if loader is not None else f"WHERE {_IN_SPAN}"
     return snapshot.query(
-        """
+        f"""
         WITH made AS (
             SELECT count(*) n, sum(getitem_ns + coalesce(collate_ns, 0)) wall_ns, sum(collate_ns) collate_ns
-            FROM "fetch"
-        ), used AS (SELECT count(*) n FROM batch),
+            FROM "fetch" {where}
+        ), used AS (SELECT count(*) n FROM batch {where}),
         called AS (
             SELECT stage, worker IS NOT NULL in_fetch, sum(calls_count) calls, sum(duration_ns) wall_ns,
                    sum(cpu_ns) / sum(duration_ns) FILTER (cpu_ns IS NOT NULL) cpu_ratio
-            FROM stage WHERE index IS NOT NULL GROUP BY ALL
+            FROM stage {where} AND index IS NOT NULL GROUP BY ALL
         ), listed AS (
             FROM called
             UNION ALL SELECT 'collate', true, n, collate_ns, NULL FROM made WHERE collate_ns > 0
             UNION ALL SELECT 'other', true, NULL, greatest(0, wall_ns - coalesce(collate_ns, 0) - (
                 SELECT coalesce(sum(wall_ns), 0) FROM called WHERE in_fetch)), NULL FROM made
         )
-        SELECT stage, in_fetch, calls / batches.n calls_per_batch, listed.wall_ns / 1e9 total_seconds,
+        SELECT stage, in_fetch, calls, calls / batches.n calls_per_batch, listed.wall_ns / 1e9 total_seconds,
                listed.wall_ns / 1e6 / batches.n batch_ms, cpu_ratio,
                CASE WHEN in_fetch THEN listed.wall_ns / made.wall_ns END fetch_ratio
         FROM listed, made, used, LATERAL (SELECT CASE WHEN in_fetch THEN made.n ELSE used.n END n) batches
-        WHERE EXISTS (FROM called) ORDER BY in_fetch DESC, total_seconds DESC
-        """
+        WHERE listed.wall_ns > 0 ORDER BY in_fetch DESC, total_seconds DESC
+        """,
+        within.params | ({} if loader is None else {"loader": loader}),
     )

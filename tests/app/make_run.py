@@ -18,7 +18,7 @@ import numpy as np
 
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter, start_ticks
-from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64, STREAMS, Stream
+from training_harness.records import INLINE_WORKER, MISSING, MISSING_INT32, MISSING_INT64, STREAMS, Stream
 
 MS = 1_000_000
 MIB = 2**20
@@ -278,6 +278,19 @@ def _fetch(worker: Writers, number: int, step: int, end: int, fetch_ms: float, s
         read_bytes=24 * MIB,
         samples_count=64,
     )
+    for stage, share in (("read", 0.25), ("decode", 0.75)):
+        worker.append(
+            "stage",
+            time_ns=end,
+            loader=0,
+            epoch=0,
+            index=step,
+            worker=number,
+            stage=stage.encode(),
+            calls_count=64,
+            duration_ns=int(getitem * share),
+            cpu_ns=int(getitem * share * 0.7),
+        )
 
 
 def _sample(agent: Writers, main: Identity, script: Script, step: int, now: int) -> None:
@@ -401,10 +414,9 @@ def _write_snapshot(run_dir: Path, main: Identity) -> None:
 
 
 def _record(stream: Stream, values: dict[str, float]) -> list[float]:
-    missing = {"q": -(2**63), "i": -(2**31), "h": -(2**15), "b": -(2**7), "d": float("nan")}
     unknown = set(values) - {column.name for column in stream.columns}
     assert not unknown, unknown
-    return [values.get(column.name, missing[column.code]) for column in stream.columns]
+    return [values.get(column.name, MISSING[column.code]) for column in stream.columns]
 
 
 HEALTHY = Script()

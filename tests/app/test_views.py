@@ -26,6 +26,7 @@ VIEWS = (
     "leak_timeline",
     "gpu_memory",
     "worker_stalls",
+    "pipeline_stages",
     "post_mortem",
     "compare",
     "agent_health",
@@ -68,7 +69,7 @@ def figures(at):
 
 def texts(at):
     """Everything that can be read on the page, in one string."""
-    parts = [*at.caption, *at.markdown, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
+    parts = [*at.caption, *at.markdown, *at.header, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
     expanders = [expander.label for expander in at.expander]
     return "\n".join([*(str(part.value) for part in parts), *expanders])
 
@@ -197,15 +198,46 @@ def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
 
 def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
     at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
-    assert "**slow-worker**" in texts(at)
-    assert "worker 1 of loader 0" in texts(at)
-    assert figures(at)[0]["data"][0]["y"] == ["0", "1", "2", "3"]
+    assert at.header[0].value == "What does the training wait for, and which worker is behind it?"
+    assert "**Worker 1 of loader 0 holds up the training" in texts(at)
+    lanes, fold = figures(at)[:2]
+    assert lanes["layout"]["yaxis"]["categoryarray"] == ["training", *(f"worker {n}" for n in range(4))]
+    assert fold["data"][0]["x"] == ["0", "1", "2", "3"]
+    assert at.dataframe[0].value["Worker"].tolist() == [f"worker {n}" for n in range(4)]
+
+
+def test_the_sliders_say_what_other_settings_would_give(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+    workers, prefetch = at.slider
+    before = {m.label: m.value for m in at.metric}
+    workers.set_value(1)
+    prefetch.set_value(1)
+    at.run()
+    after = {m.label: m.value for m in at.metric}
+    assert not at.exception
+    assert {name for name in before if before[name] != after[name]} >= {
+        "Throughput",
+        "90 % interval",
+        "Host memory",
+    }
+    assert "prefetch_factor = 1" in texts(at)
+
+
+def test_the_stage_table_says_what_is_waited_for_and_what_would_be_enough(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "pipeline_stages")
+    assert "The training waits 23% of its time" in texts(at)
+    table = at.dataframe[0].value.set_index("Stage")
+    assert table.loc["decode", "Per batch"] == "124 ms"
+    assert table.loc["decode", "Enough"] != "—"
+    assert table.loc["collate", "Calls"] == "400"
+    healthy = open_view(monkeypatch, made["healthy"], "pipeline_stages")
+    assert "None: the training waits 0.5%" in texts(healthy)
 
 
 def test_loading_without_workers_is_called_inline(monkeypatch, made):
     at = open_view(monkeypatch, made["inline"], "worker_stalls")
     assert "num_workers = 0" in texts(at)
-    assert figures(at)[0]["data"][0]["y"] == ["inline"]
+    assert at.dataframe[0].value["Worker"].tolist() == ["inline"]
 
 
 def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path):

@@ -112,10 +112,13 @@ def live(tmp_path_factory):
         yield page, run, complaints
 
 
-@pytest.mark.parametrize("view", ["Overview", "OOM risk", "Leak timeline", "Worker stalls", "Agent health"])
+VIEWS = ["Overview", "OOM risk", "Leak timeline", "Workers & stalls", "Pipeline stages", "Agent health"]
+
+
+@pytest.mark.parametrize("view", VIEWS)
 def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
     page, run, complaints = live
-    name = view.lower().replace(" ", "-")
+    name = {"Workers & stalls": "worker-stalls"}.get(view, view.lower().replace(" ", "-"))
     try:
         _look(page, view, name)
     finally:  # a picture tells most when the test fails

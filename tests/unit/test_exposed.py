@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collector.diagnosis.exposed import DISPATCH, IDLE, OTHER, START, TRANSFER, UNKNOWN, exposed_stall
+from collector.diagnosis.rounds import fold, lanes
 from collector.diagnosis.speed_ups import exposed_summary, speed_ups
 from collector.diagnosis.tables import Total
 from tests.unit.simulated_runs import jittered, per_worker, simulate
@@ -145,3 +146,26 @@ def test_the_summary_names_the_loop_that_waits_longest_first_and_a_busy_loop_nee
     assert slow["stages"][0]["enough_seconds"] < slow["stages"][0]["batch_seconds"]
     assert all(each["enough_seconds"] is None for each in busy["stages"])
     assert np.isfinite(busy["wait_ratio"])
+
+
+def test_a_slow_worker_stands_out_in_the_fold_and_in_the_lanes():
+    script = simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])})
+    seen = only(script)
+    folded = fold(seen)
+    assert folded["worker"].tolist() == folded["position"].tolist() == [0, 1, 2, 3]
+    assert folded["n"].sum() == 300 - seen.loop.ramp
+    assert folded.set_index("worker").loc[1, "ratio"] > 0.95
+    shown = lanes(seen, rounds=3)
+    bars = shown.bars
+    length_ms = (shown.end_ns - shown.begin_ns) / 1e6
+    of_loop, of_workers = bars[bars["worker"].isna()], bars[bars["kind"].isin(["idle", "getitem", "collate"])]
+    assert of_loop["duration_ms"].sum() == pytest.approx(length_ms)
+    assert of_loop.loc[of_loop["kind"] == "wait", "by"].value_counts().idxmax() == 1
+    assert of_workers.groupby("worker")["duration_ms"].sum().max() <= length_ms * 1.001
+    idle = of_workers[of_workers["kind"] == "idle"].groupby("worker")["duration_ms"].sum()
+    assert idle.get(1, 0.0) < 0.01 * length_ms < idle.drop(1, errors="ignore").min()
+    assert ((bars["begin_ms"] >= 0) & (bars["begin_ms"] + bars["duration_ms"] <= length_ms + 1e-6)).all()
+
+
+def test_a_run_too_short_for_a_round_in_its_steady_state_has_no_lanes():
+    assert lanes(only(simulate(**{**SLOW, "batches": 20}))) is None

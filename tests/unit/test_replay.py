@@ -205,8 +205,10 @@ def test_the_advice_fits_into_the_memory_that_is_free():
 
 
 def test_the_front_trades_memory_for_waiting():
-    front = outlook(with_memory(limit=64_000)).front
+    found = outlook(with_memory(limit=64_000))
+    front = found.front
     assert len(front) > 3
+    assert found.at([front[0].setting, front[-1].setting]) == [front[0], front[-1]]
     assert [option.memory_bytes for option in front] == sorted(option.memory_bytes for option in front)
     assert [option.wait_ratio for option in front] == sorted((o.wait_ratio for o in front), reverse=True)
 

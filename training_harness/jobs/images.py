@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from training_harness import stage
 from training_harness.jobs.common import (
     JobError,
     JobParser,
@@ -62,7 +63,8 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.items[index]
-        picture = cv2.imread(str(path), cv2.IMREAD_COLOR)
+        data = np.fromfile(path, np.uint8)
+        picture = cv2.imdecode(data, cv2.IMREAD_COLOR) if data.size else None
         if picture is None:
             raise JobError(f"{path} is not an image that OpenCV can read; remove or replace it")
         draws = torch.rand(6).tolist()  # torch's generator: DataLoader seeds it per worker and epoch
@@ -86,14 +88,17 @@ def augment(picture: MatLike, draws: Sequence[float]) -> NDArray[np.float32]:
     resized = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
     top = int(row * (resized.shape[0] - SIDE))
     left = int(column * (resized.shape[1] - SIDE))
-    crop = resized[top : top + SIDE, left : left + SIDE]
-    if flip < 0.5:
-        crop = crop[:, ::-1]
-    hsv = cv2.cvtColor(np.ascontiguousarray(crop), cv2.COLOR_BGR2HSV)
-    hsv[..., 0] = (hsv[..., 0].astype(np.int16) + int(18 * (hue - 0.5))) % 180
-    hsv[..., 2] = np.clip(hsv[..., 2] * (0.8 + 0.4 * brightness), 0, 255).astype(np.uint8)
-    rgb = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB).astype(np.float32) / 255
-    return np.ascontiguousarray(((rgb - _MEAN) / _DEVIATION).transpose(2, 0, 1))
+    with stage("crop"):
+        crop = resized[top : top + SIDE, left : left + SIDE]
+        crop = np.ascontiguousarray(crop[:, ::-1] if flip < 0.5 else crop)
+    with stage("augment"):
+        hsv = cv2.cvtColor(crop, cv2.COLOR_BGR2HSV)
+        hsv[..., 0] = (hsv[..., 0].astype(np.int16) + int(18 * (hue - 0.5))) % 180
+        hsv[..., 2] = np.clip(hsv[..., 2] * (0.8 + 0.4 * brightness), 0, 255).astype(np.uint8)
+        rgb = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB)
+    with stage("normalise"):
+        scaled = (rgb.astype(np.float32) / 255 - _MEAN) / _DEVIATION
+        return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
 def small_cnn(classes_count: int) -> nn.Module:

@@ -1,0 +1,105 @@
+"""What other settings of a DataLoader would give, by the replay of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from app.figures.base import Chart, blank, faint, line
+from app.format import GIB
+from app.theme import Theme
+from collector.diagnosis.replay import Setting
+from collector.diagnosis.tuning import Forecast, Option
+from collector.wording import known, percent, quantity, size
+
+
+def by_workers(
+    options: Sequence[Option], chosen: Option, outlook: Forecast, theme: Theme, *, revision: str
+) -> Chart:
+    """Throughput by number of workers, everything else as chosen, with its interval."""
+    figure = blank(theme, x_title="num_workers", y_title="throughput (batches/s)", revision=revision)
+    x = np.array([option.setting.num_workers for option in options], dtype=np.float64)
+    low, high = (np.array([getattr(option, name) for option in options]) for name in ("low", "high"))
+    figure.add_trace(
+        go.Scatter(
+            name="90 % interval",
+            x=np.concatenate([x, x[::-1]]),
+            y=np.concatenate([high, low[::-1]]).astype(np.float32),
+            fill="toself",
+            fillcolor=faint(theme.allocated),
+            line={"width": 0},
+            hoverinfo="skip",
+        )
+    )
+    rates = [option.batches_per_second for option in options]
+    figure.add_trace(line("predicted", x, rates, theme.allocated, "batches/s", mode="lines+markers"))
+    measured = outlook.measured
+    now = [float(measured.setting.num_workers)], [measured.batches_per_second]
+    figure.add_trace(_mark("measured", *now, theme.reserved, "diamond", "batches/s"))
+    then = [float(chosen.setting.num_workers)], [chosen.batches_per_second]
+    figure.add_trace(_mark("chosen", *then, theme.host, "circle", "batches/s"))
+    figure.update_xaxes(dtick=1 if x.max() <= 16 else None)
+    return Chart(
+        title="How much faster would it be?",
+        figure=figure,
+        caption=f"By the replay, with {words(chosen.setting, workers=False)}.",
+        takeaway=f"{_rate(chosen)} with {words(chosen.setting)}, {_rate(outlook.own)} as it is.",
+    )
+
+
+def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> Chart:
+    """Waiting against host memory; in batches in flight where the memory is not known."""
+    in_bytes = known(outlook.own.memory_bytes)
+    unit = "GiB" if in_bytes else "batches"
+    title = "host memory of the loop (GiB)" if in_bytes else "batches in flight (count)"
+    figure = blank(theme, x_title=title, y_title="waiting (% of the time)", revision=revision)
+
+    def place(options: Sequence[Option]) -> tuple[list[float], list[float]]:
+        x = [o.memory_bytes / GIB if in_bytes else float(o.setting.in_flight) for o in options]
+        return x, [o.wait_ratio * 100 for o in options]
+
+    for name, options, colour, symbol in (
+        ("settings", [o for o in outlook.options if o.fits], theme.quiet, "circle-open"),
+        ("does not fit into memory", [o for o in outlook.options if not o.fits], theme.quiet, "x-thin-open"),
+    ):
+        if options:
+            trace = _mark(name, *place(options), colour, symbol, "%", size=8)
+            figure.add_trace(trace.update(text=[words(o.setting) for o in options]))
+    best = outlook.front
+    figure.add_trace(line("least waiting for the memory", *place(best), theme.allocated, "%", line={"dash": "dot"}))
+    figure.add_trace(_mark("as it is", *place([outlook.own]), theme.reserved, "diamond", "%"))
+    figure.add_trace(_mark("chosen", *place([chosen]), theme.host, "circle", "%"))
+    figure.update_layout(hovermode="closest")
+    figure.update_xaxes(rangemode="tozero")
+    return Chart(
+        title="How much waiting does memory buy off?",
+        figure=figure,
+        caption=f"Each point is a setting of num_workers and prefetch_factor; in {unit}.",
+        takeaway=f"Chosen: {percent(chosen.wait_ratio)} waiting, {size(chosen.memory_bytes)}.",
+    )
+
+
+def words(setting: Setting, *, workers: bool = True) -> str:
+    """`num_workers = 4, prefetch_factor = 2, in_order = False`."""
+    parts = [f"num_workers = {setting.num_workers}"] if workers else []
+    parts.append(f"prefetch_factor = {setting.prefetch_factor}")
+    return ", ".join(parts if setting.in_order else [*parts, "in_order = False"])
+
+
+def _rate(option: Option) -> str:
+    return quantity(option.batches_per_second, "batches/second")
+
+
+def _mark(
+    name: str, x: list[float], y: list[float], colour: str, symbol: str, unit: str, *, size: int = 13
+) -> go.Scatter:
+    return go.Scatter(
+        name=name,
+        x=np.asarray(x, dtype=np.float64),
+        y=np.asarray(y, dtype=np.float32),
+        mode="markers",
+        marker={"color": colour, "symbol": symbol, "size": size},
+        hovertemplate=f"%{{y:,.4~g}} {unit} %{{text}}",
+    )

@@ -1,0 +1,67 @@
+"""The recent data loading of the run that a view looks at, read once for all its panels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import streamlit as st
+
+from app.panel import Moment
+from collector.diagnosis.exposed import Exposed, exposed_stall
+from collector.diagnosis.limits import worker_limit
+from collector.diagnosis.recent import recent_loading
+from collector.diagnosis.speed_ups import in_short
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.tuning import Forecast, forecast
+from collector.store.queries import Queryable
+
+#: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often.
+_OUTLOOK_SECONDS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recent:
+    """The loop of the chosen loader over its last batches; of several ranks the one that waited longest."""
+
+    run_id: str
+    tables: RunTables
+    seen: Exposed
+
+    @cached_property
+    def stall(self) -> dict[str, Any]:
+        """What it waited for, as in the report."""
+        return in_short(self.tables, self.seen)
+
+    @property
+    def outlook(self) -> Forecast | str:
+        """What other settings would give it, or why that cannot be told."""
+        loop = self.seen.loop
+        return _forecast((self.run_id, loop.rank, loop.loader), self.tables, self.seen)
+
+
+_read: WeakKeyDictionary[Queryable, Recent | None] = WeakKeyDictionary()
+
+
+def recent(moment: Moment) -> Recent | None:
+    """The loop that a view is about; None if it has yielded no batch in the window."""
+    if moment.snapshot not in _read:
+        _read[moment.snapshot] = _recent(moment)
+    return _read[moment.snapshot]
+
+
+def _recent(moment: Moment) -> Recent | None:
+    tables = recent_loading(moment.snapshot, moment.manifest, from_ns=moment.span.from_ns)
+    found = [each for each in exposed_stall(tables) if moment.span.rank in (None, each.loop.rank)]
+    mine = [each for each in found if each.loop.loader == moment.loader] or found
+    if not mine:
+        return None
+    return Recent(run_id=moment.run_id, tables=tables, seen=max(mine, key=lambda each: each.wait_seconds))
+
+
+@st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)
+def _forecast(key: tuple[object, ...], _tables: RunTables, _seen: Exposed) -> Forecast | str:
+    del key  # stands for the others
+    return forecast(_tables, _seen.loop, shared_io=worker_limit(_tables, _seen.loop).by == "io")
