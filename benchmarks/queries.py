@@ -31,7 +31,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from collector.store import lake, loading_queries, queries
+from collector.store import lake, queries
 from collector.store.ingest import Ingester
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run, list_runs
@@ -182,12 +182,8 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
             memo = queries.Memo(measured)
             reach = queries.extent(memo)
             assert reach is not None
-            origin_ns = queries.origin_ns(run.manifest) or 0
-            span = queries.span(memo, reach, origin=origin_ns, window=window, rank=None)
-            moment = panel.Moment(
-                run_id=run.run_id, manifest=run.manifest, snapshot=memo, span=span,
-                whole=queries.whole(span, reach), verdict=None, theme=LIGHT, loader=loading_queries.fetching_loaders(memo, span)[0] if view.by_loader else None,
-            )  # fmt: skip
+            selection = panel.Selection(run=run, rank=None, window=window, live=False)
+            moment = panel.moment_of(view, selection, run, measured, reach, verdict=None, theme=LIGHT)
             blocks = [block for row in view.rows for each in row for block in each.build(moment)]
         charts = [block for block in blocks if isinstance(block, Chart)]
         points = max(
