@@ -20,6 +20,7 @@ from collector.diagnosis.frames import (
     floats,
     last,
     sampled,
+    step_numbers,
     steps_within,
     while_training,
     whole,
@@ -115,7 +116,8 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     used, limit = present(counts), last(floats(process.rows, "fd_limit_count"))
     share = used / limit if limit > 0 else 0.0
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
-    grown = growth(times, counts, negligible=BLOCK_COUNTS[0])
+    steps = step_numbers(tables, process.steps or process.key[0], times)
+    grown = growth(times, counts, negligible=BLOCK_COUNTS[0], steps=steps)
     if grown is None:
         if share >= FULL_RATIO:
             yield share, _by_level(process, used, len(known), bound)

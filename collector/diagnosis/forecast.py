@@ -62,7 +62,7 @@ def exhaustion(
 ) -> Finding:
     """The finding that a limit will be met; of a run that has ended, that it would have been."""
     grown, limit, headroom = course.grown, course.limit, course.headroom
-    when = _eta(tables, course, key)
+    when = _eta(tables, course, key or str(locus.host))
     severity: Severity = "warning"
     if when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value:
         severity = "critical"
@@ -119,13 +119,13 @@ def present(values: Floats) -> float:
     return median(values[np.isfinite(values)][-3:])
 
 
-def _eta(tables: RunTables, course: Course, key: ProcessKey | None) -> Eta:
+def _eta(tables: RunTables, course: Course, where: ProcessKey | str) -> Eta:
     """On the clock, steps or seconds, on which it grows more evenly: what a step leaks it leaks at any pace."""
     known = np.isfinite(course.values) & (course.times >= course.grown.since_seconds)
     if known.sum() < MIN_POINTS:  # the growth began just now
         known = np.isfinite(course.values)
     times, values, limit = course.times[known], course.values[known], course.limit.value
-    steps = step_numbers(tables, key, times)
+    steps = step_numbers(tables, where, times)
     lately = len(times) - max(2, len(times) // 4)
     pace = (
         float((times[-1] - times[lately]) / (steps[-1] - steps[lately])) if steps[-1] > steps[lately] else math.nan

@@ -105,11 +105,10 @@ def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | 
     return whole(steps["step"].iloc[min(position, len(steps) - 1)])
 
 
-def step_numbers(tables: RunTables, key: ProcessKey | None, times_seconds: Floats) -> Floats:
-    """The step that a process (or the run) was in at each time, with fractions; NaN if it made no steps."""
+def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floats) -> Floats:
+    """The step that a process, or a host's, was in at each time, with fractions; NaN without steps."""
     steps = tables.stream("step")
-    if key is not None:
-        steps = of_process(steps, key)
+    steps = steps[steps["host"] == where] if isinstance(where, str) else of_process(steps, where)
     if steps.empty:
         return np.full(len(times_seconds), np.nan)
     return np.interp(times_seconds, floats(steps, "time_ns") / SECOND_NS, floats(steps, "step"))

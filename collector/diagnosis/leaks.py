@@ -22,6 +22,7 @@ from collector.diagnosis.frames import (
     floats,
     sampled,
     step_at,
+    step_numbers,
     steps_within,
     training_start_ns,
     whole,
@@ -67,7 +68,8 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     rows = rows[floats(rows, "time_ns") >= begin]
     times = floats(rows, "time_ns") / SECOND_NS
     resident = _resident(rows)
-    grown = growth(times, resident, negligible=negligible_bytes(resident))
+    steps = step_numbers(tables, key, times)
+    grown = growth(times, resident, negligible=negligible_bytes(resident), steps=steps)
     if grown is None:
         return None
     forks = _forks(tables, key, times)
@@ -162,17 +164,18 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     leaks: dict[tuple[str, int | None, int], list[tuple[int, Leak]]] = {}
     for (host, _, _), rows in workers.groupby(who):
         loader, worker = whole(rows["loader"].iloc[-1]), whole(rows["worker"].iloc[-1])
-        if loader is None or worker is None or (leak := _worker_growth(rows)) is None:
+        if loader is None or worker is None or (leak := _worker_growth(tables, rows)) is None:
             continue
         place = (str(host), whole(rows["process_rank"].iloc[-1]), loader)
         leaks.setdefault(place, []).append((worker, leak))
     return [_worker_leak(tables, place, found) for place, found in leaks.items()]
 
 
-def _worker_growth(rows: pd.DataFrame) -> Leak | None:
-    """As of a training process: resident memory that grows, read at each tick, and private memory that confirms it."""
+def _worker_growth(tables: RunTables, rows: pd.DataFrame) -> Leak | None:
+    """As of a training process: resident memory grows, read at each tick, and private memory confirms it."""
     times, resident = floats(rows, "time_ns") / SECOND_NS, _resident(rows)
-    grown = growth(times, resident, negligible=negligible_bytes(resident))
+    steps = step_numbers(tables, str(rows["host"].iloc[0]), times)
+    grown = growth(times, resident, negligible=negligible_bytes(resident), steps=steps)
     witness = None if grown is None else witness_of("private_dirty_rise_bytes", times, _written(rows), grown)
     if grown is None or witness is None:
         return None

@@ -17,6 +17,7 @@ from collector.diagnosis.frames import (
     floats,
     origin_ns,
     peak,
+    step_numbers,
     training_end_ns,
     training_start_ns,
     window_text,
@@ -57,7 +58,12 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
         return None
     start, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
     steady = known & ((times >= start) & (times <= end) if math.isfinite(start) else True)
-    grown = growth(times[steady], demand[steady], negligible=max(_NEGLIGIBLE_BYTES, 0.002 * limit))
+    grown = growth(
+        times[steady],
+        demand[steady],
+        negligible=max(_NEGLIGIBLE_BYTES, 0.002 * limit),
+        steps=step_numbers(tables, host, times[steady]),
+    )
     if grown is not None and _matters(tables, host, grown, present(demand[steady]), limit, copies):
         bound = Limit(name=name, value=limit, unit="bytes")
         course = Course(what="Host memory", grown=grown, times=times[steady], values=demand[steady], limit=bound)

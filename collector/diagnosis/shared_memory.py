@@ -21,6 +21,7 @@ from collector.diagnosis.frames import (
     last,
     peak,
     sampled,
+    step_numbers,
     while_training,
 )
 from collector.diagnosis.lifecycle import Lifecycle
@@ -62,7 +63,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     times, used, total = _usage(samples)
     if not np.isfinite(used).any() or not total > 0:
         return []
-    grown = growth(times, used, negligible=negligible_bytes(used))
+    grown = growth(times, used, negligible=negligible_bytes(used), steps=step_numbers(tables, host, times))
     if grown is None:
         return _by_level(tables, host, peak(used), total, len(used))
     witnesses, is_own = _witnesses(tables, samples, grown)

@@ -18,6 +18,7 @@ narrower than its period.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -61,17 +62,35 @@ class Growth:
     n: int
 
 
-def growth(times_seconds: Floats, values: Floats, *, negligible: float) -> Growth | None:
+def growth(
+    times_seconds: Floats, values: Floats, *, negligible: float, steps: Floats | None = None
+) -> Growth | None:
     """The growth of a series, or None if it does not grow without bound.
 
     Args:
         times_seconds: increasing, irregular steps are fine.
         values: same length; NaN where missing.
         negligible: a rise below this (in the unit of the values) is of no interest.
+        steps: that the training was in at these times: what each step leaks grows unevenly in time where the pace
+            changes, so growth is looked for on this clock too.
 
     """
-    known = np.isfinite(values) & np.isfinite(times_seconds)
-    times, levels = thin(times_seconds[known], values[known])
+    found = _growth_on(times_seconds, values, negligible)
+    if found is None and steps is not None and (by_step := _growth_on(steps, values, negligible)) is not None:
+        return _in_seconds(by_step, steps, times_seconds)
+    return found
+
+
+def _in_seconds(by_step: Growth, steps: Floats, times: Floats) -> Growth:
+    since = float(times[np.argmax(steps >= by_step.since_seconds)])
+    pace = (float(np.nanmax(steps)) - by_step.since_seconds) / (float(times[-1]) - since)
+    slope, low, high = (pace * each for each in (by_step.slope, by_step.low, by_step.high))
+    return dataclasses.replace(by_step, slope=slope, low=low, high=high, since_seconds=since)
+
+
+def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | None:
+    known = np.isfinite(values) & np.isfinite(clock)
+    times, levels = thin(clock[known], values[known])
     if len(times) < MIN_POINTS or np.ptp(levels) < negligible or times[-1] <= times[0]:
         return None
     begin = warm_up_end(levels)

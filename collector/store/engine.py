@@ -89,6 +89,7 @@ def _new_instance(threads: int | None) -> duckdb.DuckDBPyConnection:
     if threads is not None:
         config["threads"] = threads
     instance = duckdb.connect(":memory:", config=config)
+    instance.execute("SET enable_progress_bar = false")  # loading may take long enough for one
     for name in _EXTENSIONS:
         load_extension(instance, name)
     return instance

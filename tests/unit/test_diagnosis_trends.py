@@ -70,6 +70,16 @@ def test_the_onset_of_a_leak_is_named():
     assert 250 <= grown.since_seconds <= 360
 
 
+def test_what_each_step_leaks_is_found_although_the_pace_changes():
+    pace = np.where(np.arange(POINTS) % 200 < 120, 10.0, 1.0) * np.linspace(4, 1, POINTS)
+    steps = np.cumsum(pace)
+    noise = np.random.default_rng(0).normal(size=POINTS)
+    leaked = 30 * steps / steps[-1] + 0.3 * noise
+    grown = growth(np.arange(POINTS, dtype=float), leaked, negligible=0.5, steps=steps)
+    assert grown.slope == pytest.approx(30 / POINTS, rel=0.2)
+    assert growth(np.arange(POINTS, dtype=float), noise, negligible=0.5, steps=steps) is None
+
+
 def test_irregular_samples_and_gaps_do_not_hide_a_leak():
     generator = np.random.default_rng(3)
     times = np.sort(generator.uniform(0, 60, size=40))
