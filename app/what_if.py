@@ -20,6 +20,8 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None
     own = outlook.measured.setting
     most = max(8, 2 * own.num_workers, *(option.setting.num_workers for option in outlook.options))
     start = outlook.best.setting if outlook.best else own
+    st.subheader("What would other settings give?", anchor=False)
+    st.caption("By a replay of the last batches of this run: docs/tuning.md says what it cannot know.")
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
         workers = st.slider("num_workers", 1, most, max(1, start.num_workers), key=f"{key}-workers", width=320)
         depth = max(_MOST_PREFETCH, own.prefetch_factor)

@@ -55,7 +55,7 @@ _WRITTEN = {
     "cpu": "CPU",
 }
 _PARTS = {
-    "other": "the rest of __getitem__",
+    "other": "the rest of the dataset",
     "idle": "no index to fetch",
     "transfer": "the way from the worker",
     "dispatch": "choosing samples",
@@ -163,17 +163,24 @@ def eta(when: Eta) -> str:
 def stall(exposed: Mapping[str, Any]) -> str:
     """What a loop waited for, by stage, and what would be enough: an entry of the report's `exposed_stall`.
 
-    `12 s (decode 60%, resize 30%), none if decode took 14 ms per batch instead of 35 ms`.
+    `12 s (decode 60%, resize 30%), hardly any if decode took 14 ms per batch instead of 35 ms`.
     """
     total, stages = exposed["wait_seconds"], exposed["stages"]
     large = [each for each in stages[:4] if each["seconds"] > 0.01 * total]
     parts = ", ".join(f"{part(each['stage'])} {percent(each['seconds'] / total)}" for each in large)
     words = f"{duration(total)} ({parts})"
     enough = next((each for each in stages if each["enough_seconds"] is not None), None)
-    if enough is None:
+    if enough is not None:
+        now, then = duration(enough["batch_seconds"]), duration(enough["enough_seconds"])
+        return f"{words}, hardly any if {part(enough['stage'])} took {then} per batch instead of {now}"
+    free = min(
+        (each for each in stages if each["free_wait_ratio"] is not None),
+        key=lambda each: each["free_wait_ratio"],
+        default=None,
+    )
+    if free is None:
         return words
-    now, then = duration(enough["batch_seconds"]), duration(enough["enough_seconds"])
-    return f"{words}, none if {part(enough['stage'])} took {then} per batch instead of {now}"
+    return f"{words}, still {percent(free['free_wait_ratio'])} of the time if {part(free['stage'])} took nothing"
 
 
 def part(name: str) -> str:

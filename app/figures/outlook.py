@@ -28,6 +28,7 @@ def by_workers(
             x=np.concatenate([x, x[::-1]]),
             y=np.concatenate([high, low[::-1]]).astype(np.float32),
             fill="toself",
+            mode="lines",
             fillcolor=faint(theme.allocated),
             line={"width": 0},
             hoverinfo="skip",
@@ -72,7 +73,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> 
     figure.add_trace(_mark("as it is", *place([outlook.own]), theme.reserved, "diamond", "%"))
     figure.add_trace(_mark("chosen", *place([chosen]), theme.host, "circle", "%"))
     figure.update_layout(hovermode="closest")
-    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(rangemode="tozero")
     return Chart(
         title="How much waiting does memory buy off?",
         figure=figure,

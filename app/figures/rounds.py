@@ -59,7 +59,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
         )
     figure.update_layout(barmode="overlay", hovermode="closest")
     figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=names, autorange="reversed", showgrid=False
+        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.5, -0.7], showgrid=False
     )
     figure.update_xaxes(range=[0, (shown.end_ns - shown.begin_ns) / 1e6])
     waits = bars[bars["kind"] == "wait"]

@@ -19,7 +19,7 @@ from collector.diagnosis.replay import variants
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import MODEL_ERROR, OWN_ERROR
 
-#: A loop that waits less of its time, beyond what it would with a loader that costs nothing, is kept busy.
+#: A loop that waits less of its time is kept busy. Taking a batch that is ready may cost as much again.
 KEPT_BUSY = 0.05
 _LEFT = np.linspace(0.95, 0.0, 20)  # of a stage
 
@@ -30,7 +30,7 @@ class SpeedUp:
 
     Attributes:
         batch_seconds: what it takes.
-        enough_seconds: what it may take so that the loop no longer waits, None if even 0 is not enough.
+        enough_seconds: what it may take so that the loop hardly waits, None if even 0 is not enough.
         free_wait_ratio: of its time, what the loop would still wait if the stage took nothing.
 
     """
@@ -55,7 +55,9 @@ def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
     rates, waits = variants(measured.trace, measured.setting, ratios)
     if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR + MODEL_ERROR:
         return {}
-    busy = waits[2:].reshape(len(names), -1) <= waits[1] + KEPT_BUSY
+    unavoidable = waits[1]
+    busy = waits[2:].reshape(len(names), -1) <= unavoidable + KEPT_BUSY
+    busy &= unavoidable <= KEPT_BUSY
     each = costs.mean(axis=0) / SECOND_NS
     return {
         name: SpeedUp(

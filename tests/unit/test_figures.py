@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from app.figures import base, memory, steps, workers
+from app.figures import base, memory, rounds, stages, steps, workers
 from app.theme import DARK, LIGHT
+from collector.diagnosis.rounds import Lanes
 from collector.store.queries import Lines
 
 GIB = 2**30
@@ -34,6 +35,24 @@ def _split():
     )
 
 
+_STALL = {
+    "wait_seconds": 4.0,
+    "wait_ratio": 0.4,
+    "batches": 100,
+    "stages": [{"stage": "decode", "seconds": 3.0}, {"stage": "transfer", "seconds": 1.0}],
+}
+
+
+def _lanes():
+    bars = [
+        {"kind": "wait", "worker": np.nan, "index": 8, "by": 1, "begin_ms": 0.0, "duration_ms": 30.0},
+        {"kind": "work", "worker": np.nan, "index": 8, "by": 1, "begin_ms": 30.0, "duration_ms": 10.0},
+        {"kind": "getitem", "worker": 1, "index": 8, "by": 1, "begin_ms": 0.0, "duration_ms": 29.0},
+        {"kind": "parked", "worker": 0, "index": 9, "by": 0, "begin_ms": 0.0, "duration_ms": 40.0},
+    ]
+    return Lanes(begin_ns=0.0, end_ns=40e6, bars=pd.DataFrame(bars))
+
+
 def _places(**more):
     row = {"series": "main", "restart": False, "first_seconds": 0.0, "last_seconds": 60.0}
     return pd.DataFrame([{**row, "private_dirty_slope": 0.0, **more}])
@@ -46,7 +65,13 @@ def _charts():
     )
     heat = pd.DataFrame({"rank": np.nan, "worker": [0, 1], "elapsed_seconds": 0.0, "fetch_ms": [1.0, 2.0], "n": 1})
     queue = {name: _lines([1.0, 2.0]) for name in ("wait", "parked", "ready", "outstanding")}
+    fold = pd.DataFrame({"position": [0, 1], "worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0})
+    costs = pd.DataFrame({"stage": ["decode", "other"], "batch_ms": [30.0, 2.0], "cpu_ratio": [0.9, np.nan]})
     return {
+        "lanes": rounds.lanes(_lanes(), LIGHT, begin_seconds=7.0, revision="r1"),
+        "fold": rounds.fold(fold.assign(ratio=[0.1, 0.9]), LIGHT, revision="r1"),
+        "costs": stages.costs(costs, LIGHT, revision="r1"),
+        "exposed": stages.exposed(_STALL, LIGHT, revision="r1"),
         "by role": memory.by_role(
             table,
             LIGHT,
@@ -85,11 +110,42 @@ def _charts():
         ("stages", ("share of time (%)", "worker (id)")),
         ("causes", ("share of time (%)", "worker (id)")),
         ("heat", ("elapsed (s)", "worker (id)")),
+        ("lanes", ("time in the window (ms)", "")),
+        ("fold", ("position in the round: worker (id)", "wait (ms)")),
+        ("costs", ("time per batch (ms)", "")),
+        ("exposed", ("waited for (s)", "")),
     ],
 )
 def test_axes_say_quantity_and_unit(name, axes):
     layout = _charts()[name].figure.layout
     assert (layout.xaxis.title.text, layout.yaxis.title.text) == axes
+
+
+def test_the_lanes_say_who_is_waited_for_and_the_fold_which_worker_stands_out():
+    charts = _charts()
+    assert [trace.name for trace in charts["lanes"].figure.data] == [
+        "trains",
+        "waits for a batch",
+        "__getitem__",
+        "made, waits for its turn",
+    ]
+    assert [list(trace.y) for trace in charts["lanes"].figure.data] == [
+        ["training"],
+        ["training"],
+        ["worker 1"],
+        ["worker 0"],
+    ]
+    assert "30 ms were for batches of worker 1" in charts["lanes"].takeaway
+    assert list(charts["fold"].figure.data[0].x) == ["0", "1: worker 2"]
+    assert "Worker 2 has 90%" in charts["fold"].takeaway
+
+
+def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waited_for():
+    charts = _charts()
+    cpu, waiting, unknown = charts["costs"].figure.data
+    assert (cpu.x[0], waiting.x[0], unknown.x[1]) == pytest.approx((27.0, 3.0, 2.0))
+    assert list(charts["exposed"].figure.data[0].y) == ["decode", "the way from the worker"]
+    assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
 
 
 def test_every_figure_keeps_the_readers_zoom_for_its_run_and_asks_a_question():
