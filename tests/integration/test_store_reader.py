@@ -293,6 +293,20 @@ def test_the_tables_hold_the_last_rows_in_order_of_time(run, monkeypatch):
     assert load_tables(run).stream("step")["step"].tolist() == list(range(20, 50))
 
 
+def test_how_far_a_stream_reaches_is_known_of_the_lake_and_beyond_it(run):
+    writer = Writer(run, 11)
+    for _ in range(2):
+        writer.write(20)
+        ingest(run)
+    writer.write(5)
+    with read(run) as snapshot:
+        told = snapshot.query("FROM step_reach")
+        seen = snapshot.query("SELECT count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns FROM step")
+        assert told.equals(seen)
+        assert told["n"].tolist() == [45]
+        assert snapshot.query("FROM device_reach")["n"].tolist() == [0]
+
+
 def test_a_run_of_another_boot_is_read_as_of_its_last_record(run):
     Writer(run, 11).write(5)
     anchors = {socket.gethostname(): layout.wall_anchor() | {"boot_id": "another"}}
