@@ -102,7 +102,7 @@ class Limit:
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Eta:
     """When the limit is met: 5 %, 50 % and 95 % of the futures, in seconds, and in steps if there are any."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,15 +126,33 @@ def _eta(tables: RunTables, course: Course, where: ProcessKey | str) -> Eta:
         known = np.isfinite(course.values)
     times, values, limit = course.times[known], course.values[known], course.limit.value
     steps = step_numbers(tables, where, times)
-    lately = len(times) - max(2, len(times) // 4)
-    pace = (
-        float((times[-1] - times[lately]) / (steps[-1] - steps[lately])) if steps[-1] > steps[lately] else math.nan
+    paces = _paces(times, steps)
+    if len(paces) and unevenness(steps, values) < unevenness(times, values):
+        low, mid, high = first_passage(steps, values, limit)
+        return _eta_of((low * paces.min(), mid * paces[-1], high * paces.max()), (low, mid, high))
+    low, mid, high = first_passage(times, values, limit)
+    if not len(paces):
+        return _eta_of((low, mid, high), (None, None, None))
+    return _eta_of((low, mid, high), (low / paces.max(), mid / paces[-1], high / paces.min()))
+
+
+def _paces(times: Floats, steps: Floats) -> Floats:
+    """Seconds per step in each quarter in which there were steps: the pace may go back to what it was."""
+    edges = np.linspace(0, len(times) - 1, 5).astype(int)
+    seconds, made = np.diff(times[edges]), np.diff(steps[edges])
+    quarters: Floats = seconds[made > 0] / made[made > 0]
+    return quarters
+
+
+def _eta_of(seconds: Sequence[float], steps: Sequence[float | None]) -> Eta:
+    return Eta(
+        low_seconds=seconds[0],
+        mid_seconds=seconds[1],
+        high_seconds=seconds[2],
+        low_steps=steps[0],
+        mid_steps=steps[1],
+        high_steps=steps[2],
     )
-    if math.isfinite(pace) and unevenness(steps, values) < unevenness(times, values):
-        in_steps = first_passage(steps, values, limit)
-        return Eta(*(each * pace for each in in_steps), *in_steps)
-    in_seconds = first_passage(times, values, limit)
-    return Eta(*in_seconds, *(each / pace if math.isfinite(pace) else None for each in in_seconds))
 
 
 def _duration(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from training_harness.records import ROLE_COLLECTOR, ROLE_OTHER, ROLES
 
 WINDOW_SECONDS = 60.0
 _KEY = ["host", "process_pid", "process_start_ticks"]
+_WHO = ["host", "pid", "start_ticks"]
 _PLACE = ["role", "process_rank", "loader", "worker"]
 _HELD = ["held_bytes", "rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_bytes"]
 _NAMES = {"process_pid": "pid", "process_start_ticks": "start_ticks", "process_rank": "rank"}
@@ -31,16 +32,17 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     `frames.held_bytes`), `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where not read.
     """
     process = tables.stream("process")
-    rows = process[(floats(process, "role") != ROLE_COLLECTOR) & (floats(process, "alive") != 0)]
+    named = np.isin(floats(process, "role"), [role for role in range(len(ROLES)) if role != ROLE_COLLECTOR])
+    rows = process[named & (floats(process, "alive") != 0)].dropna(subset=_KEY)
     # A process counts as what it has turned out to be: the main one is an "other" until it trains.
-    rows = rows.assign(**rows.groupby(_KEY, dropna=False)[_PLACE].transform("last"))
-    held = [pd.Series(held_bytes(each), each.index) for _, each in rows.groupby(_KEY, dropna=False)]
+    rows = rows.assign(**rows.groupby(_KEY)[_PLACE].transform("last"))
+    held = [pd.Series(held_bytes(each), each.index) for _, each in rows.groupby(_KEY)]
     seconds = (floats(rows, "time_ns") - rows["host"].map(_ends_ns(tables, rows)).to_numpy(np.float64)) / SECOND_NS
     roles = [ROLES[int(role)] for role in floats(rows, "role")]
-    rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)[
-        [*_KEY, *_PLACE, "time_ns", "seconds", *_HELD]
-    ]
-    return rows[seconds >= -WINDOW_SECONDS].rename(columns=_NAMES).reset_index(drop=True)
+    rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)
+    rows = rows[seconds >= -WINDOW_SECONDS][[*_KEY, *_PLACE, "time_ns", "seconds", *_HELD]]
+    samples: pd.DataFrame = rows.rename(columns=_NAMES).reset_index(drop=True)
+    return samples
 
 
 def last_states(tables: RunTables) -> pd.DataFrame:
@@ -51,26 +53,24 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     `batch`, the index of the last one that it got or made; and `phase`, what its last record began.
     NaN and None are what is not known.
     """
-    samples, life = last_minute(tables), Lifecycle(tables)
-    names = ["host", "pid", "start_ticks"]
-    held = samples.groupby(names, dropna=False, sort=False)
+    samples = last_minute(tables)
+    held = samples.groupby(_WHO, sort=False)
     states = held[["role", "rank", "loader", "worker", "seconds", *_HELD]].last()
     states["held_rise_bytes"] = held["held_bytes"].last() - held["held_bytes"].first()
-    found = states.reset_index().to_dict("records")
-    seen = {(row["host"], row["pid"], row["start_ticks"]) for row in found}
-    # Those that outlived the collector have no sample.
-    found += [dict(zip(names, key, strict=True)) | {"role": ROLES[0]} for key in life.mains if key not in seen]
-    told = [row | _progress(tables, (str(row["host"]), int(row["pid"]), int(row["start_ticks"]))) for row in found]
-    columns = [*names, *states.columns, "step", "batch", "phase"]
-    table = pd.DataFrame(told, columns=columns)
-    order = table["role"].map(ROLES.index)
-    return table.assign(order=order).sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
+    keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
+    keys += [key for key in Lifecycle(tables).mains if key not in keys]  # they outlived the collector
+    states = states.reindex(pd.MultiIndex.from_tuples(keys, names=_WHO)).reset_index()
+    newest = {name: tables.stream(name).drop_duplicates(_WHO, keep="last") for name in (*_BEGUN, "fetch")}
+    progress = pd.DataFrame([_progress(tables, newest, key) for key in keys], columns=["step", "batch", "phase"])
+    roles = [role if isinstance(role, str) else ROLES[0] for role in states["role"]]
+    states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)
+    return states.sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
 
 
 def as_records(states: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table for JSON: whole numbers as such, and what is not known None."""
     return [
-        {name: value if isinstance(value, str) else _plain(name, value) for name, value in row.items()}
+        {str(name): value if isinstance(value, str) else _plain(name, value) for name, value in row.items()}
         for row in states.to_dict("records")
     ]
 
@@ -87,15 +87,15 @@ def _ends_ns(tables: RunTables, samples: pd.DataFrame) -> dict[str, float]:
     return {str(host): float(times.max()) for host, times in seen.groupby("host")["time_ns"]}
 
 
-def _progress(tables: RunTables, key: ProcessKey) -> dict[str, Any]:
+def _progress(
+    tables: RunTables, newest: Mapping[str, pd.DataFrame], key: ProcessKey
+) -> tuple[float, float, str | None]:
     """The last step and batch of a process, and what it had begun when it wrote last."""
-    records = {name: of_process(tables.stream(name), key).iloc[-1:] for name in (*_BEGUN, "fetch")}
+    records = {name: of_process(rows, key) for name, rows in newest.items()}
     batches = records["fetch"] if records["batch"].empty else records["batch"]
     times = {name: last(floats(records[name], "time_ns")) for name in _BEGUN if len(records[name])}
     told = [str(event["phase"]) for event in tables.events_of("phase") if key_of(event) == key]
     phase = _BEGUN[max(times, key=times.__getitem__)] if times else None
-    return {
-        "step": last(floats(records["step"], "step")),
-        "batch": last(floats(batches, "index")),
-        "phase": told[-1] if told and told[-1] != "train" else phase,  # a framework that says so knows better
-    }
+    if told and told[-1] != "train":  # a framework that says so knows better
+        phase = told[-1]
+    return last(floats(records["step"], "step")), last(floats(batches, "index")), phase
