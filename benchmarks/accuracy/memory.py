@@ -1,0 +1,217 @@
+"""Are the verdicts on memory right? Real trainings with known faults, their healthy twins, and real deaths.
+
+    python -m benchmarks.accuracy memory [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
+
+Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own. What
+has run is kept in `--keep` and not run again; what is kept is judged anew each time, so it can be run in parts.
+Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at three
+quarters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.accuracy.memory_baselines import METHODS, Trace, trace
+from benchmarks.accuracy.memory_cases import Case, cases
+from benchmarks.accuracy.memory_replay import CLOCKS, HALF, THREE_QUARTERS, Forecast, forecasts, until, warnings
+from benchmarks.accuracy.memory_runs import check, kept, run_all
+from collector.diagnosis.findings import KINDS, Finding
+from collector.diagnosis.frames import SECOND_NS
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.verdict import diagnose
+
+_HEAD = """# Are the verdicts on memory right?
+
+`python -m benchmarks.accuracy memory > docs/accuracy.md` has written this page, as root on a machine with a memory
+cgroup of version 1. Each case is a real training under the collector, with a cgroup and a /dev/shm of its own: the
+faults of `tidegauge job fault` and leaks of 2 KiB to 2 MiB a step, from the start or from the middle on, with and
+without varying lengths, evaluations and checkpoints; their twins, which do the same and keep nothing; healthy
+trainings that look like leaks; and real deaths. Nothing is fitted to cases, these or others, so none had to be held
+back. The other methods look at the same samples; they name neither kind nor place, so any alarm on a leaking
+training counts as right.
+"""
+_SURE = 0.9
+#: Moments of a run at which it is asked who has warned by then.
+_MOMENTS = 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="those whose name or group has it")
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which no further training is started")
+    parser.add_argument("--keep", type=Path, default=Path("/tmp/tidegauge-accuracy"))
+    parser.add_argument("--side-by-side", type=int, default=6, metavar="N", help="trainings at a time")
+    options = parser.parse_args()
+    if lack := check():
+        sys.exit(lack)
+    chosen = [
+        case
+        for case in cases()
+        if not options.cases or any(word in case.name or word == case.group for word in options.cases)
+    ]
+    deadline = time.monotonic() + 60 * options.minutes
+    run_all(chosen, options.keep, side_by_side=options.side_by_side, deadline=deadline)
+    for line in page(chosen, options.keep):
+        print(line, flush=True)
+
+
+def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
+    """The Markdown of what is kept."""
+    traces: list[tuple[Case, Trace]] = []
+    told: dict[str, list[Finding]] = {}
+    forecast: list[Forecast] = []
+    leads: list[str] = []
+    deaths: list[tuple[Case, list[Finding]]] = []
+    for case, tables in kept(chosen, keep):
+        if case.group == "death":
+            deaths.append((case, [f for f in diagnose(tables).findings if KINDS[f.kind] == "death"]))
+            continue
+        told[case.name] = warnings(tables)
+        traces.append((case, trace(tables)))
+        if case.steady:
+            forecast += forecasts(case, tables)
+        if case.group == "kill":
+            leads += _lead(case, tables)
+    ran = len(traces) + len(deaths)
+    yield _HEAD
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    yield f"{ran} of {len(chosen)} cases on {machine}, {date.today()}."
+    if traces:
+        yield from _leaks(traces, told)
+    if forecast:
+        yield from _forecasts(forecast)
+    if leads:
+        yield from (
+            "",
+            "## Warned before the kernel's kill",
+            "",
+            _LEAD_HEAD,
+            "|---" * (2 + len(_LEADING)) + "|",
+        )
+        yield from leads
+    if deaths:
+        yield from _deaths(deaths)
+
+
+def _leaks(traces: Sequence[tuple[Case, Trace]], told: dict[str, list[Finding]]) -> Iterator[str]:
+    sick = [case for case, _ in traces if case.kind]
+    well = [case for case, _ in traces if not case.kind]
+    found = [case for case in sick if any(f.kind == case.kind for f in told[case.name])]
+    placed = [c for c in found if any(f.kind == c.kind and f.locus.role == c.role for f in told[c.name])]
+    wrong = {case.name: [f.kind for f in told[case.name] if _is_wrong(case, f)] for case, _ in traces}
+    false_count = sum(map(len, wrong.values()))
+    loud = {group: [c for c in well if c.group == group and wrong[c.name]] for group in ("twin", "healthy")}
+    yield from ("", "## Leaks", "", "| method | precision | recall | warned of healthy runs |", "|---|---|---|---|")
+    yield _row("Tidegauge", len(found), false_count, len(sick), sum(map(len, loud.values())), len(well))
+    for name, method in METHODS.items():
+        hits = sum(method(each) for case, each in traces if case.kind)
+        alarms = sum(method(each) for case, each in traces if not case.kind)
+        yield _row(name, hits, alarms, len(sick), alarms, len(well))
+    yield ""
+    yield f"Locus right in {len(placed)} of {len(found)} found."
+    for group, silent in (("twin", "twins"), ("healthy", "hard negatives")):
+        yield f"Findings on {len(loud[group])} of {sum(c.group == group for c in well)} {silent}."
+    yield f"Not found: {', '.join(c.name for c in sick if c not in found) or 'none'}."
+    yield f"Wrong: {', '.join(f'{kind} of {name}' for name, kinds in wrong.items() for kind in kinds) or 'none'}."
+
+
+def _is_wrong(case: Case, finding: Finding) -> bool:
+    """Whether it says what is not so; that a limit comes nearer is true of every leak."""
+    if case.kind is None:
+        return True
+    return KINDS[finding.kind] == "memory leak" and finding.kind not in (case.kind, *case.also)
+
+
+def _row(name: str, hits: int, false_count: int, sick: int, alarms: int, well: int) -> str:
+    precision = f"{hits / (hits + false_count):.2f}" if hits + false_count else "-"
+    recall = f"{hits / sick:.2f} ({hits} of {sick})" if sick else "-"
+    return f"| {name} | {precision} | {recall} | {alarms} of {well} |"
+
+
+def _forecasts(found: Sequence[Forecast]) -> Iterator[str]:
+    yield from ("", "## Time to the limit", "")
+    yield "| of the way seen | in | forecast in | median error | p90 error | 90 % interval holds |"
+    yield "|---|---|---|---|---|---|"
+    for ratio, clock in itertools.product((HALF, THREE_QUARTERS), CLOCKS):
+        here = [each for each in found if each.way_ratio == ratio and each.clock == clock]
+        told = [each for each in here if math.isfinite(each.mid)]
+        if told:
+            errors = [each.error_ratio for each in told]
+            held = sum(each.holds for each in told)
+            yield (
+                f"| {ratio:.0%} | {clock} | {len(told)} of {len(here)} | {np.median(errors):.0%} | "
+                f"{np.quantile(errors, 0.9):.0%} | {held} of {len(told)} ({held / len(told):.0%}) |"
+            )
+    worst = sorted((each for each in found if not math.isnan(each.mid)), key=lambda each: -each.error_ratio)[:4]
+    yield ""
+    yield (
+        "Worst: "
+        + ", ".join(f"{w.case} at {w.way_ratio:.0%} in {w.clock}: {w.error_ratio:.0%}" for w in worst)
+        + "."
+    )
+
+
+_LEADING = (
+    "main RSS, 80 % of the limit",
+    "summed RSS, 80 % of the limit",
+    "OLS R² > 0.8, summed RSS",
+    "Stormlog (100 MB, 10 % rising), main RSS",
+    "earlyoom (10 % left), in the cgroup",
+)
+_LEAD_HEAD = "| killed | Tidegauge | " + " | ".join(_LEADING) + " |"
+
+
+def _lead(case: Case, tables: RunTables) -> Iterator[str]:
+    """When each first warned and never took it back: seconds before the end, and headroom of the limit then."""
+    whole = trace(tables)
+    counts = [round(len(whole.seconds) * (k + 1) / _MOMENTS) for k in range(_MOMENTS)]
+    cells = []
+    for method in (None, *(METHODS[name] for name in _LEADING)):
+        said = [
+            bool(warnings(until(tables, whole.seconds[count - 1] * SECOND_NS)))
+            if method is None
+            else method(whole.before(count))
+            for count in counts
+        ]
+        silent = [k for k, one in enumerate(said) if not one]
+        first = silent[-1] + 1 if silent else 0
+        if first == len(counts):
+            cells.append("-")
+            continue
+        at = counts[first] - 1
+        left = 1 - whole.demand[at] / whole.limit_bytes
+        cells.append(f"{whole.seconds[-1] - whole.seconds[at]:.0f} s, {max(left, 0):.0%}")
+    yield f"| {case.name.removeprefix('kill-')} | {' | '.join(cells)} |"
+
+
+def _deaths(deaths: Sequence[tuple[Case, list[Finding]]]) -> Iterator[str]:
+    right: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    wrong = []
+    for case, found in deaths:
+        name = case.name.rpartition("-")[0]
+        count[name] += 1
+        named = [f for f in found if f.severity != "info" and f.locus.role != "collector"]
+        is_right = [(f.kind, f.locus.role) for f in named if f.severity == "critical" or len(named) == 1]
+        sure_and_wrong = [f for f in named if f.kind != case.kind and f.confidence >= _SURE]
+        if set(is_right) == {(case.kind, case.role)} and not sure_and_wrong:
+            right[name] += 1
+        else:
+            wrong.append(f"{case.name}: {[(f.kind, f.locus.role, f.confidence) for f in found]}")
+    yield from ("", "## Deaths", "", "| death | cause right |", "|---|---|")
+    yield from (f"| {name} | {right[name]} of {n} |" for name, n in count.items())
+    yield f"| all | {right.total()} of {count.total()} |"
+    yield from ["", *(f"- {line}" for line in wrong)]

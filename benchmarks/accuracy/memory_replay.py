@@ -1,0 +1,119 @@
+"""A recorded run as it was at an earlier moment, and under another limit: what would the rules have said then?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.accuracy.memory_cases import Case
+from collector.diagnosis.findings import KINDS, Eta, Finding
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, step_numbers, training_end_ns, training_start_ns
+from collector.diagnosis.host_memory import demand_series
+from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import lower_envelope
+from collector.diagnosis.verdict import diagnose
+
+MEMORY = ("memory leak", "memory forecast")
+#: Of the way to the limit.
+HALF, THREE_QUARTERS = 0.5, 0.75
+_NEAR_THE_END = 0.97
+CLOCKS = ("seconds", "steps")
+_NO_ETA = Eta(low_seconds=math.nan, mid_seconds=math.nan, high_seconds=math.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What was forecast at one moment, and how long it really took; NaN where nothing was forecast."""
+
+    case: str
+    way_ratio: float
+    clock: str
+    low: float
+    mid: float
+    high: float
+    truth: float
+
+    @property
+    def error_ratio(self) -> float:
+        """Of the middle."""
+        return abs(self.mid - self.truth) / self.truth
+
+    @property
+    def holds(self) -> bool:
+        """Whether the interval has the truth in it."""
+        return self.low <= self.truth <= self.high
+
+
+def warnings(tables: RunTables) -> list[Finding]:
+    """The findings about memory that warn."""
+    found = diagnose(tables).findings
+    return [each for each in found if KINDS[each.kind] in MEMORY and each.severity != "info"]
+
+
+def until(tables: RunTables, time_ns: float, *, limit_bytes: float | None = None) -> RunTables:
+    """The run at that moment, still going on; under a cgroup of that limit."""
+    streams = {name: rows[floats(rows, "time_ns") <= time_ns] for name, rows in tables.streams.items()}
+    if limit_bytes is not None:
+        streams["host"] = streams["host"].assign(cgroup_limit_bytes=limit_bytes)
+    keys = [key_of(tables.manifest.get("command")), *Lifecycle(tables).mains]
+    ended = {"end_time_ns": None, "exit_status": None}
+    return dataclasses.replace(
+        tables,
+        manifest={**tables.manifest, **ended},
+        events=[event for event in tables.events if event["time_ns"] <= time_ns],
+        streams=streams,
+        living=frozenset(key for key in keys if key is not None),
+        now_ns=int(time_ns),
+        totals={},
+    )
+
+
+def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
+    """Those half of the way to the limit, and at three quarters: to the kill, or to a limit put near the end."""
+    times, demand = _demand(tables)
+    begun = float(times[0]) + _onset(case) * float(times[-1] - times[0])
+    killed = case.group == "kill"
+    limit = case.limit_mib * 2**20 if killed else _low_near(times, demand, float(times[-1]), _NEAR_THE_END)
+    met = np.flatnonzero(demand >= limit)
+    end = float(times[met[0]]) if len(met) and not killed else float(times[-1])
+    start = float(np.median(demand[times >= begun][:8]))
+    found = []
+    for ratio in (HALF, THREE_QUARTERS):
+        # The level that is never given back again: what comes and goes is not of the way.
+        beyond = np.flatnonzero((demand < start + ratio * (limit - start)) & (times < end))
+        at = float(times[min(beyond[-1] + 1, len(times) - 1)]) if len(beyond) else end
+        if not begun < at < end:
+            continue
+        then = warnings(until(tables, at * SECOND_NS, limit_bytes=limit))
+        eta = next((each.eta for each in then if each.kind == "host-oom-risk" and each.eta), _NO_ETA)
+        truths = end - at, float(np.diff(step_numbers(tables, Lifecycle(tables).mains[0], np.array([at, end])))[0])
+        for clock, truth in zip(CLOCKS, truths, strict=True):
+            when = {name: _known(getattr(eta, f"{name}_{clock}")) for name in ("low", "mid", "high")}
+            found.append(Forecast(case=case.name, way_ratio=ratio, clock=clock, truth=truth, **when))
+    return found
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _demand(tables: RunTables) -> tuple[np.ndarray, np.ndarray]:
+    """Times (seconds) and demand while it trained."""
+    times, demand = demand_series(tables, str(tables.stream("host")["host"].iloc[0]))
+    begin, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
+    inside = np.isfinite(demand) & (times >= begin) & (times <= end)
+    return times[inside], demand[inside]
+
+
+def _onset(case: Case) -> float:
+    return float(case.job[case.job.index("--onset") + 1]) if "--onset" in case.job else 0.0
+
+
+def _low_near(times: np.ndarray, demand: np.ndarray, end: float, ratio: float) -> float:
+    """The lower envelope of the demand so far along."""
+    middle, low = lower_envelope(times, demand, 30)
+    return float(np.interp(times[0] + ratio * (end - times[0]), middle, low))
