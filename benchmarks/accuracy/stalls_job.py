@@ -80,9 +80,10 @@ class Training:
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def loader(self) -> DataLoader[Any]:
-        dataset = self.dataset or Items(self.work, count=self.epoch * BATCH_SIZE)
+        end = self.first_batch + self.epoch
+        dataset = self.dataset or Items(self.work, count=end * BATCH_SIZE)
         if self.first_batch:
-            dataset = Subset(dataset, range(self.first_batch * BATCH_SIZE, self.epoch * BATCH_SIZE))
+            dataset = Subset(dataset, range(self.first_batch * BATCH_SIZE, end * BATCH_SIZE))
         return DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=self.workers, **self.settings)
 
 

@@ -27,6 +27,7 @@ from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
+from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.tables import RunTables, load_tables
 from collector.diagnosis.tuning import Forecast, Option, forecast
 from training_harness.jobs.common import expect_many_workers
@@ -38,6 +39,7 @@ Pair = tuple[int, int]  # num_workers, prefetch_factor
 SWEEP: tuple[Pair, ...] = ((0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (2, 1), (4, 1), (2, 4), (4, 4))
 BATCHES = 150
 FIRST_BATCHES = 250
+DIABETES_WORKERS = 8
 REPEATS_SHARE = 0.6  # of the repeats of the causes
 SHARED = "I/O-bound, one pipe"
 
@@ -75,11 +77,18 @@ class Hoarding(Work):
     kept_bytes: int = 0
 
     def __call__(self, index: int) -> None:
-        kept.setdefault(os.getpid(), bytearray(b"\1" * self.kept_bytes))
+        if os.getpid() not in kept:
+            kept[os.getpid()] = bytearray(b"\1" * self.kept_bytes)
         super().__call__(index)
 
 
 kept: dict[int, bytearray] = {}
+
+
+def short_epochs(draw: random.Random) -> Training:
+    training = blocked(draw)
+    training.epoch, training.settings = 25, {"persistent_workers": True}
+    return training
 
 
 def computing(draw: random.Random) -> Training:
@@ -111,9 +120,11 @@ def large(draw: random.Random) -> Training:
 LOADERS = {
     "blocked": Loader(blocked),
     "blocked, unordered": Loader(unordered),
+    "blocked, short epochs": Loader(short_epochs),
     "CPU-bound": Loader(computing),
     "CPU-bound, loop too": Loader(computing_too),
     "CPU and blocked": Loader(mixed),
+    "from 4 workers": Loader(mixed, (4, 2)),
     "large batches": Loader(large),
     "inline, blocked": Loader(blocked, (0, 2)),
     "inline, CPU-bound": Loader(computing, (0, 2)),
@@ -195,9 +206,11 @@ def pair_of(setting: Setting) -> Pair:
 
 
 def rate(loop: Loop) -> float:
-    """Batches per second after the ramp-up."""
-    times = floats(loop.batches, "time_ns")[loop.ramp :]
-    return float((len(times) - 1) / (times[-1] - times[0]) * 1e9)
+    """Batches per second after the ramp-up; of whole epochs, but the first, if there are several."""
+    times = floats(loop.batches, "time_ns")
+    begins = np.flatnonzero(floats(loop.batches, "index") == 0)
+    first, last = (begins[1], begins[-1]) if len(begins) > 2 else (loop.ramp, len(times) - 1)
+    return float((last - first) / (times[last] - times[first]) * 1e9)
 
 
 def costs(loop: Loop) -> tuple[float, float]:
@@ -251,6 +264,22 @@ def summary(name: str, rounds: Sequence[Round]) -> str:
     )
 
 
+def diabetes(home: Path) -> str:
+    """The job whose batches are too cheap for workers: what each number of them gives, and what is advised."""
+    job = ("-m", "training_harness.jobs", "diabetes", "--sweep", f"0-{DIABETES_WORKERS}")
+    tables = load_tables(kept_run(home / "diabetes", [sys.executable, *job]))
+    swept = sorted(loops(tables), key=lambda loop: loop.loader)[: DIABETES_WORKERS + 1]
+    rates = [rate(loop) for loop in swept]
+    advised = [each for each in find_stalls(tables) if each.locus.loader == swept[0].loader]
+    words = advised[0].advice[0].text if advised and advised[0].advice else "no advice"
+    best = int(np.argmax(rates))
+    listed = ", ".join(f"{each:.0f}" for each in rates)
+    return (
+        f"\n`diabetes`, num_workers 0 to {DIABETES_WORKERS}: {listed} batches/s; the fastest is {best}. "
+        f"Told of the run with 0: {words}."
+    )
+
+
 def page(home: Path, names: Iterable[str], repeats: int) -> str:
     """Measure, and the tables of it."""
     rounds = []
@@ -283,6 +312,7 @@ def page(home: Path, names: Iterable[str], repeats: int) -> str:
     if len(errors):
         figures = f"{np.median(errors):.0%}, {errors.max():.0%}"
         lines.append(f"| host memory, error: median, worst of {len(errors)} | 15 % | {figures} |")
+    lines.append(diabetes(home))
     return "\n".join(lines)
 
 
@@ -303,7 +333,11 @@ def main() -> None:
     with training.closing:
         for workers, prefetch in pairs:
             training.workers = workers
-            training.settings = settings | ({"prefetch_factor": prefetch} if workers else {})
+            training.settings = (
+                settings | {"prefetch_factor": prefetch}
+                if workers
+                else {name: value for name, value in settings.items() if name == "in_order"}
+            )
             training.first_batch = (
                 0 if len(pairs) == 1 else FIRST_BATCHES
             )  # other samples than those predicted from

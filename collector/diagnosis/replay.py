@@ -98,9 +98,19 @@ class Prediction:
         return self.batches_per_second / factor, self.batches_per_second * factor
 
 
-def predict(trace: Trace, settings: Sequence[Setting], *, seed: int = 0) -> list[Prediction]:
-    """What each setting gives on this trace; how sure that is, resampled blocks of the trace tell."""
-    slower = slowdown(trace, settings, np.full(len(settings), trace.cores))
+def predict(
+    trace: Trace, settings: Sequence[Setting], *, cores: Floats | None = None, seed: int = 0
+) -> list[Prediction]:
+    """What each setting gives on this trace; how sure that is, resampled blocks of the trace tell.
+
+    Args:
+        trace: the stretch that is replayed.
+        settings: to predict.
+        cores: that there are in each setting, instead of those of the trace.
+        seed: of the resampling.
+
+    """
+    slower = slowdown(trace, settings, np.full(len(settings), trace.cores) if cores is None else cores)
     order = _resamples(len(trace.loop), np.random.default_rng(seed))
     rates, waits = _play(trace, settings, slower, order)
     spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)

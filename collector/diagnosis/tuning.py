@@ -17,6 +17,7 @@ from collector.diagnosis.calibration import Calibrated, calibrate
 from collector.diagnosis.frames import floats, last, median, sampled
 from collector.diagnosis.host_memory import binding_limit, demand_series
 from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting, Trace, predict
 from collector.diagnosis.tables import RunTables
@@ -138,7 +139,8 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
             f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
         )
     memory = _memory(tables, loop, measured)
-    options = [_option(measured, memory, error, shared_io, prediction) for prediction in predictions]
+    ways = _ways_to_share(measured, predictions, cores_per_rank(tables, loop.main[0]))
+    options = [_option(measured, memory, error, shared_io, *ways_of_one) for ways_of_one in zip(*ways, strict=True)]
     return Forecast(
         measured=measured,
         error=error,
@@ -163,10 +165,28 @@ def _grid(measured: Calibrated) -> Iterator[Setting]:
                 yield setting
 
 
-def _option(measured: Calibrated, memory: Memory, error: float, shared_io: bool, prediction: Prediction) -> Option:
+def _ways_to_share(
+    measured: Calibrated, predictions: list[Prediction], cores: float
+) -> tuple[list[Prediction], ...]:
+    """What there is if others leave a part of the cores, and, where they do, if each thread gets an equal share.
+
+    Which it is depends on how the kernel groups processes (cgroups, autogroup), and that is not known.
+    """
+    if not measured.trace.cores < cores:
+        return (predictions,)
+    settings = [prediction.setting for prediction in predictions]
+    threads = np.array([setting.num_workers + 1 for setting in settings], dtype=float)
+    others = (measured.setting.num_workers + 1) * (cores / measured.trace.cores - 1)
+    return predictions, predict(measured.trace, settings, cores=cores * threads / (threads + others))
+
+
+def _option(
+    measured: Calibrated, memory: Memory, error: float, shared_io: bool, prediction: Prediction, *ways: Prediction
+) -> Option:
     setting, own = prediction.setting, measured.setting
     unsure = UNSEEN_ERROR if own.num_workers == 0 else OWN_ERROR if setting == own else MODEL_ERROR
-    low, high = prediction.interval(abs(error) + unsure)
+    intervals = [way.interval(abs(error) + unsure) for way in (prediction, *ways)]
+    low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
     if shared_io:
         low = min(low, measured.batches_per_second)
     needed = memory.needed(setting)

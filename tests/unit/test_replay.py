@@ -177,6 +177,18 @@ def test_storage_may_be_the_limit_for_all_workers_together():
     assert found.best.low <= found.measured.batches_per_second < found.best.batches_per_second
 
 
+def test_where_others_use_the_cores_more_workers_are_less_sure():
+    def width(split, workers):
+        found = outlook(simulate(workers=2, prefetch=2, split=split, cores=2.0, **RUN | {"batches": 300}))
+        options = {option.setting: option for option in found.options}
+        option = options[Setting(num_workers=workers, prefetch_factor=2)]
+        return option.high / option.low
+
+    waiting, free = (0.2, 0.2, 0.6), (0.3, 0.0, 0.7)  # of a fetch: computing, without a core, blocked
+    assert width(waiting, 6) > 1.3 * width(waiting, 2)
+    assert width(free, 6) < 1.2 * width(free, 2)
+
+
 def with_memory(*, limit):
     """A run on a host with so much memory: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
     script = simulate(workers=2, prefetch=2, cores=8.0, **RUN)
