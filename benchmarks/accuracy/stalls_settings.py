@@ -29,11 +29,10 @@ from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.tables import RunTables, load_tables
-from collector.diagnosis.tuning import Forecast, Option, forecast
+from collector.diagnosis.tuning import Forecast, Option, forecast, held_bytes
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
-from training_harness.records import ROLE_WORKER
 
 Pair = tuple[int, int]  # num_workers, prefetch_factor
 SWEEP: tuple[Pair, ...] = ((0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (2, 1), (4, 1), (2, 4), (4, 4))
@@ -64,10 +63,11 @@ def unordered(draw: random.Random) -> Training:
 
 
 def heavy(draw: random.Random) -> Training:
-    """Batches and workers that take memory, and queues that are full."""
+    """Batches and workers that take memory; with 3 workers or more the queues are full."""
     size = draw.randint(4, 12) * (1 << 20) // BATCH_SIZE // 4
-    dataset = Items(Hoarding(asleep=0.004, kept_bytes=draw.randint(32, 128) << 20), count=100_000, size=size)
-    return Training(kind="", step=draw.uniform(0.015, 0.025), workers=2, dataset=dataset)
+    step = draw.uniform(0.020, 0.030)
+    work = Hoarding(asleep=2.5 * step, kept_bytes=draw.randint(32, 128) << 20)
+    return Training(kind="", step=step, workers=2, dataset=Items(work, count=100_000, size=size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ LOADERS = {
     SHARED: Loader(partial(io, faulty=True)),
 }
 MEMORY = "memory"
-MEMORY_PAIRS: tuple[Pair, ...] = ((4, 2), (6, 2), (2, 8))
+MEMORY_PAIRS: tuple[Pair, ...] = ((3, 4), (4, 2), (4, 4))
 TRAININGS = {name: loader.draw for name, loader in LOADERS.items()} | {MEMORY: heavy}
 
 
@@ -232,20 +232,8 @@ def memory_errors(home: Path, seed: int) -> list[float]:
     for pair in (pair for pair in MEMORY_PAIRS if pair in options):
         folder = home / f"{MEMORY}-{seed}-{pair[0]}-{pair[1]}"
         tables, (loop,) = trained(folder, MEMORY, seed, [pair], FIRST_BATCHES)
-        found.append(options[pair].memory_bytes / held(tables) - 1)
+        found.append(options[pair].memory_bytes / held_bytes(tables, loop) - 1)
     return found
-
-
-def held(tables: RunTables) -> float:
-    """The most that training and workers held at once, bytes: their own, and shared memory, mapped or queued."""
-    host, process = tables.stream("host"), tables.stream("process")
-    process = process[process["role"] <= ROLE_WORKER]
-    own = (process["pss_bytes"] - process["shm_bytes"]).astype(float)
-    by_tick = own.groupby([process["time_ns"], process["process_pid"]]).sum(min_count=1).unstack().ffill()
-    private = by_tick.sum(axis=1)
-    shm = floats(host, "shm_used_bytes")
-    at = np.searchsorted(floats(host, "time_ns"), private.index) - 1
-    return float(np.max(private.to_numpy() + np.maximum(shm[np.maximum(at, 0)] - shm[0], 0.0)))
 
 
 def summary(name: str, rounds: Sequence[Round]) -> str:

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.calibration import Calibrated, calibrate
-from collector.diagnosis.frames import floats, last, median, sampled
+from collector.diagnosis.frames import floats, last, median, peak, sampled
 from collector.diagnosis.host_memory import binding_limit, demand_series
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.limits import cores_per_rank
@@ -224,12 +225,23 @@ def _best(options: list[Option], strained: list[float], measured: Calibrated, me
 
 
 def held_bytes(tables: RunTables, loop: Loop) -> float:
-    """PSS of the training process and the loop's workers, each as last sampled; NaN if none was."""
+    """The most that the training process, the loop's workers and its queued batches held at once; NaN if unknown.
+
+    A batch in a queue is mapped by no process, so that no PSS has it: /dev/shm alone grows by it.
+    """
     pids = [loop.main[1], *loop.fetches["pid"].unique()]
-    process = tables.stream("process")
+    process, host = tables.stream("process"), tables.stream("host")
     mine = process[(process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
-    newest = mine[np.isfinite(floats(mine, "pss_bytes"))].groupby("process_pid")["pss_bytes"].last()
-    return float(newest.sum()) if len(newest) else math.nan
+    pss = np.where(floats(mine, "alive") == 0, 0.0, floats(mine, "pss_bytes"))
+    sizes = pd.Series(pss).groupby([floats(mine, "time_ns"), mine["process_pid"].to_numpy()])
+    mapped = sizes.sum(min_count=1).unstack().ffill().sum(axis=1, min_count=1)
+    host = host[host["host"] == loop.main[0]]
+    shm = floats(host, "shm_used_bytes")
+    at = np.searchsorted(floats(host, "time_ns"), mapped.index, side="right") - 1
+    before = shm[np.isfinite(shm)][:1]
+    queued = np.nan_to_num(shm[np.maximum(at, 0)] - before) if len(before) else np.zeros(len(mapped))
+    most = loop.num_workers * loop.prefetch_factor * np.nan_to_num(peak(floats(loop.batches, "payload_bytes")))
+    return peak(mapped.to_numpy() + np.clip(queued, 0.0, most))
 
 
 def _memory(tables: RunTables, loop: Loop, measured: Calibrated) -> Memory:

@@ -9,7 +9,7 @@ from collector.diagnosis.calibration import calibrate
 from collector.diagnosis.loops import loops
 from collector.diagnosis.replay import Setting, Trace, predict
 from collector.diagnosis.stalls import find_stalls
-from collector.diagnosis.tuning import Memory, forecast
+from collector.diagnosis.tuning import Memory, forecast, held_bytes
 from tests.unit.simulated_runs import MAIN, MIB, jittered, sample_host, sample_process, simulate
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
@@ -202,9 +202,17 @@ def with_memory(*, limit):
     sample_host(script, seconds, demand=much(2000), limit=limit * MIB, total=2**36)
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=much(1024), rss=much(1024))
     for worker in range(2):
-        who = ("node", 1000 + 10 * worker, 7000 + 10 * worker)
+        who = ("node", 1000 + worker, 7000 + worker)
         sample_process(script, seconds, who, ROLE_WORKER, private=much(200), rss=much(900), worker=worker, loader=0)
     return script
+
+
+def test_batches_in_queues_are_held_too_though_no_process_maps_them():
+    script = with_memory(limit=64_000)
+    shm_mib = np.array([10, 110, 160, 1010, 60])  # 1 GB is not this loader's
+    script.parts["host"][-1]["shm_used_bytes"] = shm_mib * MIB
+    tables = script.tables()
+    assert held_bytes(tables, loops(tables)[0]) == (1024 + 2 * 200 + 4 * 50) * MIB
 
 
 def test_the_advice_fits_into_the_memory_that_is_free():
