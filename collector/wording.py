@@ -55,7 +55,7 @@ _WRITTEN = {
     "cpu": "CPU",
 }
 _PARTS = {
-    "other": "the rest of the dataset",
+    "other": "rest of the dataset",
     "idle": "no index to fetch",
     "transfer": "the way from the worker",
     "dispatch": "choosing samples",

@@ -13,6 +13,7 @@ from collector.diagnosis.rounds import Lanes
 from collector.wording import duration, percent, quantity
 
 LOOP = "training"
+_LONG_MS = 5_000
 #: kind of bar -> (name in the legend, attribute of the theme, pattern, height, offset within the lane)
 _BARS = {
     "work": ("trains", "host", "", 0.6, -0.4),
@@ -34,10 +35,13 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
         revision: the run.
 
     """
-    bars = shown.bars
+    bars, unit, scale = shown.bars, "ms", 1.0
+    length_ms = (shown.end_ns - shown.begin_ns) / 1e6
+    if length_ms >= _LONG_MS:
+        unit, scale = "s", 1e-3
     names = [LOOP, *(f"worker {int(worker)}" for worker in sorted(bars["worker"].dropna().unique()))]
-    height = max(260, min(720, 130 + 34 * len(names)))
-    figure = blank(theme, x_title="time in the window (ms)", y_title="", revision=revision, height=height)
+    height = max(340, min(760, 200 + 34 * len(names)))
+    figure = blank(theme, x_title=f"time in the window ({unit})", y_title="", revision=revision, height=height)
     for kind, (name, colour, shape, thick, offset) in _BARS.items():
         rows = bars[bars["kind"] == kind].iloc[:MAX_POINTS]
         if rows.empty:
@@ -48,8 +52,8 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
                 name=name,
                 orientation="h",
                 y=[LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]],
-                base=rows["begin_ms"].to_numpy(dtype=np.float32),
-                x=rows["duration_ms"].to_numpy(dtype=np.float32),
+                base=(rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
+                x=(rows["duration_ms"] * scale).to_numpy(dtype=np.float32),
                 width=thick,
                 offset=offset,
                 marker={"color": getattr(theme, colour), "pattern": pattern(shape, theme), "line": {"width": 0}},
@@ -61,7 +65,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
     figure.update_yaxes(
         type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.5, -0.7], showgrid=False
     )
-    figure.update_xaxes(range=[0, (shown.end_ns - shown.begin_ns) / 1e6])
+    figure.update_xaxes(range=[0, length_ms * scale])
     waits = bars[bars["kind"] == "wait"]
     by_worker = waits.groupby("by")["duration_ms"].sum()
     worst = by_worker.index[int(by_worker.to_numpy().argmax())]
@@ -77,7 +81,8 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
 
 def fold(folded: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     """The waits by position in the round: a position that stands out is a worker that the training waits for."""
-    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", revision=revision)
+    title = "position in the round: worker (id)"
+    figure = blank(theme, x_title=title, y_title="wait (ms)", revision=revision, height=440)
     places = [
         str(position) if position == worker else f"{position}: worker {worker}"
         for position, worker in zip(folded["position"], folded["worker"], strict=True)

@@ -91,7 +91,7 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def _where(row: Any) -> str:
     if row.stage in PARTS and pd.isna(row.batch_ms):
-        return "around the fetch"
+        return "around it"
     return "fetch" if row.in_fetch else "training loop"
 
 

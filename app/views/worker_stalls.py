@@ -22,6 +22,13 @@ NOTHING = "No stall has been found."
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 
 
+def in_words(moment: Moment) -> str:
+    """The gravest finding, or how little is waited."""
+    found = recent(moment)
+    waiting = "" if found is None else f" The training waits {percent(found.seen.wait_ratio)} of its time."
+    return answer(_chosen(moment), f"{NOTHING}{waiting}")
+
+
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about data loading and the training loop."""
     if moment.verdict is not None:
@@ -187,7 +194,7 @@ def _split(moment: Moment) -> pd.DataFrame | None:
 VIEW = View(
     name="worker-stalls",
     question="What does the training wait for, and which worker is behind it?",
-    answer=lambda moment: answer(_chosen(moment), NOTHING),
+    answer=in_words,
     by_loader=True,
     rows=(
         (Panel(name="Findings", build=findings),),
