@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 import streamlit as st
@@ -11,6 +12,7 @@ import streamlit as st
 from app import pages
 from app.figures.base import Chart
 from app.format import plain
+from app.terms import explained
 from collector.diagnosis.findings import KINDS, Finding
 from collector.wording import eta, label, locus, percent, quantity, title
 
@@ -30,9 +32,14 @@ EVIDENCE_PAGES = {
     "trust": pages.AGENT_HEALTH,
 }
 #: What is seen on another page than the rest of its group.
-_OF_KIND = dict.fromkeys(
-    ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
-)
+_OF_KIND = {
+    **dict.fromkeys(
+        ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
+    ),
+    **dict.fromkeys(("fd-leak", "shm-leak"), pages.OOM_RISK),
+}
+#: A table of more rows scrolls.
+_WHOLE_ROWS = 20
 #: At most so many findings stand open; the rest unfold.
 _OPEN_FINDINGS = 4
 
@@ -104,7 +111,7 @@ def draw(block: Block, key: str) -> None:
     match block:
         case Chart():
             with st.container(border=True):
-                st.markdown(f"**{plain(block.title)}**")
+                st.markdown(f"**{plain(block.title)}**", help=explained(block.words))
                 # Streamlit replaces a Plotly chart whose data have changed: hold its place meanwhile.
                 with st.container(height=block.figure.layout.height, border=False):
                     st.plotly_chart(
@@ -122,7 +129,8 @@ def draw(block: Block, key: str) -> None:
                 for item in block.items:
                     st.metric(item.label, item.value, help=item.help, border=True)
         case Table():
-            st.dataframe(block.frame, hide_index=True, width="stretch", key=key)
+            height: Literal["content", "auto"] = "content" if len(block.frame) <= _WHOLE_ROWS else "auto"
+            st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
             with st.container(horizontal=True, vertical_alignment="center"):
                 if block.download:
                     csv, name = block.frame.to_csv(index=False), f"{block.download}.csv"

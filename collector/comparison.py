@@ -96,7 +96,10 @@ def change_ratio(measure: Measure, first: Measure) -> float | None:
 def words(measure: Measure, first: Measure | None = None) -> str:
     """`61.2 ms (+3.1%, n = 1,200)`."""
     change = None if first is None else change_ratio(measure, first)
-    inside = [f"{change:+.1%}"] if change is not None else []
+    inside = []
+    if change is not None and first is not None:  # shares differ in points: "577 %" more of 2 % says little
+        points = 100 * ((measure.value or 0.0) - (first.value or 0.0))
+        inside.append(f"{points:+.1f} points" if measure.unit == "ratio" else f"{change:+.1%}")
     inside += [f"n = {measure.n:,}"] if measure.n is not None else []
     text = quantity(measure.value, measure.unit)
     return f"{text} ({', '.join(inside)})" if inside else text

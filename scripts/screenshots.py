@@ -111,7 +111,7 @@ def await_view(page: Page) -> None:
     """Wait until the view stands: its status line, every chart, and nothing that still runs."""
     page.get_by_text("data as of").wait_for(timeout=60_000)
     drawn = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))"
-    settled = "!document.querySelector('[data-testid=stSkeleton], [data-testid=stStatusWidget]')"
+    settled = "!document.querySelector('[data-testid=stSkeleton]')"
     page.wait_for_function(f"() => {drawn} && {settled}", timeout=60_000)
 
 

@@ -31,17 +31,24 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     if own is None or own == axis or len(clock) < 2:
         return chart
     figure = go.Figure(chart.figure)
-    known, wanted = clock[own].to_numpy(float), clock[axis].to_numpy(float)
     for trace in figure.data:
-        x = np.asarray(trace.x, dtype=np.float64)
-        trace.x = np.interp(x, known, wanted, left=np.nan, right=np.nan)
+        trace.x = moved(trace.x, own, axis, clock)
     for mark in (*figure.layout.shapes, *figure.layout.annotations):
         if not str(mark.xref).endswith(("domain", "paper")):
-            _move(mark, known, wanted)
+            _move(mark, clock[own].to_numpy(float), clock[axis].to_numpy(float))
     for one in figure.select_xaxes():
         if one.title.text:
             one.title = axis_title(_TITLES[axis])
     return replace(chart, figure=figure)
+
+
+def moved(x: Any, own: Axis, axis: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
+    """Places along one axis as places along another, NaN before the first step and after the last."""
+    values = np.asarray(x, dtype=np.float64)
+    if own == axis or len(clock) < 2:
+        return values
+    known, wanted = clock[own].to_numpy(float), clock[axis].to_numpy(float)
+    return np.asarray(np.interp(values, known, wanted, left=np.nan, right=np.nan))
 
 
 def own_axis(chart: Chart) -> Axis | None:

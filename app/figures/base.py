@@ -32,6 +32,12 @@ class Chart:
         """What the figure says, for one who can't see it."""
         return f"{self.title} {self.caption} {self.takeaway}".strip()
 
+    @property
+    def words(self) -> str:
+        """All that is written in and around the figure."""
+        axes = [axis.title.text for axis in (*self.figure.select_xaxes(), *self.figure.select_yaxes())]
+        return " ".join(map(str, [self.alt, *axes, *(trace.name for trace in self.figure.data)]))
+
 
 def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: int = 320) -> go.Figure:
     """An empty figure in the house style.

@@ -22,7 +22,7 @@ _COLOURS = {
     "fragmentation": "latency",
     "non-PyTorch": "host",
     "other processes": "quiet",
-    UNATTRIBUTED: "grid",
+    UNATTRIBUTED: "limit",
 }
 #: kind of trouble -> (words, symbol, attribute of the theme).
 _TROUBLE = {"retries": ("cache flushed", "triangle-up", "reserved"), "ooms": ("out of memory", "x", "limit")}
@@ -113,7 +113,7 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
     figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False)
     whole, held = table["total_bytes"].sum(), table["allocated_bytes"].sum()
-    caption = f"{len(table):,} segments hold {size(whole)}, of which {size(held)} are in use."
+    caption = f"Segments: {len(table):,}, of {size(whole)}, of which {size(held)} are in use."
     if len(table) > len(shown):
         caption += f" The {len(shown)} largest are drawn."
     return Chart(title="How are the allocator's segments filled?", figure=figure, caption=caption)

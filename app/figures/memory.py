@@ -107,6 +107,20 @@ def against_limit(
     return Chart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)
 
 
+def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str) -> Chart:
+    """Open file descriptors of processes; the limit is drawn if a process comes within a factor of three of it."""
+    figure = blank(theme, x_title=ELAPSED, y_title="open files (count)", revision=revision)
+    for place, (name, points) in enumerate(lines.points.groupby("series")):
+        style = {"dash": _DASHES[place % len(_DASHES)]}
+        colour = theme.series[place % len(theme.series)]
+        figure.add_trace(line(str(name), points["elapsed_seconds"], points["value"], colour, "files", line=style))
+    peak = lines.points["value"].max()
+    if peak * 3 > limit_count:
+        limit(figure, limit_count, f"limit {limit_count:,.0f}", theme)
+    caption = f"Peak {peak:,.0f} of {limit_count:,.0f} allowed, over {lines.samples_count:,} samples."
+    return Chart(title="How near are open files to their limit?", figure=figure, caption=caption)
+
+
 def per_process(
     lines: Lines,
     places: pd.DataFrame,

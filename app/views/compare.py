@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
 from app.blocks import Block, Note, Table
 from app.figures import comparison
+from app.figures.axis import Axis, moved
 from app.figures.memory import METRIC_WORDS
 from app.panel import Moment, Panel, View, show
 from collector.comparison import Measure, change_ratio, differing, measures, words
@@ -62,11 +64,14 @@ def settings(moment: Moment) -> Iterator[Block]:
 
 
 def step_times(moment: Moment) -> Iterator[Block]:
-    """Time per step, on the same steps."""
-    found = {one.run_id: queries.steps(one.snapshot, one.span) for one in (moment, *moment.others)}
-    found = {name: steps for name, steps in found.items() if not steps.empty}
+    """Time per step."""
+    found = {}
+    for one in (moment, *moment.others):
+        steps = queries.steps(one.snapshot, one.span)
+        if not steps.empty:
+            found[one.run_id] = steps.assign(x=_place(one, "step", steps["step"]))
     if len(found) > 1:
-        yield comparison.step_times(found, moment.theme, revision=_revision(moment))
+        yield comparison.step_times(found, moment.theme, axis=moment.axis, revision=_revision(moment))
 
 
 def host_memory(moment: Moment) -> Iterator[Block]:
@@ -78,11 +83,16 @@ def host_memory(moment: Moment) -> Iterator[Block]:
         if metric is not None:
             grid = memory_queries.memory_by_role(one.snapshot, one.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
-            found[one.run_id] = pd.DataFrame({"elapsed_seconds": grid["elapsed_seconds"], "bytes": total})
+            x = _place(one, "elapsed", grid["elapsed_seconds"])
+            found[one.run_id] = pd.DataFrame({"x": x, "bytes": total})
             metrics.add(METRIC_WORDS[metric])
     if len(found) > 1:
         word = " or ".join(sorted(metrics))
-        yield comparison.host_memory(found, moment.theme, metric=word, revision=_revision(moment))
+        yield comparison.host_memory(found, moment.theme, axis=moment.axis, metric=word, revision=_revision(moment))
+
+
+def _place(moment: Moment, own: Axis, x: pd.Series) -> Any:
+    return moved(x, own, moment.axis, queries.step_clock(moment.snapshot, moment.span))
 
 
 def _measures(moment: Moment) -> dict[str, Measure]:
@@ -103,7 +113,9 @@ def _answer(moment: Moment) -> str:
         ("host_peak", "more host memory", "less host memory"),
     ):
         if (change := change_ratio(mine[name], other[name])) is not None:
-            parts.append(f"{abs(change):.1%} {more if change > 0 else less}")
+            label = mine[name].label
+            same = abs(change) < 0.0005
+            parts.append(f"the same {label}" if same else f"{abs(change):.1%} {more if change > 0 else less}")
     return f"Against {moment.others[0].run_id}: {', '.join(parts)}." if parts else ""
 
 

@@ -11,12 +11,15 @@ from app.figures import memory
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.store import memory_queries
-from collector.wording import MISSING, eta, known, percent, size
+from collector.wording import MISSING, eta, known, number, percent, size
 
 #: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
+#: As many processes are drawn with their open files.
+MAX_PROCESSES = 4
 NOTHING = "No limit is forecast to be met."
-DEATHS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error")
+#: Findings beside the forecasts whose evidence is here.
+SEEN_HERE = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
 
 
 def findings(moment: Moment) -> Iterator[Block]:
@@ -27,7 +30,7 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def limits(moment: Moment) -> Iterator[Block]:
     """One row per limit."""
-    rows = [*_device_rows(moment), *_host_rows(moment)]
+    rows = [*_device_rows(moment), *_host_rows(moment), *_file_rows(moment)]
     if not rows:
         yield Note(text="No host or device sample yet: only the collector takes them.")
         return
@@ -69,9 +72,21 @@ def shared_memory(moment: Moment) -> Iterator[Block]:
     yield from _host_charts(moment, table[table["limit"] == "shm"])
 
 
+def open_files(moment: Moment) -> Iterator[Block]:
+    """Open files of the processes that are nearest to their limit."""
+    places = memory_queries.open_files(moment.snapshot).head(MAX_PROCESSES)
+    if places.empty:
+        return
+    lines = memory_queries.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
+    if not lines.points.empty:
+        yield memory.open_files(
+            lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
+        )
+
+
 def _chosen(moment: Moment) -> list[Finding]:
     found = moment.verdict.findings if moment.verdict else ()
-    return [f for f in found if KINDS[f.kind] == "memory forecast" or f.kind in DEATHS]
+    return [f for f in found if KINDS[f.kind] == "memory forecast" or f.kind in SEEN_HERE]
 
 
 def _host_charts(moment: Moment, table: pd.DataFrame) -> Iterator[Block]:
@@ -109,6 +124,20 @@ def _host_rows(moment: Moment) -> Iterator[dict[str, str]]:
         yield _row(name, row["now_bytes"], row["peak_bytes"], row["capacity_bytes"], finding, moment)
 
 
+def _file_rows(moment: Moment) -> Iterator[dict[str, str]]:
+    for row in memory_queries.open_files(moment.snapshot).head(1).to_dict("records"):
+        finding = _forecast(moment, "fd-exhaustion-risk", None)
+        yield {
+            "Limit": f"open files, {row['series']}",
+            "Capacity": number(row["limit_count"]),
+            "Last": number(row["now_count"]),
+            "Peak": number(row["peak_count"]),
+            "Peak of capacity": percent(row["peak_count"] / row["limit_count"]),
+            "Headroom at peak": number(row["limit_count"] - row["peak_count"]),
+            "Limit met": _when(finding, moment),
+        }
+
+
 def _forecast(moment: Moment, kind: str, device: int | None) -> Finding | None:
     found = moment.verdict.findings if moment.verdict else ()
     return next((f for f in found if f.kind == kind and (device is None or f.locus.device in (None, device))), None)
@@ -118,9 +147,6 @@ def _row(
     name: str, now: float, peak: float, capacity: float, finding: Finding | None, moment: Moment
 ) -> dict[str, str]:
     headroom = capacity - peak
-    forecast = "no risk found" if moment.verdict and not finding else MISSING
-    if finding and finding.eta:
-        forecast = eta(finding.eta)
     return {
         "Limit": name,
         "Capacity": size(capacity),
@@ -128,8 +154,14 @@ def _row(
         "Peak": size(peak),
         "Peak of capacity": percent(peak / capacity),
         "Headroom at peak": size(headroom),
-        "Limit met": forecast,
+        "Limit met": _when(finding, moment),
     }
+
+
+def _when(finding: Finding | None, moment: Moment) -> str:
+    if finding and finding.eta:
+        return eta(finding.eta)
+    return "no risk found" if moment.verdict and not finding else MISSING
 
 
 VIEW = View(
@@ -141,6 +173,7 @@ VIEW = View(
         (Panel(name="Limits", build=limits),),
         (Panel(name="GPU memory", build=devices),),
         (Panel(name="Host memory", build=cgroup_and_host), Panel(name="Shared memory", build=shared_memory)),
+        (Panel(name="Open files", build=open_files),),
     ),
 )
 

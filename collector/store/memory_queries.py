@@ -205,6 +205,24 @@ def device_lines(snapshot: Queryable, within: Span, device: int) -> dict[str, Li
     }
 
 
+def open_files(snapshot: Queryable) -> pd.DataFrame:
+    """Open file descriptors of each place in the run, over the whole run, the nearest to its limit first.
+
+    Returns:
+        series, now_count, peak_count, limit_count. Processes whose limit was not read have no row.
+
+    """
+    return snapshot.query(
+        "SELECT series, arg_max(now_count, last_ns) now_count, max(peak_count) peak_count, "
+        "arg_max(limit_count, last_ns) limit_count FROM "
+        f"(SELECT {_PROCESS}, max(time_ns) last_ns, arg_max(fd_count, time_ns) now_count, max(fd_count) peak_count, "
+        f"arg_max(fd_limit_count, time_ns) limit_count FROM process GROUP BY ALL) JOIN {_PLACES} USING ({_PROCESS}) "
+        "WHERE role < 3 GROUP BY series HAVING limit_count > 0 AND peak_count > 0 "
+        "ORDER BY peak_count / limit_count DESC, series",
+        {"from_ns": 0},
+    )
+
+
 def device_places(snapshot: Queryable) -> pd.DataFrame:
     """The GPUs that the run uses: host, device, and total_bytes (NaN where the driver was not asked)."""
     return snapshot.query(

@@ -377,6 +377,7 @@ def _process(
         role=role,
         rss_bytes=rss,
         fd_count=40,
+        fd_limit_count=100,
         thread_count=8,
         cpu_ns=now // 2,
         alive=1,

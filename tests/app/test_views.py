@@ -167,8 +167,14 @@ def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
     assert gpu["layout"]["yaxis"]["title"]["text"] == "used (GiB)"
     assert "24 GiB" in gpu["layout"]["annotations"][0]["text"]
     table = at.dataframe[0].value
-    assert table["Limit"].tolist() == ["GPU 0", "cgroup memory", "host memory", "/dev/shm"]
-    assert table["Capacity"].tolist() == ["24 GiB", "8 GiB", "16 GiB", "2 GiB"]
+    assert table["Limit"].tolist() == [
+        "GPU 0",
+        "cgroup memory",
+        "host memory",
+        "/dev/shm",
+        "open files, loader 0 worker 0",
+    ]
+    assert table["Capacity"].tolist() == ["24 GiB", "8 GiB", "16 GiB", "2 GiB", "100"]
 
 
 def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypatch, made):
@@ -291,8 +297,8 @@ def test_a_lake_that_cannot_be_read_is_one_clear_line(monkeypatch, tmp_path, spo
     with Ingester(run) as ingester:
         ingester.step()
     spoil(run)
-    for _, at in walk(monkeypatch, tmp_path):
-        assert said in texts(at)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert said in texts(at)
 
 
 def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
@@ -420,3 +426,31 @@ def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
     assert shown["Collector RSS"] == "90 MiB"
     assert shown["Collector CPU"] == "0.5%"
     assert at.dataframe[0].value["Records in the lake"].tolist() == ["3,950"]
+
+
+def test_with_an_identity_provider_a_visitor_sees_no_run_before_logging_in(monkeypatch, made):
+    monkeypatch.setenv(layout.HOME_VARIABLE, str(made["killed"]))
+    at = AppTest.from_file(str(ENTRY), default_timeout=30)
+    at.secrets["auth"] = {"redirect_uri": "https://t.example.org/oauth2callback", "cookie_secret": "x" * 32}
+    at.run()
+    assert not at.exception
+    assert at.button[0].label == "Log in"
+    assert not at.selectbox
+    assert not figures(at)
+    assert run_of(made["killed"]).name not in texts(at)
+
+
+def test_a_store_out_of_reach_is_named_and_the_journals_are_shown(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "store": "shared"})
+    monkeypatch.setenv(layout.STORE_VARIABLE, "postgresql://nobody@localhost:1/nowhere")
+    monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    assert "cannot be opened" in at.warning[0].value
+    assert figures(at)
+
+
+def test_each_figure_explains_its_terms(monkeypatch, made):
+    at = open_view(monkeypatch, made["cuda"], "gpu_memory")
+    helps = [markdown.proto.help for markdown in at.markdown]
+    assert any("**fragmentation**: free pieces" in text for text in helps)

@@ -27,6 +27,7 @@ START_SECONDS = 60
 #: From a step's end to its point in the dashboard.
 FRESH_SECONDS = 2.0
 WINDOW = "last 5 min"
+LIVE = "browser"
 #: Recorded beside the live job, the death last, so that it is the newest.
 ENDED = (make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
 #: Streamlit looks for its server beside the page before it looks at the root.
@@ -39,7 +40,7 @@ def training(home):
     tidegauge = Path(sys.executable).with_name("tidegauge")
     script = [sys.executable, "examples/plain_train.py", "--steps", "1000000"]
     job = subprocess.Popen(
-        [tidegauge, "run", "--name", "browser", "--", *script],
+        [tidegauge, "run", "--name", LIVE, "--", *script],
         cwd=ROOT,
         env={**os.environ, "TIDEGAUGE_HOME": str(home)},
         stdout=subprocess.DEVNULL,
@@ -55,7 +56,7 @@ def training(home):
 def _await_steps(home, job):
     def with_steps():
         assert job.poll() is None, f"no steps, exit status {job.poll()}"
-        for run in list_runs(home):
+        for run in (run for run in list_runs(home) if run.manifest["name"] == LIVE):
             with read(run) as snapshot:
                 reach = queries.extent(snapshot)
                 steps = int(snapshot.query("SELECT count(*) AS n FROM step")["n"].iloc[0]) if reach else 0

@@ -1,10 +1,11 @@
 """The parts of a device's memory add up to what is used, whatever is known of them."""
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collector.diagnosis.device_account import PARTS, account
+from collector.diagnosis.device_account import PARTS, account, accounts
 
 GIB = 2**30
 RANK = {"allocated_bytes": 10 * GIB, "reserved_bytes": 14 * GIB, "inactive_split_bytes": GIB}
@@ -53,3 +54,33 @@ def test_the_parts_and_the_residual_are_what_is_used(device, ranks):
 
     assert sum(found.parts.values()) + found.residual_bytes == pytest.approx(device["used_bytes"])
     assert {*found.parts, *found.residual_holds} == {*PARTS, "unattributed"}
+
+
+def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
+    driver = pd.DataFrame(
+        {
+            "bucket": [0, 1],
+            "elapsed_seconds": [0.5, 1.0],
+            "used_bytes": 10.0 * GIB,
+            "process_used_bytes": 8.0 * GIB,
+            "other_used_bytes": 1.0 * GIB,
+        }
+    )
+    ranks = pd.DataFrame(
+        {
+            "bucket": [0, 0, 1],
+            "pid": [1, 2, 1],
+            "elapsed_seconds": [0.5, 0.5, 1.0],
+            "allocated_bytes": [1.0 * GIB, 2.0 * GIB, 3.0 * GIB],
+            "reserved_bytes": [3.0 * GIB, 3.0 * GIB, 4.0 * GIB],
+            "inactive_split_bytes": 0.0,
+        }
+    )
+    parts = accounts(driver, ranks).set_index("elapsed_seconds") / GIB
+    assert parts["allocated"].tolist() == [3.0, 5.0]
+    assert parts["cached"].tolist() == [3.0, 2.0]
+    assert parts["non-PyTorch"].tolist() == [2.0, 1.0]
+    assert parts.sum(axis=1).tolist() == [10.0, 10.0]
+    blind = accounts(driver[:0], ranks)
+    assert "other processes" not in blind
+    assert blind["allocated"].tolist() == [3.0 * GIB, 5.0 * GIB]

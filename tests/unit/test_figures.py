@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from app.figures import base, memory, rounds, stages, steps, workers
+from app.figures import axis, base, memory, rounds, stages, steps, workers
 from app.theme import DARK, LIGHT
 from collector.diagnosis.rounds import Lanes
 from collector.store.queries import Lines
@@ -231,3 +231,17 @@ def test_no_trace_exceeds_the_budget_of_points():
     for chart in _charts().values():
         for trace in chart.figure.data:
             assert len(trace.x) <= base.MAX_POINTS
+
+
+def test_a_chart_over_time_moves_to_steps_with_its_marks():
+    figure = base.blank(LIGHT, x_title=memory.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure.add_trace(base.line("used", [0.0, 10.0, 15.0, 20.0, 30.0], [1.0] * 5, "#000000", "GiB"))
+    base.moment(figure, 15.0, "leak since step 5", LIGHT)
+    base.limit(figure, 4.0, "limit 4 GiB", LIGHT)
+    clock = pd.DataFrame({"elapsed": [10.0, 20.0], "step": [0.0, 10.0]})
+    moved = axis.along(base.Chart(title="", figure=figure, caption=""), "step", clock).figure
+    assert np.array_equal(moved.data[0].x, [np.nan, 0.0, 5.0, 10.0, np.nan], equal_nan=True)
+    assert moved.layout.xaxis.title.text == "step"
+    assert moved.layout.shapes[0].x0 == 5.0
+    assert (moved.layout.shapes[1].x0, moved.layout.shapes[1].x1) == (0, 1)  # the limit spans the figure
+    assert figure.data[0].x[1] == 10.0
