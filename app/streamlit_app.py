@@ -28,9 +28,20 @@ LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into
 def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
+    if not _may_enter():
+        return
     page = st.navigation([_page(page) for page in PAGES], position="top")
     st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
+
+
+def _may_enter() -> bool:
+    """Whether the visitor has logged in, where the server's secrets name an identity provider (docs/sharing.md)."""
+    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets or st.user.get("is_logged_in"):
+        return True
+    st.subheader("Log in to see the runs", anchor=False)
+    st.button("Log in", icon=":material/login:", on_click=st.login)
+    return False
 
 
 def _page(page: Page) -> StreamlitPage:

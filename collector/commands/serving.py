@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -23,12 +24,22 @@ def dashboard(port: int, home: Path) -> None:
     app = Path(collector.__file__).parent.parent / "app"
     if importlib.util.find_spec("streamlit") is None or not app.is_dir():
         raise TidegaugeError("the dashboard is not installed; install it with: pip install 'tidegauge[app]'")
+    _refuse_taken(port)
     os.environ[HOME_VARIABLE] = str(home.absolute())
     # The user's own PYTHONPATH may hold another package `collector` or `app`.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(app.parent), os.environ.get("PYTHONPATH")]))
     words = ["-P", "-m", "streamlit", "run", str(app), "--server.port", str(port)]
     click.echo(f"dashboard of {home} on http://localhost:{port}, Ctrl-C ends it", err=True)
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def _refuse_taken(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just closed is free
+        try:
+            probe.bind(("localhost", port))
+        except OSError as error:
+            raise TidegaugeError(f"port {port} cannot be had ({error.strerror}): give --port another") from None
 
 
 @click.command()

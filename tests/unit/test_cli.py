@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -334,3 +335,11 @@ def test_doctor_judges_the_hooks_by_what_they_reported(exit_status, stderr, even
     text = shown(doctor.checks_table(doctor.judge_hooks(exit_status, stderr, events)))
     assert ("warning" in text) == (said is not None)
     assert said is None or said in text
+
+
+def test_a_port_that_is_taken_is_one_line(tidegauge):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = tidegauge("dashboard", "--port", port)
+    assert status == 2
+    assert f"port {port} cannot be had (Address already in use): give --port another" in err
