@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, evidence
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
-from app.panel import Selection, View, build, moment_of
+from app.panel import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
 from collector.diagnosis.findings import Finding
 from collector.diagnosis.verdict import Verdict
@@ -76,7 +76,7 @@ def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: V
     selection = Selection(run=run, rank=None, window="run", live=False)
     moment = moment_of(view, selection, run, snapshot, reach, verdict=verdict, theme=LIGHT)
     parts = [
-        f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(view.answer(moment))}</b></p>'
+        f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(answer_of(view, moment))}</b></p>'
     ]
     for panel in (panel for row in view.rows for panel in row):
         content = build(panel, moment)

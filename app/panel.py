@@ -171,6 +171,15 @@ def build(panel: Panel, moment: Moment) -> list[Block] | str:
         return one_line(error)
 
 
+def answer_of(view: View, moment: Moment) -> str:
+    """The sentence of a view, empty if there is no verdict to say it from."""
+    try:
+        return view.answer(moment) if moment.verdict else ""
+    except Exception:  # noqa: BLE001 - the figures below are worth more than the sentence
+        _log.exception("answer of %s", view.name)
+        return ""
+
+
 def _along(block: Block, moment: Moment) -> Block:
     if not isinstance(block, Chart) or own_axis(block) in (None, moment.axis):
         return block
@@ -236,7 +245,7 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             picture,
             loaders=moment.loaders,
             has_verdict=moment.verdict is not None,
-            answer=view.answer(moment) if moment.verdict else "",
+            answer=answer_of(view, moment),
             rows=[[build(panel, moment) for panel in row] for row in view.rows],
             problems=snapshot.problems,
         )

@@ -19,7 +19,7 @@ def timing(lines: Mapping[str, Lines], theme: Theme, *, revision: str) -> Chart:
     """Achieved sampling interval, and the age of the oldest record that is not in the lake."""
     figure = blank(theme, x_title=ELAPSED, y_title="seconds", revision=revision)
     captions = []
-    for name, colour, dash in (("interval", theme.latency, "solid"), ("lag", theme.reserved, "dash")):
+    for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
         several = lines[name].points["series"].nunique() > 1
         for host, points in lines[name].points.groupby("series"):
             called = f"{name}, {host}" if several else name

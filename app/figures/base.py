@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,12 @@ def axis_title(text: str) -> dict[str, Any]:
 
 
 def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> go.Scatter:
-    """A line trace on numpy arrays; `unit` stands behind the value on hover."""
+    """A line trace on numpy arrays; `unit` stands behind the value on hover.
+
+    Plotly makes HTML of names, and a host or a run may be called anything.
+    """
     return go.Scatter(
-        name=name,
+        name=escape(name, quote=False),
         x=np.asarray(x, dtype=np.float64),
         y=np.asarray(y, dtype=np.float32),
         mode=more.pop("mode", "lines"),

@@ -120,7 +120,7 @@ def _slope(bytes_per_second: float) -> str:
 
 VIEW = View(
     name="leak-timeline",
-    question="Which process grows, and since when?",
+    question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(_leaks(moment), NOTHING),
     rows=(
         (Panel(name="Findings", build=findings),),

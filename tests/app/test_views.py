@@ -322,6 +322,16 @@ def test_markdown_makes_nothing_of_a_text(text, shown):
     assert plain(text) == shown
 
 
+def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
+    def fail(*_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("collector.store.loading_queries.throughput", fail)
+    at = open_view(monkeypatch, made["killed"], "overview")
+    assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
+    assert len(figures(at)) == 2
+
+
 def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
     (tmp_path / "runs").write_text("a file where a directory should be")
     for _, at in walk(monkeypatch, tmp_path):
