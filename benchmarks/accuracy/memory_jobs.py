@@ -29,10 +29,11 @@ _DECLARED = (memory_deaths, memory_healthy)
 def disturb(job: Job) -> None:
     """Lengths that vary from step to step, evaluations and checkpoints."""
     lengths, held = random.Random(job.options.seed), [block(1)]
-    evaluation, checkpoint = (max(1, round(seconds / job.step_seconds)) for seconds in (5, 9))
+    often, evaluation, checkpoint = (max(1, round(seconds / job.step_seconds)) for seconds in (0.02, 5, 9))
 
     def work() -> None:
-        held[0] = block(8 * MIB * lengths.lognormvariate(0, 0.7))
+        if job.step % often == 0:
+            held[0] = block(8 * MIB * lengths.lognormvariate(0, 0.7))
         if job.step % evaluation >= evaluation // 10:
             del held[1:]
         elif len(held) == 1:
