@@ -27,11 +27,12 @@ from pathlib import Path
 
 from benchmarks.accuracy import stalls_settings
 from benchmarks.accuracy.kept import kept_run
-from collector.diagnosis.contention import queued_ratio
+from collector.diagnosis.contention import cores_used, queued_ratio
 from collector.diagnosis.findings import Finding
-from collector.diagnosis.frames import floats
+from collector.diagnosis.frames import floats, training_end_ns, training_start_ns
+from collector.diagnosis.limits import FILLED, usable_cores
 from collector.diagnosis.loops import loops
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.tables import ProcessKey, RunTables, load_tables
 from collector.diagnosis.verdict import diagnose
 
 HEALTHY = "healthy"
@@ -73,7 +74,7 @@ class Judged:
     worker_is_right: bool | None
     recall: float | None  # of the straggler batches
     next_ratio: float  # of the loop's time
-    disturbed: bool  # the training waited for a core, though nothing of its own computes much
+    disturbed: bool
 
 
 def label(kind: str, limited_by: str | None) -> str:
@@ -101,8 +102,16 @@ def judge(folder: Path, case: str, seed: int, fixed: bool) -> Judged:
         else first is not None and first.locus.worker == truth["worker"],
         recall=None if truth["kind"] != "straggler-samples" else recall(first, truth["slow_batches"], len(batch)),
         next_ratio=float(waits.sum() / max(times[-1] - times[0], 1.0)),
-        disturbed=case not in ALONE
-        and queued_ratio(tables, loops(tables)[0].main, times[0], times[-1])[0] >= DISTURBED,
+        disturbed=disturbed(tables, loops(tables)[0].main),
+    )
+
+
+def disturbed(tables: RunTables, main: ProcessKey) -> bool:
+    """Whether the training waited for cores that other programs used."""
+    begin_ns, end_ns = training_start_ns(tables), training_end_ns(tables)
+    queued, _ = queued_ratio(tables, main, begin_ns, end_ns)
+    return queued >= DISTURBED and cores_used(tables, main[0], begin_ns, end_ns) < FILLED * usable_cores(
+        tables, main[0]
     )
 
 
@@ -161,7 +170,9 @@ def macro_f1(pairs: Iterable[tuple[str, str]]) -> float:
 
 def causes_page(found: Sequence[Judged]) -> str:
     """The tables of the causes."""
-    disturbed, found = sum(one.disturbed for one in found), [one for one in found if not one.disturbed]
+    if all(one.disturbed for one in found):
+        return f"## Causes\n\nAll {len(found)} runs were disturbed by other programs."
+    left_out, found = sum(one.disturbed for one in found), [one for one in found if not one.disturbed]
     lines = [
         "## Causes",
         "",
@@ -192,8 +203,8 @@ def causes_page(found: Sequence[Judged]) -> str:
         elif name.startswith("warnings"):
             others = [f"{sum(one.next_ratio >= share for one in well)} of {len(well)}" for share in SHARES]
         lines.append(f"| {name} | {bar} | {ours} | {' | '.join(others)} |")
-    if disturbed:
-        lines += ["", f"{disturbed} runs were disturbed by other programs and are left out."]
+    if left_out:
+        lines += ["", f"{left_out} runs were disturbed by other programs and are left out."]
     return "\n".join(lines)
 
 

@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks.accuracy.kept import kept_run
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
-from collector.diagnosis.frames import floats
+from collector.diagnosis.frames import floats, peak
 from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.tables import RunTables, load_tables
-from collector.diagnosis.tuning import Forecast, Option, forecast, held_bytes
+from collector.diagnosis.tuning import Forecast, Option, forecast, held_bytes, memory_of
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
@@ -224,15 +224,12 @@ def costs(loop: Loop) -> tuple[float, float]:
 def memory_errors(home: Path, seed: int) -> list[float]:
     """How far the predicted host memory of other settings is off, as ratios, from one run."""
     tables, (loop,) = trained(home / f"{MEMORY}-{seed}-from", MEMORY, seed, [(2, 2)], FIRST_BATCHES)
-    outlook = forecast(tables, loop)
-    options = (
-        {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
-    )
-    found = []
-    for pair in (pair for pair in MEMORY_PAIRS if pair in options):
+    memory, found = memory_of(tables, loop, peak(floats(loop.batches, "payload_bytes"))), []
+    for pair in MEMORY_PAIRS:
         folder = home / f"{MEMORY}-{seed}-{pair[0]}-{pair[1]}"
         tables, (loop,) = trained(folder, MEMORY, seed, [pair], FIRST_BATCHES)
-        found.append(options[pair].memory_bytes / held_bytes(tables, loop) - 1)
+        setting = Setting(num_workers=pair[0], prefetch_factor=pair[1])
+        found.append(memory.needed(setting) / held_bytes(tables, loop) - 1)
     return found
 
 

@@ -29,7 +29,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     ratio = lost_ratio(tables, main, seconds)
     if ratio < TELL:
         return []
-    used, cores = _cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
+    used, cores = cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
     others = used < FILLED * cores
     who = "others use the rest" if others else "its own processes use them"
     window = window_text(begin_ns, end_ns, origin_ns(tables))
@@ -76,7 +76,7 @@ def _advice(others: bool, share: float) -> Advice:
     return Advice(text=text, expected=expected)
 
 
-def _cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
+def cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
     """CPU time of all processes of the run on a host per second."""
     process = tables.stream("process")
     times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")

@@ -139,7 +139,7 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
             f"the replay gives {own.batches_per_second:.3g} batches/s ({low:.3g} to {high:.3g}) where "
             f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
         )
-    memory = _memory(tables, loop, measured)
+    memory = memory_of(tables, loop, measured.payload_bytes)
     ways = _ways_to_share(measured, predictions, cores_per_rank(tables, loop.main[0]))
     options = [_option(measured, memory, error, shared_io, *ways_of_one) for ways_of_one in zip(*ways, strict=True)]
     return Forecast(
@@ -244,7 +244,8 @@ def held_bytes(tables: RunTables, loop: Loop) -> float:
     return peak(mapped.to_numpy() + np.clip(queued, 0.0, most))
 
 
-def _memory(tables: RunTables, loop: Loop, measured: Calibrated) -> Memory:
+def memory_of(tables: RunTables, loop: Loop, payload_bytes: float) -> Memory:
+    """What the loop's processes take in memory, with batches of this size, and how much more there may be."""
     host = loop.main[0]
     _, limit = binding_limit(tables, host)
     samples = tables.stream("host")
@@ -260,7 +261,7 @@ def _memory(tables: RunTables, loop: Loop, measured: Calibrated) -> Memory:
     return Memory(
         base=last(floats(sampled(tables, loop.main), "pss_bytes")) + shared,
         worker=private,
-        payload=measured.payload_bytes,
+        payload=payload_bytes,
         room=(_FILL * limit - last(demand_series(tables, host)[1])) / ranks,
         shm_room=(_FILL * shm_total - shm_used) / ranks,
         step=limit / 100,
