@@ -6,6 +6,8 @@ thread of a training process that is time lost: nothing else of the training goe
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured, recorded_seconds
@@ -33,27 +35,27 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     others = used < FILLED * cores
     who = "others use the rest" if others else "its own processes use them"
     window = window_text(begin_ns, end_ns, origin_ns(tables))
-    return [
-        costly(
-            "compute-bound",
-            ratio,
-            seconds,
-            n=n,
-            window=window,
-            certainty=confidence(n, _MIN_SAMPLES),
-            summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. The run's "
-            f"processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up.",
-            locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
-            since_step=step_at(tables, main, begin_ns),
-            evidence=(
-                measured("training_run_queue_ratio", share, "ratio", n, window),
-                measured("cores_used_count", used, "count", n, window),
-                measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
-            ),
-            advice=(_advice(others, share),),
-            limited_by="oversubscribed",
-        )
-    ]
+    found = costly(
+        "compute-bound",
+        ratio,
+        seconds,
+        n=n,
+        window=window,
+        certainty=confidence(n, _MIN_SAMPLES),
+        summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. The run's "
+        f"processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up.",
+        locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
+        since_step=step_at(tables, main, begin_ns),
+        evidence=(
+            measured("training_run_queue_ratio", share, "ratio", n, window),
+            measured("cores_used_count", used, "count", n, window),
+            measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
+        ),
+        advice=(_advice(others, share),),
+        limited_by="oversubscribed",
+    )
+    # Full of its own work, the host is used as well as it can be: worth a word, no warning.
+    return [found if others else dataclasses.replace(found, severity="info")]
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
