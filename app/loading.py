@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 import streamlit as st
 
 from app.panel import Moment
-from collector.diagnosis.exposed import Exposed, exposed_stall
+from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, exposed_stall
 from collector.diagnosis.limits import worker_limit
-from collector.diagnosis.recent import recent_loading
+from collector.diagnosis.recent import BATCHES, recent_loading
 from collector.diagnosis.speed_ups import in_short
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
-from collector.store.queries import Queryable
+from collector.store.queries import Queryable, Span
 
 #: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often.
 _OUTLOOK_SECONDS = 30
@@ -29,6 +29,12 @@ class Recent:
     run_id: str
     tables: RunTables
     seen: Exposed
+
+    def span(self, within: Span) -> Span:
+        """The part of a window that the last batches of the loop are of."""
+        is_whole = len(self.tables.stream("batch")) < BATCHES and len(self.seen.waits) < RECENT_BATCHES
+        from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
+        return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
 
     @cached_property
     def stall(self) -> dict[str, Any]:

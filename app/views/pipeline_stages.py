@@ -83,10 +83,17 @@ def table(moment: Moment) -> Iterator[Block]:
                 "Waiting without it": [percent(value) for value in rows["free_wait_ratio"]],
             }
         ),
-        caption="In total: over the window. Waited for: what the awaited worker was doing. Enough: per batch, so "
-        "that the training waits no more; —: shortening this stage alone is not enough, or cannot be told.",
+        caption=f"{_over(stall)} Waited for: what the awaited worker was doing. Enough: per batch, so that the "
+        "training hardly waits; —: shortening this stage alone is not enough, or cannot be told.",
         download=f"{moment.run_id}-stages",
     )
+
+
+def _over(stall: dict[str, Any] | None) -> str:
+    if stall is None:
+        return ""
+    rank = "" if stall["rank"] is None else f" of rank {stall['rank']}, which waited longest of those chosen"
+    return f"Over the last {number(stall['batches'])} batches of the window{rank}."
 
 
 def _where(row: Any) -> str:
@@ -96,7 +103,9 @@ def _where(row: Any) -> str:
 
 
 def _stages(moment: Moment) -> pd.DataFrame:
-    return loading_queries.stage_summary(moment.snapshot, moment.span, moment.loader)
+    found = recent(moment)
+    within = moment.span if found is None else found.span(moment.span)
+    return loading_queries.stage_summary(moment.snapshot, within, moment.loader)
 
 
 def _stall(moment: Moment) -> dict[str, Any] | None:

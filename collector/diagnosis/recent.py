@@ -14,7 +14,7 @@ from collector.store.queries import Queryable
 from training_harness.records import IDENTITY, STREAMS
 
 #: Of all loops together; each is looked at over its last `exposed.RECENT_BATCHES`.
-_BATCHES = 50_000
+BATCHES = 50_000
 _LEAD = 20
 _SAMPLES = 5_000
 _EPOCHS = 2_000
@@ -25,7 +25,7 @@ def recent_loading(snapshot: Queryable, manifest: Mapping[str, Any], *, from_ns:
 
     Of `process` and `host` there are the last samples; the other streams are empty.
     """
-    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", _BATCHES))
+    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", BATCHES))
     streams = {name: pd.DataFrame(columns=_columns(name)) for name in STREAMS}
     streams["batch"] = _rows(snapshot, "batch", since_ns)
     times = streams["batch"]["time_ns"]
