@@ -1,5 +1,7 @@
 """Figures: names, units, the budget of points, and the words."""
 
+import functools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -58,6 +60,7 @@ def _places(**more):
     return pd.DataFrame([{**row, "private_dirty_slope": 0.0, **more}])
 
 
+@functools.cache
 def _charts():
     table = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "main": [1.0 * GIB] * 2, "worker": [2.0 * GIB, 3.0 * GIB]})
     step = pd.DataFrame(
