@@ -24,20 +24,11 @@ from urllib.parse import urlencode
 import click
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from app.pages import PAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 #: View -> its path in the address.
-VIEWS = {"overview": ""} | {
-    name: name
-    for name in (
-        "oom-risk",
-        "leak-timeline",
-        "gpu-memory",
-        "worker-stalls",
-        "post-mortem",
-        "compare",
-        "agent-health",
-    )
-}
+VIEWS = {page.path: "" if page is PAGES[0] else page.path for page in PAGES}
 SIZES = ((1440, 900), (390, 844))
 README_JOB = ("fault", "slow-worker")
 START_SECONDS = 30

@@ -14,6 +14,7 @@ import pytest
 import screenshots
 
 from app.html_report import render
+from app.pages import PAGES
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.store import queries
@@ -148,7 +149,7 @@ def _look(page, view, name):
 def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
     page, _, complaints = live
     page.get_by_role("link", name="Overview").first.click()
-    page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
+    page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
     screenshots.await_view(page)
     area = page.locator(".js-plotly-plot .nsewdrag").first
     area.hover(position={"x": 60, "y": 60})
@@ -178,10 +179,11 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme, size):
     died, *others = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
     page.emulate_media(color_scheme=theme)
     page.goto(screenshots.address(base, "compare", run=died, compare=others))
+    titles = {page_of.path: page_of.title for page_of in PAGES}
     for view in reversed(screenshots.VIEWS):  # ends on the overview
         page.set_viewport_size({"width": 1440, "height": 900})
         if f"/{screenshots.VIEWS[view]}?" not in page.url:
-            page.get_by_role("link", name=view.replace("-", " "), exact=False).first.click()
+            page.get_by_role("link", name=titles[view]).first.click()
         page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
         screenshots.await_view(page)
         assert f"run={died}" in page.url
