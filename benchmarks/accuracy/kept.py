@@ -7,8 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from collector.diagnosis.contention import cores_used, queued_ratio
+from collector.diagnosis.frames import training_end_ns, training_start_ns
+from collector.diagnosis.limits import FILLED, usable_cores
+from collector.diagnosis.tables import ProcessKey, RunTables
 from collector.errors import TidegaugeError
 from collector.store.runs import Run, find_run
+
+#: Of the time. Such a run is left out: it really is held up by other programs, and told so.
+DISTURBED = 0.05
 
 
 def kept_run(folder: Path, command: Sequence[str]) -> Run:
@@ -28,3 +35,12 @@ def kept_run(folder: Path, command: Sequence[str]) -> Run:
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
     return find_run(home, "latest")
+
+
+def disturbed(tables: RunTables, main: ProcessKey) -> bool:
+    """Whether the training waited for cores that other programs used."""
+    begin_ns, end_ns = training_start_ns(tables), training_end_ns(tables)
+    queued, _ = queued_ratio(tables, main, begin_ns, end_ns)
+    return queued >= DISTURBED and cores_used(tables, main[0], begin_ns, end_ns) < FILLED * usable_cores(
+        tables, main[0]
+    )

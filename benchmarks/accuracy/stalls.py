@@ -26,13 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.accuracy import stalls_settings
-from benchmarks.accuracy.kept import kept_run
-from collector.diagnosis.contention import cores_used, queued_ratio
+from benchmarks.accuracy.kept import disturbed, kept_run
 from collector.diagnosis.findings import Finding
-from collector.diagnosis.frames import floats, training_end_ns, training_start_ns
-from collector.diagnosis.limits import FILLED, usable_cores
+from collector.diagnosis.frames import floats
 from collector.diagnosis.loops import loops
-from collector.diagnosis.tables import ProcessKey, RunTables, load_tables
+from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 
 HEALTHY = "healthy"
@@ -58,8 +56,6 @@ CASES = (
     *ALONE,
 )
 HEALTHY_REPEATS = 4  # times as many
-#: Of the time. Such a run is left out: it really is held up by other programs, and told so.
-DISTURBED = 0.05
 SHARES = (0.10, 0.20)  # of the time in next(): the rule that most tools have
 
 
@@ -103,15 +99,6 @@ def judge(folder: Path, case: str, seed: int, fixed: bool) -> Judged:
         recall=None if truth["kind"] != "straggler-samples" else recall(first, truth["slow_batches"], len(batch)),
         next_ratio=float(waits.sum() / max(times[-1] - times[0], 1.0)),
         disturbed=disturbed(tables, loops(tables)[0].main),
-    )
-
-
-def disturbed(tables: RunTables, main: ProcessKey) -> bool:
-    """Whether the training waited for cores that other programs used."""
-    begin_ns, end_ns = training_start_ns(tables), training_end_ns(tables)
-    queued, _ = queued_ratio(tables, main, begin_ns, end_ns)
-    return queued >= DISTURBED and cores_used(tables, main[0], begin_ns, end_ns) < FILLED * usable_cores(
-        tables, main[0]
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.accuracy.kept import kept_run
+from benchmarks.accuracy.kept import disturbed, kept_run
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
 from collector.diagnosis.frames import floats, peak
 from collector.diagnosis.limits import worker_limit
@@ -153,6 +153,7 @@ class Round:
     outlook: Forecast | str
     choices: dict[str, Pair]
     seen: dict[Pair, Seen]
+    disturbed: bool
 
     @property
     def held_out(self) -> list[Seen]:
@@ -180,7 +181,7 @@ def one_round(home: Path, name: str, seed: int) -> Round:
         "default": (0, 2),
     }
     pairs = list(dict.fromkeys([*SWEEP, *choices.values()]))
-    _, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES)
+    swept, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES)
     options = (
         {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
     )
@@ -188,7 +189,9 @@ def one_round(home: Path, name: str, seed: int) -> Round:
         pair: Seen(pair, rate(each), options.get(pair), 1 / max(step, fetch / max(pair[0], 1)))
         for pair, each in zip(pairs, measured, strict=True)
     }
-    return Round(name, outlook, choices, seen)
+    return Round(
+        name, outlook, choices, seen, any(disturbed(each, loops(each)[0].main) for each in (tables, swept))
+    )
 
 
 def trained(
@@ -277,6 +280,8 @@ def page(home: Path, names: Iterable[str], repeats: int) -> str:
                 if one.option
             }
             print(f"{name} {seed}: {found or rounds[-1].outlook}", file=sys.stderr)
+    left_out = sum(each.disturbed for each in rounds)
+    rounds = [each for each in rounds if not each.disturbed] or rounds
     head = ["loader", "settings predicted", "error: median, p95", "of max(c, w / N)", "inside the 90 % interval"]
     lines = ["## Other settings", "", "| " + " | ".join([*head, "regret of the advice", "without figures"]) + " |"]
     lines.append("|---" * 7 + "|")
@@ -288,6 +293,7 @@ def page(home: Path, names: Iterable[str], repeats: int) -> str:
     lines.append(summary("**all**", rounds))
     if 0 < len(told) < len(rounds):
         lines.append(summary(f"**all but {SHARED}**", told))
+    lines += ["", f"{left_out} rounds were disturbed by other programs; they are left out unless all were."]
     lines += ["", "| choice | regret: median | worst |", "|---|---|---|"]
     for rule in rounds[0].choices:
         regrets = [each.regret(rule) for each in rounds]
