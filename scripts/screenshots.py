@@ -149,7 +149,7 @@ def _photograph(home: Path, pictures: Mapping[Path, Picture]) -> None:
             page.goto(address(base, picture.view, **picture.query))
             await_view(page)
             if picture.whole:
-                page.set_viewport_size({"width": width, "height": _content_height(page)})
+                show_whole(page, width)
             page.wait_for_timeout(1500)  # Plotly draws once more after a resize
             path.parent.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=path)
@@ -157,8 +157,11 @@ def _photograph(home: Path, pictures: Mapping[Path, Picture]) -> None:
             click.echo(f"wrote {path}")
 
 
-def _content_height(page: Page) -> int:
-    return int(page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollHeight + 40"))
+def show_whole(page: Page, width: int) -> None:
+    """Make the window as high as the page: Streamlit scrolls a part of it, which a picture would cut."""
+    page.set_viewport_size({"width": width, "height": SIZES[0][1]})
+    height = int(page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollHeight + 40"))
+    page.set_viewport_size({"width": width, "height": height})
 
 
 def _free_port() -> int:

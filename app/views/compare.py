@@ -108,14 +108,13 @@ def _answer(moment: Moment) -> str:
         return ""
     mine, other = _measures(moment), _measures(moment.others[0])
     parts = []
-    for name, more, less in (
-        ("step_p50", "slower per step", "faster per step"),
-        ("host_peak", "more host memory", "less host memory"),
+    for name, more, less, same in (
+        ("step_p50", "slower per step", "faster per step", "as fast per step"),
+        ("host_peak", "more host memory", "less host memory", "as much host memory"),
     ):
-        if (change := change_ratio(mine[name], other[name])) is not None:
-            label = mine[name].label
-            same = abs(change) < 0.0005
-            parts.append(f"the same {label}" if same else f"{abs(change):.1%} {more if change > 0 else less}")
+        if (ratio := change_ratio(mine[name], other[name])) is not None:
+            change = round(ratio, 3)
+            parts.append(f"{abs(change):.1%} {more if change > 0 else less}" if change else same)
     return f"Against {moment.others[0].run_id}: {', '.join(parts)}." if parts else ""
 
 
