@@ -213,11 +213,10 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
 
     """
     return snapshot.query(
-        "SELECT series, arg_max(now_count, last_ns) now_count, max(peak_count) peak_count, "
-        f"arg_max(limit_count, last_ns) limit_count FROM (SELECT {_PROCESS}, max(time_ns) last_ns, "
-        "arg_max(fd_count, time_ns) now_count, max(fd_count) peak_count, "
-        "arg_max(fd_limit_count, time_ns) limit_count FROM process GROUP BY ALL) AS p "
-        f"JOIN {_PLACES} USING ({_PROCESS}) WHERE role < 3 GROUP BY series "
+        "SELECT series, arg_max(present, last_ns) now_count, max(highest) peak_count, "
+        f"arg_max(allowed, last_ns) limit_count FROM (SELECT {_PROCESS}, max(time_ns) last_ns, "
+        "arg_max(fd_count, time_ns) present, max(fd_count) highest, arg_max(fd_limit_count, time_ns) allowed "
+        f"FROM process GROUP BY ALL) JOIN {_PLACES} USING ({_PROCESS}) WHERE role < 3 GROUP BY series "
         "HAVING limit_count > 0 AND peak_count > 0 ORDER BY peak_count / limit_count DESC, series",
         {"from_ns": 0},
     )
