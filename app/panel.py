@@ -25,6 +25,8 @@ from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
 
 REFRESH_SECONDS = 1
+#: A live view that costs much is read less often: so long as this is not over, in times of what it cost.
+REST_PER_COST = 3
 SELECTION = "tidegauge-selection"
 _PICTURE = "tidegauge-picture"
 _LOADER = "loader"
@@ -98,17 +100,26 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine)."""
+    """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
+
+    `cost_ns` is how long that took.
+    """
 
     reach: Extent | None
     manifest: Mapping[str, Any]
     now_ns: int
     taken_ns: int
     problems: tuple[str, ...]
+    cost_ns: int = 0
     loaders: tuple[int, ...] = ()
     has_verdict: bool = True
     answer: str = ""
     rows: Sequence[Sequence[list[Block] | str]] = ()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it may be taken anew by what the last time cost."""
+        return time.monotonic_ns() - self.taken_ns > (1 + REST_PER_COST) * self.cost_ns
 
 
 def show(view: View) -> None:
@@ -194,7 +205,7 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
     loader = st.session_state.get(_LOADER)
     asked = (view.name, replace(selection, live=False), theme, loader)
     picture = _kept(asked)
-    if picture is None or live or status != "running":
+    if picture is None or (live and picture.is_due) or status != "running":
         try:
             picture = _take(view, selection, theme, loader)
             st.session_state[_PICTURE] = asked, picture
@@ -248,6 +259,7 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             answer=answer_of(view, moment),
             rows=[[build(panel, moment) for panel in row] for row in view.rows],
             problems=snapshot.problems,
+            cost_ns=time.monotonic_ns() - picture.taken_ns,
         )
 
 

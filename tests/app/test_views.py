@@ -1,128 +1,16 @@
 """Every view in every state that a run can be in."""
 
-import json
-import shutil
-import sqlite3
-from contextlib import closing
-from pathlib import Path
 
 import make_run as runs
 import pytest
-from streamlit.testing.v1 import AppTest
+from opened import drawn, figures, open_view, points, run_of, texts, trace_names, walk
 
 from app.figures.base import MAX_POINTS
 from app.format import plain
 from collector import wording
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.ingest import Ingester
 from collector.store.runs import Run, list_runs
-from training_harness import layout
-
-ENTRY = Path(__file__).parents[2] / "app" / "streamlit_app.py"
-VIEWS = (
-    "overview",
-    "oom_risk",
-    "leak_timeline",
-    "gpu_memory",
-    "worker_stalls",
-    "pipeline_stages",
-    "post_mortem",
-    "compare",
-    "agent_health",
-)
-
-
-#: What a view says in place of its charts, of a run on the CPU that is alone in its home.
-INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("No other run", "tidegauge run")}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A home per state, each with one run."""
-    scripts = (runs.HEALTHY, runs.CUDA, runs.KILLED, runs.SLOW_WORKER, runs.INLINE, runs.NO_SMAPS, runs.NO_DATA)
-    homes = {script.name: tmp_path_factory.mktemp(script.name) for script in scripts}
-    for script in scripts:
-        runs.make_run(homes[script.name], script)
-    return homes
-
-
-def run_of(home):
-    return next((home / "runs").iterdir())
-
-
-def open_view(monkeypatch, home, view, **query):
-    monkeypatch.setenv(layout.HOME_VARIABLE, str(home))
-    at = AppTest.from_file(str(ENTRY), default_timeout=30)
-    for name, value in query.items():
-        at.query_params[name] = value
-    at.run()
-    if view != "overview":
-        at.switch_page(f"views/{view}.py").run()
-    assert not at.exception, at.exception
-    return at
-
-
-def figures(at):
-    return [json.loads(chart.proto.spec) for chart in at.get("plotly_chart")]
-
-
-def texts(at):
-    """Everything that can be read on the page, in one string."""
-    parts = [*at.caption, *at.markdown, *at.header, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
-    expanders = [expander.label for expander in at.expander]
-    return "\n".join([*(str(part.value) for part in parts), *expanders])
-
-
-def drawn(at, view, *, cuda=False):
-    """The figures of a page, which has some, or else says why not and what to type."""
-    shown = figures(at)
-    if view == "compare" or (view == "gpu_memory" and not cuda):
-        said, command = INSTEAD[view]
-        assert not shown
-        assert said in texts(at)
-        assert any(command in code.value for code in at.code)
-    else:
-        assert shown
-    return shown
-
-
-def trace_names(figure):
-    return [trace["name"] for trace in figure["data"]]
-
-
-def points(figure):
-    """The longest trace; arrays travel as typed base64 blocks."""
-    widths = {"f4": 4, "f8": 8, "i1": 1, "i2": 2, "i4": 4}
-    lengths = [0]
-    for trace in figure["data"]:
-        x = trace["x"]
-        lengths.append(len(x["bdata"]) * 3 // 4 // widths[x["dtype"]] if isinstance(x, dict) else len(x))
-    return max(lengths)
-
-
-def walk(monkeypatch, home, **query):
-    """Every view of a home, one after the other in one session."""
-    at = open_view(monkeypatch, home, "overview", **query)
-    for view in VIEWS:
-        at.switch_page(f"views/{view}.py").run()
-        assert not at.exception, at.exception
-        yield view, at
-
-
-def test_no_runs_shows_how_to_make_one(monkeypatch, tmp_path):
-    for _, at in walk(monkeypatch, tmp_path):
-        assert at.subheader[0].value == "No runs yet"
-        assert "tidegauge run -- python train.py" in at.code[0].value
-        assert not at.error
-
-
-def test_a_run_without_data_says_so(monkeypatch, made):
-    for _, at in walk(monkeypatch, made["no-data"]):
-        assert "left no records" in at.info[0].value
-        assert at.code[0].value == "tidegauge doctor"
-        assert not figures(at)
-        assert not at.error
 
 
 @pytest.mark.parametrize("state", ["healthy", "cuda", "killed", "slow-worker", "inline", "no-smaps"])
@@ -246,70 +134,6 @@ def test_loading_without_workers_is_called_inline(monkeypatch, made):
     assert at.dataframe[0].value["Worker"].tolist() == ["inline"]
 
 
-def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path):
-    runs.make_run(tmp_path, runs.LIVE)
-    for view, at in walk(monkeypatch, tmp_path):
-        assert "newest record" in texts(at)
-        drawn(at, view)
-        assert not at.error
-
-
-def test_a_damaged_journal_is_named_and_the_rest_is_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    broken = next((run_dir / "journal").glob("*.fetch.*.journal"))
-    broken.write_bytes(b"not a journal at all")
-    for view, at in walk(monkeypatch, tmp_path):
-        assert broken.name in at.warning[0].value
-        drawn(at, view)
-
-
-def test_a_damaged_manifest_is_one_clear_line(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    (run_dir / layout.MANIFEST).write_text("{ half a mani")
-    for _, at in walk(monkeypatch, tmp_path):
-        assert "is damaged" in at.error[0].value
-        assert "\n" not in at.error[0].value
-        assert "tidegauge doctor" in at.code[0].value
-
-
-def test_a_newer_schema_asks_for_an_upgrade(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "schema": layout.MANIFEST_SCHEMA + 1})
-    for _, at in walk(monkeypatch, tmp_path):
-        assert "upgrade Tidegauge" in at.error[0].value
-
-
-def truncate_a_file(run):
-    path = next(run.data_dir.glob("main/step/*.parquet"))
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def make_the_catalog_newer(run):
-    with closing(sqlite3.connect(run.catalog_path)) as catalog, catalog:
-        catalog.execute("UPDATE ducklake_metadata SET value = '99.0' WHERE key = 'version'")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"), [(truncate_a_file, "is damaged"), (make_the_catalog_newer, "the journals alone are shown")]
-)
-def test_a_lake_that_cannot_be_read_is_one_clear_line(monkeypatch, tmp_path, spoil, said):
-    run = Run(runs.make_run(tmp_path, runs.HEALTHY))
-    with Ingester(run) as ingester:
-        ingester.step()
-    spoil(run)
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert said in texts(at)
-
-
-def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    run_dir.rename(run_dir.with_name("20990101-000000-![x](h)<b>\x1b[31m"))
-    (run_of(tmp_path) / "journal" / "[x](http:h).1.step.1.journal").mkdir()
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert "\\[x\\](http\\:h)" in at.warning[0].value
-    assert figures(at)
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -320,23 +144,6 @@ def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
 )
 def test_markdown_makes_nothing_of_a_text(text, shown):
     assert plain(text) == shown
-
-
-def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
-    def fail(*_):
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr("collector.store.loading_queries.throughput", fail)
-    at = open_view(monkeypatch, made["killed"], "overview")
-    assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
-    assert len(figures(at)) == 2
-
-
-def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
-    (tmp_path / "runs").write_text("a file where a directory should be")
-    for _, at in walk(monkeypatch, tmp_path):
-        assert str(tmp_path) in at.error[0].value
-        assert "TIDEGAUGE_HOME" in at.error[0].value
 
 
 def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
@@ -366,32 +173,12 @@ def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made)
     assert at.dataframe[0].value["In use"].tolist() == ["1000 MiB"]
 
 
-def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.CUDA)
-    next((run_dir / "snapshots").iterdir()).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    at = open_view(monkeypatch, tmp_path, "gpu_memory")
-    assert "is damaged" in at.error[0].value
-    assert len(figures(at)) == 1
-
-
 def test_every_chart_over_time_can_be_drawn_over_steps(monkeypatch, made):
     at = open_view(monkeypatch, made["healthy"], "overview", x="step")
     host, step = figures(at)
     assert host["layout"]["xaxis"]["title"]["text"] == step["layout"]["xaxis"]["title"]["text"] == "step"
     at = open_view(monkeypatch, made["healthy"], "overview")
     assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures(at)} == {"elapsed (s)"}
-
-
-def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.LIVE)
-    at = open_view(monkeypatch, tmp_path, "overview")
-    before = [chart.proto.spec for chart in at.get("plotly_chart")]
-    shutil.rmtree(run_dir / "journal")
-    at.toggle(key="live").set_value(False).run()
-    assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
-    assert "Switch Live on" in texts(at)
-    at.toggle(key="live").set_value(True).run()
-    assert not figures(at)
 
 
 def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch, made):
@@ -436,28 +223,6 @@ def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
     assert shown["Collector RSS"] == "90 MiB"
     assert shown["Collector CPU"] == "0.5%"
     assert at.dataframe[0].value["Records in the lake"].tolist() == ["3,950"]
-
-
-def test_with_an_identity_provider_a_visitor_sees_no_run_before_logging_in(monkeypatch, made):
-    monkeypatch.setenv(layout.HOME_VARIABLE, str(made["killed"]))
-    at = AppTest.from_file(str(ENTRY), default_timeout=30)
-    at.secrets["auth"] = {"redirect_uri": "https://t.example.org/oauth2callback", "cookie_secret": "x" * 32}
-    at.run()
-    assert not at.exception
-    assert at.button[0].label == "Log in"
-    assert not at.selectbox
-    assert not figures(at)
-    assert run_of(made["killed"]).name not in texts(at)
-
-
-def test_a_store_out_of_reach_is_named_and_the_journals_are_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "store": "shared"})
-    monkeypatch.setenv(layout.STORE_VARIABLE, "postgresql://nobody@localhost:1/nowhere")
-    monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
-    at = open_view(monkeypatch, tmp_path, "oom_risk")
-    assert "cannot be opened" in at.warning[0].value
-    assert figures(at)
 
 
 def test_each_figure_explains_its_terms(monkeypatch, made):

@@ -1,0 +1,15 @@
+"""Runs for the views."""
+
+
+import make_run as runs
+import pytest
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A home per state, each with one run."""
+    scripts = (runs.HEALTHY, runs.CUDA, runs.KILLED, runs.SLOW_WORKER, runs.INLINE, runs.NO_SMAPS, runs.NO_DATA)
+    homes = {script.name: tmp_path_factory.mktemp(script.name) for script in scripts}
+    for script in scripts:
+        runs.make_run(homes[script.name], script)
+    return homes

@@ -1,0 +1,88 @@
+"""Opens pages of the dashboard as a browser would, and tells what can be read on them."""
+
+import json
+from pathlib import Path
+
+from streamlit.testing.v1 import AppTest
+
+from training_harness import layout
+
+ENTRY = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+VIEWS = (
+    "overview",
+    "oom_risk",
+    "leak_timeline",
+    "gpu_memory",
+    "worker_stalls",
+    "pipeline_stages",
+    "post_mortem",
+    "compare",
+    "agent_health",
+)
+
+
+#: What a view says in place of its charts, of a run on the CPU that is alone in its home.
+INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("No other run", "tidegauge run")}
+
+
+def run_of(home):
+    return next((home / "runs").iterdir())
+
+
+def open_view(monkeypatch, home, view, **query):
+    monkeypatch.setenv(layout.HOME_VARIABLE, str(home))
+    at = AppTest.from_file(str(ENTRY), default_timeout=30)
+    for name, value in query.items():
+        at.query_params[name] = value
+    at.run()
+    if view != "overview":
+        at.switch_page(f"views/{view}.py").run()
+    assert not at.exception, at.exception
+    return at
+
+
+def figures(at):
+    return [json.loads(chart.proto.spec) for chart in at.get("plotly_chart")]
+
+
+def texts(at):
+    """Everything that can be read on the page, in one string."""
+    parts = [*at.caption, *at.markdown, *at.header, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
+    expanders = [expander.label for expander in at.expander]
+    return "\n".join([*(str(part.value) for part in parts), *expanders])
+
+
+def drawn(at, view, *, cuda=False):
+    """The figures of a page, which has some, or else says why not and what to type."""
+    shown = figures(at)
+    if view == "compare" or (view == "gpu_memory" and not cuda):
+        said, command = INSTEAD[view]
+        assert not shown
+        assert said in texts(at)
+        assert any(command in code.value for code in at.code)
+    else:
+        assert shown
+    return shown
+
+
+def trace_names(figure):
+    return [trace["name"] for trace in figure["data"]]
+
+
+def points(figure):
+    """The longest trace; arrays travel as typed base64 blocks."""
+    widths = {"f4": 4, "f8": 8, "i1": 1, "i2": 2, "i4": 4}
+    lengths = [0]
+    for trace in figure["data"]:
+        x = trace["x"]
+        lengths.append(len(x["bdata"]) * 3 // 4 // widths[x["dtype"]] if isinstance(x, dict) else len(x))
+    return max(lengths)
+
+
+def walk(monkeypatch, home, **query):
+    """Every view of a home, one after the other in one session."""
+    at = open_view(monkeypatch, home, "overview", **query)
+    for view in VIEWS:
+        at.switch_page(f"views/{view}.py").run()
+        assert not at.exception, at.exception
+        yield view, at
