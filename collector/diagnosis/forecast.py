@@ -18,6 +18,8 @@ from collector.store.runs import ProcessKey
 RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 _CRITICAL_HEADROOM = 0.05  # of the limit
+#: A forecast over more than so many times the rise that was seen warns nobody: it may be a warm-up yet.
+_FAR = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +65,20 @@ def exhaustion(
     """The finding that a limit will be met; of a run that has ended, that it would have been."""
     grown, limit, headroom = course.grown, course.limit, course.headroom
     when = _eta(tables, course, key or str(locus.host))
+    status = Lifecycle(tables).status()
     severity: Severity = "warning"
-    if when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value:
+    if headroom > _FAR * grown.rise:
+        severity = "info"
+    elif status != "finished" and (
+        when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value
+    ):
         severity = "critical"
     of_limit = f"{amount(limit.value, limit.unit)} ({limit.name})"
     summary = (
         f"{course.what} was running out when the run ended: {amount(headroom, limit.unit)} were left of "
         f"{of_limit}, enough for about {_duration(when.mid_seconds)} more."
     )
-    if Lifecycle(tables).status() == "running":
+    if status == "running":
         summary = (
             f"{course.what} runs out in about {_duration(when.mid_seconds)} ({_duration(when.low_seconds)} to "
             f"{_duration(when.high_seconds)}): {amount(headroom, limit.unit)} left of {of_limit}."

@@ -1,6 +1,5 @@
 """Runs for the views."""
 
-
 import make_run as runs
 import pytest
 

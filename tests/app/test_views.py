@@ -1,6 +1,5 @@
 """Every view in every state that a run can be in."""
 
-
 import make_run as runs
 import pytest
 from opened import drawn, figures, open_view, points, run_of, texts, trace_names, walk
