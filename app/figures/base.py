@@ -45,29 +45,34 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
 
     `revision` is the run: zoom and hidden traces stay as the reader left them while it is the same.
     """
-    figure = go.Figure()
-    axis = {"gridcolor": theme.grid, "zerolinecolor": theme.grid, "linecolor": theme.grid}
-    figure.update_layout(
-        height=height,
-        margin={"l": 56, "r": 16, "t": 12, "b": 44},
-        paper_bgcolor=theme.background,
-        plot_bgcolor=theme.background,
-        font={"color": theme.text, "size": 13},
-        hovermode="x unified",
-        hoverlabel={"bgcolor": theme.background, "font": {"color": theme.text}},
-        legend={
-            "orientation": "h",
-            "x": 0,
-            "xanchor": "left",
-            "y": 1.02,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-        },
-        uirevision=revision,
+    axis = axis_style(theme)
+    return go.Figure(  # in one piece: each later update would check the whole layout anew
+        layout={
+            "height": height,
+            "margin": {"l": 56, "r": 16, "t": 12, "b": 44},
+            "paper_bgcolor": theme.background,
+            "plot_bgcolor": theme.background,
+            "font": {"color": theme.text, "size": 13},
+            "hovermode": "x unified",
+            "hoverlabel": {"bgcolor": theme.background, "font": {"color": theme.text}},
+            "legend": {
+                "orientation": "h",
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.02,
+                "yanchor": "bottom",
+                "traceorder": "normal",
+            },
+            "uirevision": revision,
+            "xaxis": {"title": axis_title(x_title), **axis},
+            "yaxis": {"title": axis_title(y_title), "rangemode": "tozero", "automargin": True, **axis},
+        }
     )
-    figure.update_xaxes(title=axis_title(x_title), **axis)
-    figure.update_yaxes(title=axis_title(y_title), rangemode="tozero", automargin=True, **axis)
-    return figure
+
+
+def axis_style(theme: Theme) -> dict[str, Any]:
+    """The lines of an axis."""
+    return {"gridcolor": theme.grid, "zerolinecolor": theme.grid, "linecolor": theme.grid}
 
 
 def axis_title(text: str) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from app.figures.base import Chart, axis_title, blank, line, sampled
+from app.figures.base import Chart, axis_style, axis_title, blank, line, sampled
 from app.figures.memory import ELAPSED
 from app.theme import Theme
 from collector.store.queries import Lines
@@ -110,25 +109,22 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
     A loader without workers has no queue, hence no lower part.
     """
     counts = {name: lines.points for name, lines in batches.items() if name in _QUEUE and len(lines.points)}
-    style = blank(theme, x_title=ELAPSED, y_title="wait (ms)", revision=revision, height=440 if counts else 300)
-    rows = 2 if counts else 1
-    figure = make_subplots(
-        rows=rows, cols=1, shared_xaxes=True, row_heights=[0.6, 0.4][:rows], vertical_spacing=0.08
-    )
-    figure.update_layout(style.layout.to_plotly_json() | {"xaxis": {}, "yaxis": {}})
-    figure.update_xaxes(style.layout.xaxis.to_plotly_json() | {"title": None})
-    figure.update_xaxes(title=axis_title(ELAPSED), row=rows, col=1)
-    figure.update_yaxes(style.layout.yaxis.to_plotly_json())
+    figure = blank(theme, x_title=ELAPSED, y_title="wait (ms)", revision=revision, height=440 if counts else 300)
+    if counts:  # two fields above one axis of time
+        lower = {"title": axis_title("batches (count)"), "rangemode": "tozero", "automargin": True}
+        figure.update_layout(
+            xaxis={"anchor": "y2"},
+            yaxis={"domain": [0.46, 1]},
+            yaxis2={**lower, **axis_style(theme), "domain": [0, 0.38]},
+        )
     wait = batches["wait"]
     x, y = wait.points["elapsed_seconds"], wait.points["value"]
-    figure.add_trace(line("wait", x, y, theme.wait, "ms"), row=1, col=1)
+    figure.add_trace(line("wait", x, y, theme.wait, "ms"))
     for name, points in counts.items():
         colour, dash = _QUEUE[name]
         x, y = points["elapsed_seconds"], points["value"]
-        trace = line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash})
-        figure.add_trace(trace, row=2, col=1)
-    if counts:
-        figure.update_yaxes(title=axis_title("batches (count)"), row=2, col=1)
+        trace = line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2")
+        figure.add_trace(trace)
     caption = f"Longest wait {quantity(wait.points['value'].max(), 'ms')} over {wait.samples_count:,} batches."
     if inline:
         caption += " Batches are made inline: the wait is the time to make one."

@@ -154,10 +154,12 @@ def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
     area = page.locator(".js-plotly-plot .nsewdrag").first
     area.hover(position={"x": 60, "y": 60})
     page.mouse.down()
-    box = area.bounding_box()
-    page.mouse.move(box["x"] + 160, box["y"] + 70, steps=10)
-    page.locator(".stMarkdownBadge", has_text="paused").first.wait_for(timeout=15_000)
-    page.mouse.up()
+    try:
+        box = area.bounding_box()
+        page.mouse.move(box["x"] + 160, box["y"] + 70, steps=10)
+        page.locator(".stMarkdownBadge", has_text="paused").first.wait_for(timeout=15_000)
+    finally:
+        page.mouse.up()
     zoomed = page.evaluate(_RANGE)
     page.wait_for_url("**live=false*")
     seen = _samples(page)

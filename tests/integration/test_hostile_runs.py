@@ -252,10 +252,10 @@ def test_what_another_user_keeps_private_hides_nothing_else(run, tmp_path):
     # Pytest's folder is root's: the child goes there before it becomes another.
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from collector.diagnosis import tables; from collector.listing import run_table\n"
+        "from collector.diagnosis import tables; from collector.listing import listed, run_table\n"
         "from collector.store.runs import find_run, list_runs\n"
         "os.chdir(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
-        "runs = list_runs(Path('.')); run_table(runs)\n"
+        "runs = list_runs(Path('.')); run_table(map(listed, runs))\n"
         "found = tables.load_tables(runs[1])\n"
         "print(len(runs), found.rows_count('step'), *found.problems)\n"
         "try: print(find_run(Path('.'), 'latest').manifest)\n"
