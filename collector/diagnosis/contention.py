@@ -54,8 +54,8 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         advice=(_advice(others, share),),
         limited_by="oversubscribed",
     )
-    # Full of its own work, the host is used as well as it can be: worth a word, no warning.
-    return [found if others else dataclasses.replace(found, severity="info")]
+    # Nothing in the training is wrong, and it may be only for a while: worth a word, no warning.
+    return [dataclasses.replace(found, severity="info")]
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
