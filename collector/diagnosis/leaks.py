@@ -24,7 +24,8 @@ from collector.diagnosis.frames import (
     step_at,
     step_numbers,
     steps_within,
-    training_start_ns,
+    training_end_ns,
+    while_training,
     whole,
 )
 from collector.diagnosis.host_memory import demand_series
@@ -61,11 +62,9 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 
 def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     """Resident memory that grows and that another measurement confirms to be written memory of its own."""
-    begin = training_start_ns(tables, key)
-    rows = sampled(tables, key)
-    if not math.isfinite(begin) or len(rows) < MIN_POINTS:
+    rows = while_training(tables, sampled(tables, key), key)  # what goes at the end would hide what came before
+    if len(rows) < MIN_POINTS:
         return None
-    rows = rows[floats(rows, "time_ns") >= begin]
     times = floats(rows, "time_ns") / SECOND_NS
     resident = _resident(rows)
     steps = step_numbers(tables, key, times)
@@ -173,10 +172,12 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
 
 def _worker_growth(tables: RunTables, rows: pd.DataFrame) -> Leak | None:
     """As of a training process: resident memory grows, read at each tick, and private memory confirms it."""
+    read, private = floats(rows, "time_ns") / SECOND_NS, _written(rows)
+    rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
     times, resident = floats(rows, "time_ns") / SECOND_NS, _resident(rows)
-    steps = step_numbers(tables, str(rows["host"].iloc[0]), times)
+    steps = step_numbers(tables, str(rows["host"].iloc[0]), times) if len(rows) else times
     grown = growth(times, resident, negligible=negligible_bytes(resident), steps=steps)
-    witness = None if grown is None else witness_of("private_dirty_rise_bytes", times, _written(rows), grown)
+    witness = None if grown is None else witness_of("private_dirty_rise_bytes", read, private, grown)
     if grown is None or witness is None:
         return None
     return Leak.of(grown, "resident", (witness,), float(times[-1]), "bytes")
