@@ -54,7 +54,7 @@ postgres:
 		|| echo "postgresql is missing and can't be installed here: the tests of the shared store will be skipped" >&2
 
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).

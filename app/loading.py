@@ -20,6 +20,8 @@ from collector.store.queries import Queryable, Span
 
 #: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often.
 _OUTLOOK_SECONDS = 30
+#: Of a live run a page looks at so many batches of all loops: it must be quick rather than long.
+_LIVE_BATCHES = 3_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +31,11 @@ class Recent:
     run_id: str
     tables: RunTables
     seen: Exposed
+    most_batches: int
 
     def span(self, within: Span) -> Span:
         """The part of a window that the last batches of the loop are of."""
-        is_whole = len(self.tables.stream("batch")) < BATCHES and len(self.seen.waits) < RECENT_BATCHES
+        is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
         from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
         return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
 
@@ -59,12 +62,15 @@ def recent(moment: Moment) -> Recent | None:
 
 
 def _recent(moment: Moment) -> Recent | None:
-    tables = recent_loading(moment.snapshot, moment.manifest, from_ns=moment.span.from_ns)
+    running = moment.verdict is not None and moment.verdict.status == "running"
+    most = _LIVE_BATCHES if running else BATCHES
+    tables = recent_loading(moment.snapshot, moment.manifest, from_ns=moment.span.from_ns, batches_count=most)
     found = [each for each in exposed_stall(tables) if moment.span.rank in (None, each.loop.rank)]
     mine = [each for each in found if each.loop.loader == moment.loader] or found
     if not mine:
         return None
-    return Recent(run_id=moment.run_id, tables=tables, seen=max(mine, key=lambda each: each.wait_seconds))
+    longest = max(mine, key=lambda each: each.wait_seconds)
+    return Recent(run_id=moment.run_id, tables=tables, seen=longest, most_batches=most)
 
 
 @st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)

@@ -204,22 +204,23 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
         st.rerun()  # the whole page, without the timer
     loader = st.session_state.get(_LOADER)
     asked = (view.name, replace(selection, live=False), theme, loader)
-    picture = _kept(asked)
-    if picture is None or (live and picture.is_due) or status != "running":
+    picture, was_live = _kept(asked)
+    rests = picture is not None and status == "running" and (not live or (was_live and not picture.is_due))
+    if not rests:
         try:
             picture = _take(view, selection, theme, loader)
-            st.session_state[_PICTURE] = asked, picture
         except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
             _log.exception("view %s of %s", view.name, run.path)
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
     if picture is not None:
+        st.session_state[_PICTURE] = asked, picture, live
         _draw(view, picture, status, live=live)
 
 
-def _kept(asked: tuple[Any, ...]) -> Picture | None:
-    """The last picture, if it is of what is asked for: it is shown while a view is paused, or cannot be read."""
-    of, picture = st.session_state.get(_PICTURE, (None, None))
-    return picture if of == asked else None
+def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
+    """The last picture if it is of what is asked for, and whether it was live; it stands while a view is paused."""
+    of, picture, live = st.session_state.get(_PICTURE, (None, None, False))
+    return (picture, live) if of == asked else (None, False)
 
 
 def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Picture:

@@ -20,12 +20,14 @@ _SAMPLES = 5_000
 _EPOCHS = 2_000
 
 
-def recent_loading(snapshot: Queryable, manifest: Mapping[str, Any], *, from_ns: int) -> RunTables:
+def recent_loading(
+    snapshot: Queryable, manifest: Mapping[str, Any], *, from_ns: int, batches_count: int = BATCHES
+) -> RunTables:
     """What the rules about loops need: the last batches since `from_ns`, and what was recorded meanwhile.
 
     Of `process` and `host` there are the last samples; the other streams are empty.
     """
-    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", BATCHES))
+    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", batches_count))
     streams = {name: pd.DataFrame(columns=_columns(name)) for name in STREAMS}
     streams["batch"] = _rows(snapshot, "batch", since_ns)
     times = streams["batch"]["time_ns"]

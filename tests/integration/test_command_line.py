@@ -80,9 +80,9 @@ def test_the_report_is_json_for_programs(trained):
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
 
 
-def test_a_run_is_found_by_id_prefix_path_and_latest(trained):
+def test_a_run_is_found_by_prefix_and_path(trained):
     home, _ = trained
-    for spec in (home.newest.name, home.newest.name[:-2], home.newest, "latest"):
+    for spec in (home.newest.name[:-2], home.newest):
         done = home("report", spec)
         assert done.returncode == 0, done.stderr
         assert home.newest.name in done.stdout
@@ -118,8 +118,6 @@ def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_pa
     assert done.returncode == 3
     assert json.loads(done.stdout)["runs"][1]["measures"]["step_p95"]["change_ratio"] == 0
     assert re.fullmatch(r"tidegauge: batches<5%: Batches per second of other is .*\n", done.stderr)
-    done = home("compare", "latest", other, "--fail-on", "reserved_peak>0")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), "there is no GPU here"
 
 
 def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
