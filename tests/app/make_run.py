@@ -170,7 +170,7 @@ def _write_snapshot(run_dir: Path, main: Identity) -> None:
     held = {"size": 600 * MIB, "state": "active_allocated", "stack": 0}
     blocks = [held, {"size": 24 * MIB, "state": "inactive"}, {**held, "size": 400 * MIB}]
     segment = {"device": 0, "address": 4096, "total_size": GIB, "allocated_size": 1000 * MIB, "blocks": blocks}
-    frames = [["/opt/torch/nn/linear.py", 12, "forward"], ["/work/train.py", 30, "step"]]
+    frames = [["/opt/torch/nn/linear.py", 12, "forward"], ["/home/me/train.py", 30, "step"]]
     document = {"pid": main.pid, "rank": None, "segments": [segment], "stacks": [[0, 1]], "frames": frames}
     path = run_dir / "snapshots" / f"{main.host}.{main.pid}.1.allocator.json.gz"
     path.write_bytes(gzip.compress(json.dumps(document).encode()))

@@ -47,7 +47,7 @@ def test_it_has_the_figures_and_words_of_every_view(html):
         "Does the collector keep up?",
     ):
         assert f"<h3>{title}</h3>" in html
-    assert "/work/train.py:30 step" in html
+    assert "/home/me/train.py:30 step" in html
     assert "gpu-oom-risk" in html
     assert "cannot be shown" not in html
 

@@ -168,7 +168,7 @@ def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made)
     assert "non-PyTorch 588 MiB, other processes 300 MiB, unattributed 124 MiB" in said
     assert "Cache flushed: 2 times" in said
     assert trace_names(segments) == ["free", "in use"]
-    assert at.dataframe[0].value["Allocated at"].tolist() == ["/work/train.py:30 step"]
+    assert at.dataframe[0].value["Allocated at"].tolist() == ["/home/me/train.py:30 step"]
     assert at.dataframe[0].value["In use"].tolist() == ["1000 MiB"]
 
 
