@@ -18,8 +18,6 @@ from collector.store.runs import ProcessKey
 RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 _CRITICAL_HEADROOM = 0.05  # of the limit
-#: A forecast over more than so many times the rise that was seen warns nobody: it may be a warm-up yet.
-_FAR = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class Course:
         times: of the samples, seconds.
         values: what was used of the limit then, NaN where it is not known.
         limit: what it runs into.
+        farthest: a forecast over more than so many times the rise that was seen warns nobody.
 
     """
 
@@ -40,6 +39,7 @@ class Course:
     times: Floats
     values: Floats
     limit: Limit
+    farthest: float = math.inf
 
     @property
     def headroom(self) -> float:
@@ -67,7 +67,7 @@ def exhaustion(
     when = _eta(tables, course, key or str(locus.host))
     status = Lifecycle(tables).status()
     severity: Severity = "warning"
-    if headroom > _FAR * grown.rise:
+    if headroom > course.farthest * grown.rise:
         severity = "info"
     elif status != "finished" and (
         when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value

@@ -33,6 +33,8 @@ _PRESSED_RATIO = 0.10  # PSI memory, full: tasks stand still a tenth of the time
 _NEGLIGIBLE_BYTES = 32 * MIB
 _OWN_SHARE = 0.5  # of the growth must be the run's own, or the limit be near
 _NEAR_RATIO = 0.8
+#: What others do on the host, and what warms up, rises too: a twentieth of the way must have been seen.
+_FARTHEST = 20.0
 
 
 def find_host_risk(tables: RunTables, copies: Sequence[Finding] = ()) -> list[Finding]:
@@ -66,7 +68,14 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     )
     if grown is not None and _matters(tables, host, grown, present(demand[steady]), limit, copies):
         bound = Limit(name=name, value=limit, unit="bytes")
-        course = Course(what="Host memory", grown=grown, times=times[steady], values=demand[steady], limit=bound)
+        course = Course(
+            what="Host memory",
+            grown=grown,
+            times=times[steady],
+            values=demand[steady],
+            limit=bound,
+            farthest=_FARTHEST,
+        )
         return _by_trend(tables, host, course)
     if peak(demand) >= FULL_RATIO * limit:
         highest = Limit(name=name, value=limit, unit="bytes")
