@@ -43,7 +43,7 @@ class Listed:
     run_id: str
     status: str
     tags: Mapping[str, str]
-    steps: int | None = None
+    steps: float | None = None
     duration_seconds: float | None = None
     gravest: str | None = None
 
@@ -58,8 +58,8 @@ def listed(run: Run) -> Listed:
             run_id=run.run_id,
             status=str(facts["status"]),
             tags=tags,
-            steps=int(facts["steps"]),
-            duration_seconds=facts["duration_seconds"],
+            steps=_figure(facts["steps"]),
+            duration_seconds=_figure(facts["duration_seconds"]),
             gravest=f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention",
         )
     return Listed(run_id=run.run_id, status=_status_without_report(run), tags=tags)
@@ -105,6 +105,11 @@ def prune_table(beyond: Iterable[StoredRun]) -> Table:
 
 def _plain_table() -> Table:
     return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+
+
+def _figure(value: Any) -> float | None:
+    """A figure of a report that anybody may have written; None if it is none."""
+    return value if wording.known(value) else None
 
 
 def _tags(run: Run) -> Mapping[str, str]:

@@ -59,13 +59,14 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
 @home_option
 def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
     """List the runs, newest first."""
+    from collector.diagnosis.findings import finite
     from collector.listing import listed, run_table
     from collector.store.runs import list_runs
 
     found = (listed(run) for run in list_runs(home))
     chosen = list(itertools.islice((run for run in found if tags.items() <= run.tags.items()), limit))
     if form == "json":
-        _write(json.dumps([asdict(run) for run in chosen], indent=1, allow_nan=False) + "\n", None)
+        _write(json.dumps(finite([asdict(run) for run in chosen]), indent=1, allow_nan=False) + "\n", None)
     elif chosen:
         show_table(run_table(chosen))
     elif tags:

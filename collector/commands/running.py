@@ -124,6 +124,7 @@ def watch(
 ) -> None:
     """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
     from collector.agent.watch import watch as watch_process
+    from collector.store.runs import living_processes
 
     def say(run: Run) -> None:
         words = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
@@ -134,7 +135,8 @@ def watch(
         pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=say, outlets=outlets
     )
     show_card(run, _judge_and_tell(run, outlets), home=home, to_stderr=True)
-    if Path(f"/proc/{pid}").exists():
+    watched = run.manifest["command"]
+    if living_processes(run, [(watched["host"], watched["pid"], watched["start_ticks"])]):
         click.echo(f"tidegauge: the watch is over; process {pid} goes on", err=True)
     _close(outlets)
 

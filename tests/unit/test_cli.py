@@ -192,6 +192,10 @@ def test_runs_are_listed_by_tag_and_for_programs_too(tidegauge, tmp_path):
     (only,) = json.loads(out)
     assert (only["run_id"], only["status"], only["tags"]) == (made[3].name, "abandoned", {"lr": "1", "by": "me"})
     assert only["steps"] is None
+    facts = '{"status": "killed", "steps": "many", "duration_seconds": NaN}'
+    (made[3] / listing.KEPT_REPORT).write_text(f'{{"schema": 1, "run": {facts}, "findings": []}}')
+    assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["duration_seconds"] is None
+    assert re.search(r"job3\S+ +killed +— +— ", tidegauge("runs")[1])
     assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
     assert find_run(tmp_path / "home", "job2").path == made[2]
 
