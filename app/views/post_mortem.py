@@ -11,12 +11,12 @@ from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, ne
 from app.figures import memory
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
+from collector.diagnosis.last_minute import WINDOW_SECONDS
 from collector.report import exit_words
 from collector.store import memory_queries
 from collector.store.queries import Span
 from collector.wording import MISSING, duration, known, number, size
 
-LAST_NS = 60_000_000_000
 #: More lines than this can't be told apart; the largest are drawn.
 MAX_LINES = 12
 
@@ -108,7 +108,9 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def last_minute(moment: Moment) -> Span:
     """The last 60 s that were recorded, of all ranks."""
-    return replace(moment.whole, from_ns=max(moment.whole.from_ns, moment.whole.to_ns - LAST_NS), rank=None)
+    return replace(
+        moment.whole, from_ns=max(moment.whole.from_ns, moment.whole.to_ns - int(WINDOW_SECONDS * 1e9)), rank=None
+    )
 
 
 def _deaths(moment: Moment) -> list[Finding]:
