@@ -1,4 +1,4 @@
-"""A training that waits for a core itself: it would go faster on a host with less to do, whatever its loader does.
+"""A training that waits for a core itself: its own workers take it, or others on the host do.
 
 The kernel counts for each thread how long it could have run and did not (`/proc/PID/schedstat`). For the main
 thread of a training process that is time lost: nothing else of the training goes on in it meanwhile.
@@ -13,9 +13,10 @@ import numpy as np
 from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured, recorded_seconds
 from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import floats, origin_ns, sampled, step_at, window_text
-from collector.diagnosis.limits import FILLED, usable_cores
+from collector.diagnosis.limits import FILLED, usable_cores, worker_limit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
+from collector.diagnosis.stall_advice import advise_too_slow
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_COLLECTOR
@@ -24,7 +25,11 @@ _MIN_SAMPLES = 3
 
 
 def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
-    """`compute-bound (oversubscribed)`, if the training process waits for a core for a share worth a word."""
+    """What a training process loses by waiting for a core, if that is worth a word.
+
+    `workers-too-slow (oversubscribed)` where the run needs more cores than there are for the pace that the loop
+    would have by itself, and its fetches wait for cores too; else `compute-bound (oversubscribed)`, as information.
+    """
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
     share, n = queued_ratio(tables, main, begin_ns, end_ns)
     seconds = share * recorded_seconds(tables, main)
@@ -32,30 +37,48 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     if ratio < TELL:
         return []
     used, cores = cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
+    needed = used * steady.interval / max(steady.consumer - share * steady.interval, 1e-9)
+    limit = worker_limit(tables, loop)
+    crowd_out = loop.num_workers > 0 and limit.by == "oversubscribed" and needed >= cores
     others = used < FILLED * cores
-    who = "others use the rest" if others else "its own processes use them"
     window = window_text(begin_ns, end_ns, origin_ns(tables))
     found = costly(
-        "compute-bound",
+        "workers-too-slow" if crowd_out else "compute-bound",
         ratio,
         seconds,
         n=n,
         window=window,
         certainty=confidence(n, _MIN_SAMPLES),
-        summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. The run's "
-        f"processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up.",
+        summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. "
+        + (_crowded_out(needed, cores) if crowd_out else _crowded(used, cores, others)),
         locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
         since_step=step_at(tables, main, begin_ns),
         evidence=(
             measured("training_run_queue_ratio", share, "ratio", n, window),
             measured("cores_used_count", used, "count", n, window),
+            measured("cores_needed_count", needed, "count", n, window),
             measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
+            *limit.evidence,
         ),
-        advice=(_advice(others, share),),
+        advice=advise_too_slow(loop, dataclasses.replace(limit, others=False), cores, "")
+        if crowd_out
+        else (_advice(others, share),),
         limited_by="oversubscribed",
     )
-    # Nothing in the training is wrong, and it may be only for a while: worth a word, no warning.
-    return [dataclasses.replace(found, severity="info")]
+    # Where the cores would do, nothing in the training is wrong, and it may be only for a while: no warning.
+    return [found if crowd_out else dataclasses.replace(found, severity="info")]
+
+
+def _crowded_out(needed: float, cores: float) -> str:
+    return (
+        f"The workers take it: at the loop's own pace the run would need {needed:.1f} cores, and {cores:.0f} are "
+        "usable."
+    )
+
+
+def _crowded(used: float, cores: float, others: bool) -> str:
+    who = "others use the rest" if others else "its own processes use them"
+    return f"The run's processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up."
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:

@@ -53,22 +53,35 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
     assert [(finding.kind, finding.severity) for finding in found] == [("compute-bound", "info")]
 
 
+def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
+    """A loop that has its batches in time, whose main thread waits for a core for this share of its time."""
+    script = simulate(
+        workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
+    )
+    seconds = 1000 + np.arange(12.0)
+    used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+    (found,) = find_stalls(script.tables())
+    return found
+
+
 @pytest.mark.parametrize(("cores_used", "who"), [(0.4, "others use the rest"), (3.9, "its own processes")])
 def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who):
-    def crowded(waits):
-        script = simulate(
-            workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, cores=4.0
-        )
-        seconds = 1000 + np.arange(12.0)
-        used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
-        return sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
-
-    (found,) = find_stalls(crowded(0.3).tables())
+    found = crowded(cores_used=cores_used)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "info")
     assert found.value_of("training_run_queue_ratio") == pytest.approx(0.3, abs=0.01)
     assert who in found.summary
-    (found,) = find_stalls(crowded(0.01).tables())
+    found = crowded(waits=0.01)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
+
+
+def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wait_for_them():
+    queueing = (0.5, 0.5, 0.0)
+    found = crowded(split=queueing)
+    assert (found.kind, found.limited_by, found.severity) == ("workers-too-slow", "oversubscribed", "warning")
+    assert found.value_of("cores_needed_count") == pytest.approx(3.9 / 0.7, rel=0.1)
+    assert "no more workers and threads than cores" in found.advice[1].text
+    assert crowded(split=queueing, cores_used=2.5).kind == "compute-bound"  # there are enough for the loop's pace
 
 
 def test_the_twins_that_the_loop_cannot_tell_apart():
