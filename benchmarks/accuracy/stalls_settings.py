@@ -147,12 +147,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Round:
-    """One repeat of one loader."""
+    """One repeat of one loader; `again` is what the setting predicted from gave when it was measured once more, as
+    a ratio: no prediction can be nearer than that.
+    """
 
     name: str
     outlook: Forecast | str
     choices: dict[str, Pair]
     seen: dict[Pair, Seen]
+    again: float
     disturbed: bool
 
     @property
@@ -189,9 +192,9 @@ def one_round(home: Path, name: str, seed: int) -> Round:
         pair: Seen(pair, rate(each), options.get(pair), 1 / max(step, fetch / max(pair[0], 1)))
         for pair, each in zip(pairs, measured, strict=True)
     }
-    return Round(
-        name, outlook, choices, seen, any(disturbed(each, loops(each)[0].main) for each in (tables, swept))
-    )
+    again = seen[source].measured / rate(loop)
+    is_disturbed = any(disturbed(each, loops(each)[0].main) for each in (tables, swept))
+    return Round(name, outlook, choices, seen, again, is_disturbed)
 
 
 def trained(
@@ -242,12 +245,14 @@ def summary(name: str, rounds: Sequence[Round]) -> str:
     refused = sum(isinstance(each.outlook, str) for each in rounds)
     advice = statistics.median(each.regret("advice") for each in rounds)
     if not seen:
-        return f"| {name} | 0 | — | — | — | {advice:.1%} | {refused} |"
+        return f"| {name} | 0 | — | — | — | — | {advice:.1%} | {refused} |"
     errors = np.abs([one.option.batches_per_second / one.measured - 1 for one in seen if one.option])
     thumb = np.abs([one.thumb / one.measured - 1 for one in seen])
+    again = np.abs([each.again - 1 for each in rounds])
     inside = np.mean([one.option.low <= one.measured <= one.option.high for one in seen if one.option])
     return (
         f"| {name} | {len(seen)} | {np.median(errors):.1%}, {np.quantile(errors, 0.95):.0%} | "
+        f"{np.median(again):.1%}, {again.max():.0%} | "
         f"{np.median(thumb):.0%}, {np.quantile(thumb, 0.95):.0%} | {inside:.0%} | {advice:.1%} | {refused} |"
     )
 
@@ -282,9 +287,10 @@ def page(home: Path, names: Iterable[str], repeats: int) -> str:
             print(f"{name} {seed}: {found or rounds[-1].outlook}", file=sys.stderr)
     left_out = sum(each.disturbed for each in rounds)
     rounds = [each for each in rounds if not each.disturbed] or rounds
-    head = ["loader", "settings predicted", "error: median, p95", "of max(c, w / N)", "inside the 90 % interval"]
+    head = ["loader", "settings predicted", "error: median, p95", "the same setting again: median, worst"]
+    head += ["error of max(c, w / N)", "inside the 90 % interval"]
     lines = ["## Other settings", "", "| " + " | ".join([*head, "regret of the advice", "without figures"]) + " |"]
-    lines.append("|---" * 7 + "|")
+    lines.append("|---" * 8 + "|")
     lines += [
         summary(name, [each for each in rounds if each.name == name])
         for name in dict.fromkeys(each.name for each in rounds)
