@@ -101,8 +101,8 @@ class World:
 
     def __init__(self, home: Path) -> None:
         self.run = make_run(home)
-        # A segment of this host is deleted, and so pids that live are needed.
-        self.writers = [Writer(self.run, pid, host=HOST) for pid in (1, os.getppid(), os.getpid())]
+        # A segment of this host is deleted, and so pids that live are needed; a detached parent is 1 itself.
+        self.writers = [Writer(self.run, pid, host=HOST) for pid in sorted({1, os.getppid(), os.getpid()})]
         self.looks = 0
         self._failure: BaseException | None = None
         self._ended = threading.Event()
