@@ -92,16 +92,23 @@ def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
     """The recent epochs that were seen from their first batch on."""
     recent = np.unique(floats(loop.batches, "epoch"))[-RECENT_EPOCHS:]
     batches, fetches = (rows[rows["epoch"].isin(recent)] for rows in (loop.batches, loop.fetches))
+    counts = batches["epoch"].value_counts()
     waits = floats(batches, "wait_ns")
     starved = starved_ns(loop, batches, floats(batches, "time_ns"), waits)
-    rows = batches.assign(wait_ns=waits, starved_ns=starved)
+    ramps = batches.assign(wait_ns=waits, starved_ns=starved)[floats(batches, "index") < loop.ramp]
     first = fetches[floats(fetches, "index") == 0].assign(taken_ns=lambda made: fetch_ns(made))
     makers = dict(zip(first["epoch"], first.itertuples(index=False), strict=True))
     starts, usual_ns = _starts(tables, loop), _usual_ns(loop, steady)
     passes = [
-        _pass(loop, mine, float(makers[epoch].taken_ns), starts.get(int(makers[epoch].pid), []), usual_ns)
-        for epoch, mine in rows.groupby("epoch")
-        if epoch in makers and mine["index"].iloc[0] == 0
+        _pass(
+            ramp,
+            int(counts[epoch]),
+            float(makers[epoch].taken_ns),
+            starts.get(int(makers[epoch].pid), []),
+            usual_ns,
+        )
+        for epoch, ramp in ramps.groupby("epoch")
+        if epoch in makers and ramp["index"].iloc[0] == 0
     ]
     return sorted(passes, key=lambda each: each.first_ns)
 
@@ -132,8 +139,9 @@ def _usual_ns(loop: Loop, steady: Pace | None) -> float:
     return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.starved * SECOND_NS]))
 
 
-def _pass(loop: Loop, rows: pd.DataFrame, taken_ns: float, starts: list[_Start], usual_ns: float) -> Pass:
-    times, waits = floats(rows, "time_ns"), floats(rows, "wait_ns")
+def _pass(ramp: pd.DataFrame, batches_count: int, taken_ns: float, starts: list[_Start], usual_ns: float) -> Pass:
+    """Of an epoch: what its first batches, up to the steady state, say of its start."""
+    times, waits = floats(ramp, "time_ns"), floats(ramp, "wait_ns")
     startup_ns, ready_ns, waited_ns = 0.0, float("nan"), 0.0
     known = bisect_right(starts, times[0], key=lambda start: start.created_ns)
     if known and starts[known - 1].begun_ns <= starts[known - 1].ready_ns <= times[0]:
@@ -141,15 +149,15 @@ def _pass(loop: Loop, rows: pd.DataFrame, taken_ns: float, starts: list[_Start],
         ready_ns = start.ready_ns - start.begun_ns
         waited_ns = float(np.clip(start.ready_ns - (times[0] - waits[0]), 0.0, waits[0]))
         startup_ns = min(ready_ns, max(0.0, start.created_ns - start.begun_ns) + waited_ns)
-    ramp = floats(rows, "starved_ns")[floats(rows, "index") < loop.ramp]
-    refill_ns = max(0.0, float(np.nansum(ramp)) - waited_ns - len(ramp) * usual_ns)
+    starved = float(np.nansum(floats(ramp, "starved_ns")))
+    refill_ns = max(0.0, starved - waited_ns - len(ramp) * usual_ns)
     return Pass(
         first_ns=float(times[0]),
         startup=startup_ns / SECOND_NS,
         ready=ready_ns / SECOND_NS,
         refill=refill_ns / SECOND_NS,
         first_fetch=taken_ns / SECOND_NS,
-        batches=len(rows),
+        batches=batches_count,
     )
 
 

@@ -101,9 +101,10 @@ def same_loop(
 
 def _last_used(batch: pd.DataFrame) -> dict[int, float]:
     """Loader -> the time of its last batch, ns; batches come in order of time."""
-    return {
-        int(loader): time for loader, time in zip(floats(batch, "loader"), floats(batch, "time_ns"), strict=True)
-    }
+    latest_first = floats(batch, "loader")[::-1]
+    used, position = np.unique(latest_first, return_index=True)
+    times = floats(batch, "time_ns")[::-1][position]
+    return {int(loader): float(time) for loader, time in zip(used, times, strict=True)}
 
 
 def _joined(rows: pd.DataFrame, one_loop: Mapping[int, int]) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from collector.store.runs import Run, living_processes
 from training_harness.records import IDENTITY, STREAMS
 
 #: The rules look at no more than about so many rows of each stream, so a verdict has a bounded cost.
-ROWS_PER_STREAM = 200_000
+ROWS_PER_STREAM = 100_000
 #: What a run is made of: these events are few, and none is ever left out.
 STRUCTURAL_EVENTS = (
     "process-start",
