@@ -18,6 +18,7 @@ from collector.diagnosis.trends import Floats
 
 #: A worker that idles less of its time has none to spare.
 BUSY_IDLE = 0.15
+_ALWAYS_BUSY = 0.9  # of the time: what is left cannot be what the loop mostly waits for
 _PAUSE_QUANTILE = 0.95  # rarer and ten times longer than usual: validation, a checkpoint
 _PAUSE_FACTOR = 10.0
 
@@ -43,7 +44,8 @@ class Pace:
         batches: steady batches.
         interval: between two yields, pauses of the loop cut off.
         wait: in the DataLoader; of which `starved` until a worker had made the batch, and `hand_over` after that
-            (queue, unpickling, pinning).
+            (queue, unpickling, pinning). All of it is `starved` where the workers set the pace: a worker sends what
+            it has made by a thread that waits for its GIL, so that a batch is late while the next one is made.
         consumer: the rest of the interval and the hand-over: what the loop needs if its batches are ready.
         capacity_ratio: mean fetch time over (workers x consumer time).
         tail_wait_ratio: share of the starving at batches that took 3 times the usual fetch.
@@ -108,12 +110,12 @@ def pace(loop: Loop) -> Pace | None:
         return None
     rows, times, waits, intervals = rows[steady], times[steady], waits[steady], intervals[steady]
     fetches = steady_fetches(loop)
-    starved = starved_ns(loop, rows, times, waits)
+    fetch_mean = mean(floats(fetches, "fetch_ns")) / SECOND_NS
+    starved = waits if _sets_the_pace(loop, fetch_mean, intervals, waits) else starved_ns(loop, rows, times, waits)
     work = without_pauses(np.maximum(intervals - starved, 0.0))
     rows = rows.assign(starved_ns=starved)
     tail, tail_starved = _tail(rows, fetches)
     consumer = _windowed(work, loop.ramp) / SECOND_NS
-    fetch_mean = mean(floats(fetches, "fetch_ns")) / SECOND_NS
     total = max(float((work + starved).sum()), 1.0)
     return Pace(
         batches=len(rows),
@@ -134,6 +136,13 @@ def pace(loop: Loop) -> Pace | None:
         first_ns=float(times[0]),
         last_ns=float(times.max()),
     )
+
+
+def _sets_the_pace(loop: Loop, fetch_seconds: float, intervals: Floats, waits: Floats) -> bool:
+    """Whether the workers are always busy, and the loop by itself would take more batches than they make."""
+    interval = float(without_pauses(intervals).mean()) / SECOND_NS
+    pace = fetch_seconds / max(loop.num_workers, 1)
+    return pace >= max(_ALWAYS_BUSY * interval, interval - float(waits.mean()) / SECOND_NS)
 
 
 def starved_ns(loop: Loop, rows: pd.DataFrame, times: Floats, waits: Floats) -> Floats:

@@ -84,6 +84,18 @@ def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wai
     assert crowded(split=queueing, cores_used=2.5).kind == "compute-bound"  # there are enough for the loop's pace
 
 
+@pytest.mark.parametrize(("fetch", "blamed"), [(0.03, True), (0.012, False)])
+def test_batches_that_busy_workers_made_and_send_late_are_the_workers_fault(fetch, blamed):
+    script = simulate(
+        workers=1, prefetch=2, service=jittered(fetch), consumer=jittered(0.015), batches=200, split=(1.0, 0.0, 0.0)
+    )
+    tables = script.tables()
+    batch, made = tables.streams["batch"], tables.streams["fetch"]
+    batch["wait_ns"] = batch["wait_ns"].clip(lower=7_000_000)
+    made["time_ns"] = batch["time_ns"] - batch["wait_ns"]  # it was there as the loop asked for it, and came late
+    assert (kinds(find_stalls(tables))[0][0] == "workers-too-slow") == blamed
+
+
 def test_the_twins_that_the_loop_cannot_tell_apart():
     run = {"workers": 4, "prefetch": 2, "consumer": jittered(0.01, 0.01), "batches": 160}
     every = verdict(service=jittered(0.06, 0.01), **run)[0]
