@@ -168,7 +168,8 @@ def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
     """SQL for the part of a stream that keeps its shape.
 
     Of each series and piece of time, the largest sample stays. Of each piece of time, so does the tick in which
-    the run's processes are largest together. And so do their ends, and the last part of the run.
+    the run's processes are largest together, of those in which one of them is at its largest: summing up all
+    ticks would take memory in proportion to the run. And so do their ends, and the last part of the run.
     """
     of_series, use = _THINNED[name]
     series = ", ".join(of_series)
@@ -185,7 +186,8 @@ def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
     if name == "process":
         together = (
             "SELECT host, arg_max(time_ns, used) AS time_ns "
-            "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process GROUP BY host, time_ns) "
+            "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process "
+            f"WHERE {_among(largest, 'host', 'time_ns')} GROUP BY host, time_ns) "
             f"GROUP BY host, time_ns // {piece_ns}"
         )
         kept += f" OR {_among(together, 'host', 'time_ns')} OR alive = 0"
