@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.accuracy.memory_cases import Case
 from collector.diagnosis.findings import KINDS, Eta, Finding
 from collector.diagnosis.frames import SECOND_NS, floats, key_of, step_numbers, training_end_ns, training_start_ns
-from collector.diagnosis.host_memory import demand_series
+from collector.diagnosis.host_memory import demand_series, kernel_bytes
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import lower_envelope
@@ -79,7 +79,7 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
     killed = case.group == "kill"
     limit = case.limit_mib * 2**20 if killed else _low_near(times, demand, float(times[-1]), _NEAR_THE_END)
     met = np.flatnonzero(demand >= limit)
-    end = float(times[met[0]]) if len(met) and not killed else float(times[-1])
+    end = float(times[met[0]]) if len(met) and not killed else training_end_ns(tables) / SECOND_NS
     start = float(np.median(demand[times >= begun][:8]))
     found = []
     for ratio in (HALF, THREE_QUARTERS):
@@ -88,8 +88,10 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
         at = float(times[min(beyond[-1] + 1, len(times) - 1)]) if len(beyond) else end
         if not begun < at < end:
             continue
-        then = warnings(until(tables, at * SECOND_NS, limit_bytes=limit))
-        eta = next((each.eta for each in then if each.kind == "host-oom-risk" and each.eta), _NO_ETA)
+        # What the kernel itself holds counts towards a limit, and is no demand.
+        kernel = 0.0 if killed else kernel_bytes(until(tables, at * SECOND_NS), _host(tables))
+        told = warnings(until(tables, at * SECOND_NS, limit_bytes=limit + kernel))
+        eta = next((each.eta for each in told if each.kind == "host-oom-risk" and each.eta), _NO_ETA)
         truths = end - at, float(np.diff(step_numbers(tables, Lifecycle(tables).mains[0], np.array([at, end])))[0])
         for clock, truth in zip(CLOCKS, truths, strict=True):
             when = {name: _known(getattr(eta, f"{name}_{clock}")) for name in ("low", "mid", "high")}
@@ -103,10 +105,14 @@ def _known(value: float | None) -> float:
 
 def _demand(tables: RunTables) -> tuple[np.ndarray, np.ndarray]:
     """Times (seconds) and demand while it trained."""
-    times, demand = demand_series(tables, str(tables.stream("host")["host"].iloc[0]))
+    times, demand = demand_series(tables, _host(tables))
     begin, end = training_start_ns(tables) / SECOND_NS, training_end_ns(tables) / SECOND_NS
     inside = np.isfinite(demand) & (times >= begin) & (times <= end)
     return times[inside], demand[inside]
+
+
+def _host(tables: RunTables) -> str:
+    return str(tables.stream("host")["host"].iloc[0])
 
 
 def _onset(case: Case) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from collector.diagnosis.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, Severity
 from collector.diagnosis.frames import SECOND_NS, bytes_text, median, origin_ns, step_at, step_numbers, window_text
 from collector.diagnosis.lifecycle import Lifecycle
-from collector.diagnosis.passage import first_passage, unevenness
+from collector.diagnosis.passage import FUTURES_COUNT, passages, unevenness
+from collector.diagnosis.plan import steps_left
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import MIN_POINTS, Floats, Growth
 from collector.store.runs import ProcessKey
@@ -19,6 +20,9 @@ from collector.store.runs import ProcessKey
 RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 _CRITICAL_HEADROOM = 0.05  # of the limit
+_QUANTILES = (5.0, 50.0, 95.0)
+_PARTS_COUNT = 4
+_MOST_SPREAD = 3.0  # of the pace, as the logarithm of its factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Course:
         values: what was used of the limit then, NaN where it is not known.
         limit: what it runs into.
         farthest: a forecast over more than so many times the rise that was seen warns nobody.
+        reserve: of the limit, that may be taken by what the values do not count.
 
     """
 
@@ -41,6 +46,7 @@ class Course:
     values: Floats
     limit: Limit
     farthest: float = math.inf
+    reserve: float = 0.0
 
     @property
     def headroom(self) -> float:
@@ -65,25 +71,20 @@ def exhaustion(
 ) -> Finding:
     """The finding that a limit will be met; of a run that has ended, that it would have been."""
     grown, limit, headroom = course.grown, course.limit, course.headroom
-    when = _eta(tables, course, key or str(locus.host))
+    seconds, steps = _futures(tables, course, key or str(locus.host))
+    when = _eta(seconds, steps)
     status = Lifecycle(tables).status()
     severity: Severity = "warning"
     if headroom > course.farthest * grown.rise:
         severity = "info"
     elif status != "finished" and (
-        when.mid_seconds <= _CRITICAL_SECONDS or headroom < _CRITICAL_HEADROOM * limit.value
+        (when is not None and when.mid_seconds <= _CRITICAL_SECONDS) or headroom < _CRITICAL_HEADROOM * limit.value
     ):
         severity = "critical"
-    of_limit = f"{amount(limit.value, limit.unit)} ({limit.name})"
-    summary = (
-        f"{course.what} was running out when the run ended: {amount(headroom, limit.unit)} were left of "
-        f"{of_limit}, enough for about {_duration(when.mid_seconds)} more."
-    )
-    if status == "running":
-        summary = (
-            f"{course.what} runs out in about {_duration(when.mid_seconds)} ({_duration(when.low_seconds)} to "
-            f"{_duration(when.high_seconds)}): {amount(headroom, limit.unit)} left of {of_limit}."
-        )
+    summary, hits = _summary(course, when, is_running=status == "running"), ()
+    if status == "running" and steps is not None and (left := steps_left(tables)) is not None:
+        hits = (_hit(steps, left),)
+        summary += f" In {hits[0].value:.0%} of the futures that is before the end of the {left:,.0f} steps to go."
     window = window_text(grown.since_seconds * SECOND_NS, float(course.times[-1]) * SECOND_NS, origin_ns(tables))
     return Finding(
         kind=kind,
@@ -103,12 +104,37 @@ def exhaustion(
                 n=len(course.times),
                 window="last samples",
             ),
+            *hits,
             *witnesses,
         ),
         rate=rate(grown, limit.unit),
         limit=limit,
         eta=when,
         advice=advice,
+    )
+
+
+def _summary(course: Course, when: Eta | None, *, is_running: bool) -> str:
+    left = amount(course.headroom, course.limit.unit)
+    of_limit = f"{amount(course.limit.value, course.limit.unit)} ({course.limit.name})"
+    if not is_running:
+        enough = (
+            "for how long is not known" if when is None else f"enough for about {_duration(when.mid_seconds)} more"
+        )
+        return f"{course.what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
+    if when is None:
+        return f"{course.what} is running out, too unevenly to say when: {left} left of {of_limit}."
+    low, mid, high = (_duration(each) for each in (when.low_seconds, when.mid_seconds, when.high_seconds))
+    return f"{course.what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
+
+
+def _hit(steps: Floats, left: float) -> Evidence:
+    return Evidence(
+        name="limit_before_end_ratio",
+        value=round(float((steps <= left).mean()), 2),
+        unit="ratio",
+        n=len(steps),
+        window=f"{left:,.0f} steps to go",
     )
 
 
@@ -127,43 +153,54 @@ def present(values: Floats) -> float:
     return median(values[np.isfinite(values)][-3:])
 
 
-def _eta(tables: RunTables, course: Course, where: ProcessKey | str) -> Eta:
-    """On the clock, steps or seconds, on which it grows more evenly: what a step leaks it leaks at any pace."""
+def _futures(tables: RunTables, course: Course, where: ProcessKey | str) -> tuple[Floats, Floats | None]:
+    """In how many seconds, and steps, the limit is met in each future.
+
+    Played on the clock on which it grows more evenly: what a step leaks it leaks at any pace. The pace is that of
+    the whole training, which is longer known than the growth.
+    """
     known = np.isfinite(course.values) & (course.times >= course.grown.since_seconds)
     if known.sum() < MIN_POINTS:  # the growth began just now
         known = np.isfinite(course.values)
     times, values, limit = course.times[known], course.values[known], course.limit.value
-    steps = step_numbers(tables, where, times)
-    paces = _paces(times, steps)
-    if len(paces) and unevenness(steps, values) < unevenness(times, values):
-        low, mid, high = first_passage(steps, values, limit)
-        return _eta_of((low * paces.min(), mid * paces[-1], high * paces.max()), (low, mid, high))
-    low, mid, high = first_passage(times, values, limit)
-    if not len(paces):
-        return _eta_of((low, mid, high), (None, None, None))
-    return _eta_of((low, mid, high), (low / paces.max(), mid / paces[-1], high / paces.min()))
+    all_steps = step_numbers(tables, where, course.times)
+    steps, paces = all_steps[known], _paces(course.times, all_steps)
+    if paces is not None and unevenness(steps, values) < unevenness(times, values):
+        met = passages(steps, values, limit, reserve=course.reserve)
+        return met * paces, met
+    met = passages(times, values, limit, reserve=course.reserve)
+    return met, None if paces is None else met / paces
 
 
-def _paces(times: Floats, steps: Floats) -> Floats:
-    """Seconds per step in each quarter in which there were steps: the pace may go back to what it was."""
-    edges = np.linspace(0, len(times) - 1, 5).astype(int)
+def _paces(times: Floats, steps: Floats) -> Floats | None:
+    """Seconds per step in each future, as uncertain as the quarters of the training differ; None without steps."""
+    begin = len(times) // 10  # the first steps are slower
+    edges = np.linspace(begin, len(times) - 1, _PARTS_COUNT + 1).astype(int)
     seconds, made = np.diff(times[edges]), np.diff(steps[edges])
-    quarters: Floats = seconds[made > 0] / made[made > 0]
-    return quarters
+    parts = np.log(seconds[made > 0] / made[made > 0])
+    if len(parts) < 2:
+        return None
+    drawn = np.random.default_rng(0).standard_t(len(parts) - 1, size=FUTURES_COUNT)
+    spread = float(parts.std(ddof=1)) * math.sqrt(1 + 1 / len(parts))
+    paces: Floats = seconds.sum() / made.sum() * np.exp(np.clip(spread * drawn, -_MOST_SPREAD, _MOST_SPREAD))
+    return paces
 
 
-def _eta_of(seconds: Sequence[float], steps: Sequence[float | None]) -> Eta:
-    return Eta(
-        low_seconds=seconds[0],
-        mid_seconds=seconds[1],
-        high_seconds=seconds[2],
-        low_steps=steps[0],
-        mid_steps=steps[1],
-        high_steps=steps[2],
-    )
+def _eta(seconds: Floats, steps: Floats | None) -> Eta | None:
+    """None where most futures never meet it: when it is met is not known then."""
+    low, mid, high = np.percentile(seconds, _QUANTILES, method="inverted_cdf")
+    if not math.isfinite(mid):
+        return None
+    eta = Eta(low_seconds=float(low), mid_seconds=float(mid), high_seconds=float(high))
+    if steps is None:
+        return eta
+    low, mid, high = np.percentile(steps, _QUANTILES, method="inverted_cdf")
+    return dataclasses.replace(eta, low_steps=float(low), mid_steps=float(mid), high_steps=float(high))
 
 
 def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "never"
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -31,3 +31,15 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
         if np.isfinite(anon).any():
             return times, anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
     return times, floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")
+
+
+def kernel_bytes(tables: RunTables, host: str) -> float:
+    """What the kernel itself holds in the cgroup that binds (page tables, stacks, caches); 0 where none does.
+
+    It counts towards the limit. How much of it the kernel would give back is not known.
+    """
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    usage, anon, file = (floats(samples, f"cgroup_{name}_bytes") for name in ("usage", "anon", "file"))
+    held = last(usage - anon - file)
+    return max(held, 0.0) if binding_limit(tables, host)[0] == "cgroup" and np.isfinite(held) else 0.0

@@ -1,8 +1,8 @@
-"""When does a growing series first touch its limit? A distribution, from what was seen.
+"""When does a growing series first touch its limit? In many futures, played from what was seen.
 
-A limit is met by a peak, not by the level below it: by an evaluation, a long batch, a checkpoint. So the future is
-played many times: the line on which the series grows, uncertain as a bootstrap of its noise says, and over it the
-peaks that were seen, drawn anew for each stretch of time.
+A limit is met by a peak, not by the level below it: by an evaluation, a long batch, a checkpoint. The level itself
+keeps to no line: an allocator raises it in stairs, the pace changes, a cache fills ever more slowly. So each future
+has a rate of its own, wanders as the past did, and has the peaks that were seen, drawn anew for each stretch.
 """
 
 from __future__ import annotations
@@ -11,66 +11,112 @@ import math
 
 import numpy as np
 
-from collector.diagnosis.trends import BLOCK_COUNTS, Floats, lower_envelope, slopes, theil_sen, variants
+from collector.diagnosis.trends import BLOCK_COUNTS, Floats, lower_envelope, theil_sen
 
-#: Stretches of time that are played one by one; what lies further on differs by no more than the peaks do.
-_MOST_STRETCHES = 1000
-_QUANTILES = (5.0, 50.0, 95.0)
+#: That are played.
+FUTURES_COUNT = 500
+#: Stretches of time that are played one by one; what lies further on is taken to be a line.
+_MOST_STRETCHES = 400
+#: So many times the time that the line alone would take is played.
+_FARTHEST = 4.0
+#: Parts of the past over which the wander is measured: over shorter spans what changes slowly would not be seen.
+_SPANS = 4
+_MOST_CHANGE = 4.0  # of the rate, from one half of the past to the next as long
 
 
-def first_passage(clock: Floats, values: Floats, limit: float, *, seed: int = 0) -> tuple[float, float, float]:
-    """How long until the limit is first met, on this clock: 5 %, 50 % and 95 % of the futures played.
+def passages(clock: Floats, values: Floats, limit: float, *, reserve: float = 0.0, seed: int = 0) -> Floats:
+    """How long until the limit is first met, on this clock, in each of the futures; infinite where it never is.
 
     Args:
         clock: of the samples, in seconds or steps, increasing.
         values: same length and known, of a series that grows.
         limit: in the unit of the values.
+        reserve: so much of the limit may be taken by what the values do not count, or may not.
         seed: of what is drawn.
 
     """
     generator = np.random.default_rng(seed)
-    x, y, slope = _line(clock, values)
-    count, middle, end = len(x), float(x.mean()), float(clock[-1])
-    width = float(clock[-1] - clock[0]) / count
-    lines = variants(x - middle, y, slope, generator)
-    rates = np.maximum(slopes(x - middle, lines), 1e-6 * slope)
-    bases = np.median(lines - rates[:, np.newaxis] * (x - middle), axis=1)
-    above = values - np.median(y - slope * (x - middle)) - slope * (clock - middle)
-    peaks = np.maximum.reduceat(above, np.linspace(0, len(clock), count + 1).astype(int)[:-1])
-    passages = [
-        _play(peaks, (limit - base) / rate + middle - end, rate, width, generator)
-        for base, rate in zip(bases, rates, strict=True)
-    ]
-    low, mid, high = np.percentile(passages, _QUANTILES)
-    return float(low), float(mid), float(high)
+    x, y = _levels(clock, values)
+    count, width, slope = len(x), float(clock[-1] - clock[0]) / len(x), _slope(x, y)
+    if not slope > 0:
+        return np.full(FUTURES_COUNT, math.inf)
+    wanders = _wanders(x, y, slope, width, generator)
+    rates = generator.choice(_rates(x, y, slope), size=FUTURES_COUNT)
+    rates = rates + wanders / math.sqrt(count * width) * generator.normal(size=FUTURES_COUNT)
+    rest = values - slope * clock
+    first = np.linspace(0, len(clock), count + 1).astype(int)[:-1]
+    peaks = np.maximum.reduceat(rest, first) - (y - slope * x)
+    begins = generator.choice(y[-2:] + slope * (clock[-1] - x[-2:]), size=FUTURES_COUNT)
+    limits = generator.uniform(min(max(limit - reserve, float(values.max())), limit), limit, size=FUTURES_COUNT)
+    return _play(limits - begins, rates, wanders, peaks, max(width, 1e-9), slope, generator)
 
 
 def unevenness(clock: Floats, values: Floats) -> float:
     """How far the level wanders from a line on this clock, as a share of its rise; infinite if it does not rise."""
-    x, y, slope = _line(clock, values)
+    x, y = _levels(clock, values)
+    slope = _slope(x, y)
     off = y - slope * x
     return float(np.median(np.abs(off - np.median(off)))) / (slope * float(np.ptp(x))) if slope > 0 else math.inf
 
 
-def _line(clock: Floats, values: Floats) -> tuple[Floats, Floats, float]:
-    x, y = lower_envelope(clock, values, min(BLOCK_COUNTS[0], max(2, len(clock) // 3)))
-    return x, y, theil_sen(x, y)
+def _levels(clock: Floats, values: Floats) -> tuple[Floats, Floats]:
+    return lower_envelope(clock, values, min(BLOCK_COUNTS[0], max(2, len(clock) // 3)))
 
 
-def _play(peaks: Floats, crossing: float, rate: float, width: float, generator: np.random.Generator) -> float:
-    """One future: when the line, which alone would cross the limit at `crossing`, first does so with its peaks."""
-    # The chance that a stretch has a higher peak than all before; how much higher, as the highest differ.
+def _rates(x: Floats, y: Floats, slope: float) -> Floats:
+    """What may be believed: all of the past, its later part, or that the rate goes on changing as it did."""
+    third, half = len(x) // 3, len(x) // 2
+    first, second = _slope(x[: half + 1], y[: half + 1]), _slope(x[half:], y[half:])
+    change = min(max(second / first, 1 / _MOST_CHANGE), _MOST_CHANGE) if first > 0 else _MOST_CHANGE
+    rates = np.array([slope, _slope(x[third:], y[third:]), second, slope * change])
+    return rates[np.isfinite(rates)]
+
+
+def _slope(x: Floats, y: Floats) -> float:
+    return theil_sen(x, y) if np.ptp(x) > 0 else math.nan  # the training may have stood still
+
+
+def _wanders(x: Floats, y: Floats, slope: float, width: float, generator: np.random.Generator) -> Floats:
+    """How far the level goes astray per root of the clock: few spans tell, so it is drawn for each future."""
+    lag = max(1, len(x) // _SPANS)
+    astray = (y[lag:] - y[:-lag]) - slope * (x[lag:] - x[:-lag])
+    variance = float((astray**2).mean()) / (lag * width) / (1 - lag / len(x))  # the slope was fitted to the same
+    spans = len(x) / lag
+    drawn: Floats = np.sqrt(variance * spans / generator.chisquare(spans, size=FUTURES_COUNT))
+    return drawn
+
+
+def _play(
+    ways: Floats,
+    rates: Floats,
+    wanders: Floats,
+    peaks: Floats,
+    width: float,
+    slope: float,
+    generator: np.random.Generator,
+) -> Floats:
+    """When each future's level and peaks have made its way."""
+    stretches = max(1, math.ceil(_FARTHEST * max(float(ways.max()) / slope, 5 * width) / width))
+    width, stretches = width * max(1.0, stretches / _MOST_STRETCHES), min(stretches, _MOST_STRETCHES)
+    shape = len(ways), stretches
+    astray = wanders[:, np.newaxis] * math.sqrt(width) * generator.normal(size=shape)
+    strides = rates[:, np.newaxis] * width + astray
+    level = np.hstack([np.zeros((len(ways), 1)), np.cumsum(strides, axis=1)])
+    wanted = ways[:, np.newaxis] - _drawn(peaks, shape, generator)
+    is_met = level[:, 1:] >= wanted
+    future, at = np.arange(len(ways)), is_met.argmax(axis=1)
+    before, after, goal = level[future, at], level[future, at + 1], wanted[future, at]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(before < goal, (goal - before) / (after - before), generator.random(len(ways)))
+        beyond = stretches * width + (ways - np.median(peaks) - level[:, -1]) / rates
+    never = np.where(rates > 0, np.maximum(beyond, stretches * width), math.inf)
+    met: Floats = np.where(is_met.any(axis=1), (at + share) * width, never)
+    return met
+
+
+def _drawn(peaks: Floats, shape: tuple[int, int], generator: np.random.Generator) -> Floats:
+    """A peak for each stretch: one of those seen, or a higher one, by as much as the highest seen differ."""
     highest = np.sort(peaks)[-max(2, len(peaks) // 4) :]
-    spread = float(highest.mean() - highest[0])
-    first = max(0, math.floor((crossing - (highest[-1] + 3 * spread) / rate) / width))
-    count = min(_MOST_STRETCHES, math.ceil((highest[-1] + 3 * spread - peaks.min()) / rate / width) + 2)
-    drawn = generator.integers(0, len(peaks) + 1, size=count)
-    beyond = highest[-1] + generator.exponential(spread, size=count)
-    over = np.where(drawn < len(peaks), peaks[np.minimum(drawn, len(peaks) - 1)], beyond)
-    begins = (first + np.arange(count)) * width
-    meets = crossing - over / rate
-    met = np.flatnonzero(meets <= begins + width)
-    at = met[0] if len(met) else count - 1
-    if meets[at] > begins[at]:
-        return float(meets[at])
-    return float(begins[at] + generator.random() * width)  # the peak is somewhere in its stretch
+    drawn = generator.integers(0, len(peaks) + 1, size=shape)
+    higher = highest[-1] + generator.exponential(float(highest.mean() - highest[0]), size=shape)
+    return np.where(drawn < len(peaks), peaks[np.minimum(drawn, len(peaks) - 1)], higher)

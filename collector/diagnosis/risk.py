@@ -22,7 +22,7 @@ from collector.diagnosis.frames import (
     training_start_ns,
     window_text,
 )
-from collector.diagnosis.host_memory import binding_limit, demand_series
+from collector.diagnosis.host_memory import binding_limit, demand_series, kernel_bytes
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
@@ -75,6 +75,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
             values=demand[steady],
             limit=bound,
             farthest=_FARTHEST,
+            reserve=kernel_bytes(tables, host),
         )
         return _by_trend(tables, host, course)
     if peak(demand) >= FULL_RATIO * limit:

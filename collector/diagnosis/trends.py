@@ -38,7 +38,6 @@ _KENDALL_Z = 2.6  # one-sided p < 0.005; with six blocks that asks for a monoton
 _LARGEST_INCREMENT = 0.45  # of the whole rise, in one block
 _SECOND_HALF = 0.4  # of the sum of both halves' slopes; 0.5 when linear, 0.34 for a logarithm, less when saturating
 _RISE_TO_NOISE = 4.0
-_LEVEL = 0.05  # of the rise that follows
 _BOOTSTRAP_COUNT = 200
 _INTERVAL = (5.0, 95.0)
 
@@ -97,7 +96,7 @@ def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | Non
     begin = warm_up_end(levels)
     times, levels = times[begin:], levels[begin:]
     late = _bend(times, levels)
-    for first in (0, late) if late else (0,):
+    for first in (late, 0) if late else (0,):
         for count in BLOCK_COUNTS:
             if len(times) - first >= 2 * count:
                 found = _growth_in_blocks(times[first:], levels[first:], count, negligible)
@@ -114,7 +113,7 @@ def _bend(times: Floats, levels: Floats) -> int:
     x, y = lower_envelope(times, levels, blocks)
     chord = y[0] + (y[-1] - y[0]) * (x - x[0]) / (x[-1] - x[0])
     at = int(np.argmax(chord - y))
-    was_level = np.ptp(y[: at + 1]) <= _LEVEL * (y[-1] - y[at])
+    was_level = _RISE_TO_NOISE * np.ptp(y[: at + 1]) <= y[-1] - y[at]
     return int(np.searchsorted(times, x[at])) if was_level else 0
 
 

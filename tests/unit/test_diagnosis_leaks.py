@@ -208,6 +208,21 @@ def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
     assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("planned", "share"),
+    [({"max_steps": 20_400}, 0.0), ({"max_steps": 21_500}, 1.0), ({"max_steps": -1, "max_epochs": 220}, 1.0)],
+)
+def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share):
+    """The framework counts on from a checkpoint: 20 000 steps, 100 in each epoch."""
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    script.event(START_SECONDS + 0.1, "hyper-parameters", framework="lightning", values=planned)
+    script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
+    script.living = frozenset([MAIN, ("node", 90, 4900)])
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.value_of("limit_before_end_ratio") == pytest.approx(share, abs=0.05)
+    assert f"In {share:.0%} of the futures" in risk.summary
+
+
 def test_growth_that_will_take_days_is_no_risk():
     script = memory(training(), main=30 * RAMP, host=30 * RAMP, noise=0.1, total=10**14)
     assert "host-oom-risk" not in kinds(script)
