@@ -28,6 +28,7 @@ from benchmarks.accuracy.memory_baselines import METHODS, Trace, trace
 from benchmarks.accuracy.memory_cases import Case, cases
 from benchmarks.accuracy.memory_replay import CLOCKS, HALF, THREE_QUARTERS, Forecast, forecasts, until, warnings
 from benchmarks.accuracy.memory_runs import check, kept, run_all
+from benchmarks.accuracy.memory_synthetic import table
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.frames import SECOND_NS
 from collector.diagnosis.tables import RunTables
@@ -47,6 +48,8 @@ kind nor place, so any alarm on a leaking training counts as right.
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
 _MOMENTS = 24
+#: Of each family.
+_DRAWN_COUNT = 100
 
 
 def main() -> None:
@@ -94,6 +97,8 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
         yield from _leaks(traces, told)
     if forecast:
         yield from _forecasts(forecast)
+        yield from ("", "## Time to the limit of series drawn at random (memory_synthetic.py)", "")
+        yield from table(_DRAWN_COUNT)
     if leads:
         yield from (
             "",

@@ -130,7 +130,7 @@ def _summary(course: Course, when: Eta | None, *, is_running: bool) -> str:
 
 def _hit(steps: Floats, left: float) -> Evidence:
     return Evidence(
-        name="limit_before_end_ratio",
+        name="limit_met_before_end_ratio",
         value=round(float((steps <= left).mean()), 2),
         unit="ratio",
         n=len(steps),

@@ -31,7 +31,7 @@ def passages(clock: Floats, values: Floats, limit: float, *, reserve: float = 0.
         clock: of the samples, in seconds or steps, increasing.
         values: same length and known, of a series that grows.
         limit: in the unit of the values.
-        reserve: so much of the limit may be taken by what the values do not count, or may not.
+        reserve: so much of the limit is taken in half of the futures by what the values do not count.
         seed: of what is drawn.
 
     """
@@ -47,7 +47,8 @@ def passages(clock: Floats, values: Floats, limit: float, *, reserve: float = 0.
     first = np.linspace(0, len(clock), count + 1).astype(int)[:-1]
     peaks = np.maximum.reduceat(rest, first) - (y - slope * x)
     begins = generator.choice(y[-2:] + slope * (clock[-1] - x[-2:]), size=FUTURES_COUNT)
-    limits = generator.uniform(min(max(limit - reserve, float(values.max())), limit), limit, size=FUTURES_COUNT)
+    lowest = min(max(limit - reserve, float(values.max())), limit)
+    limits = generator.choice([lowest, limit], size=FUTURES_COUNT)
     return _play(limits - begins, rates, wanders, peaks, max(width, 1e-9), slope, generator)
 
 

@@ -93,15 +93,16 @@ def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | Non
     times, levels = thin(clock[known], values[known])
     if len(times) < MIN_POINTS or np.ptp(levels) < negligible or times[-1] <= times[0]:
         return None
-    begin = warm_up_end(levels)
-    times, levels = times[begin:], levels[begin:]
-    late = _bend(times, levels)
-    for first in (late, 0) if late else (0,):
+    warm = warm_up_end(levels)
+    late = warm + _bend(times[warm:], levels[warm:])
+    # It may begin late; and what passed for a warm-up may be the noise of a growth that is there from the start.
+    for first in dict.fromkeys((late, warm, _least_warm_up(len(times)))):
         for count in BLOCK_COUNTS:
             if len(times) - first >= 2 * count:
                 found = _growth_in_blocks(times[first:], levels[first:], count, negligible)
                 if found is not None:
-                    return found
+                    begun = float(times[late if first == warm else first])
+                    return dataclasses.replace(found, since_seconds=max(found.since_seconds, begun))
     return None
 
 
@@ -146,7 +147,7 @@ def warm_up_end(values: Floats) -> int:
     At least a tenth is always skipped.
     """
     count = len(values)
-    least = math.ceil(count / 10)
+    least = _least_warm_up(count)
     blocks = min(20, count // 2)
     if blocks < _MIN_BLOCKS:
         return least
@@ -159,6 +160,10 @@ def warm_up_end(values: Floats) -> int:
     tolerance = max(4.0 * spread, abs(middle), 1e-3 * float(np.ptp(values)))
     unusual = np.flatnonzero(np.abs(steps[: blocks // 2] - middle) > tolerance)
     return max(least, int(edges[unusual[-1] + 1])) if len(unusual) else least
+
+
+def _least_warm_up(count: int) -> int:
+    return math.ceil(count / 10)
 
 
 def slope_interval(x: Floats, y: Floats, *, seed: int = 0) -> tuple[float, float]:

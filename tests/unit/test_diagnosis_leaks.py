@@ -219,7 +219,7 @@ def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share)
     script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
     script.living = frozenset([MAIN, ("node", 90, 4900)])
     risk = next(f for f in found(script) if f.kind == "host-oom-risk")
-    assert risk.value_of("limit_before_end_ratio") == pytest.approx(share, abs=0.05)
+    assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
     assert f"In {share:.0%} of the futures" in risk.summary
 
 

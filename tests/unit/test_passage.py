@@ -52,7 +52,7 @@ def test_without_noise_it_is_the_crossing_of_a_line():
     assert np.percentile(met, (5, 50, 95)) == pytest.approx((101, 101, 101), rel=0.02)
 
 
-def test_what_a_reserve_may_take_of_the_limit_makes_it_earlier_or_not():
+def test_what_may_be_taken_of_the_limit_makes_it_earlier_or_not():
     times = np.arange(100.0)
     low, high = np.percentile(passages(times, 2.0 * times, 400.0, reserve=40.0), (1, 99))
     assert low == pytest.approx(81, rel=0.03)
