@@ -81,10 +81,10 @@ def exhaustion(
         (when is not None and when.mid_seconds <= _CRITICAL_SECONDS) or headroom < _CRITICAL_HEADROOM * limit.value
     ):
         severity = "critical"
-    summary, hits = _summary(course, when, is_running=status == "running"), ()
-    if status == "running" and steps is not None and (left := steps_left(tables)) is not None:
-        hits = (_hit(steps, left),)
-        summary += f" In {hits[0].value:.0%} of the futures that is before the end of the {left:,.0f} steps to go."
+    summary = _summary(course, when, is_running=status == "running")
+    chances = _before_the_end(tables, steps) if status == "running" else ()
+    for each in chances:
+        summary += f" In {each.value:.0%} of the futures it is met before the end, {each.window}."
     window = window_text(grown.since_seconds * SECOND_NS, float(course.times[-1]) * SECOND_NS, origin_ns(tables))
     return Finding(
         kind=kind,
@@ -104,7 +104,7 @@ def exhaustion(
                 n=len(course.times),
                 window="last samples",
             ),
-            *hits,
+            *chances,
             *witnesses,
         ),
         rate=rate(grown, limit.unit),
@@ -128,14 +128,14 @@ def _summary(course: Course, when: Eta | None, *, is_running: bool) -> str:
     return f"{course.what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
 
 
-def _hit(steps: Floats, left: float) -> Evidence:
-    return Evidence(
-        name="limit_met_before_end_ratio",
-        value=round(float((steps <= left).mean()), 2),
-        unit="ratio",
-        n=len(steps),
-        window=f"{left:,.0f} steps to go",
-    )
+def _before_the_end(tables: RunTables, steps: Floats | None) -> tuple[Evidence, ...]:
+    """How likely the limit is met before the training ends, where its length is known."""
+    left = steps_left(tables)
+    if steps is None or left is None:
+        return ()
+    share = round(float((steps <= left).mean()), 2)
+    window = f"{left:,.0f} steps away"
+    return (Evidence(name="limit_met_before_end_ratio", value=share, unit="ratio", n=len(steps), window=window),)
 
 
 def rate(grown: Growth, unit: str = "bytes") -> Rate:

@@ -69,8 +69,8 @@ def _rates(x: Floats, y: Floats, slope: float) -> Floats:
     third, half = len(x) // 3, len(x) // 2
     first, second = _slope(x[: half + 1], y[: half + 1]), _slope(x[half:], y[half:])
     change = min(max(second / first, 1 / _MOST_CHANGE), _MOST_CHANGE) if first > 0 else _MOST_CHANGE
-    rates = np.array([slope, _slope(x[third:], y[third:]), second, slope * change])
-    return rates[np.isfinite(rates)]
+    rates = [slope, _slope(x[third:], y[third:]), second, slope * change]
+    return np.array([each for each in rates if math.isfinite(each)])
 
 
 def _slope(x: Floats, y: Floats) -> float:
