@@ -41,9 +41,10 @@ memory cgroup of version 1. Each case is a real training under the collector, wi
 own: the faults of `tidegauge job fault` and leaks of 2 KiB to 2 MiB a step, from the start or from the middle on,
 with and without varying lengths, evaluations and checkpoints; their twins, which do the same and keep nothing;
 healthy trainings that look like leaks; and real deaths. No threshold is fitted to cases, so none were held back;
-but what the rules once missed here has led to new ones (a leak that begins late, memory given back at the end of
-a training), so the recall of these cases flatters. The other methods look at the same samples; they name neither
-kind nor place, so any alarm on a leaking training counts as right.
+but what the rules once missed here has led to new ones (a leak that begins late, a beginning that passes for a
+warm-up, memory given back at the end of a training), so the recall of these cases flatters. Trainings ran side by
+side, so their pace changed, and times in seconds are less sure than in steps. The other methods look at the same
+samples; they name neither kind nor place, so any alarm on a leaking training counts as right.
 """
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
