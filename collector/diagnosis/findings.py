@@ -104,7 +104,10 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eta:
-    """When the limit is met: 5 %, 50 % and 95 % of the futures, in seconds, and in steps if there are any."""
+    """When the limit is met: 5 %, 50 % and 95 % of the futures, in seconds, and in steps if there are any.
+
+    `high` is infinite where it may never be; where that is likelier than not there is no Eta.
+    """
 
     low_seconds: float
     mid_seconds: float
