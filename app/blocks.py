@@ -13,8 +13,8 @@ from app import pages
 from app.figures.base import Chart
 from app.format import plain
 from app.terms import explained
-from collector.diagnosis.findings import KINDS, Finding
-from collector.wording import eta, label, locus, percent, quantity, title
+from collector.diagnosis.findings import KINDS, Finding, Holder
+from collector.wording import eta, kept, label, locus, more, percent, quantity, title
 
 #: severity -> (icon, word, badge colour): never a colour alone.
 SEVERITY = {
@@ -160,6 +160,12 @@ def evidence(finding: Finding) -> list[tuple[str, str, str]]:
     ]
 
 
+def grown(holder: Holder) -> str:
+    """What a line makes that stays, how much of it, and what called it."""
+    grew = f"{more(holder)}, {kept(holder)}, within {holder.window}"
+    return ", from ".join([grew, *holder.callers])
+
+
 def answer(findings: Sequence[Finding], nothing: str) -> str:
     """The gravest finding in its own words, and how many more there are; else that there is nothing."""
     urgent = needs_attention(findings)
@@ -212,6 +218,8 @@ def _draw_finding(finding: Finding, *, link: bool) -> None:
 def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
+    for holder in finding.held_by:
+        st.markdown(f":material/code: `{holder.site}` {plain(grown(holder))}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")

@@ -13,7 +13,7 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, evidence
+from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, evidence, grown
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.panel import Selection, View, answer_of, build, moment_of
@@ -120,6 +120,9 @@ def _finding(finding: Finding) -> str:
     ]
     if finding.eta is not None:
         parts.append(f"<p>Limit met {escape(eta(finding.eta))}</p>")
+    if finding.held_by:
+        lines = (f"<li><code>{escape(each.site)}</code> {escape(grown(each))}</li>" for each in finding.held_by)
+        parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
     if finding.advice:
         advice = (f"<li>{_text(each.text)} <i>{_text(each.expected)}</i></li>" for each in finding.advice)
         parts.append(f"<ol>{''.join(advice)}</ol>")

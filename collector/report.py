@@ -197,6 +197,8 @@ def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
         yield "limit", f"{limit}, {wording.label(finding.limit.name)}"
     if finding.eta is not None:
         yield "reached", wording.eta(finding.eta)
+    if finding.held_by:
+        yield "held by", _holders(finding)
     if finding.advice:
         yield "do", _advice(finding)
 
@@ -215,6 +217,20 @@ def _evidence(finding: Finding) -> Group:
         else:
             table.add_row(wording.label(evidence.name), wording.quantity(evidence.value, evidence.unit), observed)
     return Group(*([table] if table.row_count else []), *texts)
+
+
+def _holders(finding: Finding) -> Table:
+    """Bytes and how many in columns, the line and what it makes beneath each other: paths are long."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for holder in finding.held_by:
+        table.add_row(wording.more(holder), holder.site)
+        for caller in holder.callers:
+            table.add_row("", Text(f"from {caller}", style="dim"))
+        table.add_row("", Text(wording.kept(holder), style="dim"))
+    table.add_row("", Text(f"grown within {finding.held_by[0].window}", style="dim"))
+    return table
 
 
 def _advice(finding: Finding) -> Table:

@@ -6,9 +6,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from collector import wording
@@ -21,16 +22,23 @@ _LOOK_EVERY_SECONDS = 0.2
 
 
 def take(
-    run: Run, what: str, *, steps: int, timeout_seconds: float, say: Callable[[str], None]
+    run: Run,
+    what: str,
+    *,
+    steps: int,
+    timeout_seconds: float,
+    say: Callable[[str], None],
+    worker: int | None = None,
 ) -> tuple[list[str], list[str]]:
     """Have every training process of a run take a snapshot, and wait until all have.
 
     Args:
         run: the run.
         what: one of `layout.SNAPSHOT_KINDS`.
-        steps: that a profile lasts.
+        steps: that a profile or a growth lasts.
         timeout_seconds: to wait at most.
         say: told again and again who is waited for.
+        worker: ask the worker of this id of every loader, not the training processes.
 
     Returns:
         Lines for people: what was taken and where it is, and what was not and why.
@@ -39,16 +47,13 @@ def take(
         TidegaugeError: nobody could answer, and why.
     """
     name = f"{what}-{secrets.token_hex(4)}"
-    path = run.path / REQUESTS / f"{name}.json"
-    body = {"what": what, "steps": steps, "expires_wall_ns": time.time_ns() + int(timeout_seconds * 1e9)}
     deadline = time.monotonic() + timeout_seconds
-    heard = _Heard(run, name)
+    heard = _Heard(run, name, worker)
     names, answers = heard.names, heard.answers
+    path = request_path(run, name)
+    to = {"role": "main"} if worker is None else {"role": "worker", "worker": worker}
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(body))
-        os.replace(scratch, path)
+        put_request(path, what, steps=steps, lasts_seconds=timeout_seconds, to=to)
         while True:
             silent = heard.listen()
             over = not silent and (bool(answers) or _is_over(run, started=bool(names)))
@@ -67,15 +72,35 @@ def take(
     late = f"it came to no step's end in {timeout_seconds:g} s; give --timeout more"
     refused = [f"{names[key]}: {late}" for key in silent]
     refused += [f"{names[key]}: {said['error']}" for key, said in answers.items() if "error" in said]
-    return [_told(run, names[key], said) for key, said in answers.items() if "error" not in said], refused
+    told = [key for key, said in answers.items() if "error" not in said]
+    return [line for key in told for line in _told(run, names[key], answers[key])], refused
+
+
+def request_path(run: Run, name: str) -> Path:
+    """Where the request of this name is put."""
+    return run.path / REQUESTS / f"{name}.json"
+
+
+def put_request(path: Path, what: str, *, steps: int, lasts_seconds: float, to: Mapping[str, Any]) -> None:
+    """Ask the processes that are what `to` says; who asks takes it away again.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    body = {"what": what, "steps": steps, "expires_wall_ns": time.time_ns() + int(lasts_seconds * 1e9), "to": to}
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(body))
+    os.replace(scratch, path)
 
 
 @dataclass(slots=True)
 class _Heard:
-    """What the training processes are called, and their answers to a request."""
+    """What the processes that are asked are called, and their answers to a request."""
 
     run: Run
     request: str
+    worker: int | None
     names: dict[ProcessKey, str] = field(default_factory=dict)
     answers: dict[ProcessKey, Any] = field(default_factory=dict)
     gone: set[ProcessKey] = field(default_factory=set)
@@ -97,10 +122,16 @@ class _Heard:
 
     def _hear(self, row: dict[str, Any]) -> None:
         key = (row["host"], row["pid"], row["start_ticks"])
-        if row["kind"] == "process-start":
+        begins, ends = (
+            ("worker-start", "worker-exit") if self.worker is not None else ("process-start", "process-exit")
+        )
+        if row["kind"] == begins and self.worker in (None, (said := json.loads(row["body"])).get("worker")):
             rank = row["rank"]
-            self.names[key] = f"pid {key[1]}" if rank is None else f"rank {rank} (pid {key[1]})"
-        elif row["kind"] == "process-exit":
+            name = f"pid {key[1]}" if rank is None else f"rank {rank} (pid {key[1]})"
+            self.names[key] = (
+                name if self.worker is None else f"worker {self.worker} of loader {said['loader']}, {name}"
+            )
+        elif row["kind"] == ends:
             self.gone.add(key)
         elif row["kind"] == "snapshot" and (said := json.loads(row["body"])).get("request") == self.request:
             self.answers[key] = said
@@ -118,7 +149,14 @@ def _is_over(run: Run, *, started: bool) -> bool:
     return living is not None and not living
 
 
-def _told(run: Run, who: str, said: dict[str, Any]) -> str:
+def _told(run: Run, who: str, said: dict[str, Any]) -> Iterator[str]:
     places = [str(run.path / said[part]) for part in ("path", "trace", "pickle") if said.get(part)]
     held = wording.duration(said["held_ns"] / 1e9)
-    return f"{who}, step {said['step']}, the training waited {held}: {'  '.join(places)}"
+    yield f"{who}, step {said['step']}, the training waited {held}: {'  '.join(places)}"
+    if said["what"] == "growth":
+        from collector.diagnosis.holders import ranked
+        from collector.store.snapshots import growth
+
+        grown = growth(run, said)
+        for holder in (holder for device in grown.held_bytes for holder in ranked(grown, device)):
+            yield f"  {wording.more(holder)}  {holder.site}  {wording.kept(holder)}"

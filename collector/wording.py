@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from collector.diagnosis.findings import Eta, Finding, Locus
+from collector.diagnosis.findings import Eta, Finding, Holder, Locus
 
 MISSING = "—"
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -152,6 +152,16 @@ def locus(where: Locus) -> str:
     if where.host is not None:
         parts.append(f"host {where.host}")
     return ", ".join(parts)
+
+
+def more(holder: Holder) -> str:
+    """`+25 MiB`, a dash where only the number is known."""
+    return MISSING if holder.grown_bytes is None else f"+{size(holder.grown_bytes)}"
+
+
+def kept(holder: Holder) -> str:
+    """`50 more tensors`."""
+    return f"{number(holder.grown_count)} more {holder.what}" if holder.grown_count > 0 else holder.what
 
 
 def eta(when: Eta) -> str:

@@ -64,7 +64,9 @@ _MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
 #: The folder of the requests, made with the first one, and what can be asked for.
 REQUESTS = "requests"
-SNAPSHOT_KINDS = ("allocator", "census", "profile")
+SNAPSHOT_KINDS = ("allocator", "census", "growth", "profile")
+#: Those that take several steps, and how many if nothing is said.
+SNAPSHOT_STEPS = {"growth": 100, "profile": 5}
 
 #: An id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")

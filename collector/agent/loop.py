@@ -155,6 +155,8 @@ class Agent:
             for event in self._tail.read():
                 with self._problems.guard("events"):
                     self._roster.learn(event)
+                    if self._outlets is not None:
+                        self._outlets.heard(event)
         host: Sample = {}
         with self._problems.guard("host"):
             host = self._host.sample()

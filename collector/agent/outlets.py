@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from collector.agent.feed import Problems
+from collector.agent.investigate import Investigator
 from collector.agent.outlook import Outlook
 from collector.agent.samples import Sample
 from collector.alerts import Alerts
@@ -50,13 +51,16 @@ class Outlets:
 
     Args:
         alerts: are given every verdict.
+        investigate: whether a process that leaks may be asked what it keeps.
 
     """
 
-    def __init__(self, alerts: Alerts | None = None) -> None:
+    def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:
         self.latest = Latest()
         self.counts: Counts | None = None
         self._alerts = alerts
+        self._investigate = investigate
+        self._investigator: Investigator | None = None
         self._host = socket.gethostname()
         self._run: Run | None = None
         self._name = ""
@@ -72,6 +76,7 @@ class Outlets:
             self._name = str(read_manifest(run.path)["name"])
         self.counts = Counts(run)
         self._outlook = Outlook(run, self.tell)
+        self._investigator = Investigator(run) if self._investigate else None
         self._run = run
         return self.counts
 
@@ -80,10 +85,17 @@ class Outlets:
         if self._outlook is not None:
             self._outlook.tick(now_ns, problems)
 
+    def heard(self, event: Mapping[str, Any]) -> None:
+        """Called by the loop with each event of the run's processes on this host."""
+        if self._investigator is not None:
+            self._investigator.heard(event)
+
     def run_ended(self) -> None:
-        """No verdict is begun from now on, and one that is being made is given up."""
+        """No verdict is begun from now on, and one that is being made is given up; nothing is asked any more."""
         if self._outlook is not None:
             self._outlook.close()
+        if self._investigator is not None:
+            self._investigator.close()
 
     @property
     def spent_ns(self) -> int:
@@ -93,6 +105,8 @@ class Outlets:
     def tell(self, findings: Sequence[Finding]) -> None:
         """Tell of a verdict on the run."""
         self._verdict = (findings, time.time())
+        if self._investigator is not None:
+            self._investigator.look_into(findings)
         if self._alerts is not None and self._run is not None:
             self._alerts.tell(self._run.run_id, self._name, findings)
 

@@ -79,6 +79,12 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_asked
 
 
+def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--investigate`."""
+    meaning = "When a leak is found, have the process trace once which lines make what stays."
+    return click.option("--investigate", is_flag=True, help=meaning)(command)
+
+
 def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
     from collector.metrics import parse_address
 

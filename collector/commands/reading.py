@@ -18,7 +18,7 @@ import click
 from collector.commands.options import format_option, home_option, show_table, tag_option
 from collector.commands.verdicts import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError, one_line
-from training_harness.layout import SNAPSHOT_KINDS
+from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS
 
 if TYPE_CHECKING:
     from collector.diagnosis.verdict import Verdict
@@ -78,17 +78,21 @@ def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> N
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @click.option("--kind", type=click.Choice(SNAPSHOT_KINDS), default="allocator", show_default=True, help="Of what.")
-@click.option("--steps", type=click.IntRange(1, 100), default=5, show_default=True, help="That a profile lasts.")
+@click.option("--steps", type=click.IntRange(2, 1000), help="That it lasts [default: a growth 100, a profile 5].")
+@click.option("--worker", type=click.IntRange(0), metavar="K", help="Ask worker K of each loader (growth, census).")
 @click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait.")
 @home_option
-def snapshot(spec: str, kind: str, steps: int, timeout: float, home: Path) -> None:
+def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeout: float, home: Path) -> None:
     """Have a running training save what only it can see of its memory, at the end of a step."""
     from collector.snapshot import take
     from collector.store.runs import find_run
     from collector.terminal import Terminal
 
+    lasts = steps or SNAPSHOT_STEPS.get(kind, 1)
     with Terminal(stderr=True).status("asking") as status:
-        taken, refused = take(find_run(home, spec), kind, steps=steps, timeout_seconds=timeout, say=status.update)
+        taken, refused = take(
+            find_run(home, spec), kind, steps=lasts, timeout_seconds=timeout, say=status.update, worker=worker
+        )
     for line in taken:
         click.echo(one_line(line))
     if refused:

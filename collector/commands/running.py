@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.options import PASS_ON, Asked, home_option, outlet_options, run_options
+from collector.commands.options import PASS_ON, Asked, home_option, investigate_option, outlet_options, run_options
 from collector.commands.verdicts import judge, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
@@ -54,6 +54,7 @@ def _check_run_id(_context: click.Context, _option: click.Parameter, value: str 
     metavar="ID",
     help="The same on every node of one training, with a shared store [default: a new one].",
 )
+@investigate_option
 @outlet_options
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -64,6 +65,7 @@ def run(
     memory_history: int | None,
     no_stages: bool,
     run_id: str | None,
+    investigate: bool,
     asked: Asked,
     home: Path,
     command: tuple[str, ...],
@@ -75,15 +77,24 @@ def run(
         os.environ[STAGES_VARIABLE] = "0"
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
-    _run(command, home=home, asked=asked, name=name, tags=tags, interval_seconds=interval)
+    _run(
+        command,
+        home=home,
+        asked=asked,
+        investigate=investigate,
+        name=name,
+        tags=tags,
+        interval_seconds=interval,
+    )
 
 
 @click.command(context_settings=PASS_ON)
+@investigate_option
 @outlet_options
 @home_option
 @click.argument("name", type=click.Choice(JOBS))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def job(asked: Asked, home: Path, name: str, arguments: tuple[str, ...]) -> None:
+def job(investigate: bool, asked: Asked, home: Path, name: str, arguments: tuple[str, ...]) -> None:
     """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
     home, arguments = _take_home(arguments, home)
     command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
@@ -91,7 +102,7 @@ def job(asked: Asked, home: Path, name: str, arguments: tuple[str, ...]) -> None
         os.execv(sys.executable, command)
     kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
     title = "-".join([name, *kind]) if name == "fault" else name
-    _run(command, home=home, asked=asked, name=title)
+    _run(command, home=home, asked=asked, investigate=investigate, name=title)
 
 
 def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
@@ -144,9 +155,10 @@ def watch(
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
+@investigate_option
 @outlet_options
 @home_option
-def collect(spec: str, follow: int | None, asked: Asked, home: Path) -> None:
+def collect(spec: str, follow: int | None, investigate: bool, asked: Asked, home: Path) -> None:
     """Resume a run whose collector has ended: store what waits, follow what lives."""
     from collector.agent import loop
     from collector.agent.procfs import ProcessKey
@@ -160,7 +172,7 @@ def collect(spec: str, follow: int | None, asked: Asked, home: Path) -> None:
         except OSError:
             raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
         loop.update_manifest(found, command=command)
-    outlets = _open_outlets(asked)
+    outlets = _open_outlets(asked, investigate=investigate)
     if not loop.collect(found, outlets=outlets):
         raise TidegaugeError(
             f"the store did not take all records of {found.run_id}, which wait in {found.journal_dir}: "
@@ -176,6 +188,7 @@ def _run(
     *,
     home: Path,
     asked: Asked,
+    investigate: bool,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -188,7 +201,7 @@ def _run(
         from collector.store import shared
 
         shared.configured()  # what can't be is said before the command starts
-    outlets = None if disabled else _open_outlets(asked)
+    outlets = None if disabled else _open_outlets(asked, investigate=investigate)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -204,20 +217,20 @@ def _run(
     sys.exit(outcome.exit_status)
 
 
-def _open_outlets(asked: Asked) -> Outlets | None:
+def _open_outlets(asked: Asked, *, investigate: bool = False) -> Outlets | None:
     """What is told of a run while it goes on; None if nothing was asked for.
 
     Raises:
         TidegaugeError: the metrics cannot be served at that address.
 
     """
-    if asked == Asked(None, ()):
+    if asked == Asked(None, ()) and not investigate:
         return None
     from collector import metrics
     from collector.agent.outlets import Outlets
     from collector.alerts import Alerts
 
-    outlets = Outlets(Alerts(asked.tellers) if asked.tellers else None)
+    outlets = Outlets(Alerts(asked.tellers) if asked.tellers else None, investigate=investigate)
     if asked.prometheus is not None:
         click.echo(f"tidegauge: metrics at {metrics.serve(asked.prometheus, outlets.look)}", err=True)
     return outlets

@@ -25,10 +25,6 @@ _TENSOR_ADVICE = (
         ".detach()), hooks that store activations, metrics that gather on the GPU",
         expected="allocated memory stays where it is",
     ),
-    Advice(
-        text="tidegauge snapshot --kind census, twice some hundred steps apart",
-        expected="shape and dtype of the tensors that got more",
-    ),
 )
 _HOLES_ADVICE = (
     Advice(

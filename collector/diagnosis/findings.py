@@ -54,6 +54,9 @@ KINDS: dict[str, str] = {
     **dict.fromkeys(("workers-not-reporting", "samples-lost", "cannot-tell"), "trust"),
 }
 
+#: The leaks of which a process can tell the lines that make what stays.
+ASKED_FOR_LINES = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
@@ -126,6 +129,22 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A line that makes what stays, and by how much that grew over a window.
+
+    `site` is file:line and function, the innermost of the user's code, and `callers` what called it. What autograd
+    keeps for a line has no bytes of its own.
+    """
+
+    site: str
+    callers: tuple[str, ...] = ()
+    what: str
+    grown_bytes: int | None
+    grown_count: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One verdict. A finding other than `cannot-tell` stands on two independent measurements.
 
@@ -144,6 +163,7 @@ class Finding:
     rate: Rate | None = None
     limit: Limit | None = None
     eta: Eta | None = None
+    held_by: tuple[Holder, ...] = ()
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
 
@@ -187,6 +207,9 @@ def from_json(body: Mapping[str, Any]) -> Finding:
             **{name: part(**body[name]) for name, part in parts.items() if body[name] is not None},
             "locus": Locus(**body["locus"]),
             "evidence": tuple(Evidence(**evidence) for evidence in body["evidence"]),
+            "held_by": tuple(
+                Holder(**{**holder, "callers": tuple(holder["callers"])}) for holder in body.get("held_by", ())
+            ),
             "advice": tuple(Advice(**advice) for advice in body["advice"]),
         }
     )

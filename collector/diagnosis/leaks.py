@@ -146,10 +146,6 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
                 ".detach()), growing lists of metrics, caches without bound, create_graph=True",
                 expected=f"the growth of {bytes_text_fine(grown.slope)}/s stops",
             ),
-            Advice(
-                text="Compare two tracemalloc snapshots some hundred steps apart, from the step named here on",
-                expected="the line that allocates what is kept (Python objects only)",
-            ),
         ),
     )
 

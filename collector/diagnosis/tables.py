@@ -12,6 +12,7 @@ import pandas as pd
 from collector.store.reader import Snapshot, read
 from collector.store.runs import ProcessKey as ProcessKey
 from collector.store.runs import Run, living_processes
+from collector.store.snapshots import Grown, grown_lines
 from training_harness.records import IDENTITY, STREAMS
 
 #: The rules look at no more than about so many rows of each stream, so a verdict has a bounded cost.
@@ -72,6 +73,7 @@ class RunTables:
         now_ns: CLOCK_MONOTONIC at the moment of reading; for a run of another boot, its last record.
         lost_count: records that writers could not write.
         totals: what the whole run holds of each stream.
+        grown: what processes kept between two moments, by the lines that made it.
         problems: one line for each thing that could not be read; the tables lack it.
 
     """
@@ -83,6 +85,7 @@ class RunTables:
     now_ns: int
     lost_count: int = field(default=0)
     totals: Mapping[str, Total] = field(default_factory=dict)
+    grown: Sequence[Grown] = ()
     problems: tuple[str, ...] = ()
 
     def stream(self, name: str) -> pd.DataFrame:
@@ -114,6 +117,7 @@ def load_tables(run: Run) -> RunTables:
         totals = _totals(snapshot)
         streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS}
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
+    grown, damaged = grown_lines(run, events)
     return RunTables(
         manifest=manifest,
         events=events,
@@ -122,7 +126,8 @@ def load_tables(run: Run) -> RunTables:
         now_ns=now_ns,
         lost_count=lost_count,
         totals=totals,
-        problems=problems,
+        grown=grown,
+        problems=(*problems, *damaged),
     )
 
 

@@ -11,6 +11,7 @@ from collector.diagnosis.descriptors import find_descriptors
 from collector.diagnosis.device_growth import find_device_growth
 from collector.diagnosis.device_risk import find_device_risk
 from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
+from collector.diagnosis.holders import with_holders
 from collector.diagnosis.last_minute import as_records, last_states
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
@@ -57,7 +58,7 @@ def diagnose(tables: RunTables) -> Verdict:
     life = Lifecycle(tables)
     status = life.status()
     return Verdict(
-        findings=_findings(tables),
+        findings=_findings(tables, running=status == "running"),
         status=status,
         exit_status=life.exit_status,
         attempts=life.attempts,
@@ -70,7 +71,7 @@ def diagnose(tables: RunTables) -> Verdict:
     )
 
 
-def _findings(tables: RunTables) -> tuple[Finding, ...]:
+def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     leaks = _guarded("leaks", lambda: find_leaks(tables))
     growths = _guarded("device growth", lambda: find_device_growth(tables))
     leaks = [leak for leak in leaks if not _is_pinned_cache(leak, growths)]
@@ -88,7 +89,7 @@ def _findings(tables: RunTables) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
-    return tuple(sorted(found, key=_order))
+    return tuple(sorted((with_holders(finding, tables, running=running) for finding in found), key=_order))
 
 
 def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:

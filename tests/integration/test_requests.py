@@ -10,12 +10,17 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from collector.agent.investigate import Investigator
+from collector.diagnosis.findings import Evidence, Finding, Locus, as_json, from_json
+from collector.diagnosis.holders import with_holders
+from collector.diagnosis.tables import load_tables
 from collector.errors import TidegaugeError
 from collector.snapshot import take
 from collector.store.runs import Run
@@ -30,6 +35,15 @@ TAKEN = re.compile(r"rank (\d) \(pid \d+\), step \d+, the training waited .*: (.
 def opened(path: str):
     with gzip.open(path) as stream:
         return json.load(stream)
+
+
+def evidence(name: str) -> Evidence:
+    return Evidence(name=name, value=2**30, unit="bytes", n=100, window="0-100 s")
+
+
+def answers(run: Run, request: str) -> list[dict]:
+    lines = [line for path in run.events_dir.iterdir() for line in path.read_text().splitlines()]
+    return [event for event in map(json.loads, lines) if event.get("request") == request]
 
 
 def losses_of(count: int) -> list[str]:
@@ -82,6 +96,40 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         assert {"aten::empty", "aten::addmm"} <= {operator["operator"] for operator in summary["operators"]}
         assert trace["traceEvents"]
 
+        lines, refused = take(run, "growth", steps=30, timeout_seconds=60.0, say=lambda text: None, worker=0)
+        assert (len([line for line in lines if re.match(r"worker 0 of loader 0, rank \d", line)]), refused) == (
+            2,
+            [],
+        )
+        assert sum("asked.py:19 __iter__ " in line for line in lines) == 2, lines
+
+        leak = Finding(
+            kind="main-heap-leak",
+            severity="warning",
+            confidence=0.9,
+            summary="It leaks.",
+            locus=Locus(host=socket.gethostname(), rank=1, role="main", pid=ranks[1].pid),
+            evidence=(evidence("resident_rise_bytes"), evidence("private_dirty_rise_bytes")),
+        )
+        asked = run.path / layout.REQUESTS / f"growth-of-main-{leak.locus.host}-{leak.locus.pid}.json"
+        investigator = Investigator(run)
+        investigator.look_into([leak])
+        assert asked.exists()
+        answer = wait_for(lambda: answers(run, asked.stem), "the lines that one rank keeps")
+        assert [event["rank"] for event in answer] == [1], "the other one was not asked"
+        investigator.heard(answer[0])
+        assert not asked.exists()
+        investigator.look_into([leak])
+        resumed = Investigator(run)
+        resumed.heard(answer[0])
+        resumed.look_into([leak])
+        assert not asked.exists(), "once per run and process"
+        told = with_holders(leak, load_tables(run), running=True)
+        assert told.held_by[0].site.endswith("asked.py:41"), "in no function"
+        assert told.held_by[0].grown_count == 50
+        assert told.held_by[0].grown_bytes > 50 * 80_000
+        assert from_json(json.loads(json.dumps(as_json(told)))) == told
+
         taken, refused = ask("allocator")
         assert taken == {}
         assert len(refused) == 2
@@ -106,7 +154,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
     kinds = [json.loads(line) for path in run.events_dir.iterdir() for line in path.read_text().splitlines()]
     assert not [event for event in kinds if event["kind"] == "hook-disabled"]
     damaged = [event for event in kinds if event.get("request") == "census-damaged"]
-    assert len(damaged) == 2, "told once by each"
+    assert len({event["pid"] for event in damaged}) == len(damaged) == 4, "told once by each, and its worker"
     assert all("JSONDecodeError" in event["error"] for event in damaged)
 
     with pytest.raises(TidegaugeError, match="it has ended; ask while it trains"):

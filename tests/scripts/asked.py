@@ -7,6 +7,17 @@ import time
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Cached(IterableDataset):
+    """Keeps what it reads, and so does each worker."""
+
+    def __iter__(self):
+        cache = []
+        while True:
+            cache.append("read " * 10_000)
+            yield len(cache)
 
 
 def steps():
@@ -24,8 +35,10 @@ def steps():
 if __name__ == "__main__":
     kept = torch.zeros(1000, 50)
     views = [kept[:10], kept[10:]]
-    for loss in steps():
+    grown = []
+    for loss, _ in zip(steps(), DataLoader(Cached(), num_workers=1), strict=False):
         print(f"{loss:.17g}")
+        grown.append(torch.ones(20_000))
         time.sleep(0.005)
         if Path(sys.argv[1]).exists():
             break

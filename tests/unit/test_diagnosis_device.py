@@ -3,6 +3,11 @@
 No GPU is needed: the streams are simulated after the allocator's own counting (c10/cuda/CUDACachingAllocator.cpp).
 """
 
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from simulated_runs import MAIN, MIB, START_SECONDS, Script, finished, ns, sample_process, started
@@ -10,7 +15,11 @@ from simulated_runs import MAIN, MIB, START_SECONDS, Script, finished, ns, sampl
 from collector.diagnosis.device_growth import find_device_growth
 from collector.diagnosis.device_risk import find_device_risk
 from collector.diagnosis.findings import as_json
+from collector.diagnosis.holders import ranked
 from collector.diagnosis.verdict import diagnose
+from collector.store.runs import Run
+from collector.store.snapshots import Grown, GrownLine, grown_lines
+from training_harness import layout
 from training_harness.records import ROLE_MAIN
 
 STEPS = 240
@@ -125,6 +134,55 @@ def test_tensors_that_get_more_are_a_leak():
     assert leak.rate.value == pytest.approx(10 * MIB, rel=0.1)
     assert (leak.locus.device, leak.locus.pid) == (0, MAIN[1])
     assert "allocation_rise_count" in {evidence.name for evidence in leak.evidence}
+
+
+def test_a_leak_names_the_lines_that_hold_it_or_how_to_learn_them(home):
+    script = training(allocated=600 * RAMP, count=AT)
+    [leak] = [f for f in diagnose(script.tables()).findings if f.kind == "gpu-tensor-leak"]
+    assert leak.advice[-1].text == "tidegauge snapshot RUN --kind growth"
+    ended = replace(finished(script).tables(), living=frozenset())
+    [leak] = [f for f in diagnose(ended).findings if f.kind == "gpu-tensor-leak"]
+    assert "--investigate" in leak.advice[-1].text
+
+    run = Run(layout.create_run(home, name="train", argv=["train.py"]))
+    frames = [["/lib/torch/nn/functional.py", 9, "linear"], [f"{Path.cwd()}/train.py", 40, "evaluate"]]
+    for name, kept in (("first", 3), ("last", 8)):
+        blocks = [{"size": MIB, "state": "active_allocated", "stack": 0}] * kept
+        blocks += [{"size": 64 * MIB, "state": "active_allocated", "stack": 1}]  # the model
+        segment = {"device": 0, "address": 1, "total_size": 2**30, "allocated_size": 2**20, "blocks": blocks}
+        document = {"pid": 1, "segments": [segment], "stacks": [[0, 1], [0]], "frames": frames}
+        (run.path / layout.SNAPSHOTS / f"{name}.gz").write_bytes(gzip.compress(json.dumps(document).encode()))
+        script.event(
+            START_SECONDS + kept, "snapshot", what="allocator", path=f"snapshots/{name}.gz", pickle="p", step=kept
+        )
+    grown, problems = grown_lines(run, script.events)
+    [leak] = [f for f in diagnose(replace(script.tables(), grown=grown)).findings if f.kind == "gpu-tensor-leak"]
+    [held] = leak.held_by
+    assert (held.site, held.grown_bytes, held.grown_count) == (f"{Path.cwd()}/train.py:40 evaluate", 5 * MIB, 5)
+    assert (held.window, problems) == ("steps 3-8", [])
+
+
+def graph(site, nodes, size):
+    return GrownLine(
+        site=site,
+        callers=(),
+        device="cpu",
+        made_by="AddBackward0",
+        grown_count=0,
+        grown_bytes=size,
+        grown_nodes_count=nodes,
+    )
+
+
+def test_what_autograd_keeps_is_told_by_the_graphs_that_grow():
+    python = GrownLine(site="a.py:1", callers=(), device="", made_by="", grown_count=9, grown_bytes=MIB)
+    lines = (python, graph("a.py:2", 2000, 400), graph("a.py:3", -40, MIB))
+    told = ranked(Grown(event={}, window="steps 0-50", held_bytes={"cpu": 40 * MIB}, lines=lines), "cpu")
+    assert [held.site for held in told] == ["a.py:2", "a.py:1", "a.py:3", "no line"]
+    assert "2,000 nodes" in told[0].what
+    assert told[-1].grown_bytes == 38 * MIB - 400
+    known = ranked(Grown(event={}, window="steps 0-50", held_bytes={"cpu": 3 * MIB}, lines=lines), "cpu")
+    assert [held.site for held in known] == ["a.py:1", "a.py:3"], "the lines explain it"
 
 
 def test_larger_batches_are_not_called_a_leak():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
 import pickle
 import sys
 import time
+import tracemalloc
 import warnings
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ import torch
 
 from training_harness import layout, session
 from training_harness.hooks import census as census_module
-from training_harness.hooks import profiling
+from training_harness.hooks import growth, profiling
 from training_harness.hooks.census import census
 from training_harness.hooks.memory import DeviceGauges, gauges
 from training_harness.hooks.oom import OomHook, install, is_out_of_memory
@@ -290,32 +292,50 @@ def test_an_error_that_ends_the_training_is_told_with_its_message_and_a_snapshot
     assert [event["caught"] for event in world.events("cuda-oom")] == [False, None]
 
 
-def test_a_profile_ends_with_its_time_and_with_its_requests(out_of_memory, monkeypatch):
-    world, running = out_of_memory, torch._C._autograd._profiler_enabled
+@pytest.mark.parametrize(
+    ("what", "module", "is_running"),
+    [("profile", profiling, torch._C._autograd._profiler_enabled), ("growth", growth, tracemalloc.is_tracing)],
+)
+def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monkeypatch, what, module, is_running):
+    world = out_of_memory
 
     def ask(number: int) -> None:
-        asked = {"what": "profile", "steps": 5, "expires_wall_ns": time.time_ns() + 10**12}
+        asked = {"what": what, "steps": 5, "expires_wall_ns": time.time_ns() + 10**12}
         (world.current.run_dir / layout.REQUESTS).mkdir(exist_ok=True)
-        (world.current.run_dir / layout.REQUESTS / f"profile-{number}.json").write_text(json.dumps(asked))
+        (world.current.run_dir / layout.REQUESTS / f"{what}-{number}.json").write_text(json.dumps(asked))
         world.progress.requests.due_ns = 0
         world.end_step()
 
     ask(1)
-    assert running()
+    assert is_running()
     world.progress.requests.expire(world.current, 1)
-    assert running(), "its time is not up"
+    assert is_running(), "its time is not up"
     world.progress.requests.close()
-    assert not running()
+    assert not is_running()
 
-    monkeypatch.setattr(profiling, "LIMIT_NS", 0)
+    monkeypatch.setattr(module, "LIMIT_NS", 1)
     ask(2)
-    assert running()
+    assert is_running()
+    if what == "growth":
+        child = os.fork()
+        if child == 0:
+            os._exit(tracemalloc.is_tracing() or gc.get_freeze_count())
+        assert os.waitpid(child, 0)[1] == 0, "a worker that is forked meanwhile traces nothing"
+        world.end_step()  # it is marked once before its end
     world.progress.requests.expire(world.current, 2)
-    assert not running()
+    assert not is_running()
+    assert gc.get_freeze_count() == 0
     (told,) = world.events("snapshot")
-    assert (told["request"], told["step"]) == ("profile-2", 2)
+    assert told["request"] == f"{what}-2"
     saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
     assert saved["steps_count"] == 0
+
+    if what == "growth":
+        tracemalloc.start()
+        ask(3)
+        assert tracemalloc.is_tracing(), "the training's own goes on"
+        tracemalloc.stop()
+        assert "uses tracemalloc itself" in world.events("snapshot")[1]["error"]
 
 
 def test_the_history_is_recorded_if_asked_for_and_saved_for_torchs_viewer_too(out_of_memory, monkeypatch):

@@ -26,10 +26,16 @@ class _Row(NamedTuple):
     device: str
 
 
+def _row_of(kind: type, tensor: Any) -> _Row:
+    return _Row(kind.__name__, tuple(tensor.shape), str(tensor.dtype), str(tensor.device))
+
+
 def census(
     torch: Any,
     objects: Iterable[Any] | None = None,
     *,
+    row_of: Callable[[type, Any], Any] = _row_of,
+    rows_count: int | None = ROWS,
     limit_ns: int = WALK_NS,
     clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> dict[str, Any]:
@@ -38,15 +44,18 @@ def census(
     Args:
         torch: the module.
         objects: among which to look; all that the garbage collector tracks by default.
+        row_of: by what the tensors are counted, a named tuple of type and tensor.
+        rows_count: of so many rows is told; of all if None.
         limit_ns: the walk ends after about so long, and says that it is not complete.
         clock_ns: for that.
 
     Returns:
-        `rows`, the largest first: `type`, `shape`, `dtype`, `device`, `tensors_count`, and `storage_bytes`, where
-        a storage that several tensors share counts once, for the largest of them; and what was left out.
+        `rows`, the largest first: `type`, `shape`, `dtype`, `device` (or what `row_of` makes), `tensors_count`, and
+        `storage_bytes`, where a storage that several tensors share counts once, for the largest of them; and what
+        was left out.
     """
-    counts: Counter[_Row] = Counter()
-    owners: dict[int, tuple[int, _Row, int]] = {}
+    counts: Counter[Any] = Counter()
+    owners: dict[int, tuple[int, Any, int]] = {}
     subclasses: Counter[str] = Counter()
     seen: dict[int, bool] = {}
     opaque_count, complete, end_ns = 0, True, clock_ns() + limit_ns
@@ -68,7 +77,7 @@ def census(
                     subclasses[type.__dict__["__qualname__"].__get__(kind)] += 1
                     continue
                 try:
-                    row = _Row(kind.__name__, tuple(item.shape), str(item.dtype), str(item.device))
+                    row = row_of(kind, item)
                     counts[row] += 1
                     storage = item.untyped_storage()
                     own_bytes = item.numel() * item.element_size()
@@ -78,7 +87,7 @@ def census(
                 known = owners.get(storage._cdata)
                 if known is None or known[0] < own_bytes:
                     owners[storage._cdata] = (own_bytes, row, storage.nbytes())
-        bytes_of: Counter[_Row] = Counter()
+        bytes_of: Counter[Any] = Counter()
         devices: Counter[str] = Counter()
         for _, row, storage_bytes in owners.values():
             bytes_of[row] += storage_bytes
@@ -92,9 +101,10 @@ def census(
         "tensors_count": counts.total(),
         "storage_bytes": dict(devices),
         "rows": [
-            {**row._asdict(), "tensors_count": counts[row], "storage_bytes": bytes_of[row]} for row in rows[:ROWS]
+            {**row._asdict(), "tensors_count": counts[row], "storage_bytes": bytes_of[row]}
+            for row in rows[:rows_count]
         ],
-        "rows_left_out_count": max(0, len(rows) - ROWS),
+        "rows_left_out_count": len(rows[rows_count:]) if rows_count else 0,
         "without_storage_count": opaque_count,
         "subclasses": dict(subclasses.most_common(ROWS)),
     }

@@ -94,6 +94,13 @@ def compact(snapshot: Mapping[str, Any], max_blocks: int = MAX_BLOCKS) -> dict[s
     }
 
 
+def stacked(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows with `frames`, as `rows`, `stacks` and `frames`: each stack and each frame is there once."""
+    stacks = _Stacks()
+    flat = [stacks.flat(row) for row in rows]
+    return {"rows": flat, "stacks": list(stacks.numbers), "frames": list(stacks.frames)}
+
+
 class _Stacks:
     """Numbers the stacks of a snapshot, and their frames, in the order of their first use."""
 

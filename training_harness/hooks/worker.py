@@ -23,6 +23,7 @@ from training_harness import session
 from training_harness.hooks import stage_calls, stages
 from training_harness.hooks.meter import FetchMeter, samples_in
 from training_harness.hooks.patching import Hook
+from training_harness.hooks.requests import Requests
 from training_harness.records import MISSING_INT32, MISSING_INT64
 
 WORKER_MODULE = "torch.utils.data._utils.worker"
@@ -114,6 +115,7 @@ class FetchRecorder:
         self._loader = loader
         self._epoch = epoch
         self._worker = worker
+        self._requests = Requests({"role": "worker", "loader": loader, "worker": worker}, unit="batches")
         self._parent_pid = os.getppid()
         self._meter = FetchMeter()
         self._started_ns = self._idle_since_ns = time.monotonic_ns()
@@ -210,6 +212,8 @@ class FetchRecorder:
                 *spent,
                 self._samples,
             )
+            if now_ns >= self._requests.due_ns:
+                now_ns = self._requests.serve(self._session, self._index)
             self._index = MISSING_INT64
             self._idle_since_ns = now_ns
         except Exception as error:
@@ -218,6 +222,7 @@ class FetchRecorder:
     def farewell(self, reason: str) -> None:
         """Say that the worker loop returned: what ends without this was killed."""
         try:
+            self._requests.close()
             if reason == "done" and os.getppid() != self._parent_pid:
                 reason = "parent-gone"
             self._session.close()
