@@ -162,8 +162,8 @@ def evidence(finding: Finding) -> list[tuple[str, str, str]]:
 
 def grown(holder: Holder) -> str:
     """What a line makes that stays, how much of it, and what called it."""
-    grew = f"{more(holder)}, {kept(holder)}, within {holder.window}"
-    return ", from ".join([grew, *holder.callers])
+    grew = [] if holder.grown_bytes is None else [more(holder)]
+    return ", from ".join([", ".join([*grew, kept(holder), f"within {holder.window}"]), *holder.callers])
 
 
 def answer(findings: Sequence[Finding], nothing: str) -> str:
@@ -219,7 +219,7 @@ def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
     for holder in finding.held_by:
-        st.markdown(f":material/code: `{holder.site}` {plain(grown(holder))}")
+        st.markdown(f":material/code: Held by `{holder.site}` {plain(grown(holder))}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")

@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from collector.diagnosis.findings import ASKED_FOR_LINES, Advice, Finding, Holder
+from collector.diagnosis.frames import bytes_text
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.witnesses import CONFIRMED
 from collector.store.snapshots import Grown, GrownLine
 
+_NO_LINE = "no line"
+_GRAPH = "with their graph"
 #: So many lines are told of.
 _HOLDERS = 5
 #: A line with less than this share of the growth is noise of the loop.
@@ -31,7 +34,8 @@ def with_holders(finding: Finding, tables: RunTables, *, running: bool) -> Findi
     of_it = [grown for grown in tables.grown if _is_of(grown, finding)]
     holders = ranked(of_it[-1], device) if of_it else ()
     if holders:
-        return replace(finding, held_by=holders)
+        cure = () if holders[0].site == _NO_LINE else (_cure(holders[0], finding),)
+        return replace(finding, held_by=holders, advice=(*cure, *finding.advice))
     return replace(finding, advice=(*finding.advice, _to_ask(finding, tables, running=running)))
 
 
@@ -52,7 +56,7 @@ def ranked(grown: Grown, device: str) -> tuple[Holder, ...]:
         if nodes[site] or _bytes(sites[site]) >= max(1, _LEAST_RATIO * max(told, held))
     ]
     rest = Holder(
-        site="no line",
+        site=_NO_LINE,
         what="of which no new Python object knows: kept by autograd for the tensors above or for an older one "
         "(total += loss), or by a C++ extension",
         grown_bytes=hidden,
@@ -60,6 +64,20 @@ def ranked(grown: Grown, device: str) -> tuple[Holder, ...]:
         window=grown.window,
     )
     return (*of_lines[:_HOLDERS], *([rest] if hidden else []))
+
+
+def _cure(holder: Holder, finding: Finding) -> Advice:
+    """What to do at the line that holds most."""
+    rate = f": {bytes_text(finding.rate.value)}/s less" if finding.rate else ""
+    if _GRAPH in holder.what:
+        return Advice(
+            text=f"Keep no graph of what {holder.site} makes: .item() for a number, .detach() for a tensor",
+            expected=f"the activations of each step go with it{rate}",
+        )
+    return Advice(
+        text=f"Find who keeps what {holder.site} makes: a list, dict, cache or closure without bound",
+        expected=f"it goes when its step is over{rate}",
+    )
 
 
 def _is_of(grown: Grown, finding: Finding) -> bool:
@@ -73,7 +91,7 @@ def _holder(lines: list[GrownLine], window: str) -> Holder:
     what = "tensors" if most.device else "Python objects"
     if most.made_by:
         nodes = f", {_nodes(lines):,} nodes" if _nodes(lines) else ""
-        what = f"tensors with their graph ({most.made_by}{nodes})"
+        what = f"tensors {_GRAPH} ({most.made_by}{nodes})"
     return Holder(
         site=most.site,
         callers=most.callers,
