@@ -49,6 +49,8 @@ RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
 TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
 CEILING = "ceiling"
+#: Before a number: every loader's batch size times that.
+BATCH_TIMES = "batch*"
 
 MANIFEST = "run.json"
 MANIFEST_SCHEMA = 1

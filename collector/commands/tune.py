@@ -52,14 +52,36 @@ class Row:
 @click.option("--trial-seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True, metavar="S")
 @click.option("--trials", type=click.IntRange(1, 50), default=4, show_default=True, metavar="N")
 @click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
+@click.option("--batch-size", is_flag=True, help="Try batch sizes: their memory, and the largest that fits.")
+@click.option("--effective-batch", type=click.IntRange(1), metavar="N", help="With --batch-size: split N samples.")
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def tune(trial_seconds: float, trials: int, ceiling: bool, home: Path, command: tuple[str, ...]) -> None:
+def tune(
+    trial_seconds: float,
+    trials: int,
+    ceiling: bool,
+    batch_size: bool,
+    effective_batch: int | None,
+    home: Path,
+    command: tuple[str, ...],
+) -> None:
     """Train COMMAND for a few seconds each in settings of its DataLoader that promise the most, and compare."""
+    if ceiling and batch_size:
+        raise TidegaugeError("--ceiling and --batch-size ask for different trials; give one of them")
+    if effective_batch is not None and not batch_size:
+        raise TidegaugeError("--effective-batch needs batch sizes to choose from; give --batch-size too")
     if shutil.which(command[0]) is None:
         raise TidegaugeError(f"{command[0]}: command not found; give the command that trains, as in a shell")
     for variable in (STORE_VARIABLE, RUN_ID_VARIABLE):  # trials are this machine's own affair
         os.environ.pop(variable, None)
+    if batch_size:
+        from collector.commands.batch_trials import try_sizes
+
+        with _interruptible() as caught:
+            status = try_sizes(
+                command, home, seconds=trial_seconds, trials=trials, effective=effective_batch, caught=caught
+            )
+        sys.exit(status)
     rows: list[Row] = []
     outlook: Forecast | str | None = None
     with _interruptible() as caught:

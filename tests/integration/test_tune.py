@@ -11,7 +11,6 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 
 from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.layout import TRIAL_LOADER_VARIABLE
@@ -75,10 +74,40 @@ def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):
     assert set(run.table("batch")["worker"]) == {0, 1}
 
 
-@pytest.mark.parametrize(("asked", "used"), [("2,3", 2), ("two", 1)])
-def test_the_loader_is_as_asked_or_as_the_script_says(attached, asked, used):
+def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch.utils.data import BatchSampler, DataLoader, SequentialSampler\n"
+        "from torchdata.stateful_dataloader import StatefulDataLoader\n"
+        "class Own(BatchSampler): pass\n"
+        "rows = list(range(24))\n"
+        "of_torch, own = (kind(SequentialSampler(rows), 3, False) for kind in (BatchSampler, Own))\n"
+        "for loader in (DataLoader(rows, batch_size=2), StatefulDataLoader(rows, batch_size=4),\n"
+        "               DataLoader(rows, batch_sampler=of_torch), DataLoader(rows, batch_sampler=own)):\n"
+        "    print(len(next(iter(loader))))\n"
+    )
+    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "batch*2"})
+    assert run.done.stdout.split() == ["4", "8", "6", "3"], run.done.stderr
+    assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
+
+
+def test_batch_sizes_are_tried_and_what_fits_is_said(tmp_path):
+    script = training("--rows", 100_000, "--row-ms", 0)
+    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "1", "--trials", "2"]
+    command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
+    assert done.returncode == 0, done.stderr
+    table, told = done.stdout.splitlines()[2:5], done.stdout.splitlines()[5:]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert [row.split()[0] for row in table] == ["2", "4", "8"]
+    assert all(re.search(r"\d MiB", row) for row in table)
+    assert told[0].startswith("Fastest, within 5%: batch_size=")
+    assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps accumulated\.", told[-1])
+
+
+def test_a_loader_is_as_the_script_says_if_nothing_else_is_understood(attached):
     options = ("--num-workers", 1, "--persistent", "--rows", 8, "--epochs", 1)
-    run = attached(TRAIN, *options, environ={TRIAL_LOADER_VARIABLE: asked})
+    run = attached(TRAIN, *options, environ={TRIAL_LOADER_VARIABLE: "two"})
     assert run.done.returncode == 0, run.done.stderr
-    assert json.loads(run.events("loader")["body"].iloc[0])["num_workers"] == used
-    assert run.events("hook-disabled").empty == (used == 2)
+    assert json.loads(run.events("loader")["body"].iloc[0])["num_workers"] == 1
+    assert not run.events("hook-disabled").empty

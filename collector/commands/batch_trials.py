@@ -1,0 +1,164 @@
+"""`tidegauge tune --batch-size`: short trials of a training at other batch sizes, and what they say of all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from collector import wording
+from collector.agent.trials import run_trial
+from collector.commands.options import show_table
+from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
+from collector.diagnosis.loops import loops
+from collector.diagnosis.tables import RunTables, load_tables
+from collector.errors import one_line
+from training_harness.layout import BATCH_TIMES
+
+#: Times the script's own batch size, in the order in which they are tried.
+_FACTORS = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0, 32.0)
+#: As good as the fastest.
+_AS_FAST = 0.95
+_COLUMNS = ("batch size", "samples/s\nmeasured", "memory\npredicted", "\n90% interval", "memory\nmeasured", "\noff")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A trial: what was predicted for it from those before, and what was measured."""
+
+    size: float
+    predicted: tuple[float, float, float] | None
+    measured: Sized | None
+    failure: str
+
+
+def try_sizes(
+    command: tuple[str, ...], home: Path, *, seconds: float, trials: int, effective: int | None, caught: list[int]
+) -> int:
+    """Try them, show what is known in the end or when a signal came, and return the exit status."""
+    _say(f"the script's own batch size, {seconds:g} s of training")
+    base, failure = _trial(command, home, None, seconds, caught)
+    if caught:
+        return 128 + caught[0]
+    if base is None or failure or not base.batch_size > 0:
+        click.echo(f"as it is: {failure or 'how many samples a batch has is not known'}")
+        return 1
+    rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
+    _say(f"  {_words(base)}")
+    tried = [base]
+    for factor in _FACTORS:
+        size = max(1, round(base.batch_size * factor))
+        if len(rows) > trials or size in {row.size for row in rows}:
+            continue
+        line = fit(tried)
+        predicted = None if line is None else line.at(size)
+        if predicted is not None and predicted[0] > base.room_bytes:
+            rows.append(Row(size=size, predicted=predicted, measured=None, failure="not tried: it would not fit"))
+            continue
+        _say(f"batch size {size}, {seconds:g} s of training")
+        found, failure = _trial(command, home, factor, seconds, caught)
+        if caught:
+            break
+        if found is not None and not failure and found.batch_size != size:
+            failure = f"could not be made so: batches have {wording.number(found.batch_size)} samples"
+        measured = None if failure else found
+        rows.append(Row(size=size, predicted=predicted, measured=measured, failure=failure))
+        if measured is not None:
+            tried.append(measured)
+        _say(f"  {failure or _words(measured or base)}")
+    _show(rows, base, fit(tried), effective)
+    return 128 + caught[0] if caught else 0
+
+
+def _trial(
+    command: tuple[str, ...], home: Path, factor: float | None, seconds: float, caught: list[int]
+) -> tuple[Sized | None, str]:
+    """What was measured, and what went wrong; the latter empty if nothing did."""
+    loader = None if factor is None else f"{BATCH_TIMES}{factor:g}"
+    name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:g}"
+    trial = run_trial(
+        command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(caught)
+    )
+    tables = load_tables(trial.run)
+    busiest = max(loops(tables), key=lambda loop: len(loop.batches), default=None)
+    failure = _raised(tables) or trial.failure
+    if busiest is None:
+        return None, failure or "no batch"
+    found = sized(tables, busiest)
+    if math.isnan(found.samples_per_second):
+        too_few = f"{len(busiest.batches)} batches in {seconds:g} s are too few; give more --trial-seconds"
+        failure = failure or too_few
+    return found, failure
+
+
+def _raised(tables: RunTables) -> str:
+    """What ended the training, or kept a loader from what was asked."""
+    for event in reversed(tables.events_of("exception")):
+        return one_line(f"the training failed: {event['type']}: {event['message']}")
+    for event in tables.events_of("hook-disabled"):
+        if event.get("hook") == "trial":
+            return one_line(f"could not be made so: {event['error']}")
+    return ""
+
+
+def _show(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right")
+    for row in sorted(rows, key=lambda row: row.size):
+        cells = ["—"] * 5
+        if row.measured is not None:
+            cells[0] = wording.number(round(row.measured.samples_per_second, 1))
+            cells[3] = wording.size(row.measured.memory_bytes)
+        if row.predicted is not None:
+            middle, low, high = row.predicted
+            cells[1] = wording.size(middle)
+            if math.isfinite(low):
+                cells[2] = f"{wording.size(max(0.0, low))} to {wording.size(high)}"
+            if row.measured is not None and row.measured.memory_bytes > 0:
+                cells[4] = f"{middle / row.measured.memory_bytes - 1:+.0%}"
+        table.add_row(f"{row.size:,.0f}", *cells)
+    show_table(table)
+    for row in rows:
+        if row.failure:
+            click.echo(f"batch size {row.size:,.0f}: {row.failure}")
+    for words in _conclusion(rows, base, line, effective):
+        click.echo(words)
+
+
+def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> list[str]:
+    known = [row.measured for row in rows if row.measured is not None]
+    best = max(known, key=lambda point: point.samples_per_second)
+    enough = min(
+        (point for point in known if point.samples_per_second >= _AS_FAST * best.samples_per_second),
+        key=lambda point: point.batch_size,
+    )
+    more = enough.samples_per_second / base.samples_per_second - 1
+    told = [f"Fastest, within 5%: batch_size={enough.batch_size:,.0f}, {more:+.0%} samples/s against its own."]
+    fits = None if line is None else line.largest(base.room_bytes)
+    most = max(point.batch_size for point in known)
+    if line is None or fits is None:
+        told.append("The largest batch cannot be told: memory does not grow with it, or too few ran.")
+    else:
+        told += [
+            f"Memory ({base.resource}): {wording.size(line.base_bytes)} and {wording.size(line.sample_bytes)} per "
+            f"sample; {wording.size(base.room_bytes)} may be used.",
+            f"Largest batch that fits: {fits[0]:,} ({fits[1]:,} by the line alone); tried up to {most:,.0f}.",
+        ]
+    if effective is not None:
+        size, times = micro_batch(effective, int(most if fits is None else max(fits[0], 1)))
+        told.append(f"For an effective batch of {effective:,}: batch_size={size:,}, {times:,} steps accumulated.")
+    return told
+
+
+def _words(point: Sized) -> str:
+    rate = wording.number(round(point.samples_per_second, 1))
+    return f"{point.batch_size:,.0f} samples a batch, {rate} samples/s, {wording.size(point.memory_bytes)}"
+
+
+def _say(text: str) -> None:
+    click.echo(f"tidegauge: {text}", err=True)

@@ -1,0 +1,61 @@
+"""Memory over batch size: the line, its interval, and what fits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from collector.diagnosis.batch_sizes import Sized, fit, micro_batch
+
+MIB = 2**20
+
+
+def points(sizes, *, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        Sized(
+            batch_size=size,
+            samples_per_second=100.0,
+            memory_bytes=(500 + 2 * size) * MIB + noise * MIB * rng.normal(),
+            room_bytes=4000.0 * MIB,
+            resource="host memory",
+        )
+        for size in sizes
+    ]
+
+
+def test_the_line_gives_the_largest_batch_that_fits():
+    line = fit(points([16, 32, 64]))
+    assert line.at(128)[0] == pytest.approx(756 * MIB)
+    assert line.largest(4000 * MIB) == pytest.approx((1750, 1750), abs=1)
+    assert fit(points([32, 32])) is None
+    assert not math.isfinite(fit(points([16, 32])).at(64)[2]), "two points say nothing of their scatter"
+    assert fit(points([16, 32])).largest(4000 * MIB) is None
+
+
+def test_the_interval_holds_what_comes_as_often_as_it_says():
+    inside, careful = 0, 0
+    for seed in range(400):
+        *known, new = points([16, 32, 64, 128, 256], noise=30, seed=seed)
+        line = fit(known)
+        _, low, high = line.at(256)
+        inside += low <= new.memory_bytes <= high
+        careful += line.largest(4000 * MIB)[0] <= line.largest(4000 * MIB)[1]
+    assert 0.85 <= inside / 400 <= 0.95
+    assert careful == 400
+
+
+def test_memory_that_does_not_grow_with_the_batch_has_no_largest():
+    flat = [point for size in (16, 32, 64) for point in points([size])[:1]]
+    flat = [
+        Sized(**{**{name: getattr(p, name) for name in p.__slots__}, "memory_bytes": 500.0 * MIB}) for p in flat
+    ]
+    assert fit(flat).largest(4000 * MIB) is None
+
+
+@pytest.mark.parametrize(
+    ("effective", "largest", "split"),
+    [(256, 100, (64, 4)), (256, 1000, (256, 1)), (7, 3, (1, 7)), (96, 0, (1, 96))],
+)
+def test_an_effective_batch_is_split_into_equal_ones(effective, largest, split):
+    assert micro_batch(effective, largest) == split
