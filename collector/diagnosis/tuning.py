@@ -227,11 +227,13 @@ def _best(options: list[Option], strained: list[float], measured: Calibrated, me
 def held_bytes(tables: RunTables, loop: Loop) -> float:
     """The most that the training process, the loop's workers and its queued batches held at once; NaN if unknown.
 
-    A batch in a queue is mapped by no process, so that no PSS has it: /dev/shm alone grows by it.
+    Since its first batch: before the fork the process is charged with all that it then shares with its workers. A
+    batch in a queue is mapped by no process, so that no PSS has it: /dev/shm alone grows by it.
     """
     pids = [loop.main[1], *loop.fetches["pid"].unique()]
     process, host = tables.stream("process"), tables.stream("host")
-    mine = process[(process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
+    since = floats(process, "time_ns") >= floats(loop.batches, "time_ns")[0]
+    mine = process[since & (process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
     pss = np.where(floats(mine, "alive") == 0, 0.0, floats(mine, "pss_bytes"))
     sizes = pd.Series(pss).groupby([floats(mine, "time_ns"), mine["process_pid"].to_numpy()])
     mapped = sizes.sum(min_count=1).unstack().ffill().sum(axis=1, min_count=1)

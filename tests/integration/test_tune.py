@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 import signal
@@ -91,23 +90,15 @@ def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path
     assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
 
 
-def test_batch_sizes_are_tried_and_what_fits_is_said(tmp_path):
+def test_batch_sizes_are_tried(tmp_path):
     script = training("--rows", 100_000, "--row-ms", 0)
-    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "1", "--trials", "2"]
+    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "1", "--trials", "1"]
     command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr
-    table, told = done.stdout.splitlines()[2:5], done.stdout.splitlines()[5:]
+    table, told = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert [row.split()[0] for row in table] == ["2", "4", "8"]
+    assert [row.split()[0] for row in table] == ["4", "8"]
     assert all(re.search(r"\d MiB", row) for row in table)
     assert told[0].startswith("Fastest, within 5%: batch_size=")
     assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps accumulated\.", told[-1])
-
-
-def test_a_loader_is_as_the_script_says_if_nothing_else_is_understood(attached):
-    options = ("--num-workers", 1, "--persistent", "--rows", 8, "--epochs", 1)
-    run = attached(TRAIN, *options, environ={TRIAL_LOADER_VARIABLE: "two"})
-    assert run.done.returncode == 0, run.done.stderr
-    assert json.loads(run.events("loader")["body"].iloc[0])["num_workers"] == 1
-    assert not run.events("hook-disabled").empty

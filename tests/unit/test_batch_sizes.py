@@ -4,8 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from simulated_runs import MAIN, START_SECONDS, sample_host, sample_process, simulate
 
-from collector.diagnosis.batch_sizes import Sized, fit, micro_batch
+from collector.diagnosis.batch_sizes import Sized, fit, micro_batch, sized
+from collector.diagnosis.loops import loops
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MIB = 2**20
 
@@ -43,6 +46,25 @@ def test_the_interval_holds_what_comes_as_often_as_it_says():
         careful += line.largest(4000 * MIB)[0] <= line.largest(4000 * MIB)[1]
     assert 0.85 <= inside / 400 <= 0.95
     assert careful == 400
+
+
+def test_what_a_process_held_before_it_shared_it_with_its_workers_is_not_counted_twice():
+    script = simulate(workers=1, prefetch=2, service=lambda *_: 0.1, consumer=lambda *_: 0.1, batches=100)
+    seconds = START_SECONDS + np.arange(0.2, 11, 0.5)
+    pss = np.where(seconds < START_SECONDS + 1.0, 900.0, 300.0) * MIB
+    sample_process(script, seconds[::4], MAIN, ROLE_MAIN, private=pss[::4], rss=pss[::4])
+    workers = seconds[seconds > START_SECONDS + 1.0]
+    private = np.full(len(workers), 200.0 * MIB)
+    sample_process(
+        script, workers, (MAIN[0], 1000, 7000), ROLE_WORKER, private=private, rss=private, worker=0, loader=0
+    )
+    sample_host(script, seconds, demand=pss + 2**30, total=10 * 2**30)
+    tables = script.tables()
+    [loop] = loops(tables)
+    found = sized(tables, loop)
+    assert found.memory_bytes == 500 * MIB
+    assert found.room_bytes == pytest.approx(9 * 2**30 - 2**30 - 900 * MIB)
+    assert (found.resource, round(found.samples_per_second / found.batch_size)) == ("host memory", 10)
 
 
 def test_memory_that_does_not_grow_with_the_batch_has_no_largest():
