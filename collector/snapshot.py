@@ -158,5 +158,8 @@ def _told(run: Run, who: str, said: dict[str, Any]) -> Iterator[str]:
         from collector.store.snapshots import growth
 
         grown = growth(run, said)
-        for holder in (holder for device in grown.held_bytes for holder in ranked(grown, device)):
-            yield f"  {wording.more(holder)}  {holder.site}  {wording.kept(holder)}"
+        holders = [holder for device in grown.held_bytes for holder in ranked(grown, device)]
+        for holder in holders:
+            yield f"{wording.more(holder)} at {holder.site}: {wording.kept(holder)}"
+        if not holders:
+            yield f"nothing stays within {grown.window}"

@@ -22,8 +22,10 @@ _GRAPH = "with their graph"
 _HOLDERS = 5
 #: A line with less than this share of the growth is noise of the loop.
 _LEAST_RATIO = 0.02
+#: What a loop makes at any time may differ by this between the two marks.
+_LEAST_BYTES = 2**13
 #: In a window in which the process grew by less than this, it does not matter what no line explains.
-_LEAST_BYTES = 2**20
+_LEAST_HIDDEN_BYTES = 2**20
 
 
 def with_holders(finding: Finding, tables: RunTables, *, running: bool) -> Finding:
@@ -47,13 +49,13 @@ def ranked(grown: Grown, device: str) -> tuple[Holder, ...]:
             sites.setdefault(line.site, []).append(line)
     told = sum(map(_bytes, sites.values()))
     held = grown.held_bytes.get(device, 0)
-    hidden = max(0, held - told) if held > _LEAST_BYTES and told < CONFIRMED * held else 0
+    hidden = max(0, held - told) if held > _LEAST_HIDDEN_BYTES and told < CONFIRMED * held else 0
     nodes = {site: _nodes(lines) if hidden else 0 for site, lines in sites.items()}
     order = sorted(sites, key=lambda site: (-nodes[site], -_bytes(sites[site])))
     of_lines = [
         _holder(sites[site], grown.window)
         for site in order
-        if nodes[site] or _bytes(sites[site]) >= max(1, _LEAST_RATIO * max(told, held))
+        if nodes[site] or _bytes(sites[site]) >= max(_LEAST_BYTES, _LEAST_RATIO * max(told, held))
     ]
     rest = Holder(
         site=_NO_LINE,

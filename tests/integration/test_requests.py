@@ -101,7 +101,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
             2,
             [],
         )
-        assert sum("asked.py:19 __iter__ " in line for line in lines) == 2, lines
+        assert sum("asked.py:19 __iter__: " in line for line in lines) == 2, lines
 
         leak = Finding(
             kind="main-heap-leak",
