@@ -259,7 +259,7 @@ def _site(document: dict[str, Any], stack: int) -> str:
 
 def _chain(document: dict[str, Any], stack: int, run: Run | None = None) -> list[str]:
     """The lines of the user's code in a stack, the innermost first; below the run's directory without it."""
-    base = f"{run.manifest['cwd']}/" if run is not None else ""
+    base = f"{run.manifest['cwd']}/" if run is not None and run.manifest.get("cwd") else ""
     frames = [document["frames"][number] for number in document["stacks"][stack]]
     own = [frame for frame in frames if not any(part in str(frame[0]) for part in _LIBRARIES)]
     lines = own or frames[:1] or [("unknown", 0, "")]
