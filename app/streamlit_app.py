@@ -8,9 +8,11 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from app.figures.axis import AXES
+from app.format import plain
 from app.judging import ranks_of
 from app.pages import COMPARE, PAGES, Page
 from app.panel import SELECTION, Selection, one_line
+from app.visitors import is_expected
 from collector.store import queries
 from collector.store.runs import LATEST, Run, list_runs
 from training_harness.layout import home_path
@@ -36,11 +38,18 @@ def main() -> None:
 
 
 def _may_enter() -> bool:
-    """Whether the visitor has logged in, where the server's secrets name an identity provider (docs/sharing.md)."""
-    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets or st.user.get("is_logged_in"):
+    """Whether the visitor is known, where the server's secrets name an identity provider (docs/sharing.md)."""
+    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets:
         return True
-    st.subheader("Log in to see the runs", anchor=False)
-    st.button("Log in", icon=":material/login:", on_click=st.login)
+    if not st.user.get("is_logged_in"):
+        st.subheader("Log in to see the runs", anchor=False)
+        st.button("Log in", icon=":material/login:", on_click=st.login)
+        return False
+    if is_expected(st.user, st.secrets.get("tidegauge", {}).get("visitors")):
+        return True
+    st.subheader("This account may not see the runs", anchor=False)
+    st.markdown(plain(f"{st.user.get('email') or 'It'} is not among the visitors that this server expects."))
+    st.button("Log out", icon=":material/logout:", on_click=st.logout)
     return False
 
 

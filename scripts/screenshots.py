@@ -52,15 +52,18 @@ README_PICTURES = {
 
 
 @contextmanager
-def dashboard(home: Path, *, log: Path | None = None) -> Iterator[str]:
+def dashboard(
+    home: Path, *, log: Path | None = None, port: int | None = None, options: Sequence[str] = ()
+) -> Iterator[str]:
     """Serve `streamlit run app` from the repository root for that home; gives its address.
 
     Raises:
         RuntimeError: it did not answer in time.
 
     """
-    port = _free_port()
-    command = [str(Path(sys.executable).with_name("streamlit")), "run", "app", "--server.port", str(port)]
+    port = port or free_port()
+    streamlit = str(Path(sys.executable).with_name("streamlit"))
+    command = [streamlit, "run", "app", "--server.port", str(port), *options]
     environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
     with (log or Path(os.devnull)).open("wb") as sink:
         server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sink, stderr=subprocess.STDOUT)
@@ -164,7 +167,8 @@ def show_whole(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": height})
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody has."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
