@@ -88,10 +88,12 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Findings in order; `nothing` is said when there are none, if anything; `link` adds the way to evidence."""
+    """Findings in order; `link` adds the way to evidence, `headline` says how many there are.
+
+    The sentence of the gravest is left out, for it is the view's answer (`answer`).
+    """
 
     findings: Sequence[Finding]
-    nothing: str = ""
     link: bool = False
     headline: bool = False
 
@@ -181,20 +183,18 @@ def _draw_findings(block: Findings) -> None:
     if block.headline:
         things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
         st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
-    if block.nothing and not block.findings:
-        st.caption(f":material/check_circle: {block.nothing}")
-    for finding in urgent[:_OPEN_FINDINGS]:
-        _draw_finding(finding, link=block.link)
+    for place, finding in enumerate(urgent[:_OPEN_FINDINGS]):
+        _draw_finding(finding, link=block.link, said=place == 0)
     if urgent[_OPEN_FINDINGS:]:
         with st.expander(f"{len(urgent) - _OPEN_FINDINGS} more"):
             for finding in urgent[_OPEN_FINDINGS:]:
-                _draw_finding(finding, link=block.link)
+                _draw_finding(finding, link=block.link, said=False)
     for finding in rest:
         with st.expander(plain(f"{title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
             _draw_body(finding)
 
 
-def _draw_finding(finding: Finding, *, link: bool) -> None:
+def _draw_finding(finding: Finding, *, link: bool, said: bool) -> None:
     icon, word, colour = SEVERITY[finding.severity]
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
@@ -208,7 +208,8 @@ def _draw_finding(finding: Finding, *, link: bool) -> None:
                 ),
                 width="content",
             )
-        st.markdown(plain(finding.summary))
+        if not said:
+            st.markdown(plain(finding.summary))
         _draw_body(finding)
         page = _OF_KIND.get(finding.kind) or EVIDENCE_PAGES[KINDS[finding.kind]]
         if link:

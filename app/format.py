@@ -16,6 +16,12 @@ def clock(wall_ns: int, zone: tzinfo = UTC) -> str:
     return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%H:%M:%S")
 
 
+def one_line(error: BaseException) -> str:
+    """The error as one clear line."""
+    text = str(error).strip().partition("\n")[0]
+    return text or type(error).__name__
+
+
 def plain(text: str) -> str:
     """A text that others had a part in, for Markdown: no link, image or heading comes of it; `code` stays code."""
     return _MARKUP.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], " ".join(text.split()))

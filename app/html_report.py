@@ -13,7 +13,7 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, evidence, grown
+from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, grown
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.panel import Selection, View, answer_of, build, moment_of
@@ -105,19 +105,22 @@ def _block(block: Block) -> Iterator[str]:
         case Note():
             yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
         case Findings():
-            if block.nothing and not block.findings:
-                yield f"<p>{escape(block.nothing)}</p>"
-            for finding in block.findings:
-                yield _finding(finding)
+            for place, finding in enumerate(block.findings):
+                yield _finding(finding, said=place == 0 and finding.severity != "info")
+        case Widget():
+            yield "<p>What other settings would give is asked with sliders, which the dashboard alone has:</p>"
+            yield "<pre>tidegauge dashboard</pre>"
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Finding, *, said: bool) -> str:
     since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
     where = [locus(finding.locus), since, f"confidence {percent(finding.confidence)}"]
     parts = [
         f'<article class="{finding.severity}"><h3>{SEVERITY[finding.severity][1]}: {escape(title(finding))}</h3>',
-        f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p><p>{_text(finding.summary)}</p>',
+        f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p>',
     ]
+    if not said:  # as the answer of the view
+        parts.append(f"<p>{_text(finding.summary)}</p>")
     if finding.eta is not None:
         parts.append(f"<p>Limit met {escape(eta(finding.eta))}</p>")
     if finding.held_by:

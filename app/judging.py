@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
+from app.format import one_line
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import Verdict, diagnose
 from collector.store.runs import Run
@@ -18,46 +20,46 @@ VERDICT_SECONDS = 10
 _log = logging.getLogger("tidegauge.app")
 
 
-def verdict_of(run: Run) -> Verdict | None:
-    """The verdict; None if the diagnosis failed."""
-    judged = _judged(run)
-    return judged[0] if judged else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The verdict on a run and the ranks that said hello, ascending; or why there is none, as one line."""
+
+    verdict: Verdict | None = None
+    ranks: tuple[int, ...] = ()
+    why_not: str = ""
 
 
-def ranks_of(run: Run) -> tuple[int, ...]:
-    """The ranks that said hello, ascending; none outside a distributed job, or if the run cannot be read."""
-    judged = _judged(run)
-    return judged[1] if judged else ()
+def judged(run: Run) -> Judged:
+    """What the diagnosis says of a run: without a verdict, its records are still worth a look."""
+    try:
+        return _judged(str(run.path), _version(run))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the refresh tells of it
+        _log.exception("manifest of %s", run.path)
+        return Judged(why_not=one_line(error))
 
 
 def status_of(run: Run) -> str:
     """`running`, `finished`, `failed` or `killed`; what the manifest says if no verdict can be had."""
-    verdict = verdict_of(run)
+    verdict = judged(run).verdict
     if verdict is not None:
         return verdict.status
     try:
         exit_status = run.manifest.get("exit_status")
-    except Exception:  # noqa: BLE001 - whatever it is, the refresh tells of it
-        _log.exception("manifest of %s", run.path)
+    except Exception:  # noqa: BLE001 - as above
         return "failed"
     return "running" if exit_status is None else "finished" if exit_status == 0 else "failed"
 
 
-def _judged(run: Run) -> tuple[Verdict, tuple[int, ...]] | None:
-    try:
-        return _cached_verdict(str(run.path), _version(run))
-    except Exception:  # noqa: BLE001 - without a verdict, the records are still worth a look
-        _log.exception("diagnosis of %s", run.path)
-        return None
-
-
 @st.cache_data(ttl=VERDICT_SECONDS, refresh_mode="background", max_entries=8, show_spinner=False)
-def _cached_verdict(path: str, version: tuple[Any, ...]) -> tuple[Verdict, tuple[int, ...]]:
-    """The verdict, and the ranks that the same tables name."""
+def _judged(path: str, version: tuple[Any, ...]) -> Judged:
     del version  # a key alone
-    tables = load_tables(Run(Path(path)))
-    ranks = {event["rank"] for event in tables.events_of("process-start")} - {None}
-    return diagnose(tables), tuple(sorted(ranks))
+    try:
+        tables = load_tables(Run(Path(path)))
+        ranks = {event["rank"] for event in tables.events_of("process-start")} - {None}
+        return Judged(verdict=diagnose(tables), ranks=tuple(sorted(ranks)))
+    except Exception as error:  # noqa: BLE001 - kept as the verdict would be: to fail again costs as much
+        _log.exception("diagnosis of %s", path)
+        return Judged(why_not=one_line(error))
 
 
 def _version(run: Run) -> tuple[Any, ...]:

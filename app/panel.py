@@ -14,8 +14,8 @@ import streamlit as st
 from app.blocks import Block, draw
 from app.figures.axis import Axis, along, own_axis
 from app.figures.base import Chart
-from app.format import plain
-from app.judging import status_of, verdict_of
+from app.format import one_line, plain
+from app.judging import judged, status_of
 from app.status import draw_failure, draw_no_records, draw_problems, draw_status
 from app.theme import Theme, theme_of
 from collector.diagnosis.verdict import Verdict
@@ -102,7 +102,7 @@ class View:
 class Picture:
     """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
 
-    `cost_ns` is how long that took.
+    `cost_ns` is how long that took, `unjudged` why there is no verdict.
     """
 
     reach: Extent | None
@@ -112,7 +112,7 @@ class Picture:
     problems: tuple[str, ...]
     cost_ns: int = 0
     loaders: tuple[int, ...] = ()
-    has_verdict: bool = True
+    unjudged: str = ""
     answer: str = ""
     rows: Sequence[Sequence[list[Block] | str]] = ()
 
@@ -134,12 +134,6 @@ def show(view: View) -> None:
     if live:  # below the rest, which must not move when it goes
         with st.container(key="follows"):
             st.html(_PAUSE_ON_TOUCH, unsafe_allow_javascript=True)
-
-
-def one_line(error: BaseException) -> str:
-    """The error as one clear line."""
-    text = str(error).strip().partition("\n")[0]
-    return text or type(error).__name__
 
 
 def moment_of(
@@ -214,7 +208,7 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
     if picture is not None:
         st.session_state[_PICTURE] = asked, picture, live
-        _draw(view, picture, status, live=live)
+        _draw(view, picture, status, run.run_id, live=live)
 
 
 def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
@@ -243,20 +237,20 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
         )
         if reach is None:
             return picture
-        verdict = verdict_of(selection.run)
+        own = judged(selection.run)
         moment = moment_of(
-            view, selection, selection.run, snapshot, reach, verdict=verdict, theme=theme, loader=loader
+            view, selection, selection.run, snapshot, reach, verdict=own.verdict, theme=theme, loader=loader
         )
         for run in selection.others:
             other = stack.enter_context(read(run))
             if (other_reach := queries.extent(other)) is not None:
-                judged = verdict_of(run)
-                one = moment_of(view, selection, run, other, other_reach, verdict=judged, theme=theme)
+                verdict = judged(run).verdict
+                one = moment_of(view, selection, run, other, other_reach, verdict=verdict, theme=theme)
                 moment = replace(moment, others=(*moment.others, one))
         return replace(
             picture,
             loaders=moment.loaders,
-            has_verdict=moment.verdict is not None,
+            unjudged=own.why_not,
             answer=answer_of(view, moment),
             rows=[[build(panel, moment) for panel in row] for row in view.rows],
             problems=snapshot.problems,
@@ -264,16 +258,16 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
         )
 
 
-def _draw(view: View, picture: Picture, status: str, *, live: bool) -> None:
+def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool) -> None:
     now_ns = picture.now_ns + time.monotonic_ns() - picture.taken_ns
-    draw_status(status, picture.reach, picture.manifest, now_ns=now_ns, shown_ns=picture.now_ns, live=live)
+    draw_status(status, picture.reach, picture.manifest, run_id, now_ns=now_ns, shown_ns=picture.now_ns, live=live)
     draw_problems(picture.problems)
     if picture.reach is None:
         if not picture.problems:
             draw_no_records(status)
         return
-    if not picture.has_verdict:
-        st.error("No verdict: the diagnosis failed, see the server's log.", icon=":material/error:")
+    if picture.unjudged:
+        draw_failure(f"No verdict: {picture.unjudged}", run_id)
     if picture.answer:
         st.markdown(f"**{plain(picture.answer)}**")
     if len(picture.loaders) > 1:
@@ -289,7 +283,7 @@ def _draw(view: View, picture: Picture, status: str, *, live: bool) -> None:
         columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
         for panel, column, content in zip(row, columns, blocks, strict=True):
             with column:
-                _draw_panel(view, panel, content)
+                _draw_panel(view, panel, "as above" if content == picture.unjudged else content)
 
 
 def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -17,23 +18,47 @@ from collector.wording import MISSING, duration
 STALE_AFTER_SECONDS = 5.0
 _CHIPS = {
     "running": (":material/sensors:", "green", "live"),
+    "stale": (":material/hourglass_bottom:", "gray", "stale"),
     "paused": (":material/pause_circle:", "gray", "paused"),
     "finished": (":material/check_circle:", "blue", "finished"),
     "failed": (":material/cancel:", "red", "failed"),
     "killed": (":material/dangerous:", "red", "killed"),
 }
+_DOCTOR = "tidegauge doctor"
+#: State -> what is likely wanted next, and the command for it.
+_NEXT = {
+    "running": ("The verdict so far, in the terminal:", "tidegauge report {run}"),
+    "finished": (
+        "All of this as one file, to hand over:",
+        "tidegauge report {run} --format html --output run.html",
+    ),
+    "failed": ("What ended it, with the evidence:", "tidegauge report {run}"),
+    "stale": (
+        "Nothing is recorded any more: the training is stuck or suspended. What works here, and what follows it:",
+        f"{_DOCTOR}\ntidegauge collect {{run}}",
+    ),
+}
+_NEXT |= {"paused": _NEXT["running"], "killed": _NEXT["failed"]}
 _SHOWN_PROBLEMS = 5
 
 
 def draw_status(
-    status: str, reach: Extent | None, manifest: Mapping[str, Any], *, now_ns: int, shown_ns: int, live: bool
+    status: str,
+    reach: Extent | None,
+    manifest: Mapping[str, Any],
+    run_id: str,
+    *,
+    now_ns: int,
+    shown_ns: int,
+    live: bool,
 ) -> None:
-    """The chip, and in words what the figures below are of.
+    """The chip, in words what the figures below are of, and the command that a reader may want next.
 
     Args:
         status: of the run.
         reach: how far its records reach.
         manifest: of the run.
+        run_id: of the run.
         now_ns: monotonic time on the run's host.
         shown_ns: when what is shown was read, on the same clock: earlier than now where it is kept.
         live: whether it is read anew again and again.
@@ -41,7 +66,10 @@ def draw_status(
     """
     running = status == "running"
     age_seconds = None if reach is None else max(0.0, (now_ns - reach.newest_ns) / 1e9)
-    icon, colour, word = _chip("paused" if running and not live else status, age_seconds)
+    state = "paused" if running and not live else status
+    if live and age_seconds is not None and age_seconds > STALE_AFTER_SECONDS:
+        state = "stale"
+    icon, colour, word = _CHIPS[state]
     words = []
     as_of = queries.wall_ns(manifest, shown_ns if running or reach is None else reach.newest_ns)
     words.append(f"data as of {clock(as_of, _zone()) if as_of is not None else MISSING}")
@@ -50,10 +78,15 @@ def draw_status(
     if running and age_seconds is not None:
         words.append(f"newest record {age_seconds:.1f} s old")
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
+        badge = f"{word} {duration(age_seconds)}" if state == "stale" else word
+        st.badge(badge, icon=icon, color=colour)  # type: ignore[arg-type]
         st.caption(" · ".join(words), width="content")
         if running and not live:
             st.caption("Switch Live on to follow the run again.", width="content")
+        say, command = _NEXT[state]
+        with st.popover("Terminal", icon=":material/terminal:", type="tertiary"):
+            st.caption(say)
+            st.code(command.format(run=shlex.quote(run_id)), language="bash")
 
 
 def draw_problems(problems: Sequence[str]) -> None:
@@ -64,12 +97,13 @@ def draw_problems(problems: Sequence[str]) -> None:
         more = [f"- and {beyond} more"] if beyond > 0 else []
         text = "\n".join(["Some records could not be read; the rest is shown.", *shown, *more])
         st.warning(text, icon=":material/warning:")
+        st.code(_DOCTOR, language="bash")
 
 
 def draw_failure(what: str, run_id: str) -> None:
     """Why a run cannot be shown, and what tells more."""
     st.error(plain(what), icon=":material/error:")
-    st.code(f"tidegauge doctor\ntidegauge report {run_id}", language="bash")
+    st.code(f"{_DOCTOR}\ntidegauge report {shlex.quote(run_id)}", language="bash")
 
 
 def draw_no_records(status: str) -> None:
@@ -85,14 +119,7 @@ def draw_no_records(status: str) -> None:
             "This says what works here:",
             icon=":material/info:",
         )
-    st.code("tidegauge doctor", language="bash")
-
-
-def _chip(status: str, age_seconds: float | None) -> tuple[str, str, str]:
-    """Icon, colour and word of the status chip."""
-    if status == "running" and age_seconds is not None and age_seconds > STALE_AFTER_SECONDS:
-        return ":material/hourglass_bottom:", "gray", f"stale {duration(age_seconds)}"
-    return _CHIPS[status]
+    st.code(_DOCTOR, language="bash")
 
 
 def _zone() -> ZoneInfo:

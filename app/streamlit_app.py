@@ -8,10 +8,10 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from app.figures.axis import AXES
-from app.format import plain
-from app.judging import ranks_of
+from app.format import one_line, plain
+from app.judging import judged
 from app.pages import COMPARE, PAGES, Page
-from app.panel import SELECTION, Selection, one_line
+from app.panel import SELECTION, Selection
 from app.visitors import is_expected
 from collector.store import queries
 from collector.store.runs import LATEST, Run, list_runs
@@ -65,6 +65,7 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
             f"Cannot read the runs in {home}: {one_line(error)}. Mend it, or set TIDEGAUGE_HOME to another home.",
             icon=":material/error:",
         )
+        st.code("tidegauge doctor", language="bash")
         return None
     if not found:
         st.subheader("No runs yet", anchor=False)
@@ -106,7 +107,7 @@ def _pick_run(runs: list[Run]) -> Run:
 
 
 def _pick_rank(run: Run) -> int | None:
-    ranks = ranks_of(run)
+    ranks = judged(run).ranks
     if not ranks:
         return None
     words = ["all ranks", *map(str, ranks)]

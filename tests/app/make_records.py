@@ -32,6 +32,7 @@ class Script:
     restart_every: int | None = None
     exit_status: int | None = 0
     living: bool = False
+    silent_seconds: float = 0.0
     killed_worker: int | None = None
 
 

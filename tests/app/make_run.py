@@ -34,10 +34,10 @@ from training_harness.records import INLINE_WORKER
 
 
 def make_run(home: Path, script: Script) -> Path:
-    """Write a whole run whose last record is about now, and return its directory."""
+    """Write a whole run whose last record is about now, or as long ago as it is silent; return its directory."""
     run_dir = layout.create_run(home, name=script.name, argv=["python", "train.py"])
     length_ns = int(script.steps * script.step_ms * MS)
-    now = time.monotonic_ns()
+    now = time.monotonic_ns() - int(script.silent_seconds * 1e9)
     begin = now - length_ns
     host = socket.gethostname()
     manifest = layout.read_manifest(run_dir)
@@ -192,6 +192,8 @@ CUDA = replace(HEALTHY, name="cuda", cuda=True, gpu_leak_bytes_per_step=4 * MIB)
 INLINE = replace(HEALTHY, name="inline", workers=0)
 NO_DATA = replace(HEALTHY, name="no-data", steps=0)
 LIVE = replace(HEALTHY, name="live", living=True)
+STARTING = replace(LIVE, name="starting", steps=0)
+STALE = replace(LIVE, name="stale", silent_seconds=60)
 KILLED = replace(COPY_ON_READ, name="killed", exit_status=-9, killed_worker=None)
 RESTARTS = replace(HEALTHY, name="restarts", restart_every=100)
 NO_SMAPS = replace(HEALTHY, name="no-smaps", smaps=False)

@@ -1,68 +1,68 @@
-"""Every view of a home, of runs and of a store that are not as they should be."""
+"""Every view of a home, of runs and of a store in every state that they can be in."""
 
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 
 import make_run as runs
 import pytest
 from opened import ENTRY, drawn, figures, open_view, run_of, texts, walk
 from streamlit.testing.v1 import AppTest
 
+from app.visitors import is_expected
 from collector.store.ingest import Ingester
 from collector.store.runs import Run
 from training_harness import layout
 
-
-def test_no_runs_shows_how_to_make_one(monkeypatch, tmp_path):
-    for _, at in walk(monkeypatch, tmp_path):
-        assert at.subheader[0].value == "No runs yet"
-        assert "tidegauge run -- python train.py" in at.code[0].value
-        assert not at.error
+DOCTOR = "tidegauge doctor"
+NOWHERE = "postgresql://nobody@localhost:1/nowhere"
 
 
-def test_a_run_without_data_says_so(monkeypatch, made):
-    for _, at in walk(monkeypatch, made["no-data"]):
-        assert "left no records" in at.info[0].value
-        assert at.code[0].value == "tidegauge doctor"
-        assert not figures(at)
-        assert not at.error
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a home comes to be in a state; what each page says of it, and which command it gives.
+
+    `shows`: whether figures are drawn; None where that depends on the page.
+    """
+
+    make: Callable[[Path], object]
+    says: str
+    gives: str
+    shows: bool | None = True
 
 
-def test_a_live_run_shows_how_old_its_newest_record_is(monkeypatch, tmp_path):
-    runs.make_run(tmp_path, runs.LIVE)
-    for view, at in walk(monkeypatch, tmp_path):
-        assert "newest record" in texts(at)
-        drawn(at, view)
-        assert not at.error
+def recorded(script):
+    return lambda home: runs.make_run(home, script)
 
 
-def test_a_damaged_journal_is_named_and_the_rest_is_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    broken = next((run_dir / "journal").glob("*.fetch.*.journal"))
-    broken.write_bytes(b"not a journal at all")
-    for view, at in walk(monkeypatch, tmp_path):
-        assert broken.name in at.warning[0].value
-        drawn(at, view)
+def spoiled(*steps):
+    """A healthy run to which something happens."""
+
+    def make(home):
+        run = Run(runs.make_run(home, runs.HEALTHY))
+        for step in steps:
+            step(run)
+
+    return make
 
 
-def test_a_damaged_manifest_is_one_clear_line(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    (run_dir / layout.MANIFEST).write_text("{ half a mani")
-    for _, at in walk(monkeypatch, tmp_path):
-        assert "is damaged" in at.error[0].value
-        assert "\n" not in at.error[0].value
-        assert "tidegauge doctor" in at.code[0].value
+def take_in(run):
+    with Ingester(run) as ingester:
+        ingester.step()
 
 
-def test_a_newer_schema_asks_for_an_upgrade(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "schema": layout.MANIFEST_SCHEMA + 1})
-    for _, at in walk(monkeypatch, tmp_path):
-        assert "upgrade Tidegauge" in at.error[0].value
+def break_a_journal(run):
+    next(run.journal_dir.glob("*.fetch.*.journal")).write_bytes(b"not a journal at all")
 
 
-def truncate_a_file(run):
+def break_the_manifest(run):
+    (run.path / layout.MANIFEST).write_text("{ half a mani")
+
+
+def cut_a_file(run):
     path = next(run.data_dir.glob("main/step/*.parquet"))
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -72,16 +72,63 @@ def make_the_catalog_newer(run):
         catalog.execute("UPDATE ducklake_metadata SET value = '99.0' WHERE key = 'version'")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"), [(truncate_a_file, "is damaged"), (make_the_catalog_newer, "the journals alone are shown")]
-)
-def test_a_lake_that_cannot_be_read_is_one_clear_line(monkeypatch, tmp_path, spoil, said):
-    run = Run(runs.make_run(tmp_path, runs.HEALTHY))
-    with Ingester(run) as ingester:
-        ingester.step()
-    spoil(run)
-    at = open_view(monkeypatch, tmp_path, "overview")
-    assert said in texts(at)
+def make_the_manifest_newer(run):
+    layout.write_manifest(run.path, {**run.manifest, "schema": layout.MANIFEST_SCHEMA + 1})
+
+
+def put_into_the_store(run):
+    layout.write_manifest(run.path, {**run.manifest, "store": "shared"})
+
+
+def put_a_file_for_a_folder(home):
+    home.mkdir()
+    (home / "runs").write_text("a file where a directory should be")
+
+
+STATES = {
+    "no home": State(make=lambda _: None, says="No runs yet", gives="tidegauge run -- python", shows=False),
+    "no run": State(make=Path.mkdir, says="No runs yet", gives="tidegauge run -- python", shows=False),
+    "home cannot be read": State(
+        make=put_a_file_for_a_folder, says="or set TIDEGAUGE_HOME", gives=DOCTOR, shows=False
+    ),
+    "no steps yet": State(make=recorded(runs.STARTING), says="No records yet", gives=DOCTOR, shows=False),
+    "left nothing": State(make=recorded(runs.NO_DATA), says="left no records", gives=DOCTOR, shows=False),
+    "live": State(make=recorded(runs.LIVE), says="newest record", gives="tidegauge report 2"),
+    "stale": State(make=recorded(runs.STALE), says="stale", gives="tidegauge collect 2"),
+    "finished, on the CPU": State(make=recorded(runs.HEALTHY), says="finished", gives="--format html"),
+    "died": State(make=recorded(runs.KILLED), says="killed", gives="tidegauge report 2"),
+    "damaged journal": State(make=spoiled(break_a_journal), says="fetch.0.journal", gives=DOCTOR),
+    "damaged manifest": State(make=spoiled(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
+    "damaged lake": State(make=spoiled(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
+    "newer lake": State(make=spoiled(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR),
+    "newer schema": State(
+        make=spoiled(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
+    ),
+    "store out of reach": State(
+        make=spoiled(put_into_the_store), says="the shared store cannot be opened", gives=DOCTOR
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_path, name):
+    if name == "store out of reach":
+        monkeypatch.setenv(layout.STORE_VARIABLE, NOWHERE)
+        monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
+    state, home = STATES[name], tmp_path / "home"
+    state.make(home)
+    for view, at in walk(monkeypatch, home):
+        said = texts(at)
+        assert state.says in said, (view, said)
+        assert any(state.gives in code.value for code in at.code), (view, [code.value for code in at.code])
+        assert "Traceback" not in said
+        if state.shows:
+            drawn(at, view)
+            assert all(chart.proto.alt for chart in at.get("plotly_chart"))
+            assert at.header[0].value.endswith("?")
+            assert "data as of" in said
+        elif state.shows is False:
+            assert not figures(at), view
 
 
 def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
@@ -101,13 +148,6 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     at = open_view(monkeypatch, made["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
-
-
-def test_a_home_that_cannot_be_read_is_named(monkeypatch, tmp_path):
-    (tmp_path / "runs").write_text("a file where a directory should be")
-    for _, at in walk(monkeypatch, tmp_path):
-        assert str(tmp_path) in at.error[0].value
-        assert "TIDEGAUGE_HOME" in at.error[0].value
 
 
 def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
@@ -134,14 +174,20 @@ def test_with_an_identity_provider_a_visitor_sees_no_run_before_logging_in(monke
     assert run_of(made["killed"]).name not in texts(at)
 
 
-def test_a_store_out_of_reach_is_named_and_the_journals_are_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    layout.write_manifest(run_dir, {**layout.read_manifest(run_dir), "store": "shared"})
-    monkeypatch.setenv(layout.STORE_VARIABLE, "postgresql://nobody@localhost:1/nowhere")
-    monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
-    at = open_view(monkeypatch, tmp_path, "oom_risk")
-    assert "cannot be opened" in at.warning[0].value
-    assert figures(at)
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ({"email": "Ada@example.org"}, True),
+        ({"email": "eve@team.example.org", "email_verified": True}, True),
+        ({"email": "ada@example.org", "email_verified": False}, False),
+        ({"email": "ada@example.org.evil.org"}, False),
+        ({"email": "x@sub.team.example.org"}, False),
+        ({}, False),
+    ],
+)
+def test_the_list_of_visitors_says_who_is_expected(claims, expected):
+    assert is_expected(claims, ["ada@example.org", "@team.example.org"]) is expected
+    assert is_expected(claims, None)
 
 
 def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):

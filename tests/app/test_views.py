@@ -1,4 +1,4 @@
-"""Every view in every state that a run can be in."""
+"""What the views say and draw of runs of every kind."""
 
 import make_run as runs
 import pytest
@@ -12,7 +12,7 @@ from collector.diagnosis.verdict import diagnose
 from collector.store.runs import Run, list_runs
 
 
-@pytest.mark.parametrize("state", ["healthy", "cuda", "killed", "slow-worker", "inline", "no-smaps"])
+@pytest.mark.parametrize("state", ["cuda", "slow-worker", "no-smaps"])
 def test_every_view_draws_every_kind_of_run(monkeypatch, made, state):
     run_id = run_of(made[state]).name
     for view, at in walk(monkeypatch, made[state]):
@@ -20,9 +20,6 @@ def test_every_view_draws_every_kind_of_run(monkeypatch, made, state):
         for figure in drawn(at, view, cuda=state == "cuda"):
             assert figure["layout"]["uirevision"] == run_id
             assert points(figure) <= MAX_POINTS
-        assert all(chart.proto.alt for chart in at.get("plotly_chart"))
-        assert at.header[0].value.endswith("?")
-        assert "data as of" in texts(at)
 
 
 def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch, made):
@@ -70,6 +67,8 @@ def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypa
     said = texts(at)
     assert "**killed**" in said
     assert "**copy-on-read-growth**" in said
+    gravest = diagnose(load_tables(Run(run_of(made["killed"])))).findings[0]
+    assert said.count(plain(gravest.summary)) == 1
     assert "Measured:" in said
     assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
 
