@@ -46,25 +46,32 @@ PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls", "pipeline_sta
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
 
-def make(home: Path, batches: int) -> Run:
-    """A run of so many batches, steps and fetches."""
-    run = Run(layout.create_run(home, name=f"queries-{batches}", argv=[]))
+def make(
+    home: Path, batches: int, *, name: str = "queries", ranks: int = 1, workers: int = WORKERS, ago_ns: int = 0
+) -> Run:
+    """A run of so many batches, steps and fetches; with `ago_ns` it began that long ago at most, and ends now."""
+    run = Run(layout.create_run(home, name=f"{name}-{batches}", argv=[]))
+    every_ns = STEP_NS // ranks if not ago_ns else min(STEP_NS // ranks, ago_ns // batches)
+    if ago_ns:
+        begin_earlier(run, batches * every_ns)
     origin_ns = queries.origin_ns(run.manifest) or 0
-    ticks = batches * STEP_NS // 10**9
+    ticks = batches * every_ns // 10**9
+    many = {"ranks": ranks, "workers": workers}
     with lake.writable(run) as connection:
         for name in ("step", "batch", "fetch"):
             for begin in range(0, batches, INSERT_ROWS):
-                insert(connection, name, begin, min(begin + INSERT_ROWS, batches), STEP_NS, origin_ns)
-        for place in range(2 + WORKERS):
-            insert(connection, "process", 0, ticks, 10**9, origin_ns, place)
+                insert(connection, name, begin, min(begin + INSERT_ROWS, batches), every_ns, origin_ns, **many)
+        for place in range(ranks * (1 + workers) + 1):
+            insert(connection, "process", 0, ticks, 10**9, origin_ns, place, **many)
         insert(connection, "host", 0, ticks, 10**9, origin_ns)
-        loader = json.dumps({"loader": 0, "num_workers": WORKERS, "prefetch_factor": 2, "batch_size": 64})
-        for kind, body in (("process-start", '{"torch": "2", "capabilities": {}}'), ("loader", loader)):
-            connection.execute(
-                f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {origin_ns} AS time_ns, ? AS kind, ? AS body, "
-                "'node' AS host, 1 AS pid, 1 AS start_ticks",
-                [kind, body],
-            )
+        loader = json.dumps({"loader": 0, "num_workers": workers, "prefetch_factor": 2, "batch_size": 64})
+        for rank in range(ranks):
+            for kind, body in (("process-start", '{"torch": "2", "capabilities": {}}'), ("loader", loader)):
+                connection.execute(
+                    f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {origin_ns} AS time_ns, ? AS kind, ? AS body, "
+                    f"'node' AS host, {1 + rank} AS pid, 1 AS start_ticks, ? AS rank",
+                    [kind, body, rank if ranks > 1 else None],
+                )
         connection.execute(
             f"INSERT INTO {lake.LAKE}.journal_offset SELECT 'node.1.' || s || '.0.journal', 1, NULL, 0, 0 "
             "FROM (VALUES ('step'), ('batch'), ('fetch'), ('process'), ('host')) t(s) "
@@ -75,31 +82,55 @@ def make(home: Path, batches: int) -> Run:
     return run
 
 
+def begin_earlier(run: Run, by_ns: int) -> None:
+    """Move the beginning of a run, so that what goes on for so long ends now."""
+    manifest = run.manifest
+    for anchor in manifest["anchors"].values():
+        anchor["time_ns"] -= by_ns
+        anchor["wall_ns"] -= by_ns
+    layout.write_manifest(run.path, manifest)
+
+
 def insert(
-    connection: Any, table: str, begin: int, end: int, every_ns: int, origin_ns: int, place: int = 0
+    connection: Any,
+    table: str,
+    begin: int,
+    end: int,
+    every_ns: int,
+    origin_ns: int,
+    place: int = 0,
+    *,
+    ranks: int = 1,
+    workers: int = WORKERS,
 ) -> None:
-    """Records `begin` to `end` of a stream: what matters for the queries is right, the rest is noise."""
+    """Records `begin` to `end` of a stream: what matters for the queries is right, the rest is noise.
+
+    The processes of a rank have places in a row: its main process, then its workers. The collector is last.
+    """
+    rank, worker = divmod(place, 1 + workers)
+    of_worker = table != "process" or (worker and rank < ranks)
+    several = ranks > 1
     known = {
         # The samples of one tick have one time.
-        "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns == STEP_NS else ""),
-        "step": "i",
-        "epoch": "i // 1000",
-        "index": "i % 1000",
-        "worker": f"i % {WORKERS}" if table != "process" else f"{place - 1}" if 0 < place <= WORKERS else "NULL",
-        "loader": "0" if table != "process" or 0 < place <= WORKERS else "NULL",
+        "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns != 10**9 else ""),
+        "step": f"i // {ranks}",
+        "epoch": f"i // {ranks} // 1000",
+        "index": f"i // {ranks} % 1000",
+        "worker": f"i // {ranks} % {workers}" if table != "process" else f"{worker - 1}" if of_worker else "NULL",
+        "loader": "0" if of_worker else "NULL",
         "samples_count": "64",
         "host": "'node'",
-        "pid": "1",
+        "pid": "1" if table in ("process", "host") else f"1 + i % {ranks}",
         "start_ticks": "1",
-        "rank": "NULL",
-        "role": "0" if place == 0 else "1" if place <= WORKERS else "3",
+        "rank": f"i % {ranks}" if several and table not in ("process", "host") else "NULL",
+        "role": "3" if rank == ranks else "1" if worker else "0",
         "process_pid": f"{100 + place}",
         "process_start_ticks": "1",
-        "process_rank": "NULL",
+        "process_rank": f"{rank}" if several and rank < ranks else "NULL",
         "alive": "1",
         "memory_total_bytes": "68719476736",
         "cgroup_limit_bytes": "34359738368",
-        "duration_ns": f"{STEP_NS} + {LOGNORMAL_NS}" if table == "step" else LOGNORMAL_NS,
+        "duration_ns": f"{ranks * every_ns} + {LOGNORMAL_NS}" if table == "step" else LOGNORMAL_NS,
     }
     values = []
     for name, kind in lake.TABLES[table]:

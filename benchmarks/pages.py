@@ -1,0 +1,353 @@
+"""What the dashboard takes as a run grows: in a real Chromium, for ten viewers at once, and over 1,000 refreshes.
+
+    python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
+
+The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what such
+a training would, and takes it into the lake. Each page is opened in a fresh window of a browser that has
+Streamlit's own files, the whole run chosen. Paint is from then until the state of the run and the first figure
+stand, switch from the click on a page's name until all its figures do. The rest is measured by clients that speak
+to the server as the browser does, one alone but for the last table: refresh is the time from the request to the
+end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed. Medians; a
+refresh that only repeats what was read before is not counted. The soak's slope is that of Theil and Sen over all
+but the first quarter of the readings of the server's private dirty memory, with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+from streamlit.proto.BackMsg_pb2 import BackMsg
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+from websockets.sync.client import connect
+
+from app.pages import PAGES
+from benchmarks.queries import make
+from collector.agent.procfs import read_rollup
+from collector.store.ingest import Ingester
+from collector.store.runs import Run, list_runs
+from training_harness import layout
+from training_harness.journal import Identity, JournalWriter, start_ticks
+from training_harness.records import MISSING, STREAMS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import screenshots  # noqa: E402 - it stands beside the benchmarks
+
+RANKS = WORKERS = 8
+#: As on a page: the next refresh comes this long after the one before, or after so many times what that took.
+REFRESH_SECONDS, RESTS = 1.0, 4.0
+TIMES = 3
+STEP_MS = 60
+INGEST_SECONDS = 5.0
+SOAK_VIEW = "overview"
+MIB = 2**20
+
+
+def feed(run: Run) -> None:
+    """Go on with a run as its training would, until the process is killed."""
+    manifest = run.manifest
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks("self")}
+    layout.write_manifest(run.path, {**manifest, "command": me, "collector": me})
+    print("fed", flush=True)
+    writers = {
+        (name, rank): JournalWriter(run.journal_dir, STREAMS[name], Identity("node", 1000 + rank, 1, rank))
+        for name in ("step", "batch", "fetch")
+        for rank in range(RANKS)
+    }
+    with Ingester(run) as ingester:
+        taken, step = time.monotonic(), 10**9
+        while True:
+            for (name, _), writer in writers.items():
+                writer.append(*_record(name, step))
+            step += 1
+            if time.monotonic() - taken > INGEST_SECONDS:
+                ingester.step()
+                taken = time.monotonic()
+            time.sleep(STEP_MS / 1e3)
+
+
+def _record(name: str, step: int) -> list[float]:
+    known = {
+        "time_ns": time.monotonic_ns(),
+        "step": step,
+        "loader": 0,
+        "epoch": 0,
+        "index": step % 1000,
+        "worker": step % WORKERS,
+        "duration_ns": STEP_MS * 10**6,
+        "wait_ns": 10**6,
+        "getitem_ns": STEP_MS * 10**6,
+        "samples_count": 64,
+    }
+    return [known.get(column.name, MISSING[column.code]) for column in STREAMS[name].columns]
+
+
+@dataclass
+class Answer:
+    """One answer of the server: how long it took, its bytes, and how many samples the page has seen."""
+
+    seconds: float
+    sent_bytes: int
+    samples: str
+    error: str = ""
+
+
+class Viewer:
+    """A client that asks for a page and its refreshes as the browser does."""
+
+    def __init__(self, base: str, path: str, run: Run) -> None:
+        self._asked = {"query_string": f"run={run.run_id}", "page_name": "" if path == PAGES[0].path else path}
+        self._fragment = ""
+        self._socket = connect(
+            f"{base.replace('http', 'ws')}/_stcore/stream",
+            origin=base,
+            subprotocols=["streamlit"],
+            compression=None,
+            max_size=None,
+            open_timeout=30,
+        )
+        self.opened = self._ask()
+
+    def refresh(self) -> Answer:
+        return self._ask(fragment_id=self._fragment)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _ask(self, **more: str) -> Answer:
+        message = BackMsg()
+        for name, value in {**self._asked, **more}.items():
+            setattr(message.rerun_script, name, value)
+        begun = time.perf_counter()
+        self._socket.send(message.SerializeToString())
+        answer = Answer(0.0, 0, "")
+        while True:
+            payload = self._socket.recv(timeout=120)
+            assert isinstance(payload, bytes)
+            answer.sent_bytes += len(payload)
+            if found := re.search(rb"([\d,]+) samples \xc2\xb7", payload):
+                answer.samples = found[1].decode()
+            told = ForwardMsg.FromString(payload)
+            kind = told.WhichOneof("type")
+            if kind == "auto_rerun":
+                self._fragment = told.auto_rerun.fragment_id
+            elif kind == "delta" and b"cannot be shown" in payload:
+                answer.error = payload.decode(errors="replace")
+            elif kind == "script_finished" and told.script_finished != ForwardMsg.FINISHED_EARLY_FOR_RERUN:
+                answer.seconds = time.perf_counter() - begun
+                return answer
+
+
+def refreshed(viewer: Viewer, server: psutil.Process) -> list[tuple[Answer, float]]:
+    """So many refreshes that read the run anew, and the server's CPU seconds for each."""
+    found: list[tuple[Answer, float]] = []
+    seen, cost = viewer.opened.samples, viewer.opened.seconds
+    for _ in range(10 * TIMES):
+        time.sleep(max(REFRESH_SECONDS, RESTS * cost))
+        before = _cpu_seconds(server)
+        answer = viewer.refresh()
+        if answer.samples != seen:
+            found.append((answer, _cpu_seconds(server) - before))
+            seen, cost = answer.samples, answer.seconds
+        if len(found) == TIMES:
+            break
+    return found
+
+
+def _cpu_seconds(server: psutil.Process) -> float:
+    spent = server.cpu_times()
+    return spent.user + spent.system
+
+
+def rows_of(run: Run, base: str, server: psutil.Process, browser: Any) -> Iterator[tuple[str, ...]]:
+    """The lines of the table about one run."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    warm = context.new_page()
+    warm.goto(screenshots.address(base, SOAK_VIEW, run=run.run_id))
+    screenshots.await_view(warm)
+    switches = _switches(warm)
+    warm.close()
+    for page in PAGES:
+        paints = [_paint(context, screenshots.address(base, page.path, run=run.run_id)) for _ in range(TIMES)]
+        viewer = Viewer(base, page.path, run)
+        answers = refreshed(viewer, server)
+        viewer.close()
+        if error := next((answer.error for answer, _ in answers if answer.error), ""):
+            print(page.title, error, file=sys.stderr)
+        yield (
+            page.title,
+            f"{statistics.median(paints):.2f}",
+            f"{statistics.median(switches[page.path]):.2f}",
+            *_medians(answers),
+        )
+    context.close()
+
+
+def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
+    if not answers:
+        return "-", "-", "-"
+    return (
+        f"{statistics.median(answer.seconds for answer, _ in answers) * 1e3:,.0f}",
+        f"{statistics.median(cpu for _, cpu in answers) * 1e3:,.0f}",
+        f"{statistics.median(answer.sent_bytes for answer, _ in answers) / 1024:,.0f}",
+    )
+
+
+def _paint(context: Any, address: str) -> float:
+    page = context.new_page()
+    begun = time.perf_counter()
+    page.goto(address, wait_until="commit")
+    page.get_by_text("data as of").wait_for(timeout=120_000)
+    page.wait_for_function(
+        "() => document.querySelector('.main-svg, [data-testid=stDataFrame], [data-testid=stAlert]')",
+        timeout=120_000,
+    )
+    took = time.perf_counter() - begun
+    page.close()
+    return took
+
+
+def _switches(page: Any) -> dict[str, list[float]]:
+    """Each page from the one before it, by a click."""
+    found: dict[str, list[float]] = {each.path: [] for each in PAGES}
+    for _ in range(TIMES):
+        for to in (*PAGES[1:], PAGES[0]):
+            before = page.locator("h2").first.inner_text()
+            begun = time.perf_counter()
+            page.get_by_role("link", name=to.title).first.click()
+            page.wait_for_function(
+                "was => document.querySelector('h2')?.innerText != was", arg=before, timeout=120_000
+            )
+            screenshots.await_view(page)
+            found[to.path].append(time.perf_counter() - begun)
+    return found
+
+
+@dataclass
+class Soak:
+    """What ten viewers see, and what the server holds meanwhile."""
+
+    seconds: list[float] = field(default_factory=list)
+    private_dirty: list[tuple[int, int]] = field(default_factory=list)
+
+
+def soak(run: Run, base: str, server: psutil.Process, viewers: int, refreshes: int) -> Soak:
+    """So many viewers of a live run at once, until so many refreshes have read it anew."""
+    found, lock, over = Soak(), threading.Lock(), threading.Event()
+
+    def look() -> None:
+        viewer = Viewer(base, SOAK_VIEW, run)
+        seen = viewer.opened.samples
+        while not over.wait(REFRESH_SECONDS):
+            answer = viewer.refresh()
+            if answer.samples == seen:
+                continue
+            seen = answer.samples
+            with lock:
+                found.seconds.append(answer.seconds)
+                count = len(found.seconds)
+                if count % max(1, refreshes // 100) == 0:
+                    rollup = read_rollup("/proc", server.pid)
+                    assert rollup is not None
+                    assert rollup.private_dirty_bytes is not None
+                    found.private_dirty.append((count, rollup.private_dirty_bytes))
+                if count >= refreshes:
+                    over.set()
+        viewer.close()
+
+    threads = [threading.Thread(target=look) for _ in range(viewers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def told(found: Soak, viewers: int) -> str:
+    """The soak in words."""
+    later = found.private_dirty[len(found.private_dirty) // 4 :]
+    counts, held = zip(*later, strict=True)
+    slope, _, low, high = stats.theilslopes([each / MIB for each in held], [count / 1000 for count in counts])
+    twentieths = statistics.quantiles(found.seconds, n=20)
+    return (
+        f"{viewers} viewers of {SOAK_VIEW}: {len(found.seconds):,} refreshes, median "
+        f"{statistics.median(found.seconds) * 1e3:,.0f} ms, 95th percentile {twentieths[-1] * 1e3:,.0f} ms.\n"
+        f"Server, private dirty: {found.private_dirty[0][1] / MIB:,.0f} MiB first, {held[0] / MIB:,.0f} after a "
+        f"quarter, {held[-1] / MIB:,.0f} last; {slope:+.2f} ({low:+.2f} to {high:+.2f}) MiB per 1,000 refreshes."
+    )
+
+
+@contextlib.contextmanager
+def fed(run: Run) -> Iterator[None]:
+    """A process that goes on with a run."""
+    words = [sys.executable, "-m", "benchmarks.pages", "--feed", str(run.path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE) as feeder:
+        assert feeder.stdout is not None
+        feeder.stdout.readline()
+        try:
+            yield
+        finally:
+            feeder.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--viewers", type=int, default=10)
+    parser.add_argument("--refreshes", type=int, default=1000)
+    parser.add_argument("--home", type=Path, help="keeps the runs, which grow with each use")
+    parser.add_argument("--feed", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.feed:
+        feed(Run(options.feed))
+        return
+    console = Console(width=int(os.environ.get("COLUMNS", "110")))
+    with contextlib.ExitStack() as stack:
+        home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-bench-")))
+        browser = stack.enter_context(screenshots.chromium())
+        for batches in options.batches:
+            made = [run for run in list_runs(home) if f"-pages-{batches}-" in run.run_id]
+            ago_ns = time.monotonic_ns() * 9 // 10  # there is no time before the machine's
+            run = (
+                made[0] if made else make(home, batches, name="pages", ranks=RANKS, workers=WORKERS, ago_ns=ago_ns)
+            )
+            table = Table(
+                "page", "paint s", "switch s", "refresh ms", "CPU ms", "sent KiB", title=f"{batches:,} batches"
+            )
+            with fed(run), screenshots.dashboard(home) as base:
+                server = _server(base)
+                for row in rows_of(run, base, server, browser):
+                    table.add_row(*row)
+                console.print(table)
+                if batches == options.batches[0] and options.refreshes:
+                    console.print(
+                        told(soak(run, base, server, options.viewers, options.refreshes), options.viewers)
+                    )
+
+
+def _server(base: str) -> psutil.Process:
+    """The process of the dashboard, which is a child of this one."""
+    port = base.rpartition(":")[2]
+    return next(child for child in psutil.Process().children() if port in child.cmdline())
+
+
+if __name__ == "__main__":
+    main()
