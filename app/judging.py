@@ -1,8 +1,11 @@
-"""The verdict on a run, as the dashboard keeps it between refreshes."""
+"""The verdict on a run: drawn up beside the pages, which do not wait long for it, and kept between refreshes."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,34 +15,81 @@ import streamlit as st
 from app.format import one_line
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import Verdict, diagnose
+from collector.store import queries
+from collector.store.reader import read
 from collector.store.runs import Run
 
-#: The verdict of a live run is drawn up this often, beside the refreshes, which show the one before meanwhile.
+#: The verdict of a live run is drawn up this often; the one before is shown meanwhile.
 VERDICT_SECONDS = 10
+#: A page waits so long for a first verdict: one of a long run takes seconds, and figures are worth a look before.
+PATIENCE_SECONDS = 0.5
+_KEPT = 32
 
 _log = logging.getLogger("tidegauge.app")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The verdict on a run and the ranks that said hello, ascending; or why there is none, as one line."""
+    """The verdict on a run; or why there is none, as one line; or neither, while it is drawn up."""
 
     verdict: Verdict | None = None
-    ranks: tuple[int, ...] = ()
     why_not: str = ""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is not there yet."""
+        return self.verdict is None and not self.why_not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """A verdict that was asked for, and what was known before."""
+
+    version: tuple[Any, ...]
+    asked: float
+    future: Future[Judged]
+    before: Judged
+
+    @property
+    def newest(self) -> Judged:
+        return self.future.result() if self.future.done() else self.before
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is to be asked for anew: that of a run that has ended stays, if there is one."""
+        changes = not self.version or not self.newest.verdict
+        return self.future.done() and changes and time.monotonic() - self.asked > VERDICT_SECONDS
+
+
+_lock = threading.Lock()
+_orders: dict[Path, _Order] = {}
+_pool = ThreadPoolExecutor(1, thread_name_prefix="tidegauge-verdict")
 
 
 def judged(run: Run) -> Judged:
-    """What the diagnosis says of a run: without a verdict, its records are still worth a look."""
+    """What the diagnosis says of a run, as far as it is known by now."""
     try:
-        return _judged(str(run.path), _version(run))
+        version = _version(run)
     except Exception as error:  # noqa: BLE001 - whatever it is, the refresh tells of it
         _log.exception("manifest of %s", run.path)
         return Judged(why_not=one_line(error))
+    with _lock:
+        order = _orders.get(run.path)
+        if order is None or order.version != version or order.is_old:
+            before = order.newest if order and order.version == version else Judged()
+            future = _pool.submit(_judge, run)
+            order = _orders[run.path] = _Order(
+                version=version, asked=time.monotonic(), future=future, before=before
+            )
+            for path in list(_orders)[:-_KEPT]:
+                del _orders[path]
+    if order.newest.is_awaited:
+        wait([order.future], max(0.0, order.asked + PATIENCE_SECONDS - time.monotonic()))
+    return order.newest
 
 
 def status_of(run: Run) -> str:
-    """`running`, `finished`, `failed` or `killed`; what the manifest says if no verdict can be had."""
+    """`running`, `finished`, `failed` or `killed`; what the manifest says while no verdict can be had."""
     verdict = judged(run).verdict
     if verdict is not None:
         return verdict.status
@@ -47,18 +97,27 @@ def status_of(run: Run) -> str:
         exit_status = run.manifest.get("exit_status")
     except Exception:  # noqa: BLE001 - as above
         return "failed"
-    return "running" if exit_status is None else "finished" if exit_status == 0 else "failed"
+    if exit_status is None:
+        return "running"
+    return "finished" if exit_status == 0 else "failed" if exit_status > 0 else "killed"
 
 
-@st.cache_data(ttl=VERDICT_SECONDS, refresh_mode="background", max_entries=8, show_spinner=False)
-def _judged(path: str, version: tuple[Any, ...]) -> Judged:
-    del version  # a key alone
+@st.cache_data(ttl=VERDICT_SECONDS, refresh_mode="background", max_entries=_KEPT, show_spinner=False)
+def ranks_of(path: Path) -> tuple[int, ...]:
+    """The ranks that said hello, ascending; none outside a distributed job, or if the run cannot be read."""
     try:
-        tables = load_tables(Run(Path(path)))
-        ranks = {event["rank"] for event in tables.events_of("process-start")} - {None}
-        return Judged(verdict=diagnose(tables), ranks=tuple(sorted(ranks)))
-    except Exception as error:  # noqa: BLE001 - kept as the verdict would be: to fail again costs as much
-        _log.exception("diagnosis of %s", path)
+        with read(Run(path)) as snapshot:
+            return tuple(sorted({int(rank) for rank in queries.told(snapshot, "process-start")["rank"].dropna()}))
+    except Exception:  # noqa: BLE001 - the refresh tells of it
+        _log.exception("ranks of %s", path)
+        return ()
+
+
+def _judge(run: Run) -> Judged:
+    try:
+        return Judged(verdict=diagnose(load_tables(run)))
+    except Exception as error:  # noqa: BLE001 - kept as a verdict would be: to fail again costs as much
+        _log.exception("diagnosis of %s", run.path)
         return Judged(why_not=one_line(error))
 
 

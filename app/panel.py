@@ -102,7 +102,7 @@ class View:
 class Picture:
     """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
 
-    `cost_ns` is how long that took, `unjudged` why there is no verdict.
+    `cost_ns` is how long that took, `unjudged` why there is no verdict, unless it `awaits` it.
     """
 
     reach: Extent | None
@@ -113,6 +113,7 @@ class Picture:
     cost_ns: int = 0
     loaders: tuple[int, ...] = ()
     unjudged: str = ""
+    awaits: bool = False
     answer: str = ""
     rows: Sequence[Sequence[list[Block] | str]] = ()
 
@@ -130,7 +131,8 @@ def show(view: View) -> None:
     if view.question:
         st.header(view.question, anchor=False)
     live = selection.live and status_of(selection.run) == "running"
-    st.fragment(_refresh, run_every=REFRESH_SECONDS if live else None)(view, selection, live)
+    awaits = _awaits(selection)
+    st.fragment(_refresh, run_every=REFRESH_SECONDS if live or awaits else None)(view, selection, live, awaits)
     if live:  # below the rest, which must not move when it goes
         with st.container(key="follows"):
             st.html(_PAUSE_ON_TOUCH, unsafe_allow_javascript=True)
@@ -191,15 +193,20 @@ def _along(block: Block, moment: Moment) -> Block:
     return along(block, moment.axis, queries.step_clock(moment.snapshot, moment.span))
 
 
-def _refresh(view: View, selection: Selection, live: bool) -> None:
+def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None:
     run, theme = selection.run, theme_of(st.context.theme.type)
-    status = status_of(run)
-    if live and status != "running":
+    status, awaits_still = status_of(run), _awaits(selection)
+    if (live and status != "running") or (awaits and not awaits_still and not live):
         st.rerun()  # the whole page, without the timer
     loader = st.session_state.get(_LOADER)
     asked = (view.name, replace(selection, live=False), theme, loader)
     picture, was_live = _kept(asked)
-    rests = picture is not None and status == "running" and (not live or (was_live and not picture.is_due))
+    if picture is None or picture.awaits != awaits_still:
+        rests = False
+    elif live:
+        rests = was_live and not picture.is_due
+    else:
+        rests = status == "running" or awaits_still
     if not rests:
         try:
             picture = _take(view, selection, theme, loader)
@@ -209,6 +216,11 @@ def _refresh(view: View, selection: Selection, live: bool) -> None:
     if picture is not None:
         st.session_state[_PICTURE] = asked, picture, live
         _draw(view, picture, status, run.run_id, live=live)
+
+
+def _awaits(selection: Selection) -> bool:
+    """Whether a verdict is still being drawn up."""
+    return any(judged(run).is_awaited for run in (selection.run, *selection.others))
 
 
 def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
@@ -237,20 +249,21 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
         )
         if reach is None:
             return picture
-        own = judged(selection.run)
+        own, *others = [judged(run) for run in (selection.run, *selection.others)]
         moment = moment_of(
             view, selection, selection.run, snapshot, reach, verdict=own.verdict, theme=theme, loader=loader
         )
-        for run in selection.others:
+        for run, of_other in zip(selection.others, others, strict=True):
             other = stack.enter_context(read(run))
             if (other_reach := queries.extent(other)) is not None:
-                verdict = judged(run).verdict
+                verdict = of_other.verdict
                 one = moment_of(view, selection, run, other, other_reach, verdict=verdict, theme=theme)
                 moment = replace(moment, others=(*moment.others, one))
         return replace(
             picture,
             loaders=moment.loaders,
             unjudged=own.why_not,
+            awaits=any(each.is_awaited for each in (own, *others)),
             answer=answer_of(view, moment),
             rows=[[build(panel, moment) for panel in row] for row in view.rows],
             problems=snapshot.problems,
@@ -268,6 +281,8 @@ def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool)
         return
     if picture.unjudged:
         draw_failure(f"No verdict: {picture.unjudged}", run_id)
+    if picture.awaits:
+        st.caption(":material/hourglass_top: The verdict is being drawn up; the figures need not wait for it.")
     if picture.answer:
         st.markdown(f"**{plain(picture.answer)}**")
     if len(picture.loaders) > 1:

@@ -9,7 +9,7 @@ from streamlit.navigation.page import StreamlitPage
 
 from app.figures.axis import AXES
 from app.format import one_line, plain
-from app.judging import judged
+from app.judging import ranks_of
 from app.pages import COMPARE, PAGES, Page
 from app.panel import SELECTION, Selection
 from app.visitors import is_expected
@@ -107,7 +107,7 @@ def _pick_run(runs: list[Run]) -> Run:
 
 
 def _pick_rank(run: Run) -> int | None:
-    ranks = judged(run).ranks
+    ranks = ranks_of(run.path)
     if not ranks:
         return None
     words = ["all ranks", *map(str, ranks)]

@@ -4,6 +4,12 @@ import make_run as runs
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Pages are looked at with their verdict, however busy the machine is."""
+    monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 120)
+
+
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """A home per state, each with one run."""

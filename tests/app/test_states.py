@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from opened import ENTRY, drawn, figures, open_view, run_of, texts, walk
 from streamlit.testing.v1 import AppTest
 
 from app.visitors import is_expected
+from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
 from collector.store.runs import Run
 from training_harness import layout
@@ -148,6 +150,21 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     at = open_view(monkeypatch, made["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
+
+
+def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.SLOW_WORKER)
+    seen = threading.Event()
+    monkeypatch.setattr("app.judging.diagnose", lambda tables: seen.wait(60) and diagnose(tables))
+    monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 0)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert "is being drawn up" in texts(at)
+    assert len(figures(at)) == 2
+    seen.set()
+    monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 120)
+    at.run()
+    assert "is being drawn up" not in texts(at)
+    assert "**slow-worker**" in texts(at)
 
 
 def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
