@@ -112,7 +112,7 @@ def draw(block: Block, key: str) -> None:
     """Draw one block; `key` is stable from refresh to refresh."""
     match block:
         case Chart():
-            with st.container(border=True):
+            with st.container(border=True, height="stretch", gap="xsmall"):
                 st.markdown(f"**{plain(block.title)}**", help=explained(block.words))
                 # Streamlit replaces a Plotly chart whose data have changed: hold its place meanwhile.
                 with st.container(height=block.figure.layout.height, border=False):
@@ -140,7 +140,7 @@ def draw(block: Block, key: str) -> None:
                 if block.caption:
                     st.caption(block.caption)
         case Note():
-            st.info(plain(block.text), icon=block.icon)
+            st.caption(f"{block.icon} {plain(block.text)}")
             if block.command:
                 st.code(block.command, language="bash")
         case Findings():

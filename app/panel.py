@@ -12,7 +12,7 @@ from typing import Any
 import streamlit as st
 
 from app.blocks import Block, draw
-from app.figures.axis import Axis, along, own_axis
+from app.figures.axis import Axis, along, in_unit, own_axis
 from app.figures.base import Chart
 from app.format import one_line, plain
 from app.judging import judged, status_of
@@ -188,9 +188,11 @@ def answer_of(view: View, moment: Moment) -> str:
 
 
 def _along(block: Block, moment: Moment) -> Block:
-    if not isinstance(block, Chart) or own_axis(block) in (None, moment.axis):
+    if not isinstance(block, Chart):
         return block
-    return along(block, moment.axis, queries.step_clock(moment.snapshot, moment.span))
+    if own_axis(block) not in (None, moment.axis):
+        block = along(block, moment.axis, queries.step_clock(moment.snapshot, moment.span))
+    return in_unit(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 
 def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None:

@@ -9,7 +9,7 @@ from streamlit.navigation.page import StreamlitPage
 
 from app.figures.axis import AXES
 from app.format import one_line, plain
-from app.judging import ranks_of
+from app.judging import ranks_of, status_of
 from app.pages import COMPARE, PAGES, Page
 from app.panel import SELECTION, Selection
 from app.visitors import is_expected
@@ -87,7 +87,8 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         axis = st.segmented_control(
             "X axis", AXES, default="elapsed", required=True, key="x", bind="query-params", help=AXIS_HELP
         )
-        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP)
+        over = status_of(run) != "running"
+        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP, disabled=over)
     others = _pick_others(run, found) if compares else ()
     return Selection(run=run, rank=rank, window=window or "run", axis=axis or "elapsed", live=live, others=others)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,12 +10,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import Chart, axis_title
+from app.figures.base import HOVERED_SECONDS, Chart, axis_title
 from app.figures.memory import ELAPSED
 
 Axis = Literal["elapsed", "step"]
 AXES: tuple[Axis, ...] = ("elapsed", "step")
 _TITLES: dict[Axis, str] = {"elapsed": ELAPSED, "step": "step"}
+#: From so many seconds on, elapsed time is told in another unit, of so many seconds.
+_UNITS = ((2 * 3600, "h", 3600), (600, "min", 60))
 
 
 def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
@@ -33,13 +36,28 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     figure = go.Figure(chart.figure)
     for trace in figure.data:
         trace.x = moved(trace.x, own, axis, clock)
-    for mark in (*figure.layout.shapes, *figure.layout.annotations):
-        if not str(mark.xref).endswith(("domain", "paper")):
-            _move(mark, clock[own].to_numpy(float), clock[axis].to_numpy(float))
+    _move(figure, lambda x: float(np.interp(x, clock[own].to_numpy(float), clock[axis].to_numpy(float))))
     for one in figure.select_xaxes():
         if one.title.text:
             one.title = axis_title(_TITLES[axis])
     return replace(chart, figure=figure)
+
+
+def in_unit(chart: Chart, seconds: float) -> Chart:
+    """The chart with its elapsed time in minutes or hours, if the window of so many seconds asks for it."""
+    axes = [one for one in chart.figure.select_xaxes() if str(one.title.text).startswith("elapsed")]
+    unit = next(((name, length) for least, name, length in _UNITS if seconds >= least), None)
+    if unit is None or not axes:
+        return chart
+    name, length = unit
+    for trace in chart.figure.data:
+        trace.x = np.asarray(trace.x, dtype=np.float64) / length
+        if trace.hovertemplate:
+            trace.hovertemplate = trace.hovertemplate.replace(HOVERED_SECONDS, f"%{{x:,.2f}} {name}")
+    _move(chart.figure, lambda x: x / length)
+    for one in axes:
+        one.title.text = one.title.text.replace("(s)", f"({name})")
+    return chart
 
 
 def moved(x: Any, own: Axis, axis: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -57,7 +75,10 @@ def own_axis(chart: Chart) -> Axis | None:
     return next((axis for axis, title in _TITLES.items() if title in titles), None)
 
 
-def _move(mark: Any, known: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> None:
-    for name in ("x", "x0", "x1"):
-        if name in mark and mark[name] is not None:
-            mark[name] = float(np.interp(mark[name], known, wanted))
+def _move(figure: go.Figure, place: Callable[[float], float]) -> None:
+    """Put the marks of a figure elsewhere along x."""
+    for mark in (*figure.layout.shapes, *figure.layout.annotations):
+        if not str(mark.xref).endswith(("domain", "paper")):
+            for name in ("x", "x0", "x1"):
+                if name in mark and mark[name] is not None:
+                    mark[name] = place(mark[name])

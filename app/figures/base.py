@@ -14,6 +14,10 @@ from collector.store.queries import Lines
 
 #: No trace has more points than this.
 MAX_POINTS = 2000
+#: As the pages; in a report, whatever the reader's system has.
+FONT = '"Source Sans", system-ui, sans-serif'
+#: How a hover gives elapsed time: `axis.in_unit` finds it.
+HOVERED_SECONDS = "%{x:,.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
             "margin": {"l": 56, "r": 16, "t": 12, "b": 44},
             "paper_bgcolor": theme.background,
             "plot_bgcolor": theme.background,
-            "font": {"color": theme.text, "size": 13},
+            "font": {"color": theme.text, "size": 13, "family": FONT},
             "hovermode": "x unified",
             "hoverlabel": {"bgcolor": theme.background, "font": {"color": theme.text}},
             "legend": {

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import Chart, axis_style, axis_title, blank, line, sampled
+from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, blank, line, sampled
 from app.figures.memory import ELAPSED
 from app.theme import Theme
 from collector.store.queries import Lines
@@ -87,7 +87,7 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
                 "thickness": 12,
                 "outlinewidth": 0,
             },
-            hovertemplate="worker %{y}, %{x:,.1f} s: %{z:,.4~g} ms<extra></extra>",
+            hovertemplate=f"worker %{{y}}, {HOVERED_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
             hoverongaps=False,
         )
     )

@@ -15,6 +15,7 @@ from app.panel import Moment, Panel, View, show
 from collector.comparison import Measure, change_ratio, differing, measures, words
 from collector.comparison import settings as settings_of
 from collector.store import memory_queries, queries
+from collector.wording import MISSING
 
 NO_OTHER = Note(
     text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
@@ -34,8 +35,9 @@ def deltas(moment: Moment) -> Iterator[Block]:
     for other in moment.others:
         measured = _measures(other)
         columns[other.run_id] = [words(measured[name], first[name]) for name in first]
+    table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     yield Table(
-        frame=pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns}),
+        frame=table[(table[list(columns)] != MISSING).any(axis=1)],
         caption=f"In brackets by how much it differs from {moment.run_id}; n: observations in the chosen window. "
         "Peaks and data wait are over the whole run.",
     )

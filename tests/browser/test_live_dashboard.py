@@ -12,6 +12,7 @@ from pathlib import Path
 import make_run
 import pytest
 import screenshots
+from playwright.sync_api import expect
 
 from app.html_report import render
 from app.pages import PAGES
@@ -203,6 +204,29 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme, width):
     page.go_back()
     page.wait_for_url("**/oom-risk?*")
     page.get_by_role("heading", name="How near is each limit").wait_for()
+    assert complaints == []
+
+
+def test_who_clicks_gets_what_is_asked_for(live):
+    page, run, complaints = live
+    base = "/".join(page.url.split("/")[:3])
+    slow, well = (
+        next(other.run_id for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
+        for script in (make_run.SLOW_WORKER, make_run.HEALTHY)
+    )
+    page.goto(screenshots.address(base, "worker-stalls", run=slow))
+    screenshots.await_view(page)
+    memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
+    before = memory.inner_text()
+    page.get_by_role("slider", name="num_workers").press("End")
+    expect(memory).not_to_have_text(before)
+    with page.expect_download() as got:
+        page.get_by_role("button", name="CSV").click()
+    assert got.value.suggested_filename == f"{slow}-workers.csv"
+    page.get_by_role("combobox", name="Run").fill(well)
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**run={well}*")
+    page.get_by_text("No stall has been found").wait_for()
     assert complaints == []
 
 

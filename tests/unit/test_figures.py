@@ -248,3 +248,13 @@ def test_a_chart_over_time_moves_to_steps_with_its_marks():
     assert moved.layout.shapes[0].x0 == 5.0
     assert (moved.layout.shapes[1].x0, moved.layout.shapes[1].x1) == (0, 1)  # the limit spans the figure
     assert figure.data[0].x[1] == 10.0
+
+
+@pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
+def test_time_is_told_in_a_unit_that_fits_the_window(seconds, unit, at):
+    figure = base.blank(LIGHT, x_title=memory.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure.add_trace(base.line("used", [0.0, 1800.0], [1.0, 2.0], "#000000", "GiB"))
+    base.moment(figure, 1800.0, "leak since step 5", LIGHT)
+    told = axis.in_unit(base.Chart(title="", figure=figure, caption=""), seconds).figure
+    assert told.layout.xaxis.title.text == f"elapsed ({unit})"
+    assert (told.data[0].x[1], told.layout.shapes[0].x0) == (at, at)
