@@ -99,10 +99,12 @@ STATES = {
     "stale": State(make=recorded(runs.STALE), says="stale", gives="tidegauge collect 2"),
     "finished, on the CPU": State(make=recorded(runs.HEALTHY), says="finished", gives="--format html"),
     "died": State(make=recorded(runs.KILLED), says="killed", gives="tidegauge report 2"),
-    "damaged journal": State(make=spoiled(break_a_journal), says="fetch.0.journal", gives=DOCTOR),
+    "damaged journal": State(make=spoiled(break_a_journal), says="it begins with", gives=DOCTOR),
     "damaged manifest": State(make=spoiled(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
     "damaged lake": State(make=spoiled(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
-    "newer lake": State(make=spoiled(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR),
+    "newer lake": State(
+        make=spoiled(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR, shows=False
+    ),
     "newer schema": State(
         make=spoiled(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
     ),

@@ -12,7 +12,7 @@ from collector.diagnosis.verdict import diagnose
 from collector.store.runs import Run, list_runs
 
 
-@pytest.mark.parametrize("state", ["cuda", "slow-worker", "no-smaps"])
+@pytest.mark.parametrize("state", ["cuda", "slow-worker"])
 def test_every_view_draws_every_kind_of_run(monkeypatch, made, state):
     run_id = run_of(made[state]).name
     for view, at in walk(monkeypatch, made[state]):
