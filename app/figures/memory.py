@@ -20,6 +20,8 @@ ELAPSED = "elapsed (s)"
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
 #: limit of `memory_queries.HOST_LIMITS` -> what it is.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
+#: A limit so many times above the peak would press the line flat, and is told in the caption alone.
+FARTHEST_LIMIT = 10
 #: More restarts of one worker than this would hide its line.
 MAX_MARKED_RESTARTS = 200
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -70,7 +72,7 @@ def by_role(
 def against_limit(
     usage: Mapping[str, Lines], theme: Theme, *, name: str, capacity_bytes: float | None, revision: str
 ) -> Chart:
-    """Usage of one limited resource over time, its capacity a dashed line, y from 0.
+    """Usage of one limited resource over time, its capacity a dashed line unless that is far away, y from 0.
 
     Args:
         usage: label -> line of bytes.
@@ -99,9 +101,13 @@ def against_limit(
             captions[-1] += f" ({sampled(lines)})"
     caption = "; ".join(captions) + "." if captions else "No samples in this window."
     if capacity_bytes is not None and known(capacity_bytes):
-        limit(figure, capacity_bytes / GIB, f"limit {size(capacity_bytes)}", theme)
-        figure.update_yaxes(range=[0, max(capacity_bytes, peak) / GIB * 1.12])
-        caption += f" Limit {size(capacity_bytes)}."
+        caption += f" Limit {size(capacity_bytes)}"
+        if peak * FARTHEST_LIMIT > capacity_bytes:
+            limit(figure, capacity_bytes / GIB, f"limit {size(capacity_bytes)}", theme)
+            figure.update_yaxes(range=[0, max(capacity_bytes, peak) / GIB * 1.12])
+            caption += "."
+        else:
+            caption += f", of which the peak is {percent(peak / capacity_bytes)}: it is too far above to be drawn."
     else:
         caption += " The limit is not known."
     return Chart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)

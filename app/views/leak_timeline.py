@@ -10,6 +10,7 @@ from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
 from app.format import MIB
 from app.panel import Moment, Panel, View, show
+from app.views.oom_risk import open_files, shared_memory
 from collector.diagnosis.findings import KINDS, Finding
 from collector.store import memory_queries, queries
 from collector.wording import MISSING, duration, known, number, size
@@ -17,12 +18,22 @@ from collector.wording import MISSING, duration, known, number, size
 #: More lines than this can't be told apart; the steepest are drawn.
 MAX_LINES = 12
 NOTHING = "No leak has been found."
+#: What leaks and is no memory of a process: these figures of OOM risk show it.
+ELSEWHERE = {"fd-leak": open_files, "shm-leak": shared_memory}
 
 
 def findings(moment: Moment) -> Iterator[Block]:
     """The leaks that were found."""
     if moment.verdict is not None:
         yield Findings(findings=_leaks(moment))
+
+
+def beside_memory(moment: Moment) -> Iterator[Block]:
+    """Open files and shared memory, where they leak."""
+    kinds = {finding.kind for finding in _leaks(moment)}
+    for kind, build in ELSEWHERE.items():
+        if kind in kinds:
+            yield from build(moment)
 
 
 def per_process(moment: Moment) -> Iterator[Block]:
@@ -93,10 +104,10 @@ def _leaks(moment: Moment) -> list[Finding]:
 
 
 def _notes(moment: Moment) -> list[tuple[float, str]]:
-    """Since when each leak grows, once per kind: workers mostly leak together."""
+    """Since when each leak of a process's memory grows, once per kind: workers mostly leak together."""
     first: dict[str, tuple[float, str]] = {}
     for finding in _leaks(moment):
-        if finding.since_step is None:
+        if finding.since_step is None or finding.kind in ELSEWHERE or finding.kind.startswith("gpu-"):
             continue
         at = queries.step_elapsed(moment.snapshot, moment.span, finding.since_step, finding.locus.rank)
         if at is not None and (finding.kind not in first or at < first[finding.kind][0]):
@@ -124,6 +135,7 @@ VIEW = View(
     answer=lambda moment: answer(_leaks(moment), NOTHING),
     rows=(
         (Panel(name="Findings", build=findings),),
+        (Panel(name="Files and shared memory", build=beside_memory),),
         (Panel(name="Memory per process", build=per_process),),
         (Panel(name="Total", build=total),),
         (Panel(name="Processes", build=table),),

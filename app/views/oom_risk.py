@@ -160,7 +160,7 @@ def _row(
 
 def _when(finding: Finding | None, moment: Moment) -> str:
     if finding and finding.eta:
-        return eta(finding.eta)
+        return eta(finding.eta).partition(" (")[0]  # the finding has the rest
     return "no risk found" if moment.verdict and not finding else MISSING
 
 
