@@ -8,7 +8,7 @@ from datetime import UTC, datetime, tzinfo
 GIB = 2**30
 MIB = 2**20
 #: A piece of code, which stays one, or what Markdown and Streamlit's directives make something of.
-_MARKUP = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|([\\`*\[\]<$~&]|(?<!\w)_|_(?!\w)|:(?=[a-z]))")
+_MARKUP = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|([\\`*\[\]<$~&]|(?<![^\W_])_|_(?![^\W_])|:(?=[a-z]))")
 
 
 def clock(wall_ns: int, zone: tzinfo = UTC) -> str:

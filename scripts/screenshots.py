@@ -72,7 +72,7 @@ def dashboard(
         yield f"http://localhost:{port}"
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)  # for a verdict that is being drawn up
 
 
 @contextmanager
@@ -102,11 +102,13 @@ def address(base: str, view: str, **query: str | Sequence[str]) -> str:
 
 
 def await_view(page: Page) -> None:
-    """Wait until the view stands: its status line, every chart, and nothing that still runs."""
+    """Wait until the view stands: its status line, every chart, the verdict, and nothing that still runs."""
     page.get_by_text("data as of").wait_for(timeout=60_000)
     drawn = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))"
     settled = "!document.querySelector('[data-testid=stSkeleton]')"
-    page.wait_for_function(f"() => {drawn} && {settled}", timeout=60_000)
+    judged = "!document.body.innerText.includes('verdict is being drawn up')"
+    idle = "document.querySelector('.stApp').dataset.testScriptState === 'notRunning'"
+    page.wait_for_function(f"() => {drawn} && {settled} && {judged} && {idle}", timeout=60_000)
 
 
 @click.command()

@@ -13,6 +13,7 @@ from app.panel import Moment, Panel, View, show
 from app.what_if import what_if
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.rounds import fold, lanes
+from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.store import loading_queries
 from collector.wording import duration, number, part, percent, quantity
 from training_harness.records import INLINE_WORKER
@@ -23,10 +24,13 @@ NO_FETCH = Note(text="No batch was made in this window by a DataLoader that repo
 
 
 def in_words(moment: Moment) -> str:
-    """The gravest finding, or how little is waited."""
+    """The gravest finding, or how much is waited."""
     found = recent(moment)
-    waiting = "" if found is None else f" The training waits {percent(found.seen.wait_ratio)} of its time."
-    return answer(_chosen(moment), f"{NOTHING}{waiting}")
+    if found is None:
+        return answer(_chosen(moment), NOTHING)
+    waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time"
+    nothing = f"{NOTHING} {waiting}." if found.seen.wait_ratio < KEPT_BUSY else f"{waiting}, and no rule says why."
+    return answer(_chosen(moment), nothing)
 
 
 def findings(moment: Moment) -> Iterator[Block]:

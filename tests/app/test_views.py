@@ -137,6 +137,7 @@ def test_loading_without_workers_is_called_inline(monkeypatch, made):
     [
         ("see `![x](u)` in\nmy_set", "see `![x](u)` in my_set"),
         ("![x](http://h) :red[a] $b$ _c_", "!\\[x\\](http://h) \\:red\\[a\\] \\$b\\$ \\_c\\_"),
+        ("in __getitem__ of my_set", "in \\_\\_getitem\\_\\_ of my_set"),
         ("```![x](u)` <b>&lt;", "\\`\\`\\`!\\[x\\](u)\\` \\<b>\\&lt;"),
     ],
 )

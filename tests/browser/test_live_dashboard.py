@@ -221,7 +221,7 @@ def test_who_clicks_gets_what_is_asked_for(live):
     page.get_by_role("slider", name="num_workers").press("End")
     expect(memory).not_to_have_text(before)
     with page.expect_download() as got:
-        page.get_by_role("button", name="CSV").click()
+        page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert got.value.suggested_filename == f"{slow}-workers.csv"
     page.get_by_role("combobox", name="Run").fill(well)
     page.keyboard.press("Enter")
