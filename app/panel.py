@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,10 @@ if (!window.tidegaugePauses) {
 </script>"""
 
 _log = logging.getLogger("tidegauge.app")
+_KEPT_PICTURES = 32
+_pictures: dict[tuple[Any, ...], Picture] = {}
+_taking: dict[tuple[Any, ...], threading.Lock] = {}
+_sharing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +216,7 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
         rests = status == "running" or awaits_still
     if not rests:
         try:
-            picture = _take(view, selection, theme, loader)
+            picture = _shared(asked, awaits_still, lambda: _take(view, selection, theme, loader))
         except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
             _log.exception("view %s of %s", view.name, run.path)
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
@@ -229,6 +234,28 @@ def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
     """The last picture if it is of what is asked for, and whether it was live; it stands while a view is paused."""
     of, picture, live = st.session_state.get(_PICTURE, (None, None, False))
     return (picture, live) if of == asked else (None, False)
+
+
+def _shared(asked: tuple[Any, ...], awaits: bool, take: Callable[[], Picture]) -> Picture:
+    """The picture that is asked for: many who look at the same share what one of them has read.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    with _sharing:
+        taking = _taking.setdefault(asked, threading.Lock())
+    with taking:
+        picture = _pictures.get(asked)
+        if picture is None or picture.is_due or picture.awaits != awaits:
+            picture = take()
+        with _sharing:
+            _pictures.pop(asked, None)
+            _pictures[asked] = picture
+            for old in list(_pictures)[:-_KEPT_PICTURES]:
+                del _pictures[old]
+                _taking.pop(old, None)
+    return picture
 
 
 def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Picture:

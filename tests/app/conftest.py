@@ -3,10 +3,13 @@
 import make_run as runs
 import pytest
 
+from app import panel
+
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Pages are looked at with their verdict, however busy the machine is."""
+    """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
+    panel._pictures.clear()
     monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 120)
 
 

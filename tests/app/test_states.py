@@ -177,8 +177,18 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     at.toggle(key="live").set_value(False).run()
     assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
     assert "Switch Live on" in texts(at)
+    monkeypatch.setattr("app.panel.REST_PER_COST", -1)
     at.toggle(key="live").set_value(True).run()
     assert not figures(at)
+
+
+def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.LIVE)
+    monkeypatch.setattr("app.panel.REST_PER_COST", 1e6)
+    first = figures(open_view(monkeypatch, tmp_path, "overview"))
+    shutil.rmtree(run_dir / "journal")
+    assert figures(open_view(monkeypatch, tmp_path, "overview")) == first
+    assert not figures(open_view(monkeypatch, tmp_path, "overview", window="last 5 min"))
 
 
 def test_with_an_identity_provider_a_visitor_sees_no_run_before_logging_in(monkeypatch, made):
