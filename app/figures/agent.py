@@ -17,7 +17,7 @@ LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}
 
 def timing(lines: Mapping[str, Lines], theme: Theme, *, revision: str) -> Chart:
     """Achieved sampling interval, and the age of the oldest record that is not in the lake."""
-    figure = blank(theme, x_title=ELAPSED, y_title="seconds", revision=revision)
+    figure = blank(theme, x_title=ELAPSED, y_title="time (s)", revision=revision)
     captions = []
     for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
         several = lines[name].points["series"].nunique() > 1

@@ -111,7 +111,7 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
             )
         )
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
-    figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, zeroline=False)
     whole, held = table["total_bytes"].sum(), table["allocated_bytes"].sum()
     caption = f"Segments: {len(table):,}, of {size(whole)}, of which {size(held)} are in use."
     if len(table) > len(shown):
