@@ -119,6 +119,8 @@ def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_p
     if name == "store out of reach":
         monkeypatch.setenv(layout.STORE_VARIABLE, NOWHERE)
         monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
+    if name == "live":  # it ages while the pages are walked through
+        monkeypatch.setattr("app.status.STALE_AFTER_SECONDS", 600)
     state, home = STATES[name], tmp_path / "home"
     state.make(home)
     for view, at in walk(monkeypatch, home):
