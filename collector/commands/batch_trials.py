@@ -151,7 +151,8 @@ def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int 
         ]
     if effective is not None:
         size, times = micro_batch(effective, int(most if fits is None else max(fits[0], 1)))
-        told.append(f"For an effective batch of {effective:,}: batch_size={size:,}, {times:,} steps accumulated.")
+        steps = "step" if times == 1 else "steps"
+        told.append(f"For an effective batch of {effective:,}: batch_size={size:,}, {times:,} {steps} accumulated.")
     return told
 
 
