@@ -165,7 +165,9 @@ def evidence(finding: Finding) -> list[tuple[str, str, str]]:
 def grown(holder: Holder) -> str:
     """What a line makes that stays, how much of it, and what called it."""
     grew = [] if holder.grown_bytes is None else [more(holder)]
-    return ", from ".join([", ".join([*grew, kept(holder), f"within {holder.window}"]), *holder.callers])
+    return ", from ".join(
+        [", ".join([*grew, kept(holder), f"within {holder.window}"]), *(f"`{caller}`" for caller in holder.callers)]
+    )
 
 
 def answer(findings: Sequence[Finding], nothing: str) -> str:

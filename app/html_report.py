@@ -124,7 +124,7 @@ def _finding(finding: Finding, *, said: bool) -> str:
     if finding.eta is not None:
         parts.append(f"<p>Limit met {escape(eta(finding.eta))}</p>")
     if finding.held_by:
-        lines = (f"<li><code>{escape(each.site)}</code> {escape(grown(each))}</li>" for each in finding.held_by)
+        lines = (f"<li><code>{escape(each.site)}</code> {_text(grown(each))}</li>" for each in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
     if finding.advice:
         advice = (f"<li>{_text(each.text)} <i>{_text(each.expected)}</i></li>" for each in finding.advice)

@@ -73,11 +73,11 @@ def _cure(holder: Holder, finding: Finding) -> Advice:
     rate = f": {bytes_text(finding.rate.value)}/s less" if finding.rate else ""
     if _GRAPH in holder.what:
         return Advice(
-            text=f"Keep no graph of what {holder.site} makes: .item() for a number, .detach() for a tensor",
+            text=f"Keep no graph of what `{holder.site}` makes: .item() for a number, .detach() for a tensor",
             expected=f"the activations of each step go with it{rate}",
         )
     return Advice(
-        text=f"Find who keeps what {holder.site} makes: a list, dict, cache or closure without bound",
+        text=f"Find who keeps what `{holder.site}` makes: a list, dict, cache or closure without bound",
         expected=f"it goes when its step is over{rate}",
     )
 
