@@ -57,6 +57,7 @@ REFRESH_SECONDS, RESTS = 1.0, 4.0
 TIMES = 3
 STEP_MS = 60
 INGEST_SECONDS = 5.0
+TIDY_EVERY = 12
 SOAK_VIEW = "overview"
 MIB = 2**20
 
@@ -73,14 +74,16 @@ def feed(run: Run) -> None:
         for rank in range(RANKS)
     }
     with Ingester(run) as ingester:
-        taken, step = time.monotonic(), 10**9
+        taken, times, step = time.monotonic(), 0, 10**9
         while True:
             for (name, _), writer in writers.items():
                 writer.append(*_record(name, step))
             step += 1
             if time.monotonic() - taken > INGEST_SECONDS:
                 ingester.step()
-                taken = time.monotonic()
+                taken, times = time.monotonic(), times + 1
+                if times % TIDY_EVERY == 0:
+                    ingester.maintain()
             time.sleep(STEP_MS / 1e3)
 
 
