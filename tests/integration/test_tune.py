@@ -92,7 +92,7 @@ def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path
 
 def test_batch_sizes_are_tried(tmp_path):
     script = training("--rows", 100_000, "--row-ms", 0)
-    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "3", "--trials", "1"]
+    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "2", "--trials", "1"]
     command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr

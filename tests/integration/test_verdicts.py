@@ -19,8 +19,8 @@ TIDEGAUGE = (sys.executable, "-P", "-m", "collector")
 JOB = (sys.executable, "-P", "-m", "training_harness.jobs")
 GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
-        "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "1000"),
-        "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "1000"),
+        "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "600"),
+        "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "600"),
     },
     {kind: (*JOB, "fault", kind, "--steps", "150") for kind in ("sampler-bound", "epoch-refill")},
     {
