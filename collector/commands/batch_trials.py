@@ -9,11 +9,10 @@ from pathlib import Path
 import click
 
 from collector import wording
-from collector.agent.trials import run_trial
-from collector.commands.options import show_table
+from collector.commands.options import say, show_table
+from collector.commands.trials import raised, try_once
 from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
-from collector.diagnosis.loops import loops
-from collector.diagnosis.tables import RunTables, load_tables
+from collector.diagnosis.tables import RunTables
 from collector.errors import one_line
 from training_harness.layout import BATCH_TIMES
 
@@ -38,7 +37,7 @@ def try_sizes(
     command: tuple[str, ...], home: Path, *, seconds: float, trials: int, effective: int | None, caught: list[int]
 ) -> int:
     """Try them, show what is known in the end or when a signal came, and return the exit status."""
-    _say(f"the script's own batch size, {seconds:g} s of training")
+    say(f"the script's own batch size, {seconds:g} s of training")
     base, failure = _trial(command, home, None, seconds, caught)
     if caught:
         return 128 + caught[0]
@@ -46,7 +45,7 @@ def try_sizes(
         click.echo(f"as it is: {failure or 'how many samples a batch has is not known'}")
         return 1
     rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
-    _say(f"  {_words(base)}")
+    say(f"  {_words(base)}")
     tried = [base]
     for factor in _FACTORS:
         size = max(1, round(base.batch_size * factor))
@@ -57,7 +56,7 @@ def try_sizes(
         if predicted is not None and predicted[0] > base.room_bytes:
             rows.append(Row(size=size, predicted=predicted, measured=None, failure="not tried: it would not fit"))
             continue
-        _say(f"batch size {size}, {seconds:g} s of training")
+        say(f"batch size {size}, {seconds:g} s of training")
         found, failure = _trial(command, home, factor, seconds, caught)
         if caught:
             break
@@ -67,7 +66,7 @@ def try_sizes(
         rows.append(Row(size=size, predicted=predicted, measured=measured, failure=failure))
         if measured is not None:
             tried.append(measured)
-        _say(f"  {failure or _words(measured or base)}")
+        say(f"  {failure or _words(measured or base)}")
     _show(rows, base, fit(tried), effective)
     return 128 + caught[0] if caught else 0
 
@@ -78,12 +77,8 @@ def _trial(
     """What was measured, and what went wrong; the latter empty if nothing did."""
     loader = None if factor is None else f"{BATCH_TIMES}{factor:g}"
     name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:g}"
-    trial = run_trial(
-        command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(caught)
-    )
-    tables = load_tables(trial.run)
-    busiest = max(loops(tables), key=lambda loop: len(loop.batches), default=None)
-    failure = _raised(tables) or trial.failure
+    tables, busiest, failed = try_once(command, home, name=name, loader=loader, seconds=seconds, caught=caught)
+    failure = raised(tables) or _not_made(tables) or failed
     if busiest is None:
         return None, failure or "no batch"
     found = sized(tables, busiest)
@@ -93,10 +88,8 @@ def _trial(
     return found, failure
 
 
-def _raised(tables: RunTables) -> str:
-    """What ended the training, or kept a loader from what was asked."""
-    for event in reversed(tables.events_of("exception")):
-        return one_line(f"the training failed: {event['type']}: {event['message']}")
+def _not_made(tables: RunTables) -> str:
+    """What kept a loader from what was asked."""
     for event in tables.events_of("hook-disabled"):
         if event.get("hook") == "trial":
             return one_line(f"could not be made so: {event['error']}")
@@ -159,7 +152,3 @@ def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int 
 def _words(point: Sized) -> str:
     rate = wording.number(round(point.samples_per_second, 1))
     return f"{point.batch_size:,.0f} samples a batch, {rate} samples/s, {wording.size(point.memory_bytes)}"
-
-
-def _say(text: str) -> None:
-    click.echo(f"tidegauge: {text}", err=True)

@@ -146,6 +146,11 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def say(text: str) -> None:
+    """Tell on stderr how it goes."""
+    click.echo(f"tidegauge: {text}", err=True)
+
+
 def show_table(table: Table) -> None:
     """Print a table on stdout, in a pipe without wrapping it."""
     from collector.terminal import Terminal

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.options import PASS_ON, home_option, show_table
-from collector.errors import TidegaugeError, one_line
+from collector.commands.options import PASS_ON, home_option, say, show_table
+from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def tune(
         plan += [(_PERFECT, CEILING, None)] if ceiling else []
         while plan and not caught:
             title, loader, option = plan.pop(0)
-            _say(f"{title}, {trial_seconds:g} s of training")
+            say(f"{title}, {trial_seconds:g} s of training")
             row, found = _trial(command, home, title, loader, option, trial_seconds, caught)
             if caught:
                 break
             rows.append(row)
-            _say(f"  {row.failure or _rate(row)}")
+            say(f"  {row.failure or _rate(row)}")
             if title == _AS_IT_IS:
                 if row.failure:
                     break
@@ -118,21 +118,15 @@ def _trial(
     seconds: float,
     caught: list[int],
 ) -> tuple[Row, Forecast | str]:
-    from collector.agent.trials import run_trial
+    from collector.commands.trials import raised, try_once
     from collector.diagnosis.calibration import calibrate
-    from collector.diagnosis.loops import loops
-    from collector.diagnosis.tables import load_tables
     from collector.diagnosis.tuning import forecast, held_bytes
 
-    trial = run_trial(
-        command, home=home, name=f"tune-{title}", loader=loader, seconds=seconds, interrupted=lambda: bool(caught)
+    tables, busiest, failed = try_once(
+        command, home, name=f"tune-{title}", loader=loader, seconds=seconds, caught=caught
     )
-    tables = load_tables(trial.run)
-    busiest = max(loops(tables), key=lambda loop: len(loop.batches), default=None)
     found = "no batch" if busiest is None else calibrate(tables, busiest)
-    failure = trial.failure
-    if not failure and (raised := tables.events_of("exception")):  # it failed, and was ended before it had ended
-        failure = one_line(f"the training failed: {raised[-1]['type']}: {raised[-1]['message']}")
+    failure = failed or raised(tables)
     if isinstance(found, str):
         failure = failure or f"nothing to compare: {found}; give more --trial-seconds"
     elif loader not in (None, CEILING, _loader(found.setting)):
@@ -157,7 +151,7 @@ def _chosen(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | 
     assert base.measured is not None
     own = base.measured.setting
     if isinstance(outlook, str):
-        _say(f"  {outlook}; so more workers are tried without a prediction")
+        say(f"  {outlook}; so more workers are tried without a prediction")
         more = [max(1, own.num_workers) * 2**power for power in range(own.num_workers > 0, 8)]
         return [(Setting(num_workers=workers, prefetch_factor=2, in_order=own.in_order), None) for workers in more]
     best = [] if outlook.best is None else [outlook.best]
@@ -250,7 +244,3 @@ def _short_title(row: Row) -> str:
 
 def _loader(setting: Setting) -> str:
     return f"{setting.num_workers},{setting.prefetch_factor}"
-
-
-def _say(text: str) -> None:
-    click.echo(f"tidegauge: {text}", err=True)

@@ -19,10 +19,8 @@ from collector.diagnosis.frames import SECOND_NS, floats, last, median, peak
 from collector.diagnosis.host_memory import binding_limit, demand_series
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.tuning import held_bytes
+from collector.diagnosis.tuning import FILL, held_bytes
 
-#: Of a limit, what may be planned for: allocators round up, and others use some.
-FILL = 0.9
 _INTERVAL = 0.9
 
 

@@ -16,7 +16,7 @@ from collector.diagnosis.frames import floats, origin_ns, sampled, step_at, wind
 from collector.diagnosis.limits import FILLED, usable_cores, worker_limit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
-from collector.diagnosis.stall_advice import advise_too_slow
+from collector.diagnosis.stall_advice import advise_crowded
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_COLLECTOR
@@ -60,9 +60,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
             measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
             *limit.evidence,
         ),
-        advice=advise_too_slow(loop, dataclasses.replace(limit, others=False), cores, "")
-        if crowd_out
-        else (_advice(others, share),),
+        advice=advise_crowded(loop, cores) if crowd_out else (_advice(others, share),),
         limited_by="oversubscribed",
     )
     # Where the cores would do, nothing in the training is wrong, and it may be only for a while: no warning.

@@ -50,16 +50,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             ),
         )
     if limit.by == "oversubscribed":
-        fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, loop.num_workers // 2)
-        return (
-            _LESS_WORK,
-            Advice(
-                text="Use no more workers and threads than cores: "
-                f"num_workers={min(fewer, loop.num_workers)}, and one thread "
-                "per worker (cv2.setNumThreads(0), OMP_NUM_THREADS=1)",
-                expected="about the same throughput with less memory: the cores are full already",
-            ),
-        )
+        return advise_crowded(loop, cores)
     if limit.by == "affinity":
         return (
             Advice(
@@ -78,6 +69,20 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             ),
         )
     return _by_replay(outlook)
+
+
+def advise_crowded(loop: Loop, cores: float) -> tuple[Advice, ...]:
+    """Less work, or no more threads than cores, where the run's own workers fill the cores."""
+    fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, loop.num_workers // 2)
+    return (
+        _LESS_WORK,
+        Advice(
+            text="Use no more workers and threads than cores: "
+            f"num_workers={min(fewer, loop.num_workers)}, and one thread "
+            "per worker (cv2.setNumThreads(0), OMP_NUM_THREADS=1)",
+            expected="about the same throughput with less memory: the cores are full already",
+        ),
+    )
 
 
 def _by_replay(outlook: Forecast | str, *, also: str = "") -> tuple[Advice, ...]:

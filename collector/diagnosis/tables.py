@@ -187,16 +187,16 @@ def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
         f'SELECT {series}, arg_max(time_ns, {use}) AS time_ns FROM "{name}" '
         f"GROUP BY {series}, time_ns // {piece_ns}"
     )
-    kept = f"time_ns >= {(total.last_ns or 0) - WHOLE_NS} OR {_among(largest, *of_series, 'time_ns')}"
+    kept = f"time_ns >= {(total.last_ns or 0) - WHOLE_NS} OR {_among('FROM largest', *of_series, 'time_ns')}"
     if name == "process":
         together = (
             "SELECT host, arg_max(time_ns, used) AS time_ns "
             "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process "
-            f"WHERE {_among(largest, 'host', 'time_ns')} GROUP BY host, time_ns) "
+            f"WHERE {_among('FROM largest', 'host', 'time_ns')} GROUP BY host, time_ns) "
             f"GROUP BY host, time_ns // {piece_ns}"
         )
         kept += f" OR {_among(together, 'host', 'time_ns')} OR alive = 0"
-    return f'FROM "{name}" WHERE {kept}'
+    return f'WITH largest AS MATERIALIZED ({largest}) FROM "{name}" WHERE {kept}'
 
 
 def _among(found: str, *columns: str) -> str:

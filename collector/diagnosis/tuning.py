@@ -32,7 +32,7 @@ _ROOM = 1.5  # times the workers that the mean times ask for are looked at
 _AS_GOOD = 0.99  # of the highest throughput
 _WORTH = 1.05  # times the present throughput
 _STRAIN = 1.1  # times the fetches of the run: what is advised leaves room for so much
-_FILL = 0.9  # of the memory limit
+FILL = 0.9  # of the memory limit: allocators round up, and others use some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def memory_of(tables: RunTables, loop: Loop, payload_bytes: float) -> Memory:
         base=last(floats(sampled(tables, loop.main), "pss_bytes")) + shared,
         worker=private,
         payload=payload_bytes,
-        room=(_FILL * limit - last(demand_series(tables, host)[1])) / ranks,
-        shm_room=(_FILL * shm_total - shm_used) / ranks,
+        room=(FILL * limit - last(demand_series(tables, host)[1])) / ranks,
+        shm_room=(FILL * shm_total - shm_used) / ranks,
         step=limit / 100,
     )
