@@ -260,6 +260,12 @@ HOST = Stream(
         Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
         Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
         Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),
+        Column(
+            "cgroup_slab_reclaimable_bytes",
+            "q",
+            "bytes",
+            "caches of the kernel that it would give back; cgroup version 2 alone tells",
+        ),
         Column("cgroup_oom_count", "q", "count", "times that the limit could not be met, so far"),
         Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
         Column("host_oom_kill_count", "q", "count", "processes killed for memory on the whole host, /proc/vmstat"),

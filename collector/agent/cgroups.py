@@ -27,7 +27,8 @@ class Levels:
 class Memory:
     """The smallest limit and what is charged where it stands; None is unknown, or no limit.
 
-    `oom_kill_count` is known without a limit too: the kills in the process's own group then.
+    `oom_kill_count` is known without a limit too: the kills in the process's own group then. Version 1 does not
+    tell how much of its slab the kernel would give back.
     """
 
     limit_bytes: int | None = None
@@ -35,6 +36,7 @@ class Memory:
     anon_bytes: int | None = None
     file_bytes: int | None = None
     shmem_bytes: int | None = None
+    slab_reclaimable_bytes: int | None = None
     oom_count: int | None = None
     oom_kill_count: int | None = None
 
@@ -138,6 +140,7 @@ def _memory_v2(levels: Levels, binding: tuple[int, str] | None) -> Memory:
         anon_bytes=_field(directory, "memory.stat", b"anon "),
         file_bytes=_field(directory, "memory.stat", b"file "),
         shmem_bytes=_field(directory, "memory.stat", b"shmem "),
+        slab_reclaimable_bytes=_field(directory, "memory.stat", b"slab_reclaimable "),
         oom_count=_field(directory, "memory.events", b"oom "),
         oom_kill_count=_field(directory, "memory.events", b"oom_kill "),
     )

@@ -67,6 +67,7 @@ class HostSampler:
             "cgroup_anon_bytes": memory.anon_bytes,
             "cgroup_file_bytes": memory.file_bytes,
             "cgroup_shmem_bytes": memory.shmem_bytes,
+            "cgroup_slab_reclaimable_bytes": memory.slab_reclaimable_bytes,
             "cgroup_oom_count": memory.oom_count,
             "cgroup_oom_kill_count": memory.oom_kill_count,
         }

@@ -36,7 +36,7 @@ class Course:
         values: what was used of the limit then, NaN where it is not known.
         limit: what it runs into.
         farthest: a forecast over more than so many times the rise that was seen warns nobody.
-        reserve: of the limit, that may be taken by what the values do not count.
+        reserve: of the limit, that is taken by what the values do not count.
 
     """
 
@@ -162,13 +162,14 @@ def _futures(tables: RunTables, course: Course, where: ProcessKey | str) -> tupl
     known = np.isfinite(course.values) & (course.times >= course.grown.since_seconds)
     if known.sum() < MIN_POINTS:  # the growth began just now
         known = np.isfinite(course.values)
-    times, values, limit = course.times[known], course.values[known], course.limit.value
+    times, values = course.times[known], course.values[known]
+    limit = max(course.limit.value - course.reserve, float(values.max()))  # beyond it, something was given back
     all_steps = step_numbers(tables, where, course.times)
     steps, paces = all_steps[known], _paces(course.times, all_steps)
     if paces is not None and unevenness(steps, values) < unevenness(times, values):
-        met = passages(steps, values, limit, reserve=course.reserve)
+        met = passages(steps, values, limit)
         return met * paces, met
-    met = passages(times, values, limit, reserve=course.reserve)
+    met = passages(times, values, limit)
     return met, None if paces is None else met / paces
 
 

@@ -34,12 +34,15 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
 
 
 def kernel_bytes(tables: RunTables, host: str) -> float:
-    """What the kernel itself holds in the cgroup that binds (page tables, stacks, caches); 0 where none does.
+    """What the kernel itself holds in the cgroup that binds (page tables, stacks, slab); 0 where none does.
 
-    It counts towards the limit. How much of it the kernel would give back is not known.
+    It counts towards the limit, and the caches that it would give back do not. Version 1 does not tell these apart:
+    there all of it counts, and a forecast is rather too early.
     """
     samples = tables.stream("host")
     samples = samples[samples["host"] == host]
-    usage, anon, file = (floats(samples, f"cgroup_{name}_bytes") for name in ("usage", "anon", "file"))
-    held = last(usage - anon - file)
+    usage, anon, file, caches = (
+        floats(samples, f"cgroup_{name}_bytes") for name in ("usage", "anon", "file", "slab_reclaimable")
+    )
+    held = last(usage - anon - file - np.nan_to_num(caches))
     return max(held, 0.0) if binding_limit(tables, host)[0] == "cgroup" and np.isfinite(held) else 0.0

@@ -21,19 +21,16 @@ _MOST_STRETCHES = 400
 _FARTHEST = 4.0
 #: Parts of the past over which the wander is measured: over shorter spans what changes slowly would not be seen.
 _SPANS = 4
-#: Of the futures in which the reserve is taken: page tables and stacks stay, caches of the kernel go.
-_TAKEN = 0.75
 _MOST_CHANGE = 4.0  # of the rate, from one half of the past to the next as long
 
 
-def passages(clock: Floats, values: Floats, limit: float, *, reserve: float = 0.0, seed: int = 0) -> Floats:
+def passages(clock: Floats, values: Floats, limit: float, *, seed: int = 0) -> Floats:
     """How long until the limit is first met, on this clock, in each of the futures; infinite where it never is.
 
     Args:
         clock: of the samples, in seconds or steps, increasing.
         values: same length and known, of a series that grows.
         limit: in the unit of the values.
-        reserve: so much of the limit is taken in most futures, not in all, by what the values do not count.
         seed: of what is drawn.
 
     """
@@ -49,9 +46,7 @@ def passages(clock: Floats, values: Floats, limit: float, *, reserve: float = 0.
     first = np.linspace(0, len(clock), count + 1).astype(int)[:-1]
     peaks = np.maximum.reduceat(rest, first) - (y - slope * x)
     begins = generator.choice(y[-2:] + slope * (clock[-1] - x[-2:]), size=FUTURES_COUNT)
-    lowest = min(max(limit - reserve, float(values.max())), limit)
-    limits = np.where(generator.random(FUTURES_COUNT) < _TAKEN, lowest, limit)
-    return _play(limits - begins, rates, wanders, peaks, max(width, 1e-9), slope, generator)
+    return _play(limit - begins, rates, wanders, peaks, max(width, 1e-9), slope, generator)
 
 
 def unevenness(clock: Floats, values: Floats) -> float:

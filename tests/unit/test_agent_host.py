@@ -49,11 +49,14 @@ class Machine:
         write(group / "memory.failcnt", failcnt)
         write(group / "memory.oom_control", f"oom_kill_disable 0\nunder_oom 0\noom_kill {oom_kill}")
 
-    def v2(self, path, limit, usage=0, *, anon=0, file=0, shmem=0, oom=0, oom_kill=0):
+    def v2(self, path, limit, usage=0, *, anon=0, file=0, shmem=0, slab=0, oom=0, oom_kill=0):
         group = self.root / "sys/fs/cgroup" / path.lstrip("/")
         write(group / "memory.max", limit)
         write(group / "memory.current", usage)
-        write(group / "memory.stat", f"anon {anon}\nfile {file}\nkernel 4\nshmem {shmem}")
+        write(
+            group / "memory.stat",
+            f"anon {anon}\nfile {file}\nkernel 4\nshmem {shmem}\nslab_reclaimable {slab}\nslab 9",
+        )
         write(group / "memory.events", f"low 0\nhigh 0\nmax 3\noom {oom}\noom_kill {oom_kill}\noom_group_kill 0")
 
 
@@ -87,7 +90,15 @@ def v2(machine):
     (machine.root / "sys/fs/cgroup").mkdir(parents=True)
     machine.v2("/pod", "max")
     machine.v2(
-        "/pod/container", 500 * MIB, 450 * MIB, anon=400 * MIB, file=40 * MIB, shmem=6 * MIB, oom=3, oom_kill=2
+        "/pod/container",
+        500 * MIB,
+        450 * MIB,
+        anon=400 * MIB,
+        file=40 * MIB,
+        shmem=6 * MIB,
+        slab=5 * MIB,
+        oom=3,
+        oom_kill=2,
     )
     return machine
 
@@ -129,6 +140,7 @@ def test_v1_the_limit_of_a_parent_binds_and_kills_of_every_level_count(v1):
         "anon_bytes": 200 * MIB,
         "file_bytes": 90 * MIB,
         "shmem_bytes": 10 * MIB,
+        "slab_reclaimable_bytes": None,
         "oom_count": 17,
         "oom_kill_count": 3,
     }
@@ -141,6 +153,7 @@ def test_v2_the_smallest_limit_binds(v2):
         "anon_bytes": 400 * MIB,
         "file_bytes": 40 * MIB,
         "shmem_bytes": 6 * MIB,
+        "slab_reclaimable_bytes": 5 * MIB,
         "oom_count": 3,
         "oom_kill_count": 2,
     }

@@ -208,6 +208,15 @@ def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
     assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
 
 
+@pytest.mark.parametrize(("caches_mib", "seconds"), [(np.nan, 90), (500, 140)])
+def test_what_the_kernel_holds_counts_towards_the_limit_but_for_caches_that_it_gives_back(caches_mib, seconds):
+    kernel = {"usage": 5100, "file": 0, "slab_reclaimable": caches_mib}
+    columns = {f"cgroup_{name}_bytes": np.full(60, float(size)) * MIB for name, size in kernel.items()}
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB, **columns)
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.eta.mid_seconds == pytest.approx(seconds, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("planned", "share"),
     [({"max_steps": 20_400}, 0.0), ({"max_steps": -1, "max_epochs": 220}, 1.0)],

@@ -52,13 +52,6 @@ def test_without_noise_it_is_the_crossing_of_a_line():
     assert np.percentile(met, (5, 50, 95)) == pytest.approx((101, 101, 101), rel=0.02)
 
 
-def test_what_may_be_taken_of_the_limit_makes_it_earlier_or_not():
-    times = np.arange(100.0)
-    low, high = np.percentile(passages(times, 2.0 * times, 400.0, reserve=40.0), (1, 99))
-    assert low == pytest.approx(81, rel=0.03)
-    assert high == pytest.approx(101, rel=0.03)
-
-
 def test_what_does_not_rise_on_this_clock_never_meets_it():
     assert not np.isfinite(passages(np.arange(20.0), np.full(20, 5.0), 10.0)).any()
     assert not np.isfinite(passages(np.full(20, 7.0), np.arange(20.0), 30.0)).any()
