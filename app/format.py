@@ -11,6 +11,11 @@ MIB = 2**20
 _MARKUP = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|([\\`*\[\]<$~&]|(?<![^\W_])_|_(?![^\W_])|:(?=[a-z]))")
 
 
+def byte_axis(top_bytes: float) -> tuple[int, str]:
+    """Bytes per unit, and the unit, of an axis that reaches so far: GiB, or MiB below one GiB."""
+    return (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
+
+
 def clock(wall_ns: int, zone: tzinfo = UTC) -> str:
     """Wall time as hh:mm:ss in that time zone."""
     return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%H:%M:%S")

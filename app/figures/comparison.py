@@ -8,7 +8,7 @@ import pandas as pd
 
 from app.figures.axis import Axis
 from app.figures.base import Chart, blank, line
-from app.format import GIB
+from app.format import byte_axis
 from app.theme import Theme
 from collector.wording import percent, quantity, size
 
@@ -54,11 +54,12 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
         revision: the runs.
 
     """
-    figure = blank(theme, x_title=X_TITLES[axis], y_title=f"{metric} (GiB)", revision=revision)
+    scale, unit = byte_axis(max((float(total["bytes"].max()) for total in runs.values()), default=0.0))
+    figure = blank(theme, x_title=X_TITLES[axis], y_title=f"{metric} ({unit})", revision=revision)
     for number, (name, total) in enumerate(runs.items()):
         style = {"dash": _DASHES[number % len(_DASHES)]}
-        y = total["bytes"] / GIB
-        figure.add_trace(line(name, total["x"], y, theme.series[number], "GiB", line=style))
+        y = total["bytes"] / scale
+        figure.add_trace(line(name, total["x"], y, theme.series[number], unit, line=style))
     peaks = "; ".join(f"{name}: peak {size(total['bytes'].max())}" for name, total in runs.items())
     return Chart(
         title="Does it take less host memory?",

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from app.figures.base import Chart, area, blank, broken, limit, line, moment, sampled
-from app.format import GIB, MIB
+from app.format import MIB, byte_axis
 from app.theme import Theme
 from collector.store.queries import Lines
 from collector.wording import duration, known, percent, size
@@ -51,21 +51,22 @@ def by_role(
 
     """
     word = METRIC_WORDS[metric]
-    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} (GiB)", revision=revision)
-    colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
-    names = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
     roles = [column for column in totals.columns if column != "elapsed_seconds"]
-    for role in roles:
-        figure.add_trace(area(names[role], totals["elapsed_seconds"], totals[role] / GIB, colours[role], "GiB"))
     sums = totals[roles].sum(axis=1)
     last, peak = sums.iloc[-1], sums.max()
+    scale, unit = byte_axis(peak)
+    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision)
+    colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
+    names = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
+    for role in roles:
+        figure.add_trace(area(names[role], totals["elapsed_seconds"], totals[role] / scale, colours[role], unit))
     caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)}."
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
     if capacity_bytes is not None and known(capacity_bytes):
         caption += f" {capacity_name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
         if peak * 3 > capacity_bytes:
-            limit(figure, capacity_bytes / GIB, f"{capacity_name} {size(capacity_bytes)}", theme)
+            limit(figure, capacity_bytes / scale, f"{capacity_name} {size(capacity_bytes)}", theme)
     return Chart(title=title, figure=figure, caption=caption)
 
 
@@ -82,29 +83,32 @@ def against_limit(
         revision: the run.
 
     """
-    figure = blank(theme, x_title=ELAPSED, y_title="used (GiB)", revision=revision)
+    peak = max(
+        (float(lines.points["value"].max()) for lines in usage.values() if not lines.points.empty), default=0.0
+    )
+    is_near = capacity_bytes is not None and known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
+    scale, unit = byte_axis(max(peak, capacity_bytes if is_near and capacity_bytes else 0.0))
+    figure = blank(theme, x_title=ELAPSED, y_title=f"used ({unit})", revision=revision)
     colours = {"allocated": theme.allocated, "reserved": theme.reserved, "anonymous": theme.latency}
     captions = []
-    peak = 0.0
     for label, lines in usage.items():
         if lines.points.empty:
             continue
         colour = colours.get(label, theme.host)
         for part, points in lines.points.groupby("series"):
             name_of_line = f"{label}, {part!s}" if part else label
-            x, y = points["elapsed_seconds"], points["value"] / GIB
-            figure.add_trace(line(name_of_line, x, y, colour, "GiB", showlegend=True))
+            x, y = points["elapsed_seconds"], points["value"] / scale
+            figure.add_trace(line(name_of_line, x, y, colour, unit, showlegend=True))
         values = lines.points["value"]
-        peak = max(peak, float(values.max()))
         captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())}")
         if sampled(lines):
             captions[-1] += f" ({sampled(lines)})"
     caption = "; ".join(captions) + "." if captions else "No samples in this window."
     if capacity_bytes is not None and known(capacity_bytes):
         caption += f" Limit {size(capacity_bytes)}"
-        if peak * FARTHEST_LIMIT > capacity_bytes:
-            limit(figure, capacity_bytes / GIB, f"limit {size(capacity_bytes)}", theme)
-            figure.update_yaxes(range=[0, max(capacity_bytes, peak) / GIB * 1.12])
+        if is_near:
+            limit(figure, capacity_bytes / scale, f"limit {size(capacity_bytes)}", theme)
+            figure.update_yaxes(range=[0, max(capacity_bytes, peak) / scale * 1.12])
             caption += "."
         else:
             caption += f", of which the peak is {percent(peak / capacity_bytes)}: it is too far above to be drawn."
@@ -150,17 +154,18 @@ def per_process(
 
     """
     word = METRIC_WORDS[metric]
-    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} (MiB)", revision=revision, height=400)
+    scale, unit = byte_axis(float(lines.points["value"].max()))
+    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision, height=400)
     restarts = 0
     by_place = dict(iter(lines.points.groupby("series")))
     for number, name in enumerate(name for name in places["series"].unique() if name in by_place):
         points = by_place[name]
         starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
         gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
-        x, y = broken(points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / MIB, gaps)
+        x, y = broken(points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale, gaps)
         colour = theme.series[number % len(theme.series)]
         dash = _DASHES[number // len(theme.series) % len(_DASHES)]
-        figure.add_trace(line(str(name), x, y, colour, "MiB", line={"dash": dash}))
+        figure.add_trace(line(str(name), x, y, colour, unit, line={"dash": dash}))
         restarts += len(starts)
         if 0 < len(starts) <= MAX_MARKED_RESTARTS:
             figure.add_trace(_restarts(str(name), starts, x, y, colour))

@@ -75,7 +75,7 @@ def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypa
 def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
     at = open_view(monkeypatch, made["killed"], "leak_timeline")
     lines = figures(at)[0]
-    assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (MiB)"
+    assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
     assert "copy-on-read-growth since step" in lines["layout"]["annotations"][0]["text"]
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
@@ -83,7 +83,7 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
 
 def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
     at = open_view(monkeypatch, made["no-smaps"], "leak_timeline")
-    assert [figure["layout"]["yaxis"]["title"]["text"] for figure in figures(at)] == ["RSS (MiB)", "RSS (GiB)"]
+    assert [figure["layout"]["yaxis"]["title"]["text"] for figure in figures(at)] == ["RSS (GiB)", "RSS (GiB)"]
     assert set(at.dataframe[0].value["Private dirty"]) == {"—"}
 
 

@@ -175,6 +175,8 @@ def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
         table, LIGHT, metric="pss_bytes", capacity_bytes=8 * GIB, capacity_name="limit", title="?", revision="r"
     )
     assert not far.figure.layout.shapes
+    assert far.figure.layout.yaxis.title.text == "PSS (MiB)"
+    assert far.figure.data[0].y == pytest.approx([102.4])
     assert "8 GiB" in far.caption
 
 
