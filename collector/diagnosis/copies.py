@@ -47,7 +47,7 @@ class _Copy:
         resident: rise of the resident memory meanwhile.
         inherited: what it could copy at most: its parent's written memory when it was forked.
         late: what of it came after the warm-up, batch by batch. Pages that the worker takes over from the
-            parent's free memory, or that the parent writes or frees, become private too, but early.
+            parent's free memory, or that the parent writes, become private too, but early.
 
     """
 
@@ -77,7 +77,8 @@ def find_copies(tables: RunTables) -> list[Finding]:
         if rows.empty:
             continue
         fetched = fetches[(fetches["pid"] == pid) & (fetches["host"] == host)]
-        life = _copied(rows, fetched, parent_bytes(parents[main], floats(rows, "time_ns")[0]))
+        parent, times = parents[main], floats(rows, "time_ns")
+        life = _copied(rows, fetched, _parent_bytes(parent, times[0]), _given_back(parent, times[0], times[-1]))
         if life is not None:
             groups.setdefault((main, loader), {}).setdefault(worker, []).append(life)
     found = [
@@ -105,7 +106,7 @@ def _end_ns(parent: pd.DataFrame) -> float:
     return float(floats(parent, "time_ns")[alive == 1].max()) if (alive == 0).any() else math.inf
 
 
-def parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
+def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     """The parent's written memory at a time: its private dirty before, less what it gave back since; or NaN."""
     rows = samples[floats(samples, "time_ns") < time_ns]
     private, resident = floats(rows, "private_dirty_bytes"), floats(rows, "rss_bytes")
@@ -117,11 +118,19 @@ def parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     return float(private[at] - given_back)
 
 
-def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float) -> _Copy | None:
+def _given_back(samples: pd.DataFrame, begin_ns: float, end_ns: float) -> float:
+    """What a parent gave back while a worker lived: of pages that both had, the worker's are private then."""
+    times, resident = floats(samples, "time_ns"), floats(samples, "rss_bytes")
+    during = resident[np.searchsorted(times, begin_ns) : np.searchsorted(times, end_ns, side="right")]
+    before = last(resident[times <= begin_ns])
+    return float(np.nanmax([0.0, before - np.nanmin(during)])) if np.isfinite(during).any() else 0.0
+
+
+def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, given_back: float) -> _Copy | None:
     """What a worker's samples show, None if it was not sampled or made too few batches to tell.
 
     Two independent looks: private memory that rose without resident memory, and shared memory that is less than the
-    parent's written memory at the fork, all of which was shared then.
+    parent's written memory at the fork, all of which was shared then. What the parent gave back since is in both.
     """
     private, uss = floats(rows, "private_dirty_bytes"), floats(rows, "uss_bytes")
     resident, times = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes")), floats(rows, "time_ns")
@@ -129,10 +138,11 @@ def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float) -> _Copy |
     if not known.any() or len(fetches) < _MIN_BATCHES:
         return None
     at_fork = float(resident[np.isfinite(resident)][0])
+    own = float(np.nanmax(resident)) - at_fork
     private, uss, times, resident = private[known], uss[known], times[known], resident[known]
     unmatched = private[-1] - private[0] - max(0.0, resident[-1] - resident[0])
     missing = min(parent, at_fork) - (resident[-1] - uss[-1])
-    copied = float(np.nanmax([0.0, unmatched, missing]))
+    copied = float(np.nanmax([0.0, unmatched - given_back, missing - given_back]))
     warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
@@ -140,7 +150,7 @@ def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float) -> _Copy |
         copied=copied,
         resident=float(resident[-1] - at_fork),
         inherited=min(parent, at_fork) if math.isfinite(parent) else at_fork,
-        late=max(late, min(copied, _late_faults(fetches) * _PAGE_BYTES)),
+        late=max(late, min(copied, _late_faults(fetches) * _PAGE_BYTES - own)),
         begin_ns=float(times[0]),
         end_ns=float(times[-1]),
         n=len(private),
@@ -149,6 +159,8 @@ def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float) -> _Copy |
 
 def _late_faults(fetches: pd.DataFrame) -> float:
     """Minor faults after the warm-up beyond the steady rate: the first touch of each page, which ebbs away.
+
+    The pages of the worker's own growth are among them.
 
     Three standard errors are taken off, since a loader that allocates has many faults that vary.
     """
@@ -176,14 +188,14 @@ def _judge(
         and life.resident <= _RESIDENT_SHARE * life.copied
         and life.late >= _LATE_SHARE * life.copied
     ]
-    if not copying or len(copying) < _TOGETHER * len(lives):
+    n = sum(life.n for life in copying)
+    if n < 2 or len(copying) < _TOGETHER * len(lives):  # one reading of one worker is no witness
         return None
     workers = whole(setting.get("num_workers")) or len(by_slot)
     plateau = workers * max(life.inherited for life in copying)
     copied = sum(life.copied for life in copying)
     begin = min(life.begin_ns for life in copying)
     window = window_text(begin, max(life.end_ns for life in copying), origin_ns(tables))
-    n = sum(life.n for life in copying)
     resident = float(np.median([life.resident for life in copying]))
     return Finding(
         kind="copy-on-read-growth",

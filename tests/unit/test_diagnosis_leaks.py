@@ -179,6 +179,10 @@ def test_a_tensor_backed_dataset_is_silent():
     assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
 
 
+def test_what_the_parent_gives_back_is_the_workers_alone_and_was_not_copied():
+    assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
+
+
 def test_spawned_workers_copy_nothing():
     script = memory(training(start_method="spawn"), workers_private=250 * SATURATING)
     assert kinds(script) == []
