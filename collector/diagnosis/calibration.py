@@ -38,6 +38,7 @@ class Calibrated:
         trace: its costs.
         keys: epoch and index of each batch of it.
         setting: with which it ran.
+        slower: how many times longer computing took there, in workers and in the loop (`slowdown`).
         batches_per_second, wait_ratio: measured.
         samples_per_batch: NaN if unknown.
         payload_bytes: of one batch, the largest seen; NaN if unknown.
@@ -47,6 +48,7 @@ class Calibrated:
     trace: Trace
     keys: pd.DataFrame
     setting: Setting
+    slower: Floats
     batches_per_second: float
     wait_ratio: float
     samples_per_batch: float
@@ -58,6 +60,12 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
         return f"only {len(rows)} recent batches have their fetches recorded, {_MIN_BATCHES} are needed"
+    # What is told of a loop and of its stages mostly looks at one stretch.
+    told = (loop.num_workers, loop.prefetch_factor, loop.in_order, recurs, rows.to_numpy(np.float64).tobytes())
+    return tables.once(("calibrated", loop.main, *told), lambda: _calibrated(tables, loop, rows, recurs))
+
+
+def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibrated | str:
     dispatched = rows.sort_values(["epoch", "index"])
     cpu, blocked, threads, slowed = _fetch_costs(dispatched)
     cores = cores_per_rank(tables, loop.main[0])
@@ -91,11 +99,13 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     )
     prefetch_factor = max(loop.prefetch_factor, 1)
     setting = Setting(num_workers=loop.num_workers, prefetch_factor=prefetch_factor, in_order=loop.in_order)
+    cores, slower = _cores(trace, setting, cores, slowed)
     samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
     return Calibrated(
-        trace=dataclasses.replace(trace, cores=_cores(trace, setting, cores, slowed)),
+        trace=dataclasses.replace(trace, cores=cores),
         keys=dispatched[["epoch", "index"]],
         setting=setting,
+        slower=slower,
         batches_per_second=(len(rows) - (not recurs)) / total,
         wait_ratio=float(waited.sum()) / total,
         samples_per_batch=float(np.nanmean(samples)) if np.isfinite(samples).any() else math.nan,
@@ -109,17 +119,20 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     Times of the loop: `asked_ns`, `yield_ns`, `wait_ns`, `loop_ns` (until the next batch is asked for, pauses cut;
     NaN at the end of an epoch).
     """
-    rows = loop.batches.assign(
-        yield_ns=floats(loop.batches, "time_ns"), wait_ns=floats(loop.batches, "wait_ns")
-    ).sort_values("yield_ns", kind="stable")
-    rows["asked_ns"] = rows["yield_ns"] - rows["wait_ns"]
-    taken = rows[["epoch", "index", "yield_ns", "asked_ns", "wait_ns", "payload_bytes", "samples_count"]]
-    is_cut, taken = len(taken) > _WINDOW_BATCHES, taken.iloc[-_WINDOW_BATCHES:]
+    yields = floats(loop.batches, "time_ns")
+    newest = np.argsort(yields, kind="stable")[-_WINDOW_BATCHES:]
+    is_cut, taken = len(yields) > len(newest), loop.batches.iloc[newest]
+    taken = taken[["epoch", "index", "payload_bytes", "samples_count"]].assign(
+        yield_ns=yields[newest], wait_ns=floats(taken, "wait_ns")
+    )
+    taken["asked_ns"] = taken["yield_ns"] - taken["wait_ns"]
+    fetches = loop.fetches  # of which the rest are none of these batches
+    fetches = fetches[fetches["epoch"].isin(taken["epoch"]) & (fetches["index"] >= taken["index"].min())]
     spent = ["cpu_ns", "process_cpu_ns", "run_queue_ns", "idle_ns"]
-    made = loop.fetches.assign(
-        made_ns=floats(loop.fetches, "time_ns"),
-        fetch_ns=floats(loop.fetches, "getitem_ns") + np.nan_to_num(floats(loop.fetches, "collate_ns")),
-        **{name: floats(loop.fetches, name) for name in spent},
+    made = fetches.assign(
+        made_ns=floats(fetches, "time_ns"),
+        fetch_ns=floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns")),
+        **{name: floats(fetches, name) for name in spent},
     ).drop_duplicates(["epoch", "index"])
     made = made[["epoch", "index", "worker", "made_ns", "fetch_ns", *spent]]
     rows = taken.merge(made, on=["epoch", "index"])
@@ -202,11 +215,15 @@ def _starts(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
     return max(0.0, lead) / SECOND_NS, float((last - first).median()) / max(loop.num_workers - 1, 1) / SECOND_NS
 
 
-def _cores(trace: Trace, setting: Setting, cores: float, slowed: float) -> float:
-    """The cores that the run had: fewer than it may use, if its threads waited longer than for each other."""
+def _cores(trace: Trace, setting: Setting, cores: float, slowed: float) -> tuple[float, Floats]:
+    """The cores that the run had, and how that slowed it.
+
+    They are fewer than it may use if its threads waited longer than for each other.
+    """
     if not math.isfinite(cores):
-        return math.inf
+        return math.inf, np.ones(2)
     shares = cores * _CORE_SHARES
-    modelled = slowdown(trace, [setting] * len(shares), shares)[0]
-    enough = modelled * _UNEXPLAINED >= slowed
-    return float(shares[int(enough.argmax())] if enough.any() else shares[-1])
+    modelled = slowdown(trace, [setting] * len(shares), shares)
+    enough = modelled[0] * _UNEXPLAINED >= slowed
+    at = int(enough.argmax()) if enough.any() else len(shares) - 1
+    return float(shares[at]), modelled[:, at]

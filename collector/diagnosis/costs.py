@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
-from collector.diagnosis.frames import SECOND_NS, floats, of_process
+from collector.diagnosis.frames import SECOND_NS, floats, written
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
 
@@ -15,7 +15,7 @@ WARN = 0.10
 
 def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
     """From the first batch or step of a training process to its last, 0 if it recorded none."""
-    times = [floats(of_process(tables.stream(name), main), "time_ns") for name in ("batch", "step")]
+    times = [floats(written(tables, name, main), "time_ns") for name in ("batch", "step")]
     known = [series for series in times if len(series)]
     if not known:
         return 0.0

@@ -13,7 +13,7 @@ from collector.diagnosis.device_account import account
 from collector.diagnosis.device_growth import tensor_leak
 from collector.diagnosis.device_rows import allocators, devices, record_at
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus, Severity
-from collector.diagnosis.frames import bytes_text, floats, key_of, of_process, whole
+from collector.diagnosis.frames import bytes_text, floats, key_of, whole, written
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import fact, rank_of
 from collector.diagnosis.witnesses import Leak
@@ -101,7 +101,7 @@ def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mappin
             figures |= {name: known[part] for name, part in _AROUND.items() if part in known}
     everyones = allocators(tables.stream("device_memory"))
     mine = [one.before(at_ns) for one in everyones if (one.key, one.device) == (key, device)]
-    batches = of_process(tables.stream("batch"), key)
+    batches = written(tables, "batch", key)
     payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
     phases = [e for e in tables.events_of("phase") if key_of(e) == key and e["time_ns"] <= at_ns]
     return _Scene(

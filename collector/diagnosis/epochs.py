@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
@@ -30,6 +29,7 @@ from collector.diagnosis.frames import (
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace, fetch_ns, starved_ns
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
 
 _MIN_PASSES = 3  # that recur, before a mean of them has an error
 #: So many are looked at one by one; earlier ones are taken to be like them.
@@ -92,24 +92,23 @@ def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
     """The recent epochs that were seen from their first batch on."""
     recent = np.unique(floats(loop.batches, "epoch"))[-RECENT_EPOCHS:]
     batches, fetches = (rows[rows["epoch"].isin(recent)] for rows in (loop.batches, loop.fetches))
-    counts = batches["epoch"].value_counts()
+    counts = batches["epoch"].value_counts().to_dict()
     waits = floats(batches, "wait_ns")
     starved = starved_ns(loop, batches, floats(batches, "time_ns"), waits)
-    ramps = batches.assign(wait_ns=waits, starved_ns=starved)[floats(batches, "index") < loop.ramp]
-    first = fetches[floats(fetches, "index") == 0].assign(taken_ns=lambda made: fetch_ns(made))
-    makers = dict(zip(first["epoch"], first.itertuples(index=False), strict=True))
+    index, times = floats(batches, "index"), floats(batches, "time_ns")
+    ramps = np.flatnonzero(index < loop.ramp)
+    first = fetches[floats(fetches, "index") == 0]
+    makers = dict(zip(first["epoch"], zip(fetch_ns(first), first["pid"], strict=True), strict=True))
     starts, usual_ns = _starts(tables, loop), _usual_ns(loop, steady)
-    passes = [
-        _pass(
-            ramp,
-            int(counts[epoch]),
-            float(makers[epoch].taken_ns),
-            starts.get(int(makers[epoch].pid), []),
-            usual_ns,
-        )
-        for epoch, ramp in ramps.groupby("epoch")
-        if epoch in makers and ramp["index"].iloc[0] == 0
-    ]
+    passes = []
+    epochs = batches["epoch"].iloc[ramps]
+    for epoch, places in epochs.groupby(epochs).indices.items():
+        ramp = ramps[places]
+        if epoch in makers and index[ramp[0]] == 0:
+            taken_ns, pid = makers[epoch]
+            of_maker = starts.get(int(pid), [])
+            seen = times[ramp], waits[ramp], starved[ramp]
+            passes.append(_pass(*seen, counts[epoch], float(taken_ns), of_maker, usual_ns))
     return sorted(passes, key=lambda each: each.first_ns)
 
 
@@ -139,9 +138,16 @@ def _usual_ns(loop: Loop, steady: Pace | None) -> float:
     return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.starved * SECOND_NS]))
 
 
-def _pass(ramp: pd.DataFrame, batches_count: int, taken_ns: float, starts: list[_Start], usual_ns: float) -> Pass:
+def _pass(
+    times: Floats,
+    waits: Floats,
+    starved: Floats,
+    batches_count: int,
+    taken_ns: float,
+    starts: list[_Start],
+    usual_ns: float,
+) -> Pass:
     """Of an epoch: what its first batches, up to the steady state, say of its start."""
-    times, waits = floats(ramp, "time_ns"), floats(ramp, "wait_ns")
     startup_ns, ready_ns, waited_ns = 0.0, float("nan"), 0.0
     known = bisect_right(starts, times[0], key=lambda start: start.created_ns)
     if known and starts[known - 1].begun_ns <= starts[known - 1].ready_ns <= times[0]:
@@ -149,8 +155,7 @@ def _pass(ramp: pd.DataFrame, batches_count: int, taken_ns: float, starts: list[
         ready_ns = start.ready_ns - start.begun_ns
         waited_ns = float(np.clip(start.ready_ns - (times[0] - waits[0]), 0.0, waits[0]))
         startup_ns = min(ready_ns, max(0.0, start.created_ns - start.begun_ns) + waited_ns)
-    starved = float(np.nansum(floats(ramp, "starved_ns")))
-    refill_ns = max(0.0, starved - waited_ns - len(ramp) * usual_ns)
+    refill_ns = max(0.0, float(np.nansum(starved)) - waited_ns - len(times) * usual_ns)
     return Pass(
         first_ns=float(times[0]),
         startup=startup_ns / SECOND_NS,

@@ -125,8 +125,11 @@ def _timeline(loop: Loop, stages: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFr
     no index, from `idle_from_ns` on.
     """
     made = loop.fetches.assign(made_ns=floats(loop.fetches, "time_ns"))
-    made = made[np.isfinite(made["made_ns"])].sort_values([*_PROCESS, "made_ns"], kind="stable", ignore_index=True)
-    rows = pd.DataFrame({"process": made.groupby(_PROCESS).ngroup(), "made_ns": made["made_ns"]})
+    made = made[np.isfinite(made["made_ns"])]
+    process = made.groupby(_PROCESS).ngroup().to_numpy()
+    order = np.lexsort((made["made_ns"], process))
+    made = made.iloc[order].reset_index(drop=True)
+    rows = pd.DataFrame({"process": process[order], "made_ns": made["made_ns"]})
     for name in ("epoch", "index", "worker"):
         rows[name] = floats(made, name)
     before = rows.groupby("process")["made_ns"].shift().fillna(-np.inf)
@@ -149,6 +152,8 @@ def _stage_times(made: pd.DataFrame, stages: pd.DataFrame) -> pd.DataFrame:
     """What each fetch spent in which stage, ns. Both were recorded by one process at one moment."""
     keys = [*_PROCESS, "time_ns"]
     called = stages[stages["worker"].notna() & stages["duration_ns"].notna() & ~stages["stage"].isin(PARTS)]
+    if called.empty:
+        return pd.DataFrame(index=made.index)
     called = called[[*keys, "stage", "duration_ns"]].astype({"duration_ns": float, "pid": float, "time_ns": float})
     wide = called.pivot_table(index=keys, columns="stage", values="duration_ns", aggfunc="sum")
     place = pd.MultiIndex.from_frame(made[keys].astype({"pid": float, "time_ns": float}))

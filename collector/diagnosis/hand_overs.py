@@ -21,10 +21,10 @@ from collector.diagnosis.frames import (
     SECOND_NS,
     floats,
     mean,
-    of_process,
     origin_ns,
     step_at,
     window_text,
+    written,
 )
 from collector.diagnosis.loops import Loop, loader_settings
 from collector.diagnosis.pace import BUSY_IDLE, Pace, starved_ns, without_pauses
@@ -104,7 +104,7 @@ def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
 
 def pinned_bytes(tables: RunTables, loop: Loop) -> float:
     """Pinned memory that the training process came to own, 0 if none is known: without it nothing was pinned."""
-    known = floats(of_process(tables.stream("device_memory"), loop.main), "pinned_allocated_bytes")
+    known = floats(written(tables, "device_memory", loop.main), "pinned_allocated_bytes")
     return float(np.nanmax(known, initial=0.0))
 
 

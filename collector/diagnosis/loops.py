@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import floats, key_of, of_process, whole
+from collector.diagnosis.frames import floats, key_of, whole, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -46,6 +46,10 @@ class Loop:
 
 def loops(tables: RunTables) -> list[Loop]:
     """Every loop that has yielded a batch."""
+    return tables.once("loops", lambda: _loops(tables))
+
+
+def _loops(tables: RunTables) -> list[Loop]:
     batch = Lifecycle(tables).of_last_attempt(tables.stream("batch"))
     if batch.empty:
         return []
@@ -77,8 +81,9 @@ def same_loop(
     Of loaders that look alike (sampler and length of the dataset too), only those are one that follow on
     each other: loaders that are in use by turns are different ones.
     """
-    batch = of_process(tables.stream("batch"), key)
-    last_used = _last_used(batch)
+    if sum(main == key for main, _ in settings) < _REMADE:
+        return {}
+    last_used = _last_used(written(tables, "batch", key))
     alike: dict[str, list[list[int]]] = {}
     for (main, loader), event in sorted(settings.items(), key=lambda item: item[1]["time_ns"]):
         if main != key or loader is None:

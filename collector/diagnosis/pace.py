@@ -101,7 +101,8 @@ def fetch_ns(fetches: pd.DataFrame) -> Floats:
 
 def pace(loop: Loop) -> Pace | None:
     """The steady state of a loop; None if no batch lies in it."""
-    rows = loop.batches.sort_values(["epoch", "time_ns"], kind="stable")
+    order = np.lexsort((floats(loop.batches, "time_ns"), floats(loop.batches, "epoch")))
+    rows = loop.batches[["epoch", "index", "worker", "time_ns", "wait_ns"]].iloc[order]
     times, waits, epochs = floats(rows, "time_ns"), floats(rows, "wait_ns"), floats(rows, "epoch")
     intervals = np.diff(times, prepend=np.nan)
     intervals[np.diff(epochs, prepend=np.nan) != 0] = np.nan

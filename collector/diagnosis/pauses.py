@@ -10,7 +10,7 @@ import pandas as pd
 from collector.diagnosis.contention import queued_ratio
 from collector.diagnosis.costs import confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, whole, window_text
+from collector.diagnosis.frames import SECOND_NS, floats, origin_ns, whole, window_text, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -34,7 +34,7 @@ def find_pauses(tables: RunTables) -> list[Finding]:
 
 
 def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
-    steps = of_process(tables.stream("step"), main).iloc[_FIRST_STEPS:]
+    steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
     work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
     steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
     if len(steps) < _MIN_PAUSES / _RARE:
@@ -104,7 +104,7 @@ def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tup
 
 def _beside_an_epoch(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:
     """Steps in which an epoch of any loader began: starting workers, or validation, is no pause."""
-    batches = of_process(tables.stream("batch"), main)
+    batches = written(tables, "batch", main)
     begins = np.sort(floats(batches[floats(batches, "index") == 0], "time_ns"))
     ends = floats(steps, "time_ns")
     starts = ends - floats(steps, "duration_ns")

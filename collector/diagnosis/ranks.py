@@ -14,7 +14,7 @@ import pandas as pd
 
 from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, of_process, origin_ns, whole, window_text
+from collector.diagnosis.frames import SECOND_NS, floats, origin_ns, whole, window_text, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
@@ -55,7 +55,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     rows = steps[straggler]
     late = _late(own, straggler)
     early = _late({key: -floats(each, "backward_ns") for key, each in steps.items()}, straggler)
-    lost = min(late.seconds, early.seconds) * len(of_process(tables.stream("step"), straggler))
+    lost = min(late.seconds, early.seconds) * len(written(tables, "step", straggler))
     ratio = lost_ratio(tables, straggler, max(lost, 0.0))
     certain = late.seconds > 3 * late.error and early.seconds > 3 * early.error
     if not certain or early.seconds < _WAITS * late.seconds or ratio < TELL:
@@ -118,7 +118,7 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
 
 def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:
     """The recent steps that all ranks made, by training process; empty where there are too few to compare."""
-    mine = {main: of_process(tables.stream(stream), main) for main in Lifecycle(tables).mains}
+    mine = {main: written(tables, stream, main) for main in Lifecycle(tables).mains}
     mine = {
         key: rows[np.isfinite(floats(rows, "backward_ns")) & np.isfinite(floats(rows, "rank"))]
         for key, rows in mine.items()
@@ -147,7 +147,7 @@ def _retries(tables: RunTables, steps: dict[ProcessKey, pd.DataFrame]) -> dict[P
     """How often each rank's allocator flushed its cache within the steps; 0 where it is not known."""
     found = {}
     for key, rows in steps.items():
-        memory = of_process(tables.stream("device_memory"), key)
+        memory = written(tables, "device_memory", key)
         times = floats(memory, "time_ns")
         known = floats(memory, "alloc_retry_count")[(times >= floats(rows, "time_ns")[0])]
         known = known[np.isfinite(known)]

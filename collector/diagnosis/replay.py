@@ -125,7 +125,13 @@ def predict(
     ]
 
 
-def variants(trace: Trace, setting: Setting, fetch_ratios: Floats) -> tuple[Floats, Floats]:
+def throughputs(trace: Trace, settings: Sequence[Setting]) -> Floats:
+    """The batches per second of each setting as `predict` gives them, without saying how sure that is."""
+    slower = slowdown(trace, settings, np.full(len(settings), trace.cores))
+    return _play(trace, settings, slower, np.arange(len(trace.loop))[:, np.newaxis])[0][:, 0]
+
+
+def variants(trace: Trace, setting: Setting, slower: Floats, fetch_ratios: Floats) -> tuple[Floats, Floats]:
     """Batches per second, and the share of the time waited, if fetches took a part of what they did.
 
     The want of cores is taken to stay as it is, so what is saved buys rather more than this says.
@@ -133,6 +139,7 @@ def variants(trace: Trace, setting: Setting, fetch_ratios: Floats) -> tuple[Floa
     Args:
         trace: a stretch of a run.
         setting: with which it ran.
+        slower: how many times longer computing took in its workers, and in its loop.
         fetch_ratios: (batches, variants): what is left of each fetch.
 
     """
@@ -144,7 +151,7 @@ def variants(trace: Trace, setting: Setting, fetch_ratios: Floats) -> tuple[Floa
         loop=np.tile(trace.loop, many),
     )
     order = np.arange(many * len(trace.loop)).reshape(many, -1).T
-    rates, waits = _play(together, [setting], slowdown(trace, [setting], np.array([trace.cores])), order)
+    rates, waits = _play(together, [setting], slower[:, np.newaxis], order)
     return rates[0], waits[0]
 
 
@@ -205,10 +212,10 @@ def _play(
             if not mine.any():
                 continue
             chosen = [setting for setting, is_mine in zip(settings, mine, strict=True) if is_mine]
-            loop = trace.loop[part]
-            loop = loop + loop * trace.loop_cpu_ratio * (slower[1][mine][:, np.newaxis, np.newaxis] - 1)
-            fetch = trace.cpu[part] * slower[0][mine][:, np.newaxis, np.newaxis] + trace.blocked[part]
-            yields, waits = play(trace, chosen, np.moveaxis(fetch, 0, 1), np.moveaxis(loop, 0, 1))
+            worker_slower, loop_slower = (each[mine][:, np.newaxis] for each in slower)
+            loop, cpu, blocked = (each[part][:, np.newaxis] for each in (trace.loop, trace.cpu, trace.blocked))
+            loop = loop + loop * trace.loop_cpu_ratio * (loop_slower - 1)
+            yields, waits = play(trace, chosen, cpu * worker_slower + blocked, loop)
             # The queues were empty at the beginning of the replay, those of the run were not.
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
@@ -235,17 +242,27 @@ def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loo
     for worker in range(int(workers.max())):
         has = workers > worker
         made[room - workers[has] + worker, lanes[has]] = trace.start + worker * trace.start_each
+    # One row per batch and lane, and into arrays that are there: a batch costs a dozen calls, whatever is played.
+    rows = [each.reshape(-1, fetch.shape[2]) for each in (yields, made)]
+    begun_at, free_at = ((room - each) * len(settings) + lanes for each in (places, workers))
     waits = np.empty_like(fetch)
-    asked, drained = np.zeros_like(fetch[0]), np.zeros_like(fetch[0])
+    asked, drained, begun, free, there, taking = (np.zeros_like(fetch[0]) for _ in range(6))
     for k in range(count):
-        at = room + k
-        begun = np.maximum(yields[at - places, lanes], made[at - workers, lanes])
-        made[at] = begun + (fetch[k] + trace.gap)
-        there = made[at] + trace.transfer
-        yields[at] = np.maximum(asked, there) + np.where(there > drained, trace.hand_over, 0.0)
-        drained = np.where(there > asked, yields[at], drained)
-        waits[k] = yields[at] - asked
-        asked = yields[at] + loop[k]
+        done, yielded = made[room + k], yields[room + k]
+        rows[0].take(begun_at, axis=0, out=begun, mode="clip")
+        rows[1].take(free_at, axis=0, out=free, mode="clip")
+        begun_at += len(settings)
+        free_at += len(settings)
+        np.maximum(begun, free, out=begun)
+        np.add(fetch[k], trace.gap, out=done)
+        done += begun
+        np.add(done, trace.transfer, out=there)
+        np.maximum(asked, there, out=yielded)
+        np.multiply(there > drained, trace.hand_over, out=taking)
+        yielded += taking
+        np.copyto(drained, yielded, where=there > asked)
+        np.subtract(yielded, asked, out=waits[k])
+        np.add(yielded, loop[k], out=asked)
     return yields[room:], waits
 
 

@@ -52,7 +52,7 @@ def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
     shares = costs / np.fmax(costs.sum(axis=1, keepdims=True), 1.0)
     shorter = 1 - shares[:, :, np.newaxis] * (1 - _LEFT)
     ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
-    rates, waits = variants(measured.trace, measured.setting, ratios)
+    rates, waits = variants(measured.trace, measured.setting, measured.slower, ratios)
     if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR + MODEL_ERROR:
         return {}
     unavoidable = waits[1]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -15,6 +15,7 @@ from collector.store.runs import Run, living_processes
 from collector.store.snapshots import Grown, grown_lines
 from training_harness.records import IDENTITY, STREAMS
 
+Found = TypeVar("Found")
 #: The rules look at no more than about so many rows of each stream, so a verdict has a bounded cost.
 ROWS_PER_STREAM = 100_000
 #: What a run is made of: these events are few, and none is ever left out.
@@ -87,6 +88,14 @@ class RunTables:
     totals: Mapping[str, Total] = field(default_factory=dict)
     grown: Sequence[Grown] = ()
     problems: tuple[str, ...] = ()
+    _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
+        """What many rules want of whole tables, looked for when the first of them asks."""
+        if what not in self._found:
+            self._found[what] = find()
+        found: Found = self._found[what]
+        return found
 
     def stream(self, name: str) -> pd.DataFrame:
         """The table of one stream."""

@@ -20,7 +20,7 @@ from collector.diagnosis.host_memory import binding_limit, demand_series
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
-from collector.diagnosis.replay import Prediction, Setting, Trace, predict
+from collector.diagnosis.replay import Prediction, Setting, Trace, predict, throughputs
 from collector.diagnosis.tables import RunTables
 
 #: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
@@ -206,7 +206,7 @@ def _option(
 def _strained(trace: Trace, settings: list[Setting]) -> list[float]:
     """Batches per second by setting if fetches took somewhat longer than in the run."""
     strained = dataclasses.replace(trace, cpu=trace.cpu * _STRAIN, blocked=trace.blocked * _STRAIN)
-    return [prediction.batches_per_second for prediction in predict(strained, settings)]
+    return [float(rate) for rate in throughputs(strained, settings)]
 
 
 def _best(options: list[Option], strained: list[float], measured: Calibrated, memory: Memory) -> Option | None:

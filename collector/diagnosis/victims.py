@@ -12,7 +12,7 @@ import numpy as np
 
 from collector.diagnosis.dead_workers import DeadWorker
 from collector.diagnosis.findings import Evidence, Locus
-from collector.diagnosis.frames import floats, held_bytes, key_of, last, of_process, sampled, step_at, whole
+from collector.diagnosis.frames import floats, held_bytes, key_of, last, sampled, step_at, whole, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
@@ -136,7 +136,7 @@ def _end_of(tables: RunTables, key: ProcessKey | None, main: ProcessKey, pid: in
         seen += list(times[alive == 1][-1:])
         seen += [float(event["time_ns"]) for event in tables.events if key_of(event) == key]
         for name in ("step", "batch", "fetch"):
-            seen += list(floats(of_process(tables.stream(name), key), "time_ns")[-1:])
+            seen += list(floats(written(tables, name, key), "time_ns")[-1:])
     last_seen = max(seen, default=min(gone, default=float(tables.now_ns)))
     return last_seen, max(min(gone, default=last_seen), last_seen)
 
