@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -128,7 +129,7 @@ class Snapshot:
             for name, dtype in frame.dtypes.items()
             if isinstance(dtype, pd.Int64Dtype | pd.Int32Dtype | pd.Int16Dtype | pd.Int8Dtype)
         ]
-        return frame.astype(dict.fromkeys(masked, "float64"))
+        return frame.assign(**{str(name): frame[name].to_numpy(np.float64, na_value=np.nan) for name in masked})
 
     def copy(self, name: str, path: Path, options: str) -> int:
         """Write a view to a file in order of time, with DuckDB's COPY, and return how many rows it has.
