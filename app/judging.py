@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,8 +20,12 @@ from collector.store import queries
 from collector.store.reader import read
 from collector.store.runs import Run
 
-#: The verdict of a live run is drawn up this often; the one before is shown meanwhile.
+#: The verdict of a live run is drawn up this often at most; the one before is shown meanwhile.
 VERDICT_SECONDS = 10
+#: And rests so long as this, in times of what it cost: however large the run, 40 ms for each second of a live page.
+REST_PER_COST = 24
+#: Older than this, it says so.
+OLD_SECONDS = 15
 #: A page waits so long for a first verdict: one of a long run takes seconds, and figures are worth a look before.
 PATIENCE_SECONDS = 0.5
 _KEPT = 32
@@ -30,15 +35,31 @@ _log = logging.getLogger("tidegauge.app")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The verdict on a run; or why there is none, as one line; or neither, while it is drawn up."""
+    """The verdict on a run; or why there is none, as one line; or neither, while it is drawn up.
+
+    It is of the moment `begun` (time.monotonic). Its cost is the CPU time of the server meanwhile: that others use
+    the cores makes none older.
+    """
 
     verdict: Verdict | None = None
     why_not: str = ""
+    begun: float = math.nan
+    cost_seconds: float = 0.0
 
     @property
     def is_awaited(self) -> bool:
         """Whether it is not there yet."""
         return self.verdict is None and not self.why_not
+
+    @property
+    def age_seconds(self) -> float:
+        """How old it is, NaN while there is none."""
+        return time.monotonic() - self.begun
+
+    @property
+    def lasts_seconds(self) -> float:
+        """From its begin to the begin of the next, while the run goes on."""
+        return max(VERDICT_SECONDS, (1 + REST_PER_COST) * self.cost_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +79,9 @@ class _Order:
     def is_old(self) -> bool:
         """Whether it is to be asked for anew: that of a run that has ended stays, if there is one."""
         changes = not self.version or not self.newest.verdict
-        return self.future.done() and changes and time.monotonic() - self.asked > VERDICT_SECONDS
+        # The first one tells the least, and pays for what the server loads once.
+        lasts_seconds = self.newest.lasts_seconds if self.before.verdict else VERDICT_SECONDS
+        return self.future.done() and changes and time.monotonic() - self.asked > lasts_seconds
 
 
 _lock = threading.Lock()
@@ -77,7 +100,7 @@ def judged(run: Run) -> Judged:
         order = _orders.get(run.path)
         if order is None or order.version != version or order.is_old:
             before = order.newest if order and order.version == version else Judged()
-            future = _pool.submit(_judge, run)
+            future = _pool.submit(draw_up, run)
             order = _orders[run.path] = _Order(
                 version=version, asked=time.monotonic(), future=future, before=before
             )
@@ -113,12 +136,15 @@ def ranks_of(path: Path) -> tuple[int, ...]:
         return ()
 
 
-def _judge(run: Run) -> Judged:
+def draw_up(run: Run) -> Judged:
+    """The verdict on a run anew."""
+    begun, spent, verdict, why_not = time.monotonic(), time.process_time(), None, ""
     try:
-        return Judged(verdict=diagnose(load_tables(run)))
+        verdict = diagnose(load_tables(run))
     except Exception as error:  # noqa: BLE001 - kept as a verdict would be: to fail again costs as much
         _log.exception("diagnosis of %s", run.path)
-        return Judged(why_not=one_line(error))
+        why_not = one_line(error)
+    return Judged(verdict=verdict, why_not=why_not, begun=begun, cost_seconds=time.process_time() - spent)
 
 
 def _version(run: Run) -> tuple[Any, ...]:

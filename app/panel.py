@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import streamlit as st
@@ -16,7 +16,7 @@ from app.blocks import Block, draw
 from app.figures.axis import Axis, along, in_unit, own_axis
 from app.figures.base import Chart
 from app.format import one_line, plain
-from app.judging import judged, status_of
+from app.judging import Judged, judged, status_of
 from app.status import draw_failure, draw_no_records, draw_problems, draw_status
 from app.theme import Theme, theme_of
 from collector.diagnosis.verdict import Verdict
@@ -107,7 +107,7 @@ class View:
 class Picture:
     """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
 
-    `cost_ns` is how long that took, `unjudged` why there is no verdict, unless it `awaits` it.
+    `cost_ns` is how long that took; it may `await` a verdict, of the run or of one that it is compared with.
     """
 
     reach: Extent | None
@@ -117,7 +117,7 @@ class Picture:
     problems: tuple[str, ...]
     cost_ns: int = 0
     loaders: tuple[int, ...] = ()
-    unjudged: str = ""
+    judged: Judged = field(default_factory=Judged)
     awaits: bool = False
     answer: str = ""
     rows: Sequence[Sequence[list[Block] | str]] = ()
@@ -291,7 +291,7 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
         return replace(
             picture,
             loaders=moment.loaders,
-            unjudged=own.why_not,
+            judged=own,
             awaits=any(each.is_awaited for each in (own, *others)),
             answer=answer_of(view, moment),
             rows=[[build(panel, moment) for panel in row] for row in view.rows],
@@ -302,14 +302,24 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
 
 def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool) -> None:
     now_ns = picture.now_ns + time.monotonic_ns() - picture.taken_ns
-    draw_status(status, picture.reach, picture.manifest, run_id, now_ns=now_ns, shown_ns=picture.now_ns, live=live)
+    draw_status(
+        status,
+        picture.reach,
+        picture.manifest,
+        run_id,
+        now_ns=now_ns,
+        shown_ns=picture.now_ns,
+        live=live,
+        verdict_seconds=picture.judged.age_seconds,
+    )
     draw_problems(picture.problems)
     if picture.reach is None:
         if not picture.problems:
             draw_no_records(status)
         return
-    if picture.unjudged:
-        draw_failure(f"No verdict: {picture.unjudged}", run_id)
+    why_not = picture.judged.why_not
+    if why_not:
+        draw_failure(f"No verdict: {why_not}", run_id)
     if picture.awaits:
         st.caption(":material/hourglass_top: The verdict is being drawn up; the figures need not wait for it.")
     if picture.answer:
@@ -327,7 +337,7 @@ def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool)
         columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
         for panel, column, content in zip(row, columns, blocks, strict=True):
             with column:
-                _draw_panel(view, panel, "as above" if content == picture.unjudged else content)
+                _draw_panel(view, panel, "as above" if content == why_not else content)
 
 
 def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:

@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import streamlit as st
 
 from app.format import clock, plain
+from app.judging import OLD_SECONDS
 from collector.store import queries
 from collector.store.queries import Extent
 from collector.wording import MISSING, duration
@@ -51,6 +52,7 @@ def draw_status(
     now_ns: int,
     shown_ns: int,
     live: bool,
+    verdict_seconds: float,
 ) -> None:
     """The chip, in words what the figures below are of, and the command that a reader may want next.
 
@@ -62,6 +64,7 @@ def draw_status(
         now_ns: monotonic time on the run's host.
         shown_ns: when what is shown was read, on the same clock: earlier than now where it is kept.
         live: whether it is read anew again and again.
+        verdict_seconds: how old the verdict is, NaN if there is none.
 
     """
     running = status == "running"
@@ -77,6 +80,8 @@ def draw_status(
         words.append(f"{reach.records_count:,} samples")
     if running and age_seconds is not None:
         words.append(f"newest record {age_seconds:.1f} s old")
+    if live and verdict_seconds > OLD_SECONDS:
+        words.append(f"verdict {duration(verdict_seconds)} old")
     with st.container(horizontal=True, vertical_alignment="center"):
         badge = f"{word} {duration(age_seconds)}" if state == "stale" else word
         st.badge(badge, icon=icon, color=colour)  # type: ignore[arg-type]

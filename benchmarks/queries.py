@@ -5,8 +5,10 @@
 The runs are made in the lake itself, with plausible values: steps of 60 ms, four workers, a sample of six processes
 each second, compacted as the collector does. Each page is built by a process of its own, as the dashboard builds
 it, the second time of two: the median of three such processes. Peak is the memory (VmHWM) of that process, read is
-what it took from files (rchar of /proc/self/io). With `--full` there is a line for each query too. With `--home`
-the runs are kept and found again. A triple is a step, a batch and a fetch.
+what it took from files (rchar of /proc/self/io). The verdict is that of a process that has made none before; *of
+it a refresh* is what each second of a live page pays for those that the server draws up, and for looking at the
+newest. With `--full` there is a line for each query too. With `--home` the runs are kept and found again. A triple
+is a step, a batch and a fetch.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ WORKERS = 4
 INSERT_ROWS = 500_000
 TIMES = 3
 PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls", "pipeline_stages")
+REFRESH = "of it a refresh"
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
 
@@ -197,6 +200,8 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
             diagnose(load_tables(run))
         return {**costs[0], "points": 0, "queries": []}
     logging.disable(logging.WARNING)  # Streamlit's, about running without a browser
+    if page == REFRESH:
+        return of_a_refresh(run)
     from app import panel
     from app.blocks import Chart
     from app.theme import LIGHT
@@ -224,6 +229,23 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
     return {**costs[0], "points": points, "queries": measured.costs}
 
 
+def of_a_refresh(run: Run) -> dict[str, Any]:
+    """What a live page pays each second: for a look at the verdict, and its part of drawing up the next one."""
+    from app.judging import draw_up, judged
+
+    draw_up(run)  # the server has made some before
+    costs: list[dict[str, Any]] = []
+    with costs_of(costs, "new"):
+        lasts_seconds = draw_up(run).lasts_seconds
+    while judged(run).is_awaited:
+        pass
+    with costs_of(costs, "look"):
+        judged(run)
+    new, look = costs
+    spent = {name: new[name] / lasts_seconds + look[name] for name in ("seconds", "cpu_seconds", "read_bytes")}
+    return {**new, **spent, "points": 0, "queries": []}
+
+
 def asked(run: Run, page: str, window: str) -> list[dict[str, Any]]:
     """The answers of so many processes."""
     words = [sys.executable, "-m", "benchmarks.queries", "--ask", str(run.path), page, window]
@@ -235,9 +257,9 @@ def asked(run: Run, page: str, window: str) -> list[dict[str, Any]]:
 
 def rows_of(run: Run, batches: int, window: str, full: bool) -> Iterator[tuple[str, ...]]:
     """The lines of the table about one run."""
-    for page in (*PAGES, "verdict"):
+    for page in (*PAGES, "verdict", REFRESH):
         answers = asked(run, page, window)
-        yield (f"{batches:,}", page, *figures(answers), f"{answers[0]['points']:,}" if page != "verdict" else "")
+        yield (f"{batches:,}", page, *figures(answers), f"{answers[0]['points']:,}" if page in PAGES else "")
         if full:
             for number in range(len(answers[0]["queries"])):
                 each = [answer["queries"][number] for answer in answers]
@@ -249,7 +271,7 @@ def figures(answers: list[dict[str, Any]]) -> tuple[str, str, str, str]:
         statistics.median(each[key] for each in answers)
         for key in ("seconds", "cpu_seconds", "peak_bytes", "read_bytes")
     )
-    return f"{seconds:.2f}", f"{cpu_seconds:.2f}", f"{peak / 2**20:.0f}", f"{taken / 2**20:.1f}"
+    return f"{seconds:.3f}", f"{cpu_seconds:.3f}", f"{peak / 2**20:.0f}", f"{taken / 2**20:.1f}"
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import make_run as runs
 import pytest
 from opened import drawn, figures, open_view, run_of, texts, walk
 
+from app import judging
 from app.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
@@ -169,6 +170,29 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     at.run()
     assert "is being drawn up" not in texts(at)
     assert "**slow-worker**" in texts(at)
+
+
+def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
+    run = Run(runs.make_run(tmp_path, runs.LIVE))
+    monkeypatch.setattr("app.judging.VERDICT_SECONDS", 0)
+
+    def newest():
+        assert judging.judged(run).verdict  # there is one meanwhile
+        return judging._orders[run.path].future.result(60)
+
+    monkeypatch.setattr("app.judging.REST_PER_COST", 1e6)
+    first, second = newest(), newest()
+    assert second is not first  # which pays for what is loaded once
+    assert newest() is second
+    monkeypatch.setattr("app.judging.REST_PER_COST", -1)
+    assert newest() is not second
+
+
+def test_an_old_verdict_says_so(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.LIVE)
+    assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
+    monkeypatch.setattr("app.status.OLD_SECONDS", 0)
+    assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
 
 
 def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
