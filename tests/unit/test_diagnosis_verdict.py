@@ -1,6 +1,7 @@
 """The verdict as a whole: it holds for empty, tiny and large runs, and no rule can take the others down."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,6 +63,18 @@ def test_the_verdict_is_json_and_the_same_each_time():
     first, second = ([as_json(f) for f in diagnose(tables).findings] for _ in range(2))
     assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
     assert [as_json(from_json(json.loads(json.dumps(finding)))) for finding in first] == first
+
+
+def test_what_was_found_in_tables_is_not_believed_of_others_made_from_them():
+    script = simulate(workers=3, prefetch=2, service=jittered(0.1), consumer=jittered(0.02), batches=60)
+    judged, fresh = script.tables(), script.tables()
+    diagnose(judged)
+    part = {name: rows.iloc[: len(rows) // 2] for name, rows in judged.streams.items()}
+    found, expected = (
+        [as_json(f) for f in diagnose(replace(tables, streams=part)).findings] for tables in (judged, fresh)
+    )
+    assert json.dumps(found) == json.dumps(expected)
+    assert json.dumps(found) != json.dumps([as_json(f) for f in diagnose(judged).findings])
 
 
 def test_a_failing_rule_is_named_and_the_others_go_on(monkeypatch):
