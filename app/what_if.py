@@ -71,7 +71,8 @@ def _metrics(outlook: Forecast, chosen: Option) -> list[Metric]:
         Metric(
             label="Host memory",
             value=size(chosen.memory_bytes),
-            help=f"Training process, workers and {chosen.setting.in_flight + 1} batches; now "
-            f"{size(own.memory_bytes)}.{fits}",
+            help=f"Training process, workers and the batches that wait while it trains; now "
+            f"{size(own.memory_bytes)}. Up to {size(chosen.most_bytes)} when the training pauses and "
+            f"{chosen.setting.in_flight + 1} batches are there.{fits}",
         ),
     ]

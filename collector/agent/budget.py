@@ -8,7 +8,6 @@ from making the age of the last reading small over all of them: the one with the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ class Candidate:
 
     Attributes:
         key: which one.
-        age_seconds: since its last reading; infinite if there is none.
+        age_seconds: since its last reading, or since it was first seen.
         cost_ns: CPU time that the reading is expected to take.
         growth_ratio: its growth per second, as a share of its size or of the headroom, whichever is smaller.
 
@@ -63,11 +62,9 @@ def choose(candidates: Iterable[Candidate], balance_ns: float) -> list[ProcessKe
     return chosen
 
 
-def _urgency(candidate: Candidate) -> tuple[bool, float]:
+def _urgency(candidate: Candidate) -> float:
     weight = min(1 + max(candidate.growth_ratio, 0) / _DOUBLING_GROWTH_RATIO, _LARGEST_WEIGHT)
-    if math.isinf(candidate.age_seconds):
-        return True, -candidate.cost_ns
-    return False, weight * candidate.age_seconds**2 / candidate.cost_ns
+    return weight * candidate.age_seconds**2 / candidate.cost_ns
 
 
 class Budget:

@@ -94,10 +94,10 @@ class ProcessTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """When a process's smaps_rollup was read last, at what cost, and what it showed."""
+    """When a process's smaps_rollup was read last (or it was first seen), at what cost, and what it showed."""
 
     at_ns: int
-    cost_ns: int
+    cost_ns: float
     rss_bytes: int
     private_dirty_bytes: int
     grown_bytes_per_second: float
@@ -202,10 +202,11 @@ class ProcessSampler:
         return rollups
 
     def _candidate(self, now_ns: int, key: ProcessKey, status: Status, headroom_bytes: float) -> Candidate:
+        # One just born says little, and its parent's share has changed as well: its age counts from now on.
         last = self._readings.get(key)
         if last is None:
-            cost_ns = expected_cost_ns(status.rss_bytes)
-            return Candidate(key=key, age_seconds=float("inf"), cost_ns=cost_ns, growth_ratio=0.0)
+            first = self._reading(now_ns, key, expected_cost_ns(status.rss_bytes), status, None)
+            last = self._readings[key] = first
         age_seconds = max((now_ns - last.at_ns) / 1e9, 1e-9)
         # Copy-on-read growth leaves the resident set flat, so both kinds of growth count.
         resident = abs((status.rss_bytes or 0) - last.rss_bytes) / age_seconds
@@ -220,7 +221,7 @@ class ProcessSampler:
         )
 
     def _reading(
-        self, now_ns: int, key: ProcessKey, cost_ns: int, status: Status | None, rollup: procfs.Rollup | None
+        self, now_ns: int, key: ProcessKey, cost_ns: float, status: Status | None, rollup: procfs.Rollup | None
     ) -> _Reading:
         last = self._readings.get(key)
         dirty_bytes = (rollup.private_dirty_bytes if rollup else None) or 0

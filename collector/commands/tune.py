@@ -120,7 +120,8 @@ def _trial(
 ) -> tuple[Row, Forecast | str]:
     from collector.commands.trials import raised, try_once
     from collector.diagnosis.calibration import calibrate
-    from collector.diagnosis.tuning import forecast, held_bytes
+    from collector.diagnosis.loader_memory import held
+    from collector.diagnosis.tuning import forecast
 
     tables, busiest, failed = try_once(
         command, home, name=f"tune-{title}", loader=loader, seconds=seconds, caught=caught
@@ -135,7 +136,7 @@ def _trial(
         title=title,
         predicted=option,
         measured=None if failure or isinstance(found, str) else found,
-        memory_bytes=None if busiest is None else held_bytes(tables, busiest),
+        memory_bytes=None if busiest is None else held(tables, busiest).usual,
         failure=failure,
     )
     return row, "no batch" if busiest is None else forecast(tables, busiest)

@@ -17,9 +17,9 @@ from scipy import stats
 from collector.diagnosis.device_rows import devices
 from collector.diagnosis.frames import SECOND_NS, floats, last, median, peak
 from collector.diagnosis.host_memory import binding_limit, demand_series
+from collector.diagnosis.loader_memory import FILL, held
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.tuning import FILL, held_bytes
 
 _INTERVAL = 0.9
 
@@ -129,4 +129,4 @@ def _of_host(tables: RunTables, loop: Loop) -> tuple[float, float, str]:
     name, limit = binding_limit(tables, loop.main[0])
     demand = demand_series(tables, loop.main[0])[1]
     before = demand[np.isfinite(demand)][:1]
-    return held_bytes(tables, loop), FILL * limit - float(before[0] if len(before) else 0.0), name
+    return held(tables, loop).most, FILL * limit - float(before[0] if len(before) else 0.0), name

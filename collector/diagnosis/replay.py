@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ _FIXED_POINT_BATCHES = 400
 _RESAMPLES_COUNT = 24
 _BLOCK = 25  # batches that are resampled together, for neighbours are alike
 _Z = 1.645  # a 90 % interval
+#: By batch, setting and column: when it is yielded, how long the loop waits for it, and how long it stood ready.
+Played: TypeAlias = tuple[Floats, Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -80,11 +83,20 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a setting gives; `spread` is the standard error of the logarithm of the throughput."""
+    """What a setting gives.
+
+    Attributes:
+        setting: which one.
+        batches_per_second, wait_ratio: of the trace itself.
+        held_batches: made and waiting for the loop, or in use by it: the mean over time.
+        spread: the standard error of the logarithm of the throughput.
+
+    """
 
     setting: Setting
     batches_per_second: float
     wait_ratio: float
+    held_batches: float
     spread: float
 
     def interval(self, error: float = 0.0) -> tuple[float, float]:
@@ -112,13 +124,14 @@ def predict(
     """
     slower = slowdown(trace, settings, np.full(len(settings), trace.cores) if cores is None else cores)
     order = _resamples(len(trace.loop), np.random.default_rng(seed))
-    rates, waits = _play(trace, settings, slower, order)
+    rates, waits, ready = _play(trace, settings, slower, order)
     spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)
     return [
         Prediction(
             setting=setting,
             batches_per_second=float(rates[at, 0]),
             wait_ratio=float(waits[at, 0]),
+            held_batches=float(ready[at, 0]) + 1,  # the loop lets go of one when it has the next
             spread=float(spread[at]),
         )
         for at, setting in enumerate(settings)
@@ -151,7 +164,7 @@ def variants(trace: Trace, setting: Setting, slower: Floats, fetch_ratios: Float
         loop=np.tile(trace.loop, many),
     )
     order = np.arange(many * len(trace.loop)).reshape(many, -1).T
-    rates, waits = _play(together, [setting], slower[:, np.newaxis], order)
+    rates, waits, _ = _play(together, [setting], slower[:, np.newaxis], order)
     return rates[0], waits[0]
 
 
@@ -200,12 +213,12 @@ def _resamples(count: int, generator: np.random.Generator) -> npt.NDArray[np.int
 
 def _play(
     trace: Trace, settings: Sequence[Setting], slower: Floats, order: npt.NDArray[np.intp]
-) -> tuple[Floats, Floats]:
-    """Batches per second and the share of time waited, by setting and column of `order`."""
+) -> tuple[Floats, Floats, Floats]:
+    """Batches per second, the share of time waited and the ready batches, by setting and column of `order`."""
     count = len(order)
     ends = np.cumsum(trace.epochs, dtype=np.intp)
     ends = ends[ends <= count] if (ends <= count).any() else np.array([count])
-    seconds, waited, batches = (np.zeros((len(settings), order.shape[1])) for _ in range(3))
+    seconds, waited, stood, batches = (np.zeros((len(settings), order.shape[1])) for _ in range(4))
     parallel = np.array([setting.num_workers > 0 for setting in settings])
     in_order = np.array([setting.in_order for setting in settings])
     for begin, end in itertools.pairwise([0, *ends]):
@@ -221,7 +234,7 @@ def _play(
             worker_slower, loop_slower = (each[mine][:, np.newaxis] for each in slower)
             loop, cpu, blocked = (each[part][:, np.newaxis] for each in (trace.loop, trace.cpu, trace.blocked))
             loop = loop + loop * trace.loop_cpu_ratio * (loop_slower - 1)
-            yields, waits = play(trace, chosen, cpu * worker_slower + blocked, loop)
+            yields, waits, stands = play(trace, chosen, cpu * worker_slower + blocked, loop)
             # The queues were empty at the beginning of the replay, those of the run were not.
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
@@ -229,18 +242,19 @@ def _play(
             seconds[mine] += yields[-1] - begun
             counted = rows >= (0 if trace.epochs else first + 1)
             waited[mine] += (waits * counted[:, :, np.newaxis]).sum(axis=0)
+            stood[mine] += (stands * counted[:, :, np.newaxis]).sum(axis=0)
             batches[mine] += counted.sum(axis=0)[:, np.newaxis]
     seconds = np.maximum(seconds, 1e-9)
-    return batches / seconds, np.minimum(waited / seconds, 1.0)
+    return batches / seconds, np.minimum(waited / seconds, 1.0), stood / seconds
 
 
-def _play_inline(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> tuple[Floats, Floats]:
-    """The loop makes each batch itself. Times of the yields, and waits, by batch, setting and column."""
+def _play_inline(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
+    """The loop makes each batch itself."""
     asked = np.concatenate([np.zeros_like(loop[:1]), loop[:-1]]) + fetch
-    return np.cumsum(asked, axis=0), fetch
+    return np.cumsum(asked, axis=0), fetch, np.zeros_like(fetch)
 
 
-def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> tuple[Floats, Floats]:
+def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
     lanes, room, count = np.arange(len(settings)), int(places.max()), len(fetch)
@@ -269,12 +283,10 @@ def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loo
         np.copyto(drained, yielded, where=there > asked)
         np.subtract(yielded, asked, out=waits[k])
         np.add(yielded, loop[k], out=asked)
-    return yields[room:], waits
+    return yields[room:], waits, yields[room:] - made[room:]
 
 
-def _play_out_of_order(
-    trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats
-) -> tuple[Floats, Floats]:
+def _play_out_of_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
     count, shape = len(fetch), fetch.shape[1:]
@@ -299,14 +311,14 @@ def _play_out_of_order(
     asked = np.zeros_like(fetch[0])
     for k in range(int(places.max())):
         dispatch(np.broadcast_to((k % workers)[lanes], shape), asked, (k < places)[lanes] & (sent < count))
-    yields, waits = np.empty_like(fetch), np.empty_like(fetch)
+    yields, waits, stands = (np.empty_like(fetch) for _ in range(3))
     for k in range(count):
         first = line[:, :, :, 0].argmin(axis=2)
-        there = line[lanes, columns, first, 0] + trace.transfer
+        made = line[lanes, columns, first, 0]
         line[lanes, columns, first, :-1] = line[lanes, columns, first, 1:]
         taken[lanes, columns, first] -= 1
-        yields[k] = np.maximum(asked, there) + trace.hand_over
-        waits[k] = yields[k] - asked
+        yields[k] = np.maximum(asked, made + trace.transfer) + trace.hand_over
+        waits[k], stands[k] = yields[k] - asked, yields[k] - made
         dispatch(first, yields[k], sent < count)
         asked = yields[k] + loop[k]
-    return yields, waits
+    return yields, waits, stands

@@ -111,7 +111,8 @@ def _expected(outlook: Forecast, option: Option) -> str:
     )
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):
-        return f"{words}; host memory up to {bytes_text(option.memory_bytes)} instead of {bytes_text(now)}"
+        most = f"up to {bytes_text(option.most_bytes)} with full queues"
+        return f"{words}; host memory about {bytes_text(option.memory_bytes)} ({most}) instead of {bytes_text(now)}"
     if math.isfinite(now):
         return f"{words}; host memory {bytes_text(now)} and what each worker takes, which is not known yet"
     return words

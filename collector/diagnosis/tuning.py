@@ -12,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from collector.diagnosis.calibration import Calibrated, calibrate
-from collector.diagnosis.frames import floats, last, median, peak, sampled
-from collector.diagnosis.host_memory import binding_limit, demand_series
-from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.limits import cores_per_rank
+from collector.diagnosis.loader_memory import Memory, memory_of
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting, Trace, predict, throughputs
 from collector.diagnosis.tables import RunTables
@@ -32,42 +29,15 @@ _ROOM = 1.5  # times the workers that the mean times ask for are looked at
 _AS_GOOD = 0.99  # of the highest throughput
 _WORTH = 1.05  # times the present throughput
 _STRAIN = 1.1  # times the fetches of the run: what is advised leaves room for so much
-FILL = 0.9  # of the memory limit: allocators round up, and others use some
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Host memory of the loop's processes, in bytes; NaN where it was not sampled.
-
-    Attributes:
-        base: of the training process, and what its workers share with it.
-        worker: what one worker has for itself (USS).
-        payload: of one batch.
-        room, shm_room: how much more there may be, in all and in /dev/shm.
-        step: less of it makes no difference (1 % of the limit).
-
-    """
-
-    base: float
-    worker: float
-    payload: float
-    room: float
-    shm_room: float
-    step: float
-
-    def needed(self, setting: Setting) -> float:
-        """With all prefetched batches there, and the one that is in use; batches of unknown size are left out."""
-        workers = setting.num_workers * self.worker if setting.num_workers else 0.0
-        return self.base + workers + self.prefetched(setting)
-
-    def prefetched(self, setting: Setting) -> float:
-        """Of the batches in flight and in use: torch dispatches no more (`prefetch_factor * num_workers`)."""
-        return (setting.in_flight + 1) * float(np.nan_to_num(self.payload))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A setting, its throughput with a 90 % interval (batches per second), and its host memory (NaN: unknown)."""
+    """A setting, its throughput with a 90 % interval (batches per second), and its host memory (NaN: unknown).
+
+    `memory_bytes` is held while the loop runs (`loader_memory.held`), `most_bytes` when the training pauses and the
+    queues are full: that must fit.
+    """
 
     setting: Setting
     batches_per_second: float
@@ -75,6 +45,7 @@ class Option:
     high: float
     wait_ratio: float
     memory_bytes: float
+    most_bytes: float
     fits: bool
 
 
@@ -139,7 +110,7 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
             f"the replay gives {own.batches_per_second:.3g} batches/s ({low:.3g} to {high:.3g}) where "
             f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
         )
-    memory = memory_of(tables, loop, measured.payload_bytes)
+    memory = memory_of(tables, loop, own)
     ways = _ways_to_share(measured, predictions, cores_per_rank(tables, loop.main[0]))
     options = [_option(measured, memory, error, shared_io, *ways_of_one) for ways_of_one in zip(*ways, strict=True)]
     return Forecast(
@@ -190,15 +161,15 @@ def _option(
     low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
     if shared_io:
         low = min(low, measured.batches_per_second)
-    needed = memory.needed(setting)
-    more, more_shm = needed - memory.needed(own), memory.prefetched(setting) - memory.prefetched(own)
+    more, more_shm = memory.most(prediction) - memory.held, memory.prefetched(setting) - memory.prefetched(own)
     return Option(
         setting=setting,
         batches_per_second=prediction.batches_per_second,
         low=low,
         high=high,
         wait_ratio=prediction.wait_ratio,
-        memory_bytes=needed,
+        memory_bytes=memory.needed(prediction),
+        most_bytes=memory.most(prediction),
         fits=setting == own or not (more > memory.room or more_shm > memory.shm_room),
     )
 
@@ -215,56 +186,10 @@ def _best(options: list[Option], strained: list[float], measured: Calibrated, me
     enough = _AS_GOOD * max(rate for _, rate in fitting)
 
     def cost(option: Option) -> tuple[float, int, float]:
-        steps = option.memory_bytes / memory.step
+        steps = option.most_bytes / memory.step
         setting = option.setting
         unusual = abs(math.log2(setting.prefetch_factor / _USUAL_PREFETCH))
         return round(steps) if math.isfinite(steps) else 0, setting.num_workers, unusual
 
     best = min((option for option, rate in fitting if rate >= enough), key=cost)
     return best if best.batches_per_second >= _WORTH * measured.batches_per_second else None
-
-
-def held_bytes(tables: RunTables, loop: Loop) -> float:
-    """The most that the training process, the loop's workers and its queued batches held at once; NaN if unknown.
-
-    Since its first batch: before the fork the process is charged with all that it then shares with its workers. A
-    batch in a queue is mapped by no process, so that no PSS has it: /dev/shm alone grows by it.
-    """
-    pids = [loop.main[1], *loop.fetches["pid"].unique()]
-    process, host = tables.stream("process"), tables.stream("host")
-    since = floats(process, "time_ns") >= floats(loop.batches, "time_ns")[0]
-    mine = process[since & (process["host"] == loop.main[0]) & process["process_pid"].isin(pids)]
-    pss = np.where(floats(mine, "alive") == 0, 0.0, floats(mine, "pss_bytes"))
-    sizes = pd.Series(pss).groupby([floats(mine, "time_ns"), mine["process_pid"].to_numpy()])
-    mapped = sizes.sum(min_count=1).unstack().ffill().sum(axis=1, min_count=1)
-    host = host[host["host"] == loop.main[0]]
-    shm = floats(host, "shm_used_bytes")
-    at = np.searchsorted(floats(host, "time_ns"), mapped.index, side="right") - 1
-    before = shm[np.isfinite(shm)][:1]
-    queued = np.nan_to_num(shm[np.maximum(at, 0)] - before) if len(before) else np.zeros(len(mapped))
-    most = loop.num_workers * loop.prefetch_factor * np.nan_to_num(peak(floats(loop.batches, "payload_bytes")))
-    return peak(mapped.to_numpy() + np.clip(queued, 0.0, most))
-
-
-def memory_of(tables: RunTables, loop: Loop, payload_bytes: float) -> Memory:
-    """What the loop's processes take in memory, with batches of this size, and how much more there may be."""
-    host = loop.main[0]
-    _, limit = binding_limit(tables, host)
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
-    ranks = max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
-    process = tables.stream("process")
-    workers = process[(process["host"] == host) & process["process_pid"].isin(loop.fetches["pid"].unique())]
-    workers = workers[floats(workers, "process_pid") != loop.main[1]]
-    private, resident = (median(floats(workers, name)) for name in ("uss_bytes", "pss_bytes"))
-    own = loop.num_workers
-    shared = own * max(0.0, resident - private) if own else 0.0
-    shm_total, shm_used = (last(floats(samples, name)) for name in ("shm_total_bytes", "shm_used_bytes"))
-    return Memory(
-        base=last(floats(sampled(tables, loop.main), "pss_bytes")) + shared,
-        worker=private,
-        payload=payload_bytes,
-        room=(FILL * limit - last(demand_series(tables, host)[1])) / ranks,
-        shm_room=(FILL * shm_total - shm_used) / ranks,
-        step=limit / 100,
-    )

