@@ -33,7 +33,8 @@ class Candidate:
         key: which one.
         age_seconds: since its last reading, or since it was first seen.
         cost_ns: CPU time that the reading is expected to take.
-        growth_ratio: its growth per second, as a share of its size or of the headroom, whichever is smaller.
+        growth_ratio: its growth per second, as a share of its size or of the headroom, whichever is smaller;
+            infinite where the last reading no longer holds.
 
     """
 
@@ -43,9 +44,9 @@ class Candidate:
     growth_ratio: float
 
 
-def expected_cost_ns(rss_bytes: int | None) -> float:
-    """CPU time of the first reading of a process of this size."""
-    return _FIXED_COST_NS + _COST_NS_PER_BYTE * (rss_bytes or 0)
+def expected_cost_ns(rss_bytes: int) -> float:
+    """CPU time of a reading of a process of this size, on a machine like the one that it was measured on."""
+    return _FIXED_COST_NS + _COST_NS_PER_BYTE * rss_bytes
 
 
 def choose(candidates: Iterable[Candidate], balance_ns: float) -> list[ProcessKey]:

@@ -133,6 +133,9 @@ class ProcessSampler:
         self._proc = proc
         self._tree = ProcessTree(proc, collector.pid)
         self._readings: dict[ProcessKey, _Reading] = {}
+        #: Have had a child since their last reading: with a fork, half of what was theirs is shared.
+        self._parents: set[int] = set()
+        self._cost_ratio = 1.0  # of a reading to what was expected
 
     def sample(
         self, now_ns: int, roots: Iterable[ProcessKey], *, headroom_bytes: float | None = None
@@ -155,6 +158,11 @@ class ProcessSampler:
         if own is not None:
             alive[self._collector] = own
         statuses = {key: procfs.read_status(self._proc, key.pid) for key in alive}
+        for key, stat in alive.items():
+            if key not in self._readings:  # one just born says little yet: its age counts from now on
+                self._parents.add(stat.parent_pid)
+                cost_ns = self._cost_ratio * expected_cost_ns(_resident(statuses[key]))
+                self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], None)
         rollups = self._read_rollups(now_ns, statuses, math.inf if headroom_bytes is None else headroom_bytes)
         for key, stat in alive.items():
             samples.append(self._sample(key, stat, statuses[key], rollups.get(key)))
@@ -164,6 +172,7 @@ class ProcessSampler:
         """The sample of a process that has ended; forgets it."""
         sample = {**_identity(key, self._role_of(key)), "alive": 0, "exit_status": exit_status}
         self._readings.pop(key, None)
+        self._parents.discard(key.pid)
         self._roster.forget(key)
         return sample
 
@@ -199,14 +208,12 @@ class ProcessSampler:
             if rollup is not None:
                 rollups[key] = rollup
             self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], rollup)
+            self._parents.discard(key.pid)
+            self._cost_ratio = cost_ns / expected_cost_ns(_resident(statuses[key]))
         return rollups
 
     def _candidate(self, now_ns: int, key: ProcessKey, status: Status, headroom_bytes: float) -> Candidate:
-        # One just born says little, and its parent's share has changed as well: its age counts from now on.
-        last = self._readings.get(key)
-        if last is None:
-            first = self._reading(now_ns, key, expected_cost_ns(status.rss_bytes), status, None)
-            last = self._readings[key] = first
+        last = self._readings[key]
         age_seconds = max((now_ns - last.at_ns) / 1e9, 1e-9)
         # Copy-on-read growth leaves the resident set flat, so both kinds of growth count.
         resident = abs((status.rss_bytes or 0) - last.rss_bytes) / age_seconds
@@ -214,7 +221,9 @@ class ProcessSampler:
             key=key,
             age_seconds=age_seconds,
             cost_ns=last.cost_ns,
-            growth_ratio=max(
+            growth_ratio=math.inf
+            if key.pid in self._parents
+            else max(
                 resident / max(min(last.rss_bytes, headroom_bytes), 1),
                 last.grown_bytes_per_second / max(min(last.private_dirty_bytes, headroom_bytes), 1),
             ),
@@ -226,15 +235,19 @@ class ProcessSampler:
         last = self._readings.get(key)
         dirty_bytes = (rollup.private_dirty_bytes if rollup else None) or 0
         grown_bytes_per_second = 0.0
-        if last is not None and now_ns > last.at_ns:
+        if last is not None and last.private_dirty_bytes and now_ns > last.at_ns:
             grown_bytes_per_second = abs(dirty_bytes - last.private_dirty_bytes) / ((now_ns - last.at_ns) / 1e9)
         return _Reading(
             at_ns=now_ns,
             cost_ns=cost_ns,
-            rss_bytes=(status.rss_bytes if status else None) or 0,
+            rss_bytes=_resident(status),
             private_dirty_bytes=dirty_bytes,
             grown_bytes_per_second=grown_bytes_per_second,
         )
+
+
+def _resident(status: Status | None) -> int:
+    return (status.rss_bytes if status else None) or 0
 
 
 def _identity(key: ProcessKey, role: Role) -> dict[str, float | None]:

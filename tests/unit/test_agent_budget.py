@@ -69,4 +69,4 @@ def test_whatever_the_processes_cost_the_budget_holds_within_one_reading(costs):
 
 
 def test_the_first_guess_grows_with_the_process():
-    assert expected_cost_ns(None) < expected_cost_ns(2**20) < expected_cost_ns(2**33)
+    assert expected_cost_ns(0) < expected_cost_ns(2**20) < expected_cost_ns(2**33)

@@ -299,6 +299,21 @@ def test_where_little_is_left_before_the_limit_what_grows_is_read_more_often(pro
     assert readings(10_000_000) > 1.2 * readings(None)
 
 
+def test_a_process_that_has_had_children_is_read_again_before_those_that_are_as_old(proc, sampler, monkeypatch):
+    monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 16_000_000).__next__)  # a reading takes 16 ms
+
+    def read(second):
+        return {pid for pid, one in sampled(sampler, second).items() if "pss_bytes" in one}
+
+    for pid in range(100, 104):
+        proc.put(pid, parent=50 if pid == 100 else 100)
+    assert read(1) == {50, 100, 101, 102, 103}
+    for pid in range(200, 204):
+        proc.put(pid, parent=102)
+    after = [read(second) for second in range(2, 40)]
+    assert next(pids for pids in after if pids) == {102}
+
+
 def test_a_worker_of_long_ago_whose_pid_is_used_again_leaves_no_record(proc, roster, sampler):
     proc.put(300, parent=1, start=99)
     roster.learn(
