@@ -32,17 +32,20 @@ _RECENT_BATCHES = 1500
 class Private:
     """What one worker has for itself alone and wrote (private dirty), in bytes, by its age in ns.
 
-    It grows with the batches that the worker has made: caches fill, pages of the parent are copied, the heap gets
-    holes. Pages of files that only it has mapped are left out, for others would share them.
+    It grows with the batches that the worker has made: caches fill, the heap gets holes. Pages of files that only
+    it has mapped are left out, for others would share them.
 
     Attributes:
         ages, sizes: of the samples of all workers, in order of age.
+        copied: of the same samples, `sizes` less the resident memory. It rises where pages of the parent are
+            copied, which the garbage collector does to all of them whatever a worker makes.
         late: the ages in the later half of the loop's time.
 
     """
 
     ages: Floats
     sizes: Floats
+    copied: Floats
     late: Floats
 
     def after(self, work: float) -> float:
@@ -50,7 +53,10 @@ class Private:
 
         As far as was seen: a worker that does more than any did is taken to have no more.
         """
-        return mean(np.interp(work * self.late, self.ages, self.sizes)) if len(self.ages) else float("nan")
+        if not len(self.ages):
+            return float("nan")
+        then, now = (np.interp(late, self.ages, self.copied) for late in (work * self.late, self.late))
+        return mean(np.interp(work * self.late, self.ages, self.sizes) + np.maximum(now - then, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +131,14 @@ def held(tables: RunTables, loop: Loop) -> Held:
     total = mapped.groupby(rows["time"]).sum(min_count=loop.num_workers + 1).sort_index()
     total += _in_shm(tables, loop, total.index.to_numpy(dtype=float))
     later = len(total) // 2
-    alone = rows.assign(size=rows["rss"] + _between(rows, "private"))[rows["worker"]].dropna(subset="size")
-    alone = alone.sort_values("age")
+    alone = rows.assign(copied=_between(rows, "private"))[rows["worker"]].dropna(subset="copied").sort_values("age")
     return Held(
         usual=median(total.to_numpy()[later:]),
         most=peak(total.to_numpy()),
         worker=Private(
             ages=floats(alone, "age"),
-            sizes=floats(alone, "size"),
+            sizes=floats(alone, "rss") + floats(alone, "copied"),
+            copied=floats(alone, "copied"),
             late=floats(alone[alone["time"].isin(total.index[later:])], "age"),
         ),
     )

@@ -137,7 +137,7 @@ def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, 
     pairs = [(2, 2), (workers, prefetch), (workers + 1, prefetch), (workers, prefetch + 1)]
     asked = [Setting(num_workers=number, prefetch_factor=depth) for number, depth in pairs]
     own, here, *more = predict(constant(fetch_blocked=fetch, loop=0.01), asked)
-    flat = Private(ages=np.array([0.0, 1e9]), sizes=np.array([worker, worker]), late=np.array([1e9]))
+    flat = Private(ages=np.array([0.0, 1e9]), sizes=np.full(2, worker), copied=np.zeros(2), late=np.ones(1))
     room = {"room": 1e9, "shm_room": 1e9, "step": 1e7}
     memory = Memory(held=1e9, worker=flat, own=own, payload=payload, largest=payload, **room)
     assert memory.needed(own) == pytest.approx(1e9)
