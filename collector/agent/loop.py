@@ -107,6 +107,10 @@ class Agent:
                 self._outlets.tick(now_ns, self._problems)
         self._ticked_ns = now_ns
 
+    def read_all(self) -> None:
+        """Read the memory of all processes at the next tick; what it costs is saved afterwards."""
+        self._processes.reads_all = True
+
     def command_ended(self, exit_status: int) -> None:
         """Record how the command ended: its exit code, or -n for signal n."""
         command = self._command

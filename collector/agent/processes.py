@@ -127,6 +127,7 @@ class ProcessSampler:
     ) -> None:
         self.budget = Budget(now_ns)
         self.alive: frozenset[ProcessKey] = frozenset()
+        self.reads_all = False  # at the next sample, whatever the budget has left
         self._roster = roster
         self._collector = collector
         self._child = child
@@ -193,7 +194,8 @@ class ProcessSampler:
     def _read_rollups(
         self, now_ns: int, statuses: Mapping[ProcessKey, Status | None], headroom_bytes: float
     ) -> dict[ProcessKey, procfs.Rollup]:
-        balance_ns = self.budget.balance_ns(now_ns)
+        balance_ns = math.inf if self.reads_all else self.budget.balance_ns(now_ns)
+        self.reads_all = False
         if balance_ns <= 0:
             return {}
         candidates = [

@@ -92,10 +92,11 @@ def run_trial(
     child = _start(argv, _environment(run, home, loader), run)
     leash = _leash(child.pid)
     began_at: float | None = None
+    is_read = False
     start = time.monotonic()
 
     def ended(wait_seconds: float) -> bool:
-        nonlocal began_at
+        nonlocal began_at, is_read
         until = time.monotonic() + wait_seconds
         while child.poll() is None and not interrupted():
             now = time.monotonic()
@@ -103,6 +104,9 @@ def run_trial(
                 began_at = now
             if now >= (start + STARTUP_SECONDS if began_at is None else began_at + seconds):
                 return True
+            if not is_read and began_at is not None and now >= began_at + seconds / 2:
+                is_read = True  # a short trial may have no other reading since its workers started
+                agent.read_all()
             if now >= until:
                 return False
             time.sleep(min(_POLL_SECONDS, until - now))

@@ -263,6 +263,11 @@ def test_when_the_budget_is_spent_the_status_is_still_read_and_the_rollup_is_mis
 
     assert sample["rss_bytes"] == 300 * 1024
     assert "pss_bytes" not in sample
+    sampler.reads_all = True
+    assert [all("pss_bytes" in one for one in sampled(sampler, second).values()) for second in (3, 4)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_notebook_that_is_the_collectors_parent_is_not_sampled_twice(proc, roster, sampler):
