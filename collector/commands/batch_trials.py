@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,6 +15,7 @@ from collector import wording
 from collector.commands.options import say, show_table
 from collector.commands.trials import raised, try_once
 from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
+from collector.diagnosis.findings import finite
 from collector.diagnosis.tables import RunTables
 from collector.errors import one_line
 from training_harness.layout import BATCH_TIMES
@@ -34,7 +38,14 @@ class Row:
 
 
 def try_sizes(
-    command: tuple[str, ...], home: Path, *, seconds: float, trials: int, effective: int | None, caught: list[int]
+    command: tuple[str, ...],
+    home: Path,
+    *,
+    seconds: float,
+    trials: int,
+    effective: int | None,
+    form: str,
+    caught: list[int],
 ) -> int:
     """Try them, show what is known in the end or when a signal came, and return the exit status."""
     say(f"the script's own batch size, {seconds:g} s of training")
@@ -42,7 +53,9 @@ def try_sizes(
     if caught:
         return 128 + caught[0]
     if base is None or failure or not base.batch_size > 0:
-        click.echo(f"as it is: {failure or 'how many samples a batch has is not known'}")
+        failure = failure or "how many samples a batch has is not known"
+        as_it_is = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
+        click.echo(_text({"trials": [as_it_is]}) if form == "json" else f"as it is: {failure}")
         return 1
     rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
     say(f"  {_words(base)}")
@@ -67,7 +80,10 @@ def try_sizes(
         if measured is not None:
             tried.append(measured)
         say(f"  {failure or _words(measured or base)}")
-    _show(rows, base, fit(tried), effective)
+    if form == "json":
+        click.echo(_text(as_json(rows, base, fit(tried), effective)))
+    else:
+        _show(rows, base, fit(tried), effective)
     return 128 + caught[0] if caught else 0
 
 
@@ -94,6 +110,38 @@ def _not_made(tables: RunTables) -> str:
         if event.get("hook") == "trial":
             return one_line(f"could not be made so: {event['error']}")
     return ""
+
+
+def _text(facts: dict[str, Any]) -> str:
+    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)
+
+
+def as_json(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> dict[str, Any]:
+    """The trials and what follows from them, for programs: docs/cli.md."""
+    fits = None if line is None else line.largest(base.room_bytes)
+    split = None if effective is None else _split(rows, fits, effective)
+    return {
+        "trials": [
+            {
+                "batch_size": row.size,
+                "predicted": row.predicted
+                and dict(zip(("memory_bytes", "low", "high"), row.predicted, strict=True)),
+                "measured": row.measured and dataclasses.asdict(row.measured),
+                "failure": row.failure or None,
+            }
+            for row in rows
+        ],
+        "base_bytes": line and line.base_bytes,
+        "sample_bytes": line and line.sample_bytes,
+        "largest": fits and {"batch_size": fits[0], "by_line": fits[1]},
+        "accumulate": split and {"batch_size": split[0], "steps_count": split[1]},
+    }
+
+
+def _split(rows: list[Row], fits: tuple[int, int] | None, effective: int) -> tuple[int, int]:
+    """How to make an effective batch of what fits, or else of what ran; samples, and how many of it."""
+    ran = max(row.measured.batch_size for row in rows if row.measured is not None)
+    return micro_batch(effective, int(ran if fits is None else max(fits[0], 1)))
 
 
 def _show(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> None:
@@ -143,7 +191,7 @@ def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int 
             f"Largest batch that fits: {fits[0]:,} ({fits[1]:,} by the line alone); tried up to {most:,.0f}.",
         ]
     if effective is not None:
-        size, times = micro_batch(effective, int(most if fits is None else max(fits[0], 1)))
+        size, times = _split(rows, fits, effective)
         steps = "step" if times == 1 else "steps"
         told.append(f"For an effective batch of {effective:,}: batch_size={size:,}, {times:,} {steps} accumulated.")
     return told

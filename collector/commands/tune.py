@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -11,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import PASS_ON, home_option, say, show_table
+from collector.commands.options import PASS_ON, format_option, home_option, say, show_table
 from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
@@ -54,6 +56,7 @@ class Row:
 @click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
 @click.option("--batch-size", is_flag=True, help="Try batch sizes: their memory, and the largest that fits.")
 @click.option("--effective-batch", type=click.IntRange(1), metavar="N", help="With --batch-size: split N samples.")
+@format_option("text", "json")
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def tune(
@@ -62,6 +65,7 @@ def tune(
     ceiling: bool,
     batch_size: bool,
     effective_batch: int | None,
+    form: str,
     home: Path,
     command: tuple[str, ...],
 ) -> None:
@@ -79,11 +83,16 @@ def tune(
 
         with _interruptible() as caught:
             status = try_sizes(
-                command, home, seconds=trial_seconds, trials=trials, effective=effective_batch, caught=caught
+                command,
+                home,
+                seconds=trial_seconds,
+                trials=trials,
+                effective=effective_batch,
+                form=form,
+                caught=caught,
             )
         sys.exit(status)
     rows: list[Row] = []
-    outlook: Forecast | str | None = None
     with _interruptible() as caught:
         plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
         plan += [(_PERFECT, CEILING, None)] if ceiling else []
@@ -98,12 +107,15 @@ def tune(
             if title == _AS_IT_IS:
                 if row.failure:
                     break
-                outlook = found
                 plan += [
                     (_title(setting), _loader(setting), known) for setting, known in _chosen(found, row)[:trials]
                 ]
-    if rows:
-        _show(rows, outlook)
+                if not isinstance(found, str):
+                    rows = [dataclasses.replace(row, predicted=found.own)]
+    if form == "json":
+        click.echo(json.dumps(_as_json(rows), indent=1, allow_nan=False))
+    elif rows:
+        _show(rows)
     if caught:
         sys.exit(128 + caught[0])
     sys.exit(1 if rows[0].failure else 0)
@@ -177,7 +189,32 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
+def _as_json(rows: list[Row]) -> Any:
+    """The rows, for programs: docs/cli.md."""
+    from collector.diagnosis.findings import finite
+
+    told = []
+    for row in rows:
+        predicted = None if row.predicted is None else dataclasses.asdict(row.predicted)
+        setting = None if predicted is None else predicted.pop("setting")
+        measured = None
+        if row.measured is not None:
+            setting = dataclasses.asdict(row.measured.setting)
+            names = ("batches_per_second", "samples_per_batch", "wait_ratio")
+            measured = {name: getattr(row.measured, name) for name in names} | {"memory_bytes": row.memory_bytes}
+        told.append(
+            {
+                "title": row.title,
+                "setting": setting,
+                "predicted": predicted,
+                "measured": measured,
+                "failure": row.failure or None,
+            }
+        )
+    return finite({"schema": 1, "trials": told})
+
+
+def _show(rows: list[Row]) -> None:
     from rich.table import Table
 
     from collector import wording
@@ -187,8 +224,6 @@ def _show(rows: list[Row], outlook: Forecast | str | None) -> None:
         table.add_column(name, justify="left" if name == _COLUMNS[0] else "right")
     for row in rows:
         option = row.predicted
-        if row.title == _AS_IT_IS and outlook is not None and not isinstance(outlook, str):
-            option = outlook.own
         cells = ["—"] * 6
         if option is not None:
             rate, low, high = map(wording.number, (option.batches_per_second, option.low, option.high))

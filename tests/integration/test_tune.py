@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shlex
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.layout import TRIAL_LOADER_VARIABLE
@@ -60,6 +62,23 @@ def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
     assert done.returncode == 1
     assert "the training failed" in done.stdout
     assert "RuntimeError: the loss is not a number" in done.stdout
+
+
+def test_what_was_tried_is_told_to_programs_too(tmp_path):
+    options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "1", "--format", "json"]
+    command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["schema"] == 1
+    first, second = told["trials"]
+    assert first["title"] == "as it is"
+    assert first["setting"] == {"num_workers": 1, "prefetch_factor": 2, "in_order": True}
+    assert second["predicted"]["low"] < second["predicted"]["batches_per_second"] < second["predicted"]["high"]
+    for trial in (first, second):
+        assert trial["failure"] is None
+        assert trial["measured"]["memory_bytes"] > 0
+    assert first["predicted"]["memory_bytes"] == pytest.approx(first["measured"]["memory_bytes"])
 
 
 def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from simulated_runs import MAIN, START_SECONDS, sample_host, sample_process, simulate
 
+from collector.commands.batch_trials import Row, as_json
 from collector.diagnosis.batch_sizes import Sized, fit, micro_batch, sized
 from collector.diagnosis.loops import loops
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -81,3 +82,18 @@ def test_memory_that_does_not_grow_with_the_batch_has_no_largest():
 )
 def test_an_effective_batch_is_split_into_equal_ones(effective, largest, split):
     assert micro_batch(effective, largest) == split
+
+
+def test_programs_are_told_what_was_tried_and_what_follows():
+    measured = points([16, 32, 64])
+    rows = [Row(size=point.batch_size, predicted=None, measured=point, failure="") for point in measured]
+    rows.append(Row(size=4096, predicted=fit(measured).at(4096), measured=None, failure="not tried"))
+    told = as_json(rows, measured[0], fit(measured), 96)
+    assert [trial["batch_size"] for trial in told["trials"]] == [16, 32, 64, 4096]
+    assert told["trials"][0]["measured"]["resource"] == "host memory"
+    assert told["trials"][-1]["predicted"]["memory_bytes"] == pytest.approx(8692 * MIB)
+    assert told["trials"][-1]["failure"] == "not tried"
+    assert told["largest"]["batch_size"] == pytest.approx(1750, abs=1)
+    assert told["accumulate"] == {"batch_size": 96, "steps_count": 1}
+    unsure = as_json(rows[:2], measured[0], fit(measured[:2]), None)
+    assert (unsure["largest"], unsure["accumulate"]) == (None, None)
