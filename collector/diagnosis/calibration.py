@@ -72,6 +72,8 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
         return "how many cores its workers have was not sampled"
     took = rows["loop_ns"].to_numpy() / SECOND_NS
+    if not np.isfinite(took).any():
+        return "each of its epochs has one batch, so what the loop takes from one to the next is not known"
     waited = rows["wait_ns"].to_numpy() / SECOND_NS
     first = rows["first"].to_numpy()
     if not recurs:

@@ -190,6 +190,11 @@ def test_epochs_begin_with_empty_queues(in_order):
     assert short.best.wait_ratio > 0.1  # no number of workers makes the first batches be there at once
 
 
+@pytest.mark.filterwarnings("error")
+def test_epochs_of_one_batch_say_nothing_of_the_loop():
+    assert "one batch" in outlook(simulate(workers=1, prefetch=2, epochs=60, **{**RUN, "batches": 1}))
+
+
 def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
     script = simulate(workers=4, prefetch=2, split=(1.0, 0.0, 0.0), cores=1.0, **RUN)  # yet the workers used four
     assert "were measured" in outlook(script)
