@@ -336,6 +336,15 @@ def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monk
         assert tracemalloc.is_tracing(), "the training's own goes on"
         tracemalloc.stop()
         assert "uses tracemalloc itself" in world.events("snapshot")[1]["error"]
+        ask(4)
+        tracemalloc.stop()  # by the training, in the middle of what was asked
+        world.end_step()
+        failed = world.events("snapshot")[2]
+        assert (failed["request"], gc.get_freeze_count()) == ("growth-4", 0)
+        assert "must be tracing" in failed["error"]
+        ask(5)
+        assert is_running(), "what is asked later is answered"
+        world.progress.requests.close()
 
 
 def test_the_history_is_recorded_if_asked_for_and_saved_for_torchs_viewer_too(out_of_memory, monkeypatch):

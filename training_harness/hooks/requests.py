@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from training_harness import session
 from training_harness.hooks.census import census
@@ -67,8 +67,8 @@ class Requests:
             function, self._call = self._call, None
             if function is not None:
                 function(current, step)
-            if self._running is not None and self._running.step_ended():
-                self._end(current, step, self._running)
+            if self._running is not None:
+                self._end_if(current, step, self._running, self._running.step_ended)
             for name in self._unseen(current.run_dir):
                 self._answer(current, step, name, functools.partial(self._make, step=step, name=name))
             now_ns = time.monotonic_ns()
@@ -81,8 +81,8 @@ class Requests:
 
     def expire(self, current: session.Session, step: int) -> int:
         """Within a step that may be long, end what runs and whose time is up; returns when that was done (ns)."""
-        if self._running is not None and self._running.expired():
-            self._end(current, step, self._running)
+        if self._running is not None:
+            self._end_if(current, step, self._running, self._running.expired)
         return time.monotonic_ns()
 
     def close(self) -> None:
@@ -92,9 +92,19 @@ class Requests:
             with contextlib.suppress(Exception):
                 running.stop()
 
-    def _end(self, current: session.Session, step: int, running: Profile | Growth) -> None:
+    def _end_if(
+        self, current: session.Session, step: int, running: Profile | Growth, is_over: Callable[[], bool]
+    ) -> None:
+        """End what runs if it is over or has failed: it fails alone, what is asked later is answered."""
+        make: _Maker = running.save
+        try:
+            if not is_over():
+                return
+        except Exception as error:
+            self.close()
+            make = functools.partial(_fail, error)
         self._running = None
-        self._answer(current, step, self._running_name, running.save)
+        self._answer(current, step, self._running_name, make)
 
     def _unseen(self, run_dir: Path) -> list[str]:
         try:
@@ -140,3 +150,7 @@ class Requests:
         self._running = Profile(torch, steps) if what == "profile" else Growth(torch, steps, self._unit)
         self._running_name = name
         return None
+
+
+def _fail(error: Exception, _current: session.Session) -> NoReturn:
+    raise error
