@@ -137,7 +137,7 @@ def held(tables: RunTables, loop: Loop) -> Held:
         most=peak(total.to_numpy()),
         worker=Private(
             ages=floats(alone, "age"),
-            sizes=floats(alone, "rss") + floats(alone, "copied"),
+            sizes=np.maximum(floats(alone, "rss") + floats(alone, "copied"), 0.0),  # the first readings come later
             copied=floats(alone, "copied"),
             late=floats(alone[alone["time"].isin(total.index[later:])], "age"),
         ),
