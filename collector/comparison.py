@@ -99,7 +99,7 @@ def words(measure: Measure, first: Measure | None = None) -> str:
     inside = []
     if change is not None and first is not None:  # shares differ in points: "577 %" more of 2 % says little
         points = 100 * ((measure.value or 0.0) - (first.value or 0.0))
-        inside.append(f"{points:+.1f} points" if measure.unit == "ratio" else f"{change:+.1%}")
+        inside.append(f"{points:+z.1f} points" if measure.unit == "ratio" else f"{change:+z.1%}")
     inside += [f"n = {measure.n:,}"] if measure.n is not None else []
     text = quantity(measure.value, measure.unit)
     return f"{text} ({', '.join(inside)})" if inside else text

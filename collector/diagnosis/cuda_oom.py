@@ -185,7 +185,7 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
         )
     found.append(
         Advice(
-            text="Make a step smaller: a smaller batch with gradient accumulation (tidegauge tune --batch-size "
+            text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
             "finds the largest that fits), activation checkpointing, bfloat16",
             expected="activations shrink in proportion to the batch",
         )

@@ -198,7 +198,7 @@ def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
         ),
         advice=(
             Advice(
-                text="tidegauge collect latest",
+                text="`tidegauge collect latest`",
                 expected="sampling of processes and host goes on; steps, batches and fetches were not interrupted",
             ),
         ),

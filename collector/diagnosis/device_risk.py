@@ -28,8 +28,8 @@ _ADVICE = (
         expected="demand stays where it is",
     ),
     Advice(
-        text="Make a step smaller: a smaller batch with gradient accumulation (tidegauge tune --batch-size finds "
-        "the largest that fits), activation checkpointing, bfloat16",
+        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
+        "finds the largest that fits), activation checkpointing, bfloat16",
         expected="activations shrink in proportion to the batch",
     ),
 )

@@ -118,9 +118,9 @@ def _to_ask(finding: Finding, tables: RunTables, *, running: bool) -> Advice:
     known = {(event["host"], event["pid"]) for event in tables.events_of("process-start")}
     if running and (locus.role == "worker" or (locus.host, locus.pid) in known):
         worker = f" --worker {locus.worker or 0}" if locus.role == "worker" else ""
-        command = f"tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}"
+        command = f"`tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}`"
         return Advice(text=command, expected="the lines that make what stays, for 100 slower steps")
     return Advice(
-        text="Run it again with tidegauge run --investigate -- COMMAND",
+        text="Run it again with `tidegauge run --investigate -- COMMAND`",
         expected="the report names the lines that make what stays",
     )

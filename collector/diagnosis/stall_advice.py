@@ -89,7 +89,7 @@ def _by_replay(outlook: Forecast | str, *, also: str = "") -> tuple[Advice, ...]
     """The setting that the replay recommends and what it buys; less work per sample where that is not enough."""
     if isinstance(outlook, str):
         measure = Advice(
-            text="Measure other settings: tidegauge tune -- COMMAND",
+            text="Measure other settings: `tidegauge tune -- COMMAND`",
             expected=f"what they would give cannot be told from this run: {outlook}",
         )
         return measure, _LESS_WORK

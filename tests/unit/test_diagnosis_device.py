@@ -139,7 +139,7 @@ def test_tensors_that_get_more_are_a_leak():
 def test_a_leak_names_the_lines_that_hold_it_or_how_to_learn_them(home):
     script = training(allocated=600 * RAMP, count=AT)
     [leak] = [f for f in diagnose(script.tables()).findings if f.kind == "gpu-tensor-leak"]
-    assert leak.advice[-1].text == "tidegauge snapshot RUN --kind growth"
+    assert leak.advice[-1].text == "`tidegauge snapshot RUN --kind growth`"
     ended = replace(finished(script).tables(), living=frozenset())
     [leak] = [f for f in diagnose(ended).findings if f.kind == "gpu-tensor-leak"]
     assert "--investigate" in leak.advice[-1].text

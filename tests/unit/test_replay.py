@@ -199,7 +199,7 @@ def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
     script = simulate(workers=4, prefetch=2, split=(1.0, 0.0, 0.0), cores=1.0, **RUN)  # yet the workers used four
     assert "were measured" in outlook(script)
     advice = find_stalls(script.tables())[0].advice
-    assert advice[0].text.startswith("Measure other settings: tidegauge tune")
+    assert advice[0].text.startswith("Measure other settings: `tidegauge tune")
     assert not any("num_workers=" in one.text for one in advice)
 
 

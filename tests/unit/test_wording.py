@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from collector import wording
+from collector.comparison import Measure, words
 from collector.diagnosis.findings import Eta, Locus
 
 
@@ -64,3 +65,13 @@ def test_percentages_keep_a_digit_where_it_matters():
 def test_a_forecast_has_its_range():
     when = Eta(low_seconds=600, mid_seconds=720, high_seconds=840, low_steps=700, mid_steps=800, high_steps=900)
     assert wording.eta(when) == "in 12 min (10 min to 14 min), about 800 steps"
+
+
+def test_no_change_is_never_a_negative_zero():
+    def share(value):
+        return Measure(label="Data wait", value=value, unit="ratio")
+
+    assert words(share(0.3101), share(0.3103)) == "31% (+0.0 points)"
+    assert words(share(0.28), share(0.31)) == "28% (-3.0 points)"
+    steps = [Measure(label="Steps", value=value, unit="count") for value in (99_999, 100_000)]
+    assert words(*steps) == "99,999 (+0.0%)"
