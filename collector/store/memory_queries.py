@@ -72,12 +72,7 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     )
     table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
     count = 0 if table.empty else int(table["bucket"].max()) + 1
-    totals: dict[str, np.ndarray[Any, Any]] = {}
-    for _, process in table.groupby(_PROCESS.split(", "), sort=False):
-        role = ROLES[int(process["role"].iloc[0])]
-        held = _carried(process, count, CARRY_NS // width + 1)
-        if held is not None:
-            totals[role] = totals.get(role, np.zeros(count)) + held
+    totals = _held(table, count, CARRY_NS // width + 1)
     elapsed = (within.from_ns + np.arange(count) * width - within.origin_ns) / 1e9
     grid = pd.DataFrame({"elapsed_seconds": elapsed, **{role: totals[role] for role in ROLES if role in totals}})
     return grid.iloc[0 if table.empty else int(table["bucket"].min()) :].reset_index(drop=True)
@@ -274,20 +269,23 @@ def allocator_trouble(snapshot: Queryable, within: Span, host: str, device: int)
     return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))
 
 
-def _carried(process: pd.DataFrame, count: int, carry: int) -> np.ndarray[Any, Any] | None:
-    """One process on the grid: its first value from first sight, each held until the next or to its end.
+def _held(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.ndarray[Any, Any]]:
+    """By role, what its processes hold in each of `count` buckets, of which `table` has a row each, in order.
 
-    A process that has not ended is held for `carry` buckets beyond its last sample.
+    Each counts with its first value from first sight, then with each value until the next or to its end. One that
+    has not ended is held for `carry` buckets beyond its last sample.
     """
-    measured = process.dropna(subset="v")
-    if measured.empty:
-        return None
-    at = measured["bucket"].to_numpy(copy=True)
-    at[0] = process["bucket"].iloc[0]  # smaps are read later than the rest: it was there already
-    ended = process["alive"].min() == 0
-    end = int(process["bucket"].iloc[-1]) + (0 if ended else carry)
-    held = np.zeros(count)
-    stops = np.append(at[1:], max(end, at[-1] + 1)).clip(max=count)
-    for start, stop, value in zip(at, stops, measured["v"].to_numpy(), strict=True):
-        held[start:stop] = value
-    return held
+    table = table.assign(process=table.groupby(_PROCESS.split(", "), sort=False).ngroup())
+    rows = table.groupby("process")
+    ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, carry)
+    measured = table.dropna(subset="v")  # smaps are read later than the rest: it was there already
+    begins = measured["bucket"].where(measured.duplicated("process"), measured["process"].map(rows["bucket"].min()))
+    at_least = measured["process"].map(ends).clip(lower=measured["bucket"] + 1)
+    stops = measured.groupby("process")["bucket"].shift(-1).fillna(at_least).clip(upper=count)
+    totals = {}
+    for role, held in measured.groupby("role"):
+        come, go = (
+            np.bincount(at[held.index].astype(int), weights=held["v"], minlength=count + 1) for at in (begins, stops)
+        )
+        totals[ROLES[int(str(role))]] = (come - go).cumsum()[:count]
+    return totals
