@@ -22,7 +22,7 @@ from pathlib import Path
 import duckdb
 
 from collector.errors import TidegaugeError
-from collector.store import shared
+from collector.store import shared, tiles
 from collector.store.engine import ERRORS, Place, connected, one_line, prepare, quoted
 from collector.store.runs import Run
 from training_harness.records import IDENTITY, NAME, STREAMS
@@ -54,6 +54,7 @@ TABLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("lost_count", "BIGINT"),
         ("damaged_count", "BIGINT"),
     ),
+    **tiles.TABLES,
 }
 
 TARGET_BYTES = 16_000_000

@@ -10,18 +10,19 @@ from collector.store.queries import (
     GRID_BUCKETS,
     GRID_STEP_NS,
     LINE_BUCKETS,
+    OF_SPAN,
     Lines,
     Queryable,
     Span,
-    lines,
-    of_sample,
+    sampled,
+    tiled,
+    tiled_lines,
     width_ns,
 )
 
 #: What a fetch is made of, and what its time went by.
 _PARTS = ("idle_ms", "getitem_ms", "collate_ms", "cpu_ms", "run_queue_ms", "blocked_ms")
-_IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)"
-_OF_LOADER = "time_ns BETWEEN $from_ns AND $to_ns AND loader = $loader AND ($rank IS NULL OR rank = $rank)"
+_OF_LOADER = f"{OF_SPAN} AND loader = $loader"
 
 
 def loaders(snapshot: Queryable) -> pd.DataFrame:
@@ -37,8 +38,7 @@ def loaders(snapshot: Queryable) -> pd.DataFrame:
 def fetching_loaders(snapshot: Queryable, within: Span) -> list[int]:
     """The loaders that made batches in the span, busiest first."""
     table = snapshot.query(
-        'SELECT loader FROM "fetch" WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank) '
-        "GROUP BY loader ORDER BY count(*) DESC",
+        f"SELECT loader FROM {tiled(within, 'fetch')} WHERE {OF_SPAN} GROUP BY loader ORDER BY sum(n) DESC",
         within.params,
     )
     return [int(loader) for loader in table["loader"]]
@@ -46,11 +46,11 @@ def fetching_loaders(snapshot: Queryable, within: Span) -> list[int]:
 
 def throughput(snapshot: Queryable, within: Span) -> pd.Series:
     """Of the batches yielded in the span, all ranks together: n, and batches and samples per second."""
-    seconds = "nullif((max(time_ns) - min(time_ns)) / 1e9, 0)"
+    seconds = "nullif((max(time_ns + last_after_ns) - min(time_ns)) / 1e9, 0)"
     return snapshot.query(
-        f"SELECT count(*) n, (count(*) - 1) / {seconds} batches_per_second, "
-        f"(sum(samples_count) - arg_min(samples_count, time_ns)) / {seconds} samples_per_second FROM batch "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)",
+        f"SELECT coalesce(sum(n), 0)::BIGINT n, (sum(n) - 1) / {seconds} batches_per_second, "
+        f"(sum(samples_count) - arg_min(samples_count_first, time_ns)) / {seconds} samples_per_second "
+        f"FROM {tiled(within, 'batch')} WHERE {OF_SPAN}",
         within.params,
     ).iloc[0]
 
@@ -66,10 +66,8 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
     made = _made(snapshot, within, loader)
     sums = made.groupby(["rank", "worker"], dropna=False)[["n", *_PARTS]].sum(min_count=1).reset_index()
     took = snapshot.query(
-        f'WITH f AS NOT MATERIALIZED (FROM "fetch" WHERE {_OF_LOADER}) '
         "SELECT rank, worker, q[1] / 1e6 median_ms, q[2] / 1e6 p95_ms FROM (SELECT rank, worker, "
-        "quantile_cont(getitem_ns + collate_ns, [0.5, 0.95]) q "
-        f"FROM f WHERE {of_sample('f')} GROUP BY rank, worker)",
+        f"quantile_cont(value, [0.5, 0.95]) q FROM {sampled(within, 'fetch', _OF_LOADER)} GROUP BY rank, worker)",
         {**within.params, "loader": loader},
     )
     return sums.merge(took, on=["rank", "worker"], how="left")
@@ -93,17 +91,19 @@ def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
     sums = ", ".join(f"sum({name.removesuffix('_ms')}_ns)::DOUBLE / 1e6 {name}" for name in _PARTS)
     return snapshot.query(
         f"SELECT rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
-        f'max(getitem_ns + coalesce(collate_ns, 0)) / 1e6 fetch_ms, count(*) n, {sums} FROM "fetch" '
-        f"WHERE {_OF_LOADER} GROUP BY ALL ORDER BY rank, worker, time_ns",
+        f"max(longest_ns) / 1e6 fetch_ms, sum(n)::BIGINT n, {sums} "
+        f"FROM {tiled(within, 'fetch', GRID_BUCKETS // 2)} WHERE {_OF_LOADER} "
+        "GROUP BY ALL ORDER BY rank, worker, time_ns",
         {**within.params, "loader": loader},
     )
 
 
 def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
     """Per batch yielded: the wait (ms), and the batches parked, ready and outstanding."""
-    where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
-    values = {"wait": "wait_ns / 1e6", **{name: f"{name}_count" for name in ("parked", "ready", "outstanding")}}
-    return lines(snapshot, within, "batch", values, where=where, buckets=LINE_BUCKETS // 2)
+    columns = ("wait_ns", "parked_count", "ready_count", "outstanding_count")
+    found = tiled_lines(snapshot, within, "batch", columns, where=f"loader = {loader:d}", buckets=LINE_BUCKETS // 2)
+    found["wait_ns"].points["value"] /= 1e6
+    return {name.rpartition("_")[0]: lines for name, lines in found.items()}
 
 
 def stage_summary(snapshot: Queryable, within: Span, loader: int | None = None) -> pd.DataFrame:
@@ -124,7 +124,7 @@ def stage_summary(snapshot: Queryable, within: Span, loader: int | None = None) 
         measured), fetch_ratio (of all time spent fetching; NaN outside of it).
 
     """
-    where = f"WHERE {_OF_LOADER}" if loader is not None else f"WHERE {_IN_SPAN}"
+    where = f"WHERE {_OF_LOADER}" if loader is not None else f"WHERE {OF_SPAN}"
     return snapshot.query(
         f"""
         WITH made AS (

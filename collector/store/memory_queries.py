@@ -285,7 +285,8 @@ def _held(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.ndarray[A
     totals = {}
     for role, held in measured.groupby("role"):
         come, go = (
-            np.bincount(at[held.index].astype(int), weights=held["v"], minlength=count + 1) for at in (begins, stops)
+            np.bincount(at[held.index].astype(int), weights=held["v"], minlength=count + 1)
+            for at in (begins, stops)
         )
         totals[ROLES[int(str(role))]] = (come - go).cumsum()[:count]
     return totals

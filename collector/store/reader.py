@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import pandas as pd
 import pyarrow as pa
 
 from collector.errors import TidegaugeError
-from collector.store import journals, lake
+from collector.store import journals, lake, tiles
 from collector.store.engine import ERRORS, Place, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
@@ -33,6 +33,7 @@ from training_harness.records import STREAMS
 
 #: What follows the name of a stream in that of the view that says how far it reaches.
 _REACH = "_reach"
+_SUFFIXES = f"({_REACH}|{tiles.ROWS}|{tiles.TILED})$"
 #: Of the SQL, of Ctrl-C, of the machine; whatever else a query raises, damaged files make.
 _NO_DAMAGE = (
     duckdb.BinderException,
@@ -72,9 +73,14 @@ class Snapshot:
     ) -> None:
         self._run = run
         self._connection = connection
-        self._views: set[str] = set()
         self._behind_ns = _clocks_behind_ns(run)
         self._problems = list(problems)
+        # In the shared store the clocks of the hosts tell no common time up to which all is laid.
+        self._trusts_tiles = bool(progress.offsets) and not run.is_shared
+        self._begin(progress)
+
+    def _begin(self, progress: lake.Progress) -> None:
+        self._views: set[str] = set()
         self._progress = progress
         self._stored = {journals.table_of(name) for name in progress.offsets}
         self._events = self._read_events(progress)
@@ -109,7 +115,8 @@ class Snapshot:
     def query(self, sql: str, params: Mapping[str, object] | Sequence[object] | None = None) -> pd.DataFrame:
         """Run SQL over the views: one per stream of `records.STREAMS`, and `event`.
 
-        And for each of them, as `step_reach`: one row with n (records), first_ns and last_ns, without a scan.
+        And for each of them, as `step_reach`: one row with n (records), first_ns and last_ns, without a scan. And
+        for some, as `step_rows`, each row as a tile, and as `step_tiled`, tiles where there are any.
 
         A column of integers with NULLs comes as float64 with NaN, one without as integers.
 
@@ -122,7 +129,12 @@ class Snapshot:
 
         """
         with self._intact():
-            frame = self._execute(sql, params).df()
+            try:
+                frame = self._execute(sql, params).df()
+            except ERRORS as error:
+                if isinstance(error, _NO_DAMAGE) or not self._forgo_tiles():
+                    raise
+                frame = self._execute(sql, params).df()
         # DuckDB gives some of them as masked integers, whose NA breaks comparisons.
         masked = [
             name
@@ -180,9 +192,12 @@ class Snapshot:
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
     ) -> duckdb.DuckDBPyConnection:
         # Journals are read when a query first names their stream: most pages need two or three.
-        named = {word.removesuffix(_REACH) for word in re.findall(r"\w+", sql.lower())}
-        for name in named & ({*STREAMS, "event"} - self._views):
-            self._add_view(name)
+        for word in set(re.findall(r"\w+", sql.lower())) - self._views:
+            name = re.sub(_SUFFIXES, "", word)
+            if name in {*STREAMS, "event"} - self._views:
+                self._add_view(name)
+            if word.endswith((tiles.ROWS, tiles.TILED)) and name in tiles.TILINGS:
+                self._add_tiles(word, name)
         return self._connection.execute(sql, params)
 
     def _add_view(self, name: str) -> None:
@@ -206,6 +221,31 @@ class Snapshot:
             f"max(last_ns) AS last_ns FROM ({' UNION ALL '.join(f'{reach} {part}' for part in parts)})"
         )
         self._views.add(name)
+
+    def _add_tiles(self, view: str, stream: str) -> None:
+        """A view of a stream as tiles: those of the lake, if it may, and the rows that they lack."""
+        until_ns = None
+        if view.endswith(tiles.TILED) and self._trusts_tiles and stream in self._stored:
+            with suppress(duckdb.CatalogException):  # a lake of an older Tidegauge
+                until_ns = tiles.laid_until_ns(self._connection, lake.LAKE, stream)
+        if until_ns is None:
+            [(rows_count,)] = self._connection.execute(f"SELECT n FROM {stream}{_REACH}").fetchall()
+            sql = tiles.alone(stream, f'"{stream}"', every=rows_count // tiles.SAMPLED_BEYOND + 1)
+        else:
+            newer = f"(FROM tail_{stream} UNION ALL BY NAME FROM {lake.LAKE}.{stream} WHERE time_ns >= {until_ns})"
+            sql = f"FROM {lake.LAKE}.{stream}{tiles.TILE} UNION ALL BY NAME {tiles.alone(stream, newer)}"
+        self._connection.execute(f"CREATE TEMP VIEW {view} AS {sql}")
+        self._views.add(view)
+
+    def _forgo_tiles(self) -> bool:
+        """Begin anew without tiles, whose files may be what is damaged; False if there are none to be used."""
+        if not self._trusts_tiles:
+            return False
+        self._trusts_tiles = False
+        self._connection.rollback()  # and with it go the views
+        self._connection.begin()
+        self._begin(lake.read_progress(self._connection))
+        return True
 
     def _read_tail(self, stream: str) -> pa.Table:
         tables = [journals.arrow_schema(STREAMS[stream]).empty_table()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import duckdb
 
-from collector.store import added, lake, mirror, shared
+from collector.store import added, lake, mirror, shared, tiles
 from collector.store.durable import DataFiles
 from collector.store.engine import ERRORS, one_line
 from collector.store.runs import Run
@@ -16,6 +16,10 @@ from collector.store.runs import Run
 _READERS_AT_MOST = "INTERVAL 30 MINUTES"
 #: A file of a commit under way belongs to no snapshot yet.
 _COMMITS_AT_MOST = "INTERVAL 1 DAY"
+#: Tiles are laid so often, of what is so old: nothing comes so late.
+_SETTLED_NS = 600 * 10**9
+#: About so many rows at once: a bound on memory.
+_TILED_AT_ONCE = 500_000
 
 
 def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
@@ -40,6 +44,9 @@ def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> t
 def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
     problems: list[str] = []
     try:
+        for stream in tiles.TILINGS:
+            with _told(problems, connection, f"{stream}{tiles.TILE}"):
+                _lay_tiles(connection, files, stream)
         # Readers wait meanwhile, so they are let in after each table.
         for table in lake.TABLES:
             locked, told = lake.files_locked(run, exclusive=True), _told(problems, connection, table)
@@ -79,6 +86,28 @@ def _told(problems: list[str], connection: duckdb.DuckDBPyConnection, table: str
             connection.rollback()
         _call(connection, "ducklake_table_info")
         problems.append(f"the lake's table {table} was not tidied up: {one_line(error)}")
+
+
+def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: str) -> None:
+    """Lay the tiles that are missing; anew if rows have come that are older than what was laid."""
+    rows, table = f"{lake.LAKE}.{stream}", f"{lake.LAKE}.{stream}{tiles.TILE}"
+    found = connection.execute(f"SELECT count(*), min(time_ns), max(time_ns) FROM {rows}").fetchall()
+    rows_count, first_ns, last_ns = found[0]
+    if rows_count <= tiles.SAMPLED_BEYOND:
+        return
+    laid_ns = tiles.laid_until_ns(connection, lake.LAKE, stream)
+    begin_ns = first_ns if laid_ns is None else laid_ns
+    end_ns = (last_ns - _SETTLED_NS) // tiles.TILE_NS * tiles.TILE_NS
+    if end_ns - begin_ns < _SETTLED_NS:
+        return
+    at_once_ns = max(1, (last_ns - first_ns) * _TILED_AT_ONCE // rows_count // tiles.TILE_NS) * tiles.TILE_NS
+    with files.transaction(connection):
+        if laid_ns is None:
+            connection.execute(f"DELETE FROM {table}")
+        for from_ns in range(begin_ns // tiles.TILE_NS * tiles.TILE_NS, end_ns, at_once_ns):
+            to_ns = min(from_ns + at_once_ns, end_ns)
+            piece = f"(FROM {rows} WHERE time_ns >= {from_ns} AND time_ns < {to_ns})"
+            connection.execute(f"INSERT INTO {table} BY NAME {tiles.laid(stream, piece)}")
 
 
 def _merge(connection: duckdb.DuckDBPyConnection, table: str) -> None:

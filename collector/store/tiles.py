@@ -1,0 +1,157 @@
+"""Tiles: what the rows of ten seconds come to, kept beside them so that a look at a long run reads few of them.
+
+The upkeep of a lake lays them: one row for each ten seconds and each rank, loader or worker, with counts, sums,
+extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same thing: a row
+stands for itself alone. So one query serves all runs, of whatever is in tiles and of the rows that are not yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import duckdb
+
+#: As wide as a tile is.
+TILE_NS = 10_000_000_000
+#: One value in so many stays for quantiles.
+SAMPLED = 16
+#: Of no more rows than this they are exact, and there are no tiles.
+SAMPLED_BEYOND = 1_000_000
+#: Of what the name of a table of tiles ends with, and that of the view that has tiles where there are any.
+TILE, TILED = "_tile", "_tiled"
+#: The same view of rows alone: for what is shorter than tiles.
+ROWS = "_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """A column of a tile: in SQL, of many rows together, and of a row alone."""
+
+    name: str
+    together: str
+    alone: str
+    kind: str = "BIGINT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """What the tiles of a stream are of and tell; `sample` is the value in SQL whose quantiles are asked for."""
+
+    keys: tuple[tuple[str, str], ...]
+    facts: tuple[_Fact, ...]
+    sample: str = ""
+
+    def all_facts(self, every: int = SAMPLED) -> tuple[_Fact, ...]:
+        """With those that every tile tells; one value in so many is in the sample."""
+        chosen = f"hash(time_ns) % {every} = 0"
+        named = f"list({self.sample}) FILTER ({chosen})", f"CASE WHEN {chosen} THEN [{self.sample}] END"
+        return (*_COMMON, *self.facts, *([_Fact("sample", *named, "BIGINT[]")] if self.sample else []))
+
+
+def _sum(column: str) -> _Fact:
+    return _Fact(column, f"sum({column})", column)
+
+
+def _extremes(column: str) -> tuple[_Fact, ...]:
+    """The smallest and the largest value, how long after the first row each came, and of how many they are."""
+    return (
+        _Fact(f"{column}_low", f"min({column})", column),
+        _Fact(f"{column}_low_after_ns", f"arg_min(time_ns, {column}) - min(time_ns)", "0"),
+        _Fact(f"{column}_high", f"max({column})", column),
+        _Fact(f"{column}_high_after_ns", f"arg_max(time_ns, {column}) - min(time_ns)", "0"),
+        _Fact(f"{column}_n", f"count({column})", f"({column} IS NOT NULL)::INTEGER", "INTEGER"),
+    )
+
+
+_COMMON = (
+    _Fact("time_ns", "min(time_ns)", "time_ns"),
+    _Fact("last_after_ns", "max(time_ns) - min(time_ns)", "0"),
+    _Fact("n", "count(*)", "1", "INTEGER"),
+)
+_RANK, _LOADER, _WORKER = (("rank", "INTEGER"), ("loader", "INTEGER"), ("worker", "INTEGER"))
+_FETCH_SUMS = ("idle_ns", "getitem_ns", "collate_ns", "cpu_ns", "run_queue_ns", "blocked_ns")
+#: A step without a duration, as the first one, is not timed.
+_IS_TIMED = "duration_ns IS NOT NULL"
+_REST = "greatest(duration_ns - coalesce(data_wait_ns, 0), 0)"
+TILINGS = {
+    "step": _Tiling(
+        keys=(_RANK,),
+        facts=(
+            _Fact("step_high", "max(step)", "step"),
+            _Fact("timed_step_low", f"min(step) FILTER ({_IS_TIMED})", f"CASE WHEN {_IS_TIMED} THEN step END"),
+            _Fact("timed_n", "count(duration_ns)", f"({_IS_TIMED})::INTEGER", "INTEGER"),
+            _sum("duration_ns"),
+            _Fact("slowest_ns", "max(duration_ns)", "duration_ns"),
+            _Fact(
+                "wait_ns", f"sum(data_wait_ns) FILTER ({_IS_TIMED})", f"CASE WHEN {_IS_TIMED} THEN data_wait_ns END"
+            ),
+            _Fact("rest_ns", f"sum({_REST})", _REST),
+        ),
+        sample="duration_ns",
+    ),
+    "batch": _Tiling(
+        keys=(_RANK, _LOADER),
+        facts=(
+            *_extremes("wait_ns"),
+            *_extremes("parked_count"),
+            *_extremes("ready_count"),
+            *_extremes("outstanding_count"),
+            _sum("samples_count"),
+            _Fact("samples_count_first", "arg_min(samples_count, time_ns)", "samples_count"),
+        ),
+    ),
+    "fetch": _Tiling(
+        keys=(_RANK, _LOADER, _WORKER),
+        facts=(
+            *map(_sum, _FETCH_SUMS),
+            _Fact(
+                "longest_ns",
+                "max(getitem_ns + coalesce(collate_ns, 0))",
+                "getitem_ns + coalesce(collate_ns, 0)",
+            ),
+        ),
+        sample="getitem_ns + collate_ns",
+    ),
+}
+#: table -> ((column, SQL type), ...), as in the lake.
+TABLES = {
+    f"{stream}{TILE}": (*tiling.keys, *((fact.name, fact.kind) for fact in tiling.all_facts()))
+    for stream, tiling in TILINGS.items()
+}
+
+
+def laid(stream: str, source: str) -> str:
+    """SQL: the tiles of the rows of `source`."""
+    tiling = TILINGS[stream]
+    keys = ", ".join(name for name, _ in tiling.keys)
+    facts = ", ".join(f"({fact.together})::{fact.kind} AS {fact.name}" for fact in tiling.all_facts())
+    return f"SELECT {keys}, {facts} FROM {source} GROUP BY {keys}, time_ns // {TILE_NS}"
+
+
+def alone(stream: str, source: str, *, every: int = SAMPLED) -> str:
+    """SQL: the rows of `source`, each as a tile of its own; one in so many is in the sample."""
+    tiling = TILINGS[stream]
+    facts = ", ".join(f"{fact.alone} AS {fact.name}" for fact in tiling.all_facts(every))
+    return f"SELECT {', '.join(name for name, _ in tiling.keys)}, {facts} FROM {source}"
+
+
+def laid_until_ns(connection: duckdb.DuckDBPyConnection, lake: str, stream: str) -> int | None:
+    """The time before which all rows of a lake are in its tiles; None if there are none, or a row came late.
+
+    The catalog knows how many rows there are, so only the newest ones are looked at.
+
+    Raises:
+        duckdb.Error: the tiles cannot be read.
+
+    """
+    last, tiled_count = connection.execute(
+        f"SELECT max(time_ns // {TILE_NS}), sum(n) FROM {lake}.{stream}{TILE}"
+    ).fetchall()[0]
+    if last is None:
+        return None
+    until_ns = (int(last) + 1) * TILE_NS
+    rows_count, newer_count = connection.execute(
+        f"SELECT (SELECT count(*) FROM {lake}.{stream}), "
+        f"(SELECT count(*) FROM {lake}.{stream} WHERE time_ns >= {until_ns})"
+    ).fetchall()[0]
+    return until_ns if tiled_count + newer_count == rows_count else None
