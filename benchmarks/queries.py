@@ -64,8 +64,9 @@ def make(
         for name in ("step", "batch", "fetch"):
             for begin in range(0, batches, INSERT_ROWS):
                 insert(connection, name, begin, min(begin + INSERT_ROWS, batches), every_ns, origin_ns, **many)
-        for place in range(ranks * (1 + workers) + 1):
-            insert(connection, "process", 0, ticks, 10**9, origin_ns, place, **many)
+        at_once = INSERT_ROWS // (ranks * (1 + workers) + 1)
+        for begin in range(0, ticks, at_once):
+            insert(connection, "process", begin, min(begin + at_once, ticks), 10**9, origin_ns, **many)
         insert(connection, "host", 0, ticks, 10**9, origin_ns)
         loader = json.dumps({"loader": 0, "num_workers": workers, "prefetch_factor": 2, "batch_size": 64})
         for rank in range(ranks):
@@ -101,7 +102,6 @@ def insert(
     end: int,
     every_ns: int,
     origin_ns: int,
-    place: int = 0,
     *,
     ranks: int = 1,
     workers: int = WORKERS,
@@ -110,26 +110,26 @@ def insert(
 
     The processes of a rank have places in a row: its main process, then its workers. The collector is last.
     """
-    rank, worker = divmod(place, 1 + workers)
-    of_worker = table != "process" or (worker and rank < ranks)
-    several = ranks > 1
+    of_process, several = table == "process", ranks > 1
+    place_rank, worker = f"place // {1 + workers}", f"place % {1 + workers} - 1"
+    place_role = f"CASE WHEN {place_rank} = {ranks} THEN 3 WHEN {worker} >= 0 THEN 1 ELSE 0 END"
     known = {
         # The samples of one tick have one time.
         "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns != 10**9 else ""),
         "step": f"i // {ranks}",
         "epoch": f"i // {ranks} // 1000",
         "index": f"i // {ranks} % 1000",
-        "worker": f"i // {ranks} % {workers}" if table != "process" else f"{worker - 1}" if of_worker else "NULL",
-        "loader": "0" if of_worker else "NULL",
+        "worker": f"CASE WHEN {place_role} = 1 THEN {worker} END" if of_process else f"i // {ranks} % {workers}",
+        "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
         "host": "'node'",
-        "pid": "1" if table in ("process", "host") else f"1 + i % {ranks}",
+        "pid": "1" if of_process or table == "host" else f"1 + i % {ranks}",
         "start_ticks": "1",
-        "rank": f"i % {ranks}" if several and table not in ("process", "host") else "NULL",
-        "role": "3" if rank == ranks else "1" if worker else "0",
-        "process_pid": f"{100 + place}",
+        "rank": f"i % {ranks}" if several and not of_process and table != "host" else "NULL",
+        "role": place_role,
+        "process_pid": "100 + place",
         "process_start_ticks": "1",
-        "process_rank": f"{rank}" if several and rank < ranks else "NULL",
+        "process_rank": f"nullif({place_rank}, {ranks})" if several else "NULL",
         "alive": "1",
         "memory_total_bytes": "68719476736",
         "cgroup_limit_bytes": "34359738368",
@@ -146,9 +146,9 @@ def insert(
         else:
             value = "random() * 8"
         values.append(f'({value})::{kind} AS "{name}"')
-    connection.execute(
-        f"INSERT INTO {lake.LAKE}.{table} BY NAME SELECT {', '.join(values)} FROM range({begin}, {end}) t(i)"
-    )
+    places = f", range({ranks * (1 + workers) + 1}) u(place) ORDER BY i" if of_process else ""
+    rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}"
+    connection.execute(f"INSERT INTO {lake.LAKE}.{table} BY NAME {rows}")
 
 
 class Measured:

@@ -101,7 +101,9 @@ def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
     """Per batch yielded: the wait (ms), and the batches parked, ready and outstanding."""
     columns = ("wait_ns", "parked_count", "ready_count", "outstanding_count")
-    found = tiled_lines(snapshot, within, "batch", columns, where=f"loader = {loader:d}", buckets=LINE_BUCKETS // 2)
+    buckets = LINE_BUCKETS // 2
+    source, where = tiled(within, "batch", buckets), f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
+    found = tiled_lines(snapshot, within, source, columns, where=where, series="''", buckets=buckets)
     found["wait_ns"].points["value"] /= 1e6
     return {name.rpartition("_")[0]: lines for name, lines in found.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from collector.store import tiles
 from collector.store.engine import quoted
 from collector.store.queries import (
     GRID_BUCKETS,
@@ -16,6 +17,8 @@ from collector.store.queries import (
     Span,
     lines,
     only,
+    tiled,
+    tiled_lines,
     width_ns,
 )
 from training_harness.records import ROLES
@@ -35,19 +38,14 @@ _SERIES = (
     "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
 )
-#: A process counts as what it has turned out to be, also later: the main one is an "other" until it trains.
-_PLACES = (
-    f"(SELECT *, {_SERIES} AS series FROM (SELECT {_PROCESS}, arg_max(role, time_ns) AS role, "
-    "arg_max(loader, time_ns) AS loader, arg_max(worker, time_ns) AS worker, "
-    "arg_max(process_rank, time_ns) AS process_rank FROM process WHERE time_ns >= $from_ns GROUP BY ALL))"
-)
+_PLACE = ("role", "loader", "worker", "process_rank")
 
 
 def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None:
     """`wanted` if any process has it in the span, else `rss_bytes`, else None."""
     row = snapshot.query(
-        f"SELECT count({wanted}) wanted, count(rss_bytes) rss FROM process "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns",
+        f"SELECT coalesce(sum({wanted}_n), 0) wanted, coalesce(sum(rss_bytes_n), 0) rss "
+        f"FROM {tiled(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns",
         only(within.params, "from_ns", "to_ns"),
     ).iloc[0]
     if row["wanted"]:
@@ -65,8 +63,9 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     """
     width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
     table = snapshot.query(
-        f"SELECT {_PROCESS}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric})::DOUBLE v, "
-        "min(alive) alive FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        f"SELECT {_PROCESS}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
+        f"min(alive_low) alive FROM {tiled(within, 'process', GRID_BUCKETS)} "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns "
         "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
         {**only(within.params, "from_ns", "to_ns"), "host": host},
     )
@@ -89,14 +88,14 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     """
     table = snapshot.query(
-        f"SELECT {_PROCESS}, min(time_ns) first_ns, max(time_ns) last_ns, min(alive) = 0 AS ended, "
-        "arg_max(private_dirty_bytes, time_ns) private_dirty_bytes, "
-        "regr_slope(private_dirty_bytes, time_ns / 1e9) private_dirty_slope, "
-        "count(private_dirty_bytes) private_dirty_count, "
-        "arg_max(pss_bytes, time_ns) pss_bytes, max(pss_bytes) pss_peak_bytes, "
-        "arg_max(rss_bytes, time_ns) rss_bytes, regr_slope(rss_bytes, time_ns / 1e9) rss_slope, "
-        "count(rss_bytes) rss_count FROM process WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL "
-        "ORDER BY first_ns, process_pid",
+        f"SELECT {_PROCESS}, min(time_ns) first_ns, max(time_ns + last_after_ns) last_ns, "
+        "min(alive_low) = 0 ended, arg_max(private_dirty_bytes_newest, time_ns) private_dirty_bytes, "
+        f"{tiles.slope('private_dirty_bytes')} private_dirty_slope, "
+        "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
+        "arg_max(pss_bytes_newest, time_ns) pss_bytes, max(pss_bytes_high) pss_peak_bytes, "
+        f"arg_max(rss_bytes_newest, time_ns) rss_bytes, {tiles.slope('rss_bytes')} rss_slope, "
+        f"sum(rss_bytes_n)::BIGINT rss_count FROM {tiled(within, 'process')} "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY first_ns, process_pid",
         only(within.params, "from_ns", "to_ns"),
     )
     table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
@@ -110,24 +109,33 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """The role and the place of each process of the span's rank, or of none."""
     table = snapshot.query(
-        f"SELECT {_PROCESS}, role, series, process_rank FROM {_PLACES}", only(within.params, "from_ns")
+        f"SELECT {_PROCESS}, role, series, process_rank FROM {_placed(tiled(within, 'process'))}",
+        only(within.params, "from_ns"),
     )
     rank = table.pop("process_rank")
     return table if within.rank is None else table[rank.isna() | (rank == within.rank)]
 
 
+def _placed(source: str) -> str:
+    """SQL: the place in the run of each process of `source`, as tiles, since `$from_ns`.
+
+    A process counts as what it has turned out to be, also later: the main one is an "other" until it trains.
+    """
+    newest = ", ".join(f"arg_max({name}_newest, time_ns) AS {name}" for name in _PLACE)
+    of_each = f"(SELECT {_PROCESS}, {newest} FROM {source} WHERE time_ns >= $from_ns GROUP BY ALL)"
+    return f"(SELECT *, {_SERIES} AS series FROM {of_each})"
+
+
 def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[str]) -> Lines:
     """A line per place (main, worker k of loader l) of a process metric, thinned."""
     names = ", ".join(quoted(name) for name in series) or "''"
-    return lines(
-        snapshot,
-        within,
-        f"(SELECT time_ns, {metric}, series FROM process JOIN {_PLACES} USING ({_PROCESS}) "
-        f"WHERE series IN ({names}))",
-        {metric: metric},
-        series="series",
-        buckets=GRID_BUCKETS,
-    )[metric]
+    of_each = (
+        f"{tiled(within, 'process', GRID_BUCKETS)} JOIN {_placed(tiled(within, 'process'))} USING ({_PROCESS})"
+    )
+    where = f"series IN ({names})"
+    return tiled_lines(snapshot, within, of_each, [metric], where=where, series="series", buckets=GRID_BUCKETS)[
+        metric
+    ]
 
 
 def host_limits(snapshot: Queryable) -> pd.DataFrame:
@@ -209,9 +217,10 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
     """
     return snapshot.query(
         "SELECT series, arg_max(present, last_ns) now_count, max(highest) peak_count, "
-        f"arg_max(allowed, last_ns) limit_count FROM (SELECT {_PROCESS}, max(time_ns) last_ns, "
-        "arg_max(fd_count, time_ns) present, max(fd_count) highest, arg_max(fd_limit_count, time_ns) allowed "
-        f"FROM process GROUP BY ALL) JOIN {_PLACES} USING ({_PROCESS}) WHERE role < 3 GROUP BY series "
+        f"arg_max(allowed, last_ns) limit_count FROM (SELECT {_PROCESS}, max(time_ns + last_after_ns) last_ns, "
+        "arg_max(fd_count_newest, time_ns) present, max(fd_count_high) highest, "
+        "arg_max(fd_limit_count_newest, time_ns) allowed FROM process_tiled GROUP BY ALL) "
+        f"JOIN {_placed('process_tiled')} USING ({_PROCESS}) WHERE role < 3 GROUP BY series "
         "HAVING limit_count > 0 AND peak_count > 0 ORDER BY peak_count / limit_count DESC, series",
         {"from_ns": 0},
     )

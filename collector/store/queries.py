@@ -175,9 +175,9 @@ def lines(
 
 
 def tiled_lines(
-    snapshot: Queryable, within: Span, stream: str, columns: Sequence[str], *, where: str, buckets: int
+    snapshot: Queryable, within: Span, source: str, columns: Sequence[str], *, where: str, series: str, buckets: int
 ) -> dict[str, Lines]:
-    """The same of columns whose extremes are in the tiles of a stream."""
+    """The same of columns whose extremes are in tiles, with `source` of these (`tiled`)."""
     parts = [
         f"arg_min(time_ns + {column}_low_after_ns, {column}_low) t_low{k}, min({column}_low) low{k}, "
         f"arg_max(time_ns + {column}_high_after_ns, {column}_high) t_high{k}, max({column}_high) high{k}, "
@@ -185,9 +185,9 @@ def tiled_lines(
         for k, column in enumerate(columns)
     ]
     table = snapshot.query(
-        f"SELECT '' AS series, {', '.join(parts)} FROM {tiled(within, stream, buckets)} "
-        f"WHERE {OF_SPAN} AND {where} GROUP BY (time_ns - $from_ns) // {width_ns(within, buckets)}",
-        within.params,
+        f"SELECT {series} AS series, {', '.join(parts)} FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        f"AND ({where}) GROUP BY {series}, (time_ns - $from_ns) // {width_ns(within, buckets)}",
+        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
     )
     return {column: _line(table, within, k) for k, column in enumerate(columns)}
 
@@ -236,7 +236,7 @@ def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
 
 def tiled(within: Span, stream: str, buckets: int | None = None) -> str:
     """The view of a stream as tiles that serves for a span; of so many buckets none may be narrower than a tile."""
-    coarse = within.is_whole and (buckets is None or width_ns(within, buckets) >= tiles.TILE_NS)
+    coarse = within.is_whole and (buckets is None or width_ns(within, buckets) >= tiles.TILINGS[stream].width_ns)
     return f"{stream}{tiles.TILED if coarse else tiles.ROWS}"
 
 

@@ -1,8 +1,8 @@
-"""Tiles: what the rows of ten seconds come to, kept beside them so that a look at a long run reads few of them.
+"""Tiles: what the rows of some seconds come to, kept beside them so that a look at a long run reads few of them.
 
-The upkeep of a lake lays them: one row for each ten seconds and each rank, loader or worker, with counts, sums,
-extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same thing: a row
-stands for itself alone. So one query serves all runs, of whatever is in tiles and of the rows that are not yet.
+The upkeep of a lake lays them: one row for each ten seconds and each rank, loader, worker or process, with counts,
+sums, extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same thing:
+a row stands for itself alone. So one query serves all runs, what is in tiles and the rows that are not yet.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-#: As wide as a tile is.
-TILE_NS = 10_000_000_000
+#: As wide as a tile is; of `process`, whose records come once a second, wider.
+TILE_NS, _PROCESS_TILE_NS = 10_000_000_000, 30_000_000_000
 #: One value in so many stays for quantiles.
 SAMPLED = 16
 #: Of no more rows than this they are exact, and there are no tiles.
@@ -40,6 +40,7 @@ class _Tiling:
     keys: tuple[tuple[str, str], ...]
     facts: tuple[_Fact, ...]
     sample: str = ""
+    width_ns: int = TILE_NS
 
     def all_facts(self, every: int = SAMPLED) -> tuple[_Fact, ...]:
         """With those that every tile tells; one value in so many is in the sample."""
@@ -63,6 +64,34 @@ def _extremes(column: str) -> tuple[_Fact, ...]:
     )
 
 
+def _newest(column: str) -> _Fact:
+    return _Fact(f"{column}_newest", f"arg_max({column}, time_ns)", column)
+
+
+def _regression(column: str) -> tuple[_Fact, ...]:
+    """Sums for a straight line through values over seconds since the tile's place in time; see `slope`."""
+    sums = {"sum": column, "at": _AT, "at_at": f"{_AT} * {_AT}", "at_sum": f"{_AT} * {column}"}
+    return tuple(
+        _Fact(
+            f"{column}_{name}",
+            f"sum({value}) FILTER ({column} IS NOT NULL)",
+            f"CASE WHEN {column} IS NOT NULL THEN {value} END",
+            "DOUBLE",
+        )
+        for name, value in sums.items()
+    )
+
+
+def slope(column: str) -> str:
+    """SQL: the slope per second of the straight line through all values of a column of `process`."""
+    x = f"((time_ns - time_ns % {_PROCESS_TILE_NS} - $from_ns) / 1e9)"
+    n, sum_x, sum_y = f"sum({column}_n)", f"sum({column}_n * {x} + {column}_at)", f"sum({column}_sum)"
+    sum_xx = f"sum({column}_n * {x} * {x} + 2 * {x} * {column}_at + {column}_at_at)"
+    sum_xy = f"sum({x} * {column}_sum + {column}_at_sum)"
+    return f"CASE WHEN {n} > 1 THEN ({n} * {sum_xy} - {sum_x} * {sum_y}) / ({n} * {sum_xx} - {sum_x} * {sum_x}) END"
+
+
+_AT = f"((time_ns % {_PROCESS_TILE_NS}) / 1e9)"
 _COMMON = (
     _Fact("time_ns", "min(time_ns)", "time_ns"),
     _Fact("last_after_ns", "max(time_ns) - min(time_ns)", "0"),
@@ -112,6 +141,21 @@ TILINGS = {
         ),
         sample="getitem_ns + collate_ns",
     ),
+    "process": _Tiling(
+        keys=(("host", "VARCHAR"), ("process_pid", "INTEGER"), ("process_start_ticks", "BIGINT")),
+        facts=(
+            *map(_newest, ("role", "loader", "worker", "process_rank")),
+            _Fact("alive_low", "min(alive)", "alive"),
+            *_extremes("private_dirty_bytes"),
+            *_extremes("pss_bytes"),
+            *_extremes("rss_bytes"),
+            *_extremes("fd_count"),
+            *map(_newest, ("private_dirty_bytes", "pss_bytes", "rss_bytes", "fd_count", "fd_limit_count")),
+            *_regression("private_dirty_bytes"),
+            *_regression("rss_bytes"),
+        ),
+        width_ns=_PROCESS_TILE_NS,
+    ),
 }
 #: table -> ((column, SQL type), ...), as in the lake.
 TABLES = {
@@ -125,7 +169,7 @@ def laid(stream: str, source: str) -> str:
     tiling = TILINGS[stream]
     keys = ", ".join(name for name, _ in tiling.keys)
     facts = ", ".join(f"({fact.together})::{fact.kind} AS {fact.name}" for fact in tiling.all_facts())
-    return f"SELECT {keys}, {facts} FROM {source} GROUP BY {keys}, time_ns // {TILE_NS}"
+    return f"SELECT {keys}, {facts} FROM {source} GROUP BY {keys}, time_ns // {tiling.width_ns}"
 
 
 def alone(stream: str, source: str, *, every: int = SAMPLED) -> str:
@@ -144,12 +188,13 @@ def laid_until_ns(connection: duckdb.DuckDBPyConnection, lake: str, stream: str)
         duckdb.Error: the tiles cannot be read.
 
     """
+    width_ns = TILINGS[stream].width_ns
     last, tiled_count = connection.execute(
-        f"SELECT max(time_ns // {TILE_NS}), sum(n) FROM {lake}.{stream}{TILE}"
+        f"SELECT max(time_ns // {width_ns}), sum(n) FROM {lake}.{stream}{TILE}"
     ).fetchall()[0]
     if last is None:
         return None
-    until_ns = (int(last) + 1) * TILE_NS
+    until_ns = (int(last) + 1) * width_ns
     rows_count, newer_count = connection.execute(
         f"SELECT (SELECT count(*) FROM {lake}.{stream}), "
         f"(SELECT count(*) FROM {lake}.{stream} WHERE time_ns >= {until_ns})"

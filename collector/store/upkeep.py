@@ -95,16 +95,17 @@ def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: 
     rows_count, first_ns, last_ns = found[0]
     if rows_count <= tiles.SAMPLED_BEYOND:
         return
+    width_ns = tiles.TILINGS[stream].width_ns
     laid_ns = tiles.laid_until_ns(connection, lake.LAKE, stream)
     begin_ns = first_ns if laid_ns is None else laid_ns
-    end_ns = (last_ns - _SETTLED_NS) // tiles.TILE_NS * tiles.TILE_NS
+    end_ns = (last_ns - _SETTLED_NS) // width_ns * width_ns
     if end_ns - begin_ns < _SETTLED_NS:
         return
-    at_once_ns = max(1, (last_ns - first_ns) * _TILED_AT_ONCE // rows_count // tiles.TILE_NS) * tiles.TILE_NS
+    at_once_ns = max(1, (last_ns - first_ns) * _TILED_AT_ONCE // rows_count // width_ns) * width_ns
     with files.transaction(connection):
         if laid_ns is None:
             connection.execute(f"DELETE FROM {table}")
-        for from_ns in range(begin_ns // tiles.TILE_NS * tiles.TILE_NS, end_ns, at_once_ns):
+        for from_ns in range(begin_ns // width_ns * width_ns, end_ns, at_once_ns):
             to_ns = min(from_ns + at_once_ns, end_ns)
             piece = f"(FROM {rows} WHERE time_ns >= {from_ns} AND time_ns < {to_ns})"
             connection.execute(f"INSERT INTO {table} BY NAME {tiles.laid(stream, piece)}")

@@ -1,0 +1,219 @@
+"""A long run through its tiles: what a look shows is what its rows would show, whatever became of the tiles."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pandas as pd
+import pytest
+from store_world import ask_the_lake, in_the_lake, make_run
+
+from collector.store import lake, loading_queries, memory_queries, queries, tiles
+from collector.store.ingest import Ingester
+from collector.store.reader import read
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING, STREAMS
+
+SECOND_NS = 10**9
+EVERY_NS = 2 * SECOND_NS
+STEPS = 7200
+RANKS = WORKERS = 2
+SPIKE_AT = 4321
+
+
+class Training:
+    """Four hours of two ranks with two workers each; the second worker is slow, one batch is awaited for long."""
+
+    def __init__(self, run):
+        self.run = run
+        self._begin_ns = time.monotonic_ns() - STEPS * EVERY_NS
+        self._random = random.Random(7)
+        self._writers = {
+            (stream, rank): JournalWriter(run.journal_dir, STREAMS[stream], Identity("node", 100 + rank, 1, rank))
+            for stream in ("step", "batch", "fetch", "process")
+            for rank in range(RANKS)
+        }
+
+    def train(self, steps):
+        for step in steps:
+            for rank in range(RANKS):
+                self.step(step, rank)
+
+    def step(self, step, rank):
+        noise = self._random.randrange(10**6)
+        worker = step % WORKERS
+        common = {"time_ns": self._begin_ns + step * EVERY_NS + noise, "loader": 0, "epoch": 0, "index": step}
+        wait_ns = 5 * SECOND_NS if step == SPIKE_AT else 10**6 + noise
+        duration_ns = MISSING["q"] if step == 0 else EVERY_NS + noise
+        self._write("step", rank, common | {"step": step, "duration_ns": duration_ns, "data_wait_ns": wait_ns})
+        of_batch = {"wait_ns": wait_ns, "ready_count": step % 3, "parked_count": 0, "samples_count": 64}
+        self._write("batch", rank, common | of_batch | {"worker": worker})
+        fetched = {"idle_ns": 10**6, "getitem_ns": (1 + worker) * 10**8 + noise, "collate_ns": 10**6}
+        self._write("fetch", rank, common | fetched | {"cpu_ns": 5 * 10**7, "worker": worker})
+        sampled = {"process_pid": 100 + rank, "process_start_ticks": 1, "process_rank": rank, "role": 0, "alive": 1}
+        grown = {"private_dirty_bytes": 10**8 + step * 4096, "fd_count": 10 + step % 7, "fd_limit_count": 1024}
+        pss = {"pss_bytes": 10**8 + noise} if step % 3 == 0 else {}
+        self._write(
+            "process", rank, common | sampled | grown | pss | {"loader": MISSING["i"], "rss_bytes": 2 * 10**8}
+        )
+
+    def _write(self, stream, rank, values):
+        columns = STREAMS[stream].columns
+        self._writers[stream, rank].append(*(values.get(column.name, MISSING[column.code]) for column in columns))
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 5000)
+    training = Training(make_run(tmp_path))
+    training.train(range(STEPS))
+    return training
+
+
+def look(run, rank=None):
+    """Every figure of the whole run that can come of tiles, and what the views of them are made of."""
+    with read(run) as snapshot:
+        reach = queries.extent(snapshot)
+        within = queries.span(snapshot, reach, origin=0, window="run", rank=rank)
+        within = queries.replace(within, from_ns=reach.first_ns, origin_ns=reach.first_ns)
+        lines = loading_queries.batch_lines(snapshot, within, 0)
+        of_processes = memory_queries.process_lines(snapshot, within, "private_dirty_bytes", ["rank 0 main"])
+        found = {
+            "steps": queries.steps(snapshot, within),
+            "step summary": queries.step_summary(snapshot, within).to_frame().T.astype("float64"),
+            "throughput": loading_queries.throughput(snapshot, within).to_frame().T.astype("float64"),
+            "clock": queries.step_clock(snapshot, within),
+            "split": loading_queries.worker_split(snapshot, within, 0),
+            "heat": loading_queries.fetch_heat(snapshot, within, 0),
+            **{f"line {name}": each.points for name, each in lines.items()},
+            "line of process": of_processes.points,
+            "by role": memory_queries.memory_by_role(snapshot, within, "pss_bytes"),
+            "processes": memory_queries.processes(snapshot, within),
+            "open files": memory_queries.open_files(snapshot),
+        }
+        assert loading_queries.fetching_loaders(snapshot, within) == [0]
+        assert memory_queries.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
+        counts = {name: each.samples_count for name, each in lines.items()}
+        views = snapshot.query("SELECT view_name, sql FROM duckdb_views() WHERE view_name LIKE '%tiled'")
+        assert len(views) == len(tiles.TILINGS)
+        return found, counts, views["sql"].str.contains(r"lake\.\w+_tile").all()
+
+
+def assert_same(found, expected):
+    """Sums, extremes and their times are the same; what is of one bucket may be of its neighbour, by one tile."""
+    (tables, counts, _), (raw_tables, raw_counts, _) = found, expected
+    assert counts == raw_counts
+    for name in ("throughput", "processes", "open files"):
+        pd.testing.assert_frame_equal(tables[name], raw_tables[name], check_dtype=False, rtol=1e-6)
+    for name in ("step summary", "split"):
+        exact = [column for column in tables[name] if column[:2] not in ("p5", "p9", "me")]
+        pd.testing.assert_frame_equal(tables[name][exact], raw_tables[name][exact], check_dtype=False)
+        for column in {"p50_ms", "p95_ms", "median_ms"} & {*tables[name]}:  # of samples
+            assert tables[name][column].tolist() == pytest.approx(raw_tables[name][column].tolist(), rel=0.01)
+    for name in ("line wait", "line ready", "line of process"):
+        line, raw = (each[name].set_index("elapsed_seconds")["value"] for each in (tables, raw_tables))
+        assert (line.max(), line.min()) == (raw.max(), raw.min())
+        assert len(line) == pytest.approx(len(raw), rel=0.05)
+    wait, raw = (each["line wait"].set_index("elapsed_seconds")["value"] for each in (tables, raw_tables))
+    assert wait.idxmax() == raw.idxmax(), "the spike is where it was"
+    for name, summed, highest in (("steps", "n", "slowest_ms"), ("heat", "n", "fetch_ms")):
+        assert tables[name][summed].sum() == raw_tables[name][summed].sum()
+        assert tables[name][highest].max() == raw_tables[name][highest].max()
+    total = [(table["wait_ms"] * table["n"]).sum() for table in (tables["steps"], raw_tables["steps"])]
+    assert total[0] == pytest.approx(total[1])
+    assert tables["by role"].max().tolist() == pytest.approx(raw_tables["by role"].max().tolist(), rel=0.01)
+    assert tables["clock"].iloc[-1].tolist() == raw_tables["clock"].iloc[-1].tolist()
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_tiles_show_what_the_rows_show(training, rank):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw = look(training.run, rank)
+        assert not raw[2]
+        assert ingester.maintain() == ()
+        tiled = look(training.run, rank)
+    assert tiled[2]
+    assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 4
+    assert_same(tiled, raw)
+
+
+def test_what_comes_after_the_tiles_is_seen_from_journal_and_lake_and_then_laid(training):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        ingester.maintain()
+        laid = in_the_lake(training.run, "batch_tile")
+        training.train(range(STEPS, STEPS + 700))
+        beyond = look(training.run)
+        ingester.step()
+        assert_same(look(training.run), beyond)
+        ingester.maintain()
+        more = look(training.run)
+    assert beyond[2]
+    assert beyond[0]["step summary"]["n"].item() == RANKS * (STEPS + 700 - 1)
+    assert_same(more, beyond)
+    assert in_the_lake(training.run, "batch_tile") > laid
+
+
+def test_a_row_that_comes_late_is_counted_and_the_tiles_are_laid_anew(training):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        ingester.maintain()
+        training.step(1000, 0)
+        in_journal = look(training.run)
+        ingester.step()
+        in_lake = look(training.run)
+        ingester.maintain()
+        laid_anew = look(training.run)
+    assert (in_journal[2], in_lake[2], laid_anew[2]) == (True, False, True)
+    assert in_lake[0]["step summary"]["n"].item() == RANKS * (STEPS - 1) + 1
+    assert_same(in_journal, in_lake)
+    assert_same(laid_anew, in_lake)
+
+
+@pytest.mark.parametrize("damage", ["gone", "overwritten"])
+def test_damaged_tiles_take_no_figure_along(training, damage):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw = look(training.run)
+    for path in training.run.data_dir.rglob("*_tile/*.parquet"):
+        if damage == "gone":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[4 : len(content) * 3 // 4] = bytes(len(content) * 3 // 4 - 4)
+            path.write_bytes(content)
+    found = look(training.run)
+    assert not found[2]
+    assert_same(found, raw)
+
+
+def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw = look(training.run)
+    with lake.writable(training.run) as connection:
+        for table in tiles.TABLES:
+            connection.execute(f"DROP TABLE lake.{table}")
+    assert_same(look(training.run), raw)
+
+
+def test_a_short_run_has_no_tiles_and_exact_quantiles(training, monkeypatch):
+    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 10**6)
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        assert ingester.maintain() == ()
+    assert in_the_lake(training.run, "step_tile") == 0
+    tables, _, _ = look(training.run)
+    median = ask_the_lake(training.run, "SELECT quantile_cont(duration_ns, 0.5) / 1e6 FROM lake.step")
+    assert tables["step summary"]["p50_ms"].item() == pytest.approx(median)
+
+
+@pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 151 * RANKS)])
+def test_a_short_window_is_read_to_the_row(training, window, steps_count):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+    with read(training.run) as snapshot:
+        within = queries.span(snapshot, queries.extent(snapshot), origin=0, window=window, rank=None)
+        assert queries.step_summary(snapshot, within)["n"] == pytest.approx(steps_count, abs=RANKS)
