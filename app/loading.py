@@ -7,10 +7,12 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import streamlit as st
 
 from app.panel import Moment
-from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, exposed_stall
+from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, expose, recent_loops
+from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.recent import BATCHES, recent_loading
 from collector.diagnosis.speed_ups import in_short
@@ -65,12 +67,13 @@ def _recent(moment: Moment) -> Recent | None:
     running = moment.verdict is not None and moment.verdict.status == "running"
     most = _LIVE_BATCHES if running else BATCHES
     tables = recent_loading(moment.snapshot, moment.manifest, from_ns=moment.span.from_ns, batches_count=most)
-    found = [each for each in exposed_stall(tables) if moment.span.rank in (None, each.loop.rank)]
-    mine = [each for each in found if each.loop.loader == moment.loader] or found
+    found = [loop for loop in recent_loops(tables) if moment.span.rank in (None, loop.rank)]
+    mine = [loop for loop in found if loop.loader == moment.loader] or found
     if not mine:
         return None
-    longest = max(mine, key=lambda each: each.wait_seconds)
-    return Recent(run_id=moment.run_id, tables=tables, seen=longest, most_batches=most)
+    longest = max(mine, key=lambda loop: np.fmax(floats(loop.batches, "wait_ns"), 0.0).sum())
+    seen = expose(longest, tables.stream("stage"))
+    return Recent(run_id=moment.run_id, tables=tables, seen=seen, most_batches=most)
 
 
 @st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)

@@ -76,6 +76,11 @@ class Exposed:
 
 def exposed_stall(tables: RunTables) -> list[Exposed]:
     """The exposed stall of each loop, over the last batches whose fetches and stages are all there."""
+    return [expose(loop, tables.stream("stage")) for loop in recent_loops(tables)]
+
+
+def recent_loops(tables: RunTables) -> list[Loop]:
+    """Each loop over its last batches whose fetches and stages are all there."""
     cut = [
         float(rows["time_ns"].iloc[0])
         for name in ("batch", "fetch", "stage")
@@ -86,8 +91,7 @@ def exposed_stall(tables: RunTables) -> list[Exposed]:
         batches = loop.batches[floats(loop.batches, "time_ns") >= max(cut, default=-np.inf)].iloc[-RECENT_BATCHES:]
         fetches = loop.fetches.iloc[-RECENT_BATCHES - 2 * loop.ramp :]  # some are for batches not yielded yet
         if len(batches):
-            loop = dataclasses.replace(loop, batches=batches, fetches=fetches)
-            found.append(expose(loop, tables.stream("stage")))
+            found.append(dataclasses.replace(loop, batches=batches, fetches=fetches))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from collector.diagnosis.frames import whole
-from collector.diagnosis.tables import RunTables
+from collector.diagnosis.tables import RunTables, newest_since_ns, totals_of
 from collector.store.queries import Queryable
 from training_harness.records import IDENTITY, STREAMS
 
@@ -27,7 +27,8 @@ def recent_loading(
 
     Of `process` and `host` there are the last samples; the other streams are empty.
     """
-    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", batches_count))
+    totals = totals_of(snapshot, ("batch", "process", "host"))
+    since_ns = max(from_ns, newest_since_ns(snapshot, "batch", totals["batch"], batches_count))
     streams = {name: pd.DataFrame(columns=_columns(name)) for name in STREAMS}
     streams["batch"] = _rows(snapshot, "batch", since_ns)
     times = streams["batch"]["time_ns"]
@@ -35,7 +36,7 @@ def recent_loading(
     for name in ("fetch", "stage"):  # batches that lay ready were made before
         streams[name] = _rows(snapshot, name, since_ns - (now_ns - since_ns) // _LEAD)
     for name in ("process", "host"):
-        streams[name] = _rows(snapshot, name, _newest_since_ns(snapshot, name, _SAMPLES))
+        streams[name] = _rows(snapshot, name, newest_since_ns(snapshot, name, totals[name], _SAMPLES))
     return RunTables(
         manifest=manifest,
         events=_events(snapshot),
@@ -52,11 +53,6 @@ def _columns(name: str) -> list[str]:
 def _rows(snapshot: Queryable, name: str, since_ns: int) -> pd.DataFrame:
     columns = ", ".join(f'"{column}"' for column in _columns(name))
     return snapshot.query(f'SELECT {columns} FROM "{name}" WHERE time_ns >= {since_ns} ORDER BY time_ns')
-
-
-def _newest_since_ns(snapshot: Queryable, name: str, rows_count: int) -> int:
-    newest = f'SELECT time_ns FROM "{name}" ORDER BY time_ns DESC LIMIT {rows_count}'
-    return whole(snapshot.query(f"SELECT min(time_ns) AS ns FROM ({newest})")["ns"].iloc[0]) or 0
 
 
 def _events(snapshot: Queryable) -> list[dict[str, Any]]:

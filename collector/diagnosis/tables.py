@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from collector.store.queries import Queryable
 from collector.store.reader import Snapshot, read
 from collector.store.runs import ProcessKey as ProcessKey
 from collector.store.runs import Run, living_processes
@@ -123,7 +124,7 @@ def load_tables(run: Run) -> RunTables:
     manifest = run.manifest
     with read(run) as snapshot:
         events = _events(snapshot)
-        totals = _totals(snapshot)
+        totals = totals_of(snapshot, STREAMS)
         streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS}
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
     grown, damaged = grown_lines(run, events)
@@ -140,8 +141,9 @@ def load_tables(run: Run) -> RunTables:
     )
 
 
-def _totals(snapshot: Snapshot) -> dict[str, Total]:
-    parts = [f"SELECT '{name}' AS name, n, first_ns, last_ns FROM {name}_reach" for name in STREAMS]
+def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Total]:
+    """What the whole run holds of some streams."""
+    parts = [f"SELECT '{name}' AS name, n, first_ns, last_ns FROM {name}_reach" for name in names]
     found = snapshot.query(" UNION ALL ".join(parts))
     return {
         str(name): Total(rows_count=int(n), first_ns=_optional_int(lo), last_ns=_optional_int(hi))
@@ -156,24 +158,24 @@ def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
     elif name in _THINNED:
         source = f"({_thinned(snapshot, name, total)})"
     else:
-        source = f'(FROM "{name}" WHERE time_ns >= {_newest_since_ns(snapshot, name, total)})'
+        source = f'(FROM "{name}" WHERE time_ns >= {newest_since_ns(snapshot, name, total)})'
     return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
 
 
-def _newest_since_ns(snapshot: Snapshot, name: str, total: Total) -> int:
+def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int = ROWS_PER_STREAM) -> int:
     """The time of the oldest of the newest rows: looked for at the end, and further back while there are too few.
 
     Found by their times alone: sorting whole rows costs four times as much, and the rest of the stream is not read.
     """
+    if total.rows_count <= most:
+        return total.first_ns or 0
     first_ns, last_ns = total.first_ns or 0, total.last_ns or 0
-    look_back_ns = 2 * (last_ns - first_ns) * ROWS_PER_STREAM // total.rows_count
+    look_back_ns = 2 * (last_ns - first_ns) * most // total.rows_count
     while True:
         begin_ns = max(first_ns, last_ns - look_back_ns)
         newest = f'SELECT time_ns FROM "{name}" WHERE time_ns >= {begin_ns} ORDER BY time_ns DESC'
-        found = snapshot.query(
-            f"SELECT count(*) AS n, min(time_ns) AS ns FROM ({newest} LIMIT {ROWS_PER_STREAM})"
-        ).iloc[0]
-        if found["n"] == ROWS_PER_STREAM or begin_ns == first_ns:
+        found = snapshot.query(f"SELECT count(*) AS n, min(time_ns) AS ns FROM ({newest} LIMIT {most})").iloc[0]
+        if found["n"] == most or begin_ns == first_ns:
             return int(found["ns"])
         look_back_ns *= 8
 

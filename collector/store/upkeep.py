@@ -17,7 +17,7 @@ _READERS_AT_MOST = "INTERVAL 30 MINUTES"
 #: A file of a commit under way belongs to no snapshot yet.
 _COMMITS_AT_MOST = "INTERVAL 1 DAY"
 #: Tiles are laid so often, of what is so old: nothing comes so late.
-_SETTLED_NS = 600 * 10**9
+_SETTLED_NS = 60 * 10**9
 #: About so many rows at once: a bound on memory.
 _TILED_AT_ONCE = 500_000
 
