@@ -67,13 +67,14 @@ def feed(run: Run) -> None:
     manifest = run.manifest
     me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks("self")}
     layout.write_manifest(run.path, {**manifest, "command": me, "collector": me})
-    print("fed", flush=True)
     writers = {
         (name, rank): JournalWriter(run.journal_dir, STREAMS[name], Identity("node", 1000 + rank, 1, rank))
         for name in ("step", "batch", "fetch")
         for rank in range(RANKS)
     }
     with Ingester(run) as ingester:
+        ingester.maintain()  # a run that was kept may lack what the upkeep makes by now
+        print("fed", flush=True)
         taken, times, step = time.monotonic(), 0, 10**9
         while True:
             for (name, _), writer in writers.items():
