@@ -39,7 +39,7 @@ class Recent:
         """The part of a window that the last batches of the loop are of."""
         is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
         from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
-        return replace(within, from_ns=from_ns, rank=self.seen.loop.rank, is_whole=is_whole and within.is_whole)
+        return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
 
     @cached_property
     def stall(self) -> dict[str, Any]:

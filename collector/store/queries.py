@@ -59,20 +59,26 @@ class Memo:
 class Span:
     """The part of a run that is looked at: a window of time (ns, both ends included) and a rank.
 
-    `origin_ns` is the moment that `elapsed_seconds` counts from; `rank` None means all ranks. Only one that is the
-    whole run can be told by tiles.
+    `origin_ns` is the moment that `elapsed_seconds` counts from; `rank` None means all ranks. The run has records
+    from `first_ns` to `newest_ns`.
     """
 
     origin_ns: int
     from_ns: int
     to_ns: int
+    first_ns: int
+    newest_ns: int
     rank: int | None = None
-    is_whole: bool = False
 
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of the SQL below."""
         return {"from_ns": self.from_ns, "to_ns": self.to_ns, "rank": self.rank}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole run, of which tiles can tell too: they have no rows at its edges to leave out."""
+        return self.from_ns <= self.first_ns and self.newest_ns <= self.to_ns
 
     def elapsed(self, time_ns: pd.Series) -> pd.Series:
         """Seconds since the run was made."""
@@ -138,7 +144,14 @@ def span(snapshot: Queryable, whole: Extent, *, origin: int, window: Window, ran
             {"rank": rank},
         )["t"].iloc[0]
         start = max(start, int(since)) if pd.notna(since) else start
-    return Span(origin_ns=origin, from_ns=start, to_ns=whole.newest_ns, rank=rank, is_whole=window == "run")
+    return Span(
+        origin_ns=origin,
+        from_ns=start,
+        to_ns=whole.newest_ns,
+        first_ns=whole.first_ns,
+        newest_ns=whole.newest_ns,
+        rank=rank,
+    )
 
 
 def lines(
@@ -315,7 +328,7 @@ def step_clock(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
 def whole(within: Span, reach: Extent) -> Span:
     """The same rank over the whole run."""
-    return replace(within, from_ns=min(reach.first_ns, within.origin_ns), to_ns=reach.newest_ns, is_whole=True)
+    return replace(within, from_ns=min(reach.first_ns, within.origin_ns), to_ns=reach.newest_ns)
 
 
 def width_ns(within: Span, buckets: int) -> int:

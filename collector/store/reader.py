@@ -74,13 +74,14 @@ class Snapshot:
         self._run = run
         self._connection = connection
         self._behind_ns = _clocks_behind_ns(run)
-        self._problems = list(problems)
+        self._known_problems = problems
         # In the shared store the clocks of the hosts tell no common time up to which all is laid.
         self._trusts_tiles = bool(progress.offsets) and not run.is_shared
         self._begin(progress)
 
     def _begin(self, progress: lake.Progress) -> None:
         self._views: set[str] = set()
+        self._problems = list(self._known_problems)
         self._progress = progress
         self._stored = {journals.table_of(name) for name in progress.offsets}
         self._events = self._read_events(progress)
@@ -224,12 +225,12 @@ class Snapshot:
 
     def _add_tiles(self, view: str, stream: str) -> None:
         """A view of a stream as tiles: those of the lake, if it may, and the rows that they lack."""
+        [(rows_count,)] = self._connection.execute(f"SELECT n FROM {stream}{_REACH}").fetchall()
         until_ns = None
-        if view.endswith(tiles.TILED) and self._trusts_tiles and stream in self._stored:
+        if view.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
             with suppress(duckdb.CatalogException):  # a lake of an older Tidegauge
                 until_ns = tiles.laid_until_ns(self._connection, lake.LAKE, stream)
         if until_ns is None:
-            [(rows_count,)] = self._connection.execute(f"SELECT n FROM {stream}{_REACH}").fetchall()
             sql = tiles.alone(stream, f'"{stream}"', every=rows_count // tiles.SAMPLED_BEYOND + 1)
         else:
             newer = f"(FROM tail_{stream} UNION ALL BY NAME FROM {lake.LAKE}.{stream} WHERE time_ns >= {until_ns})"

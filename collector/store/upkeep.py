@@ -19,7 +19,7 @@ _COMMITS_AT_MOST = "INTERVAL 1 DAY"
 #: Tiles are laid so often, of what is so old: nothing comes so late.
 _SETTLED_NS = 60 * 10**9
 #: About so many rows at once: a bound on memory.
-_TILED_AT_ONCE = 500_000
+_TILED_AT_ONCE = 250_000
 
 
 def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
