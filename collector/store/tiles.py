@@ -1,8 +1,8 @@
 """Tiles: what the rows of some seconds come to, kept beside them so that a look at a long run reads few of them.
 
-The upkeep of a lake lays them: one row for each ten seconds and each rank, loader, worker or process, with counts,
-sums, extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same thing:
-a row stands for itself alone. So one query serves all runs, what is in tiles and the rows that are not yet.
+The upkeep of a lake lays them: one row for each piece of time and each rank, loader, worker or process, with
+counts, sums, extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same
+thing: a row stands for itself alone. So one query serves all runs, what is in tiles and the rows that are not yet.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import duckdb
 
-#: As wide as a tile is; of `process`, whose records come once a second, wider.
-TILE_NS, _PROCESS_TILE_NS = 10_000_000_000, 30_000_000_000
+#: As wide as a tile is; of workers and processes, of which there are many, wider.
+_TILE_NS, _WIDE_TILE_NS = 10_000_000_000, 30_000_000_000
 #: One value in so many stays for quantiles.
 SAMPLED = 16
 #: Of no more rows than this they are exact, and there are no tiles.
@@ -40,7 +40,7 @@ class _Tiling:
     keys: tuple[tuple[str, str], ...]
     facts: tuple[_Fact, ...]
     sample: str = ""
-    width_ns: int = TILE_NS
+    width_ns: int = _TILE_NS
 
     def all_facts(self, every: int = SAMPLED) -> tuple[_Fact, ...]:
         """With those that every tile tells; one value in so many is in the sample."""
@@ -84,14 +84,14 @@ def _regression(column: str) -> tuple[_Fact, ...]:
 
 def slope(column: str) -> str:
     """SQL: the slope per second of the straight line through all values of a column of `process`."""
-    x = f"((time_ns - time_ns % {_PROCESS_TILE_NS} - $from_ns) / 1e9)"
+    x = f"((time_ns - time_ns % {_WIDE_TILE_NS} - $from_ns) / 1e9)"
     n, sum_x, sum_y = f"sum({column}_n)", f"sum({column}_n * {x} + {column}_at)", f"sum({column}_sum)"
     sum_xx = f"sum({column}_n * {x} * {x} + 2 * {x} * {column}_at + {column}_at_at)"
     sum_xy = f"sum({x} * {column}_sum + {column}_at_sum)"
     return f"CASE WHEN {n} > 1 THEN ({n} * {sum_xy} - {sum_x} * {sum_y}) / ({n} * {sum_xx} - {sum_x} * {sum_x}) END"
 
 
-_AT = f"((time_ns % {_PROCESS_TILE_NS}) / 1e9)"
+_AT = f"((time_ns % {_WIDE_TILE_NS}) / 1e9)"
 _COMMON = (
     _Fact("time_ns", "min(time_ns)", "time_ns"),
     _Fact("last_after_ns", "max(time_ns) - min(time_ns)", "0"),
@@ -140,6 +140,7 @@ TILINGS = {
             ),
         ),
         sample="getitem_ns + collate_ns",
+        width_ns=_WIDE_TILE_NS,
     ),
     "process": _Tiling(
         keys=(("host", "VARCHAR"), ("process_pid", "INTEGER"), ("process_start_ticks", "BIGINT")),
@@ -154,7 +155,7 @@ TILINGS = {
             *_regression("private_dirty_bytes"),
             *_regression("rss_bytes"),
         ),
-        width_ns=_PROCESS_TILE_NS,
+        width_ns=_WIDE_TILE_NS,
     ),
 }
 #: table -> ((column, SQL type), ...), as in the lake.

@@ -16,10 +16,10 @@ from training_harness.journal import Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
 
 SECOND_NS = 10**9
-EVERY_NS = 2 * SECOND_NS
-STEPS = 7200
+EVERY_NS = 4 * SECOND_NS
+STEPS = 3600
 RANKS = WORKERS = 2
-SPIKE_AT = 4321
+SPIKE_AT = 2161
 
 
 class Training:
@@ -65,7 +65,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 5000)
+    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
     training = Training(make_run(tmp_path))
     training.train(range(STEPS))
     return training
@@ -135,7 +135,7 @@ def test_tiles_show_what_the_rows_show(training, rank):
         assert ingester.maintain() == ()
         tiled = look(training.run, rank)
     assert tiled[2]
-    assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 4
+    assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
     assert_same(tiled, raw)
 
 
@@ -210,7 +210,7 @@ def test_a_short_run_has_no_tiles_and_exact_quantiles(training, monkeypatch):
     assert tables["step summary"]["p50_ms"].item() == pytest.approx(median)
 
 
-@pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 151 * RANKS)])
+@pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 76 * RANKS)])
 def test_a_short_window_is_read_to_the_row(training, window, steps_count):
     with Ingester(training.run) as ingester:
         ingester.step()
