@@ -158,11 +158,11 @@ def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
     elif name in _THINNED:
         source = f"({_thinned(snapshot, name, total)})"
     else:
-        source = f'(FROM "{name}" WHERE time_ns >= {newest_since_ns(snapshot, name, total)})'
+        source = f'(FROM "{name}" WHERE time_ns >= {newest_since_ns(snapshot, name, total, ROWS_PER_STREAM)})'
     return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
 
 
-def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int = ROWS_PER_STREAM) -> int:
+def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> int:
     """The time of the oldest of the newest rows: looked for at the end, and further back while there are too few.
 
     Found by their times alone: sorting whole rows costs four times as much, and the rest of the stream is not read.

@@ -1,8 +1,8 @@
 """Tiles: what the rows of some seconds come to, kept beside them so that a look at a long run reads few of them.
 
 The upkeep of a lake lays them: one row for each piece of time and each rank, loader, worker or process, with
-counts, sums, extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the same
-thing: a row stands for itself alone. So one query serves all runs, what is in tiles and the rows that are not yet.
+counts, sums, extremes and their times, and a sample for quantiles. Whoever looks takes a tile and a row for the
+same thing: a row stands for itself. So one query serves all runs, what is in tiles and the rows that are not yet.
 """
 
 from __future__ import annotations
