@@ -9,6 +9,7 @@ from app.blocks import Block, Findings, Metric, Metrics, Note, answer
 from app.figures import memory, steps
 from app.panel import Moment, Panel, View, show
 from collector.store import loading_queries, memory_queries, queries
+from collector.store.tiles import SAMPLED_BEYOND
 from collector.wording import MISSING, known, number, percent, quantity, size
 
 NOTHING = "No rule has found anything wrong so far."
@@ -23,7 +24,8 @@ def headline(moment: Moment) -> Iterator[Block]:
 def key_figures(moment: Moment) -> Iterator[Block]:
     """Up to six key figures over the chosen window; data wait and peaks are over the whole run."""
     step = queries.step_summary(moment.snapshot, moment.span)
-    over = f"over {int(step['n']):,} steps in the chosen window"
+    sampled = ", from a sample of them" if step["n"] > SAMPLED_BEYOND else ""
+    over = f"over {int(step['n']):,} steps in the chosen window{sampled}"
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
     items = [
         Metric(label="Steps", value=number(_next(step["step"])), help="Optimizer steps so far, of one rank"),

@@ -15,6 +15,7 @@ from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.rounds import fold, lanes
 from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.store import loading_queries
+from collector.store.tiles import SAMPLED_BEYOND
 from collector.wording import duration, number, part, percent, quantity
 from training_harness.records import INLINE_WORKER
 
@@ -163,6 +164,7 @@ def table(moment: Moment) -> Iterator[Block]:
         name: [quantity(value, "ms") for value in split[f"{name}_ms"] / split["n"]]
         for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
     }
+    sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > SAMPLED_BEYOND else ""
     yield Table(
         frame=pd.DataFrame(
             {
@@ -178,7 +180,7 @@ def table(moment: Moment) -> Iterator[Block]:
                 "Blocked": means["blocked"],
             }
         ),
-        caption="Idle to Blocked: mean per batch.",
+        caption=f"Idle to Blocked: mean per batch.{sampled}",
         download=f"{moment.run_id}-workers",
     )
 

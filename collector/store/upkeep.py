@@ -16,8 +16,10 @@ from collector.store.runs import Run
 _READERS_AT_MOST = "INTERVAL 30 MINUTES"
 #: A file of a commit under way belongs to no snapshot yet.
 _COMMITS_AT_MOST = "INTERVAL 1 DAY"
-#: Tiles are laid so often, of what is so old: nothing comes so late.
+#: Tiles are laid of what is so old: nothing comes so late.
 _SETTLED_NS = 60 * 10**9
+#: And whenever they lack this part of the run, no more often: each time they are merged with those before.
+_LACKING = 100  # one in so many
 #: About so many rows at once: a bound on memory.
 _TILED_AT_ONCE = 250_000
 
@@ -99,7 +101,7 @@ def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: 
     laid_ns = tiles.laid_until_ns(connection, lake.LAKE, stream)
     begin_ns = first_ns if laid_ns is None else laid_ns
     end_ns = (last_ns - _SETTLED_NS) // width_ns * width_ns
-    if end_ns - begin_ns < _SETTLED_NS:
+    if end_ns - begin_ns < max(_SETTLED_NS, (last_ns - first_ns) // _LACKING):
         return
     at_once_ns = max(1, (last_ns - first_ns) * _TILED_AT_ONCE // rows_count // width_ns) * width_ns
     with files.transaction(connection):
