@@ -2,14 +2,15 @@
 
     python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
 
-The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what such
-a training would, and takes it into the lake. Each page is opened in a fresh window of a browser that has
+The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what
+such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser that has
 Streamlit's own files, the whole run chosen. Paint is from then until the state of the run and the first figure
-stand, switch from the click on a page's name until all its figures do. The rest is measured by clients that speak
-to the server as the browser does, one alone but for the last table: refresh is the time from the request to the
-end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed. Medians; a
-refresh that only repeats what was read before is not counted. The soak's slope is that of Theil and Sen over all
-but the first quarter of the readings of the server's private dirty memory, with its 95 % interval.
+stand (or what to type where there is none), switch from the click on a page's name until all its figures do.
+The rest is measured by clients that speak to the server as the browser does, one alone but for the last table:
+refresh is the time from the request to the end of the answer, CPU what the server took for it, sent what came
+over the WebSocket, uncompressed. Medians; a refresh that only repeats what was read before is not counted. The
+soak's slope is that of Theil and Sen over all but the first quarter of the readings of the server's private
+dirty memory, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ def _paint(context: Any, address: str) -> float:
     page.goto(address, wait_until="commit")
     page.get_by_text("data as of").wait_for(timeout=120_000)
     page.wait_for_function(
-        "() => document.querySelector('.main-svg, [data-testid=stDataFrame], [data-testid=stAlert]')",
+        "() => document.querySelector("
+        "'.main-svg, [data-testid=stDataFrame], [data-testid=stAlert], [data-testid=stCode]')",
         timeout=120_000,
     )
     took = time.perf_counter() - begun
