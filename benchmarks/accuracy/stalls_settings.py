@@ -261,10 +261,12 @@ def memory_row(home: Path, name: str, repeats: int) -> str:
     rounds = [memory_errors(home, name, seed) for seed in range(repeats)]
     errors = np.abs([error for found, _ in rounds for error in found])
     again = np.abs([error for _, error in rounds])
-    if not len(errors):
-        return f"| {name} | 0 | — | — |"
-    figures = f"{np.median(errors):.0%}, {np.quantile(errors, 0.95):.0%}, {errors.max():.0%}"
-    return f"| {name} | {len(errors)} | {figures} | {np.median(again):.0%}, {again.max():.0%} |"
+    known = errors[np.isfinite(errors)]
+    if not len(known):
+        return f"| {name} | 0 of {len(errors)} | — | — |"
+    figures = f"{np.median(known):.0%}, {np.quantile(known, 0.95):.0%}, {known.max():.0%}"
+    twice = f"{np.nanmedian(again):.0%}, {np.nanmax(again):.0%}"
+    return f"| {name} | {len(known)} of {len(errors)} | {figures} | {twice} |"
 
 
 def summary(name: str, rounds: Sequence[Round]) -> str:
@@ -334,7 +336,7 @@ def page(home: Path, names: Iterable[str], repeats: int) -> str:
         lines.append(f"| {rule} | {statistics.median(regrets):.1%} | {max(regrets):.0%} |")
     head = [
         "host memory (bar: 15 %)",
-        "settings",
+        "settings with figures",
         "error: median, p95, worst",
         "the same setting again: median, worst",
     ]
