@@ -14,11 +14,12 @@ from typing import Any
 import streamlit as st
 
 from app.format import one_line
+from collector.diagnosis.frames import key_of
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import Verdict, diagnose
 from collector.store import queries
 from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.runs import Run, living_processes
 
 #: The verdict of a live run is drawn up this often at most; the one before is shown meanwhile.
 VERDICT_SECONDS = 10
@@ -54,7 +55,7 @@ class Judged:
     @property
     def age_seconds(self) -> float:
         """How old it is, NaN while there is none."""
-        return time.monotonic() - self.begun
+        return time.monotonic() - self.begun if self.verdict else math.nan
 
     @property
     def lasts_seconds(self) -> float:
@@ -67,6 +68,7 @@ class _Order:
     """A verdict that was asked for, and what was known before."""
 
     version: tuple[Any, ...]
+    is_left: bool
     asked: float
     future: Future[Judged]
     before: Judged
@@ -80,7 +82,7 @@ class _Order:
         """Whether it is to be asked for anew: that of a run that has ended stays, if there is one."""
         changes = not self.version or not self.newest.verdict
         # The first one tells the least, and pays for what the server loads once.
-        lasts_seconds = self.newest.lasts_seconds if self.before.verdict else VERDICT_SECONDS
+        lasts_seconds = VERDICT_SECONDS if self.before.is_awaited else self.newest.lasts_seconds
         return self.future.done() and changes and time.monotonic() - self.asked > lasts_seconds
 
 
@@ -92,17 +94,17 @@ _pool = ThreadPoolExecutor(1, thread_name_prefix="tidegauge-verdict")
 def judged(run: Run) -> Judged:
     """What the diagnosis says of a run, as far as it is known by now."""
     try:
-        version = _version(run)
+        version, is_left = _version(run), _is_left(run)
     except Exception as error:  # noqa: BLE001 - whatever it is, the refresh tells of it
         _log.exception("manifest of %s", run.path)
         return Judged(why_not=one_line(error))
     with _lock:
         order = _orders.get(run.path)
-        if order is None or order.version != version or order.is_old:
+        if order is None or order.version != version or order.is_left != is_left or order.is_old:
             before = order.newest if order and order.version == version else Judged()
             future = _pool.submit(draw_up, run)
             order = _orders[run.path] = _Order(
-                version=version, asked=time.monotonic(), future=future, before=before
+                version=version, is_left=is_left, asked=time.monotonic(), future=future, before=before
             )
             for path in list(_orders)[:-_KEPT]:
                 del _orders[path]
@@ -145,6 +147,12 @@ def draw_up(run: Run) -> Judged:
         _log.exception("diagnosis of %s", run.path)
         why_not = one_line(error)
     return Judged(verdict=verdict, why_not=why_not, begun=begun, cost_seconds=time.process_time() - spent)
+
+
+def _is_left(run: Run) -> bool:
+    """Whether the command and the collector are gone: of a run that nobody ended, nobody tells."""
+    keys = [key for name in ("command", "collector") if (key := key_of(run.manifest.get(name))) is not None]
+    return bool(keys) and living_processes(run, keys) == frozenset()
 
 
 def _version(run: Run) -> tuple[Any, ...]:

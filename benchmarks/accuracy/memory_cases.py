@@ -60,10 +60,11 @@ _RATES = (
     (20 * KIB, 0.005, 26.0),
     (200 * KIB, 0.020, 32.0),
     (2048 * KIB, 0.200, 36.0),
-    # Run first after the model of the forecasts had been chosen.
     (64 * KIB, 0.010, 30.0),
     (640 * KIB, 0.060, 34.0),
 )
+#: Rates that were run first after the model of the forecasts had been chosen.
+UNSEEN = ("64k", "640k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

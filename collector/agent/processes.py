@@ -209,9 +209,9 @@ class ProcessSampler:
             self.budget.charge(cost_ns)
             if rollup is not None:
                 rollups[key] = rollup
+                self._cost_ratio = cost_ns / expected_cost_ns(_resident(statuses[key]))
             self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], rollup)
             self._parents.discard(key.pid)
-            self._cost_ratio = cost_ns / expected_cost_ns(_resident(statuses[key]))
         return rollups
 
     def _candidate(self, now_ns: int, key: ProcessKey, status: Status, headroom_bytes: float) -> Candidate:

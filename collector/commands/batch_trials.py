@@ -55,7 +55,8 @@ def try_sizes(
     if base is None or failure or not base.batch_size > 0:
         failure = failure or "how many samples a batch has is not known"
         as_it_is = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
-        click.echo(_text({"trials": [as_it_is]}) if form == "json" else f"as it is: {failure}")
+        nothing = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
+        click.echo(_text({"trials": [as_it_is], **nothing}) if form == "json" else f"as it is: {failure}")
         return 1
     rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
     say(f"  {_words(base)}")

@@ -25,6 +25,7 @@ from collector.diagnosis.frames import (
 )
 from collector.diagnosis.loops import loader_settings, same_loop, worker_slots
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import Floats
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
@@ -78,7 +79,7 @@ def find_copies(tables: RunTables) -> list[Finding]:
             continue
         fetched = fetches[(fetches["pid"] == pid) & (fetches["host"] == host)]
         parent, times = parents[main], floats(rows, "time_ns")
-        life = _copied(rows, fetched, _parent_bytes(parent, times[0]), _given_back(parent, times[0], times[-1]))
+        life = _copied(rows, fetched, _parent_bytes(parent, times[0]), _given_back(parent, times))
         if life is not None:
             groups.setdefault((main, loader), {}).setdefault(worker, []).append(life)
     found = [
@@ -109,7 +110,7 @@ def _end_ns(parent: pd.DataFrame) -> float:
 def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     """The parent's written memory at a time: its private dirty before, less what it gave back since; or NaN."""
     rows = samples[floats(samples, "time_ns") < time_ns]
-    private, resident = floats(rows, "private_dirty_bytes"), floats(rows, "rss_bytes")
+    private, resident = floats(rows, "private_dirty_bytes"), _resident(rows)
     known = np.flatnonzero(np.isfinite(private))
     if not len(known):
         return float("nan")
@@ -118,31 +119,41 @@ def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     return float(private[at] - given_back)
 
 
-def _given_back(samples: pd.DataFrame, begin_ns: float, end_ns: float) -> float:
-    """What a parent gave back while a worker lived: of pages that both had, the worker's are private then."""
-    times, resident = floats(samples, "time_ns"), floats(samples, "rss_bytes")
-    during = resident[np.searchsorted(times, begin_ns) : np.searchsorted(times, end_ns, side="right")]
-    before = last(resident[times <= begin_ns])
-    return float(np.nanmax([0.0, before - np.nanmin(during)])) if np.isfinite(during).any() else 0.0
+def _resident(samples: pd.DataFrame) -> Floats:
+    """Bytes that a process holds: what was swapped out, nobody gave back."""
+    return floats(samples, "rss_bytes") + np.nan_to_num(floats(samples, "swap_bytes"))
 
 
-def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, given_back: float) -> _Copy | None:
+def _given_back(samples: pd.DataFrame, times: Floats) -> Floats:
+    """What a parent has given back since the first of these times: the worker has those pages alone."""
+    known = samples[np.isfinite(floats(samples, "rss_bytes"))]
+    at, resident = floats(known, "time_ns"), _resident(known)
+    begin = max(int(np.searchsorted(at, times[0], side="right")) - 1, 0)
+    if begin >= len(at):
+        return np.zeros(len(times))
+    fallen = np.maximum.accumulate(resident[begin] - resident[begin:])
+    here: Floats = np.maximum(fallen[np.maximum(np.searchsorted(at[begin:], times, side="right") - 1, 0)], 0.0)
+    return here
+
+
+def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, given_back: Floats) -> _Copy | None:
     """What a worker's samples show, None if it was not sampled or made too few batches to tell.
 
     Two independent looks: private memory that rose without resident memory, and shared memory that is less than the
-    parent's written memory at the fork, all of which was shared then. What the parent gave back since is in both.
+    parent's written memory at the fork, all of which was shared then. What the parent gave back since is in both,
+    so it is taken off; and the most that was seen at a time counts, for what is copied stays.
     """
     private, uss = floats(rows, "private_dirty_bytes"), floats(rows, "uss_bytes")
-    resident, times = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes")), floats(rows, "time_ns")
+    resident, times = _resident(rows), floats(rows, "time_ns")
     known = np.isfinite(private) & np.isfinite(resident)
     if not known.any() or len(fetches) < _MIN_BATCHES:
         return None
     at_fork = float(resident[np.isfinite(resident)][0])
     own = float(np.nanmax(resident)) - at_fork
     private, uss, times, resident = private[known], uss[known], times[known], resident[known]
-    unmatched = private[-1] - private[0] - max(0.0, resident[-1] - resident[0])
-    missing = min(parent, at_fork) - (resident[-1] - uss[-1])
-    copied = float(np.nanmax([0.0, unmatched - given_back, missing - given_back]))
+    unmatched = private - private[0] - np.maximum(0.0, resident - resident[0])
+    missing = min(parent, at_fork) - (resident - uss)
+    copied = float(np.nanmax([np.zeros(len(times)), *(each - given_back[known] for each in (unmatched, missing))]))
     warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
     late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0

@@ -36,8 +36,8 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
 def kernel_bytes(tables: RunTables, host: str) -> float:
     """What the kernel itself holds in the cgroup that binds (page tables, stacks, slab); 0 where none does.
 
-    It counts towards the limit, and the caches that it would give back do not. Version 1 does not tell these apart:
-    there all of it counts, and a forecast is rather too early.
+    It counts towards the limit, and the caches that it would give back do not. Version 1 does not tell these apart,
+    nor do runs of before they were recorded: there all of it counts, and a forecast is rather too early.
     """
     samples = tables.stream("host")
     samples = samples[samples["host"] == host]

@@ -67,7 +67,8 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
     sums = made.groupby(["rank", "worker"], dropna=False)[["n", *_PARTS]].sum(min_count=1).reset_index()
     took = snapshot.query(
         "SELECT rank, worker, q[1] / 1e6 median_ms, q[2] / 1e6 p95_ms FROM (SELECT rank, worker, "
-        f"quantile_cont(value, [0.5, 0.95]) q FROM {sampled(within, 'fetch', _OF_LOADER)} GROUP BY rank, worker)",
+        "quantile_cont(value, [0.5, 0.95]) q "
+        f"FROM {sampled(within, 'fetch', _OF_LOADER, int(made['n'].sum()))} GROUP BY rank, worker)",
         {**within.params, "loader": loader},
     )
     return sums.merge(took, on=["rank", "worker"], how="left")

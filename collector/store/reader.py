@@ -231,7 +231,7 @@ class Snapshot:
             with suppress(duckdb.CatalogException):  # a lake of an older Tidegauge
                 until_ns = tiles.laid_until_ns(self._connection, lake.LAKE, stream)
         if until_ns is None:
-            sql = tiles.alone(stream, f'"{stream}"', every=rows_count // tiles.SAMPLED_BEYOND + 1)
+            sql = tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
         else:
             newer = f"(FROM tail_{stream} UNION ALL BY NAME FROM {lake.LAKE}.{stream} WHERE time_ns >= {until_ns})"
             sql = f"FROM {lake.LAKE}.{stream}{tiles.TILE} UNION ALL BY NAME {tiles.alone(stream, newer)}"

@@ -165,6 +165,11 @@ TABLES = {
 }
 
 
+def one_in(rows_count: int) -> int:
+    """One row in how many is in a sample of so many."""
+    return max(rows_count - 1, 0) // SAMPLED_BEYOND + 1
+
+
 def laid(stream: str, source: str) -> str:
     """SQL: the tiles of the rows of `source`."""
     tiling = TILINGS[stream]

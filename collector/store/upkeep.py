@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import duckdb
@@ -103,14 +104,29 @@ def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: 
     end_ns = (last_ns - _SETTLED_NS) // width_ns * width_ns
     if end_ns - begin_ns < max(_SETTLED_NS, (last_ns - first_ns) // _LACKING):
         return
-    at_once_ns = max(1, (last_ns - first_ns) * _TILED_AT_ONCE // rows_count // width_ns) * width_ns
     with files.transaction(connection):
         if laid_ns is None:
             connection.execute(f"DELETE FROM {table}")
-        for from_ns in range(begin_ns // width_ns * width_ns, end_ns, at_once_ns):
-            to_ns = min(from_ns + at_once_ns, end_ns)
+        for from_ns, to_ns in _pieces(connection, rows, begin_ns, end_ns, width_ns):
             piece = f"(FROM {rows} WHERE time_ns >= {from_ns} AND time_ns < {to_ns})"
             connection.execute(f"INSERT INTO {table} BY NAME {tiles.laid(stream, piece)}")
+
+
+def _pieces(
+    connection: duckdb.DuckDBPyConnection, rows: str, begin_ns: int, end_ns: int, width_ns: int
+) -> list[tuple[int, int]]:
+    """Stretches of whole tiles that have so many rows as can be laid at once, or are one tile."""
+    counted = connection.execute(
+        f"SELECT time_ns // {width_ns} * {width_ns} AS tile_ns, count(*) FROM {rows} "
+        f"WHERE time_ns >= {begin_ns} AND time_ns < {end_ns} GROUP BY 1 ORDER BY 1"
+    ).fetchall()
+    cuts, held = [], _TILED_AT_ONCE
+    for tile_ns, count in counted:
+        if held + count > _TILED_AT_ONCE:
+            cuts.append(tile_ns)
+            held = 0
+        held += count
+    return list(itertools.pairwise([*cuts, end_ns]))
 
 
 def _merge(connection: duckdb.DuckDBPyConnection, table: str) -> None:

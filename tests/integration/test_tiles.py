@@ -139,6 +139,21 @@ def test_tiles_show_what_the_rows_show(training, rank):
     assert_same(tiled, raw)
 
 
+def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(training):
+    for index in range(11):
+        time_ns = time.monotonic_ns() - 10**12 + index
+        fetched = {"index": index, "getitem_ns": (index + 1) * 10**6, "collate_ns": 0, "worker": 0}
+        training._write("fetch", 0, {"time_ns": time_ns, "loader": 1, "epoch": 0, **fetched})
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        ingester.maintain()
+    with read(training.run) as snapshot:
+        reach = queries.extent(snapshot)
+        within = queries.span(snapshot, reach, origin=reach.first_ns, window="run", rank=None)
+        split = loading_queries.worker_split(snapshot, within, 1)
+    assert split["median_ms"].tolist() == [6]
+
+
 def test_what_comes_after_the_tiles_is_seen_from_journal_and_lake_and_then_laid(training):
     with Ingester(training.run) as ingester:
         ingester.step()
