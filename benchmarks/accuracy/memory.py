@@ -45,8 +45,9 @@ but what the rules once missed here has led to new ones (a leak that begins late
 warm-up, memory given back at the end of a training), so the recall of these cases flatters. The model of the
 forecasts was chosen among several with such runs and drawn series at hand, so these figures flatter too, but for
 those of leaks of 64 and 640 KiB a step, which were run first when it had been chosen. Where no kill sets the limit,
-it is the demand near the end with what the kernel held added. The other methods look at the same samples; they name
-neither kind nor place, so any alarm on a leaking training counts as right.
+it is the demand near the end with what the kernel held added. Trainings side by side change their pace: those that
+leak to a limit were run two at a time on a machine that did nothing else, the others six at a time. The other methods
+look at the same samples; they name neither kind nor place, so any alarm on a leaking training counts as right.
 """
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
