@@ -41,6 +41,8 @@ from websockets.sync.client import connect
 
 from app.pages import PAGES
 from benchmarks.queries import make
+from collector.agent.feed import INGEST_EVERY_NS, pause_ns
+from collector.agent.loop import MAINTAIN_EVERY_NS
 from collector.agent.procfs import read_rollup
 from collector.store.ingest import Ingester
 from collector.store.runs import Run, list_runs
@@ -57,8 +59,6 @@ RANKS = WORKERS = 8
 REFRESH_SECONDS, RESTS = 1.0, 4.0
 TIMES = 3
 STEP_MS = 60
-INGEST_SECONDS = 5.0
-TIDY_EVERY = 12
 SOAK_VIEW = "overview"
 MIB = 2**20
 
@@ -76,16 +76,21 @@ def feed(run: Run) -> None:
     with Ingester(run) as ingester:
         ingester.maintain()  # a run that was kept may lack what the upkeep makes by now
         print("fed", flush=True)
-        taken, times, step = time.monotonic(), 0, 10**9
+        taken_ns = tidied_ns = time.monotonic_ns()
+        rest_ns, step = INGEST_EVERY_NS, 10**9
         while True:
             for (name, _), writer in writers.items():
                 writer.append(*_record(name, step))
             step += 1
-            if time.monotonic() - taken > INGEST_SECONDS:
-                ingester.step()
-                taken, times = time.monotonic(), times + 1
-                if times % TIDY_EVERY == 0:
-                    ingester.maintain()
+            now_ns = time.monotonic_ns()
+            if now_ns - taken_ns > rest_ns:
+                spent_ns = time.process_time_ns()
+                records_count = ingester.step().records_count
+                rest_ns = pause_ns(records_count, time.process_time_ns() - spent_ns, now_ns - taken_ns)
+                taken_ns = now_ns
+            if now_ns - tidied_ns > MAINTAIN_EVERY_NS:
+                ingester.maintain()
+                tidied_ns = now_ns
             time.sleep(STEP_MS / 1e3)
 
 
