@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ _pool = ThreadPoolExecutor(1, thread_name_prefix="tidegauge-verdict")
 def judged(run: Run) -> Judged:
     """What the diagnosis says of a run, as far as it is known by now."""
     try:
-        version, is_left = _version(run), _is_left(run)
+        manifest = run.manifest
+        version, is_left = _version(run, manifest), _is_left(run, manifest)
     except Exception as error:  # noqa: BLE001 - whatever it is, the refresh tells of it
         _log.exception("manifest of %s", run.path)
         return Judged(why_not=one_line(error))
@@ -149,15 +151,15 @@ def draw_up(run: Run) -> Judged:
     return Judged(verdict=verdict, why_not=why_not, begun=begun, cost_seconds=time.process_time() - spent)
 
 
-def _is_left(run: Run) -> bool:
+def _is_left(run: Run, manifest: Mapping[str, Any]) -> bool:
     """Whether the command and the collector are gone: of a run that nobody ended, nobody tells."""
-    keys = [key for name in ("command", "collector") if (key := key_of(run.manifest.get(name))) is not None]
+    keys = [key for name in ("command", "collector") if (key := key_of(manifest.get(name))) is not None]
     return bool(keys) and living_processes(run, keys) == frozenset()
 
 
-def _version(run: Run) -> tuple[Any, ...]:
+def _version(run: Run, manifest: Mapping[str, Any]) -> tuple[Any, ...]:
     """Changes when an old verdict must not be shown any more: at the end of a run, then with its files."""
-    if run.manifest.get("end_time_ns") is None:
+    if manifest.get("end_time_ns") is None:
         return ()
     files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir)
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

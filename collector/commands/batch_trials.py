@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,8 @@ import click
 
 from collector import wording
 from collector.commands.options import say, show_table
-from collector.commands.trials import raised, try_once
+from collector.commands.trials import json_text, raised, try_once
 from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
-from collector.diagnosis.findings import finite
 from collector.diagnosis.tables import RunTables
 from collector.errors import one_line
 from training_harness.layout import BATCH_TIMES
@@ -56,7 +54,7 @@ def try_sizes(
         failure = failure or "how many samples a batch has is not known"
         as_it_is = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
         nothing = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
-        click.echo(_text({"trials": [as_it_is], **nothing}) if form == "json" else f"as it is: {failure}")
+        click.echo(json_text({"trials": [as_it_is], **nothing}) if form == "json" else f"as it is: {failure}")
         return 1
     rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
     say(f"  {_words(base)}")
@@ -82,7 +80,7 @@ def try_sizes(
             tried.append(measured)
         say(f"  {failure or _words(measured or base)}")
     if form == "json":
-        click.echo(_text(as_json(rows, base, fit(tried), effective)))
+        click.echo(json_text(as_json(rows, base, fit(tried), effective)))
     else:
         _show(rows, base, fit(tried), effective)
     return 128 + caught[0] if caught else 0
@@ -111,10 +109,6 @@ def _not_made(tables: RunTables) -> str:
         if event.get("hook") == "trial":
             return one_line(f"could not be made so: {event['error']}")
     return ""
-
-
-def _text(facts: dict[str, Any]) -> str:
-    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)
 
 
 def as_json(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> dict[str, Any]:

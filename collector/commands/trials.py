@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from collector.agent.trials import run_trial
+from collector.diagnosis.findings import finite
 from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.tables import RunTables, load_tables
 from collector.errors import one_line
@@ -30,3 +33,8 @@ def raised(tables: RunTables) -> str:
     """The exception that ended the training, empty if there was none: it may be told before the process ends."""
     found = tables.events_of("exception")
     return one_line(f"the training failed: {found[-1]['type']}: {found[-1]['message']}") if found else ""
+
+
+def json_text(facts: Mapping[str, Any]) -> str:
+    """What the trials told, for programs: docs/cli.md. What is not known is null."""
+    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)

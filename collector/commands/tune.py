@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -113,7 +112,9 @@ def tune(
                 if not isinstance(found, str):
                     rows = [dataclasses.replace(row, predicted=found.own)]
     if form == "json":
-        click.echo(json.dumps(_as_json(rows), indent=1, allow_nan=False))
+        from collector.commands.trials import json_text
+
+        click.echo(json_text({"trials": _as_json(rows)}))
     elif rows:
         _show(rows)
     if caught:
@@ -189,10 +190,8 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _as_json(rows: list[Row]) -> Any:
+def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
     """The rows, for programs: docs/cli.md."""
-    from collector.diagnosis.findings import finite
-
     told = []
     for row in rows:
         predicted = None if row.predicted is None else dataclasses.asdict(row.predicted)
@@ -211,7 +210,7 @@ def _as_json(rows: list[Row]) -> Any:
                 "failure": row.failure or None,
             }
         )
-    return finite({"schema": 1, "trials": told})
+    return told
 
 
 def _show(rows: list[Row]) -> None:

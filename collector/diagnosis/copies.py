@@ -18,6 +18,7 @@ from collector.diagnosis.frames import (
     floats,
     last,
     origin_ns,
+    resident_bytes,
     sampled,
     step_at,
     whole,
@@ -110,7 +111,7 @@ def _end_ns(parent: pd.DataFrame) -> float:
 def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     """The parent's written memory at a time: its private dirty before, less what it gave back since; or NaN."""
     rows = samples[floats(samples, "time_ns") < time_ns]
-    private, resident = floats(rows, "private_dirty_bytes"), _resident(rows)
+    private, resident = floats(rows, "private_dirty_bytes"), resident_bytes(rows)
     known = np.flatnonzero(np.isfinite(private))
     if not len(known):
         return float("nan")
@@ -119,15 +120,10 @@ def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
     return float(private[at] - given_back)
 
 
-def _resident(samples: pd.DataFrame) -> Floats:
-    """Bytes that a process holds: what was swapped out, nobody gave back."""
-    return floats(samples, "rss_bytes") + np.nan_to_num(floats(samples, "swap_bytes"))
-
-
 def _given_back(samples: pd.DataFrame, times: Floats) -> Floats:
     """What a parent has given back since the first of these times: the worker has those pages alone."""
     known = samples[np.isfinite(floats(samples, "rss_bytes"))]
-    at, resident = floats(known, "time_ns"), _resident(known)
+    at, resident = floats(known, "time_ns"), resident_bytes(known)
     begin = max(int(np.searchsorted(at, times[0], side="right")) - 1, 0)
     if begin >= len(at):
         return np.zeros(len(times))
@@ -144,7 +140,7 @@ def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, given_back
     so it is taken off; and the most that was seen at a time counts, for what is copied stays.
     """
     private, uss = floats(rows, "private_dirty_bytes"), floats(rows, "uss_bytes")
-    resident, times = _resident(rows), floats(rows, "time_ns")
+    resident, times = resident_bytes(rows), floats(rows, "time_ns")
     known = np.isfinite(private) & np.isfinite(resident)
     if not known.any() or len(fetches) < _MIN_BATCHES:
         return None

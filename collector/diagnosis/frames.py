@@ -69,6 +69,11 @@ def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
     return None if pid is None or ticks is None else (str(body.get("host")), pid, ticks)
 
 
+def resident_bytes(samples: pd.DataFrame) -> Floats:
+    """Resident memory with what is swapped out: nobody has given that back."""
+    return floats(samples, "rss_bytes") + np.nan_to_num(floats(samples, "swap_bytes"))
+
+
 def held_bytes(samples: pd.DataFrame) -> Floats:
     """What one process held at each of its samples: its PSS when read, moved on by the change of its RSS since.
 

@@ -20,6 +20,7 @@ from collector.diagnosis.frames import (
     SECOND_NS,
     bytes_text,
     floats,
+    resident_bytes,
     sampled,
     step_at,
     step_numbers,
@@ -181,8 +182,7 @@ def _worker_growth(tables: RunTables, rows: pd.DataFrame) -> Leak | None:
 
 def _resident(rows: pd.DataFrame) -> Floats:
     """Resident memory with what is swapped out, which would hide a leak, and without shared memory."""
-    resident = floats(rows, "rss_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
-    return resident - np.nan_to_num(floats(rows, "shm_bytes"))
+    return resident_bytes(rows) - np.nan_to_num(floats(rows, "shm_bytes"))
 
 
 def _written(rows: pd.DataFrame) -> Floats:

@@ -81,8 +81,12 @@ def usable_cores(tables: RunTables, host: str) -> float:
 
 def cores_per_rank(tables: RunTables, host: str) -> float:
     """Usable cores for one training process of that host."""
-    ranks_count = sum(key[0] == host for key in Lifecycle(tables).mains)
-    return usable_cores(tables, host) / max(ranks_count, 1)
+    return usable_cores(tables, host) / ranks_count(tables, host)
+
+
+def ranks_count(tables: RunTables, host: str) -> int:
+    """The training processes of that host, one at least."""
+    return max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
 
 
 def _allowed_cores(tables: RunTables, loop: Loop) -> float:

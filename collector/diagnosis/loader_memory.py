@@ -18,7 +18,7 @@ import pandas as pd
 
 from collector.diagnosis.frames import floats, last, mean, median, peak
 from collector.diagnosis.host_memory import binding_limit, demand_series
-from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.limits import ranks_count
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting
 from collector.diagnosis.tables import RunTables
@@ -167,8 +167,8 @@ def memory_of(tables: RunTables, loop: Loop, own: Prediction) -> Memory:
         own=own,
         payload=float(np.nan_to_num(mean(payload))),
         largest=float(np.nan_to_num(peak(payload))),
-        room=(FILL * limit - last(demand_series(tables, host)[1][ran])) / _ranks(tables, host),
-        shm_room=(FILL * shm_total - shm_used) / _ranks(tables, host),
+        room=(FILL * limit - last(demand_series(tables, host)[1][ran])) / ranks_count(tables, host),
+        shm_room=(FILL * shm_total - shm_used) / ranks_count(tables, host),
         step=limit / 100,
     )
 
@@ -224,13 +224,9 @@ def _in_shm(tables: RunTables, loop: Loop, times: Floats) -> Floats:
     before = last(used[at < np.nanmin(floats(first, "time_ns") - floats(first, "getitem_ns"), initial=np.inf)])
     here = np.maximum(np.searchsorted(at, times, side="right") - 1, 0)
     most = (loop.num_workers * loop.prefetch_factor + 1) * np.nan_to_num(peak(_payloads(loop)))
-    return np.clip(np.nan_to_num(used[here] - before) / _ranks(tables, loop.main[0]), 0.0, most)
+    return np.clip(np.nan_to_num(used[here] - before) / ranks_count(tables, loop.main[0]), 0.0, most)
 
 
 def _payloads(loop: Loop) -> Floats:
     """Bytes of its recent batches."""
     return floats(loop.batches.iloc[-_RECENT_BATCHES:], "payload_bytes")
-
-
-def _ranks(tables: RunTables, host: str) -> int:
-    return max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
