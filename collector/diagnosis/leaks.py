@@ -41,7 +41,7 @@ from collector.diagnosis.witnesses import (
     half_slopes,
     negligible_bytes,
     rise_evidence,
-    rise_since,
+    share_of,
     witness_of,
 )
 from collector.store.runs import ProcessKey
@@ -75,7 +75,7 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     forks = _forks(tables, key, times)
     private = cumulative_rise(_written(rows), forks)
     undisturbed = np.ptp(forks[times >= grown.since_seconds]) == 0
-    if undisturbed and rise_since(times, private, grown) < CONFIRMED * grown.rise:
+    if undisturbed and share_of(times, private, grown) < CONFIRMED:
         return None  # resident, but not written: mapped files
     witnesses = [
         witness

@@ -7,7 +7,7 @@ envelope* (the level that is never given back), and only a series that passes al
 
 1. after the warm-up, which ends when the first differences become stationary,
 2. a monotone trend (Kendall),
-3. not in one step: no single increment makes most of the rise,
+3. not in a few steps, as high-water marks and fragments of the heap make them: it rose often, or in a steady beat,
 4. not saturating: the second half rises like the first,
 5. the rise stands out from the noise, and from what the caller calls negligible,
 6. the interval of the slope (moving-block bootstrap) is above zero.
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtri, stdtrit
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,9 +35,10 @@ MIN_POINTS = 12
 #: The widths at which growth is asked for, the most blocks first.
 BLOCK_COUNTS = (20, 12, 8, 6)
 _MIN_BLOCKS = 6
+_STEPS_COUNT = 20  # in which a rise is looked at
 _MAX_POINTS = 2000
 _KENDALL_Z = 2.6  # one-sided p < 0.005; with six blocks that asks for a monotone envelope
-_LARGEST_INCREMENT = 0.45  # of the whole rise, in one block
+_SURE = 0.99  # one-sided, that what rose will rise again
 _SECOND_HALF = 0.4  # of the sum of both halves' slopes; 0.5 when linear, 0.34 for a logarithm, less when saturating
 _RISE_TO_NOISE = 4.0
 _BOOTSTRAP_COUNT = 200
@@ -219,11 +221,10 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     slope = theil_sen(x, y)
     rise = slope * x[-1]
     net = y[-1] - y[0]
-    steps = np.diff(y)
     noise = 1.4826 * float(np.median(np.abs(y - slope * x - np.median(y - slope * x))))
     if min(rise, net) < max(negligible, _RISE_TO_NOISE * noise):
         return None
-    if _kendall_z(y) < _KENDALL_Z or steps.max() > _LARGEST_INCREMENT * net:
+    if _kendall_z(y) < _KENDALL_Z or not _goes_on(times, values):
         return None
     half = count // 2
     first, second = float((y[half] - y[0]) / x[half]), float((y[-1] - y[half]) / (x[-1] - x[half]))
@@ -237,6 +238,36 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     begun = int(np.argmax(y >= y[0] + 0.1 * net))
     since = x_origin + x[max(begun - 1, 0)]
     return Growth(slope=slope, low=low, high=high, rise=float(net), since_seconds=float(since), n=len(times))
+
+
+def _goes_on(times: Floats, values: Floats) -> bool:
+    """Whether the level that is never given back rose so often, or so evenly, that it will rise again.
+
+    Rises at random make a total with a relative error of 1 / sqrt(n) (a compound Poisson process). They are counted
+    by weight, (sum)² / sum of squares: beside a large one the small ones hardly count. A stair, as of epochs, tells
+    as much with fewer steps: there the error is how far each is from what the time since the last one makes expect
+    (a renewal-reward process; Student's t), and how much is overdue before the first and after the last.
+    """
+    held = np.minimum.accumulate(values[::-1])[::-1] - values.min()
+    steps = np.diff(held[np.linspace(0, len(held) - 1, _STEPS_COUNT + 1).astype(int)])
+    if steps.sum() ** 2 >= ndtri(_SURE) ** 2 * (steps @ steps):
+        return bool(steps.sum() > 0)
+    at = _rises(held, held[-1] / _STEPS_COUNT)
+    if len(at) < 3:
+        return False
+    sizes, treads = np.diff(held[at]), np.diff(times[at])
+    rate = sizes.sum() / treads.sum()
+    overdue = rate * (times[at[0]] - times[0]) - held[at[0]], rate * (times[-1] - times[at[-1]]) - sizes.mean()
+    errors = np.append(sizes - rate * treads, np.maximum(overdue, 0.0))
+    return bool(sizes.sum() >= stdtrit(len(sizes) - 1, _SURE) * math.sqrt(errors @ errors))
+
+
+def _rises(held: Floats, least: float) -> list[int]:
+    """Where a level that never falls is at least so much above where it was at the rise before."""
+    at: list[int] = []
+    while (place := int(np.searchsorted(held, (held[at[-1]] if at else held[0]) + least))) < len(held):
+        at.append(place)
+    return at
 
 
 def _kendall_z(y: Floats) -> float:

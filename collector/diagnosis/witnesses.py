@@ -45,11 +45,21 @@ class Leak:
 
 def witness_of(name: str, times: Floats, values: Floats, grown: Growth) -> Evidence | None:
     """Another series of bytes over the window of a growth, if it confirms it."""
-    rise = rise_since(times, values, grown)
-    if not rise >= CONFIRMED * grown.rise:
+    if not share_of(times, values, grown) >= CONFIRMED:
         return None
     n = int((np.isfinite(values) & (times >= grown.since_seconds)).sum())
+    rise = rise_since(times, values, grown)
     return Evidence(name=name, value=round(rise), unit="bytes", n=n, window="same window")
+
+
+def share_of(times: Floats, values: Floats, grown: Growth) -> float:
+    """What share of a growth another series shows, NaN if it was not sampled enough.
+
+    A series that is seldom read does not cover the window: the growth counts for the time between its readings.
+    """
+    at = rise_since(times, np.where(np.isfinite(values), times, np.nan), grown)
+    expected = min(grown.rise, grown.slope * at)
+    return rise_since(times, values, grown) / expected if expected > 0 else float("nan")
 
 
 def cumulative_rise(values: Floats, restarts: Floats) -> Floats:

@@ -20,6 +20,18 @@ def autoregressive(generator, phi):
 
 SHARE = np.arange(POINTS) / POINTS
 
+
+def steps(generator, count):
+    """So many, whenever and as large as it happens."""
+    sizes, at = generator.exponential(20 / count, size=count), generator.random(count)
+    return (sizes * (SHARE[:, np.newaxis] > at)).sum(axis=1) + 0.1 * generator.normal(size=POINTS)
+
+
+def marks(generator):
+    """The high-water marks of three buffers, as heaps with fragments keep them."""
+    return np.maximum.accumulate(np.exp(0.8 * generator.normal(size=(3, POINTS))), axis=1).sum(axis=0)
+
+
 HEALTHY = {
     "white noise": lambda g: g.normal(size=POINTS),
     "slow noise": lambda g: autoregressive(g, 0.9),
@@ -31,6 +43,7 @@ HEALTHY = {
         + 10.0 * (np.arange(POINTS) > g.integers(300, 540))
         + 0.2 * g.normal(size=POINTS)
     ),
+    "four steps of any size": lambda g: steps(g, 4),
     "high-water mark": lambda g: np.maximum.accumulate(np.exp(g.normal(size=POINTS))),
 }
 LEAKS = {
@@ -38,6 +51,8 @@ LEAKS = {
     "after warm-up": lambda g: 10 * SHARE + 20 * (1 - np.exp(-SHARE / 0.05)) + 0.3 * g.normal(size=POINTS),
     "from the middle on": lambda g: 20 * np.maximum(0, SHARE - 0.5) + 0.3 * g.normal(size=POINTS),
     "a stair per epoch": lambda g: 2 * np.floor(SHARE * 12) + 0.3 * g.normal(size=POINTS),
+    "a stair of four epochs": lambda g: 5 * np.floor(SHARE * 4 + g.random()) + 0.1 * g.normal(size=POINTS),
+    "forty steps of any size": lambda g: steps(g, 40),
     "under a sawtooth": lambda g: 15 * SHARE + ((np.arange(POINTS) % 40) / 10) + 0.2 * g.normal(size=POINTS),
 }
 
@@ -57,6 +72,10 @@ def test_what_does_not_leak_is_almost_never_called_growth(kind):
 @pytest.mark.parametrize("kind", LEAKS)
 def test_leaks_are_found(kind):
     assert found(LEAKS[kind]) >= 95
+
+
+def test_several_high_water_marks_are_seldom_called_growth():
+    assert found(marks) <= 10
 
 
 def test_a_leak_in_slow_noise_is_mostly_found():
