@@ -225,6 +225,7 @@ PROCESS = Stream(
         Column("private_dirty_bytes", "q", "bytes", "pages that are this process's alone and written; for trends"),
         Column("uss_bytes", "q", "bytes", "private pages, clean and dirty"),
         Column("swap_bytes", "q", "bytes", "swapped out"),
+        Column("file_bytes", "q", "bytes", "resident pages of mapped files (RssFile)"),
         Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
         Column("fd_count", "i", "count", "open file descriptors"),
         Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),

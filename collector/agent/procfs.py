@@ -44,6 +44,7 @@ class Status(NamedTuple):
     """The part of /proc/PID/status that is needed; sizes in bytes."""
 
     rss_bytes: int | None
+    file_bytes: int | None
     shm_bytes: int | None
     swap_bytes: int | None
     thread_count: int | None
@@ -112,6 +113,7 @@ def read_status(proc: str, pid: int) -> Status | None:
         return None
     return Status(
         rss_bytes=_kibibytes(text, b"VmRSS:"),
+        file_bytes=_kibibytes(text, b"RssFile:"),
         shm_bytes=_kibibytes(text, b"RssShmem:"),
         swap_bytes=_kibibytes(text, b"VmSwap:"),
         thread_count=field(text, b"Threads:"),

@@ -41,6 +41,7 @@ from collector.diagnosis.witnesses import (
     half_slopes,
     negligible_bytes,
     rise_evidence,
+    severity,
     share_of,
     witness_of,
 )
@@ -130,7 +131,7 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
     per_step = f", {bytes_text_fine(grown.rise / steps)} per step" if math.isfinite(steps) else ""
     return Finding(
         kind="main-heap-leak",
-        severity="warning",
+        severity=severity(tables, leak),
         confidence=0.95 if len(leak.witnesses) > 3 else 0.85,
         summary=(
             f"The training process (pid {key[1]}) keeps taking host memory: {bytes_text(grown.rise)} so far, "
@@ -181,8 +182,12 @@ def _worker_growth(tables: RunTables, rows: pd.DataFrame) -> Leak | None:
 
 
 def _resident(rows: pd.DataFrame) -> Floats:
-    """Resident memory with what is swapped out, which would hide a leak, and without shared memory."""
-    return resident_bytes(rows) - np.nan_to_num(floats(rows, "shm_bytes"))
+    """Anonymous memory (proc(5), RssAnon) with what is swapped out, which would hide a leak.
+
+    The kernel takes mapped files back, and shared memory is judged by itself.
+    """
+    files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
+    return resident_bytes(rows) - files - shared
 
 
 def _written(rows: pd.DataFrame) -> Floats:
@@ -198,7 +203,7 @@ def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: l
     names = ", ".join(str(worker) for worker in sorted({worker for worker, _ in found}))
     return Finding(
         kind="worker-heap-leak",
-        severity="warning",
+        severity=severity(tables, leak),
         confidence=0.9,
         summary=f"Workers {names} of loader {loader} keep taking memory: {bytes_text(rise)} so far, "
         f"{bytes_text_fine(total)}/s.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
+from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
 from collector.diagnosis.forecast import rate
 from collector.diagnosis.frames import MIB, SECOND_NS, origin_ns, step_at, window_text
 from collector.diagnosis.tables import RunTables
@@ -17,6 +17,7 @@ from collector.store.runs import ProcessKey
 NEGLIGIBLE_BYTES = 16 * MIB
 _NEGLIGIBLE_RATIO = 0.01  # of what the process holds
 CONFIRMED = 0.5  # a witness must show at least this share of the growth
+_MOMENT_NS = 10 * SECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,16 @@ def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
     )
 
 
+def severity(tables: RunTables, leak: Leak) -> Severity:
+    """A warning, but for a growth that was seen for a moment only while the run goes on: so begins much that ends.
+
+    If a limit is that near, the risk of meeting it is a warning of its own.
+    """
+    if not leak.witnesses:
+        return "info"
+    return "info" if tables.living and leak.end_ns - leak.begin_ns < _MOMENT_NS else "warning"
+
+
 def leak_finding(
     tables: RunTables,
     kind: str,
@@ -129,7 +140,7 @@ def leak_finding(
     """The finding that says so; without a witness it is `cannot-tell`, and `summary` names what is missing."""
     return Finding(
         kind=kind if leak.witnesses else "cannot-tell",
-        severity="warning" if leak.witnesses else "info",
+        severity=severity(tables, leak),
         confidence=confidence,
         summary=summary,
         locus=locus,

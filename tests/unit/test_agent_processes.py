@@ -24,6 +24,7 @@ COMMAND = ProcessKey(100, 7)
 
 STATUS = """Name:\tx
 VmRSS:\t    {rss} kB
+RssFile:\t       16 kB
 RssShmem:\t       8 kB
 VmSwap:\t       4 kB
 Threads:\t3
@@ -118,6 +119,7 @@ def test_what_is_read_of_a_process(proc, sampler):
         "loader": None,
         "worker": None,
         "rss_bytes": 300 * 1024,
+        "file_bytes": 16 * 1024,
         "shm_bytes": 8 * 1024,
         "swap_bytes": 4 * 1024,
         "thread_count": 3,

@@ -107,6 +107,26 @@ def test_a_leak_is_found_although_it_is_swapped_out(key, role, kind):
     assert kind in [finding.kind for finding in found(script)]
 
 
+def test_a_mapped_file_that_was_just_written_is_no_leak():
+    """Its pages count as this process's own and dirty until the kernel has written them back."""
+    script, mapped = training(), 600 * RAMP * MIB
+    held = 300 * MIB + mapped
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, file_bytes=mapped)
+    assert kinds(sample_host(script, SECONDS, demand=np.full(60, 4000 * MIB))) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "living", "severity"), [(8, {MAIN}, "info"), (8, set(), "warning"), (20, {MAIN}, "warning")]
+)
+def test_a_moments_growth_is_no_warning_while_the_run_goes_on(seconds, living, severity):
+    script, at = training(), START_SECONDS + 1 + np.arange(0, seconds, 0.25)
+    script.living = frozenset(living)
+    held = 300 * MIB + 20 * MIB * (at - at[0])
+    sample_process(script, at, MAIN, ROLE_MAIN, private=held, rss=held)
+    leaks = found(sample_host(script, at, demand=held, total=10**14))
+    assert [(each.kind, each.severity) for each in leaks] == [("main-heap-leak", severity)]
+
+
 def test_a_leak_that_begins_in_the_middle_says_since_when():
     late = 600 * np.maximum(0, RAMP - 0.5)
     leak = found(memory(training(), main=late, host=late, total=10**14))
