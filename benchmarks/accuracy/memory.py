@@ -80,6 +80,7 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
     """The Markdown of what is kept."""
     traces: list[tuple[Case, Trace]] = []
     told: dict[str, list[Finding]] = {}
+    taken_back: list[Case] = []
     forecast: list[Forecast] = []
     leads: list[str] = []
     deaths: list[tuple[Case, list[Finding]]] = []
@@ -89,6 +90,8 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
             continue
         told[case.name] = warnings(tables)
         traces.append((case, trace(tables)))
+        if not (case.kind or told[case.name]) and any(_warned(tables, moment) for moment in _moments(tables)[1::2]):
+            taken_back.append(case)
         if case.steady:
             forecast += forecasts(case, tables)
         if case.group == "kill":
@@ -99,6 +102,7 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
     yield f"{ran} of {len(chosen)} cases on {machine}, {date.today()}."
     if traces:
         yield from _leaks(traces, told)
+        yield from _while_running(taken_back)
     if forecast:
         yield from _forecasts(forecast)
         yield from ("", "## Time to the limit of series drawn at random (memory_synthetic.py)", "")
@@ -136,6 +140,25 @@ def _leaks(traces: Sequence[tuple[Case, Trace]], told: dict[str, list[Finding]])
         yield f"Findings on {len(loud[group])} of {sum(c.group == group for c in well)} {silent}."
     yield f"Not found: {', '.join(c.name for c in sick if c not in found) or 'none'}."
     yield f"Wrong: {', '.join(f'{kind} of {name}' for name, kinds in wrong.items() for kind in kinds) or 'none'}."
+
+
+def _while_running(taken_back: Sequence[Case]) -> Iterator[str]:
+    count = Counter(case.group for case in taken_back)
+    yield ""
+    yield (
+        f"Warned of at one of {_MOMENTS // 2} moments while they ran, and not at the end: {count['twin']} twins, "
+        f"{count['healthy']} hard negatives ({', '.join(case.name for case in taken_back) or 'none'})."
+    )
+
+
+def _moments(tables: RunTables) -> list[float]:
+    """Of a run, evenly over its readings; nanoseconds."""
+    seconds = trace(tables).seconds
+    return [seconds[round(len(seconds) * (k + 1) / _MOMENTS) - 1] * SECOND_NS for k in range(_MOMENTS)]
+
+
+def _warned(tables: RunTables, moment_ns: float) -> bool:
+    return bool(warnings(until(tables, moment_ns)))
 
 
 def _is_wrong(case: Case, finding: Finding) -> bool:
@@ -193,9 +216,7 @@ def _lead(case: Case, tables: RunTables) -> Iterator[str]:
     cells = []
     for method in (None, *(METHODS[name] for name in _LEADING)):
         said = [
-            bool(warnings(until(tables, whole.seconds[count - 1] * SECOND_NS)))
-            if method is None
-            else method(whole.before(count))
+            _warned(tables, whole.seconds[count - 1] * SECOND_NS) if method is None else method(whole.before(count))
             for count in counts
         ]
         silent = [k for k, one in enumerate(said) if not one]

@@ -15,6 +15,7 @@ from collector.diagnosis.frames import (
     SECOND_NS,
     bytes_text,
     floats,
+    held_bytes,
     origin_ns,
     peak,
     step_numbers,
@@ -33,6 +34,7 @@ _PRESSED_RATIO = 0.10  # PSI memory, full: tasks stand still a tenth of the time
 _NEGLIGIBLE_BYTES = 32 * MIB
 _OWN_SHARE = 0.5  # of the growth must be the run's own, or the limit be near
 _NEAR_RATIO = 0.8
+_MIN_READINGS = 4
 #: What others do on the host, and what warms up, rises too: a twentieth of the way must have been seen.
 _FARTHEST = 20.0
 
@@ -104,16 +106,16 @@ def _to_come(finding: Finding) -> float:
 
 
 def own_rise(tables: RunTables, host: str, grown: Growth) -> float:
-    """How much the run's own processes grew meanwhile (PSS, which adds up), NaN if it was not sampled."""
+    """How much the run's own processes grew meanwhile (`held_bytes`, which adds up), NaN if it was not sampled."""
     process = tables.stream("process")
-    process = process[(process["host"] == host) & (floats(process, "time_ns") >= grown.since_seconds * SECOND_NS)]
-    for column in ("pss_bytes", "rss_bytes"):
-        known = process[np.isfinite(floats(process, column))]
-        if len(known) < 4:
-            continue
-        levels = known.assign(value=floats(known, column)).groupby(["process_pid", "process_start_ticks"])["value"]
-        return float((levels.last() - levels.first()).sum())
-    return float("nan")
+    process = process[process["host"] == host]
+    rises, count = [], 0
+    for _, rows in process.groupby(["process_pid", "process_start_ticks"]):
+        held = held_bytes(rows)[floats(rows, "time_ns") >= grown.since_seconds * SECOND_NS]
+        known = held[np.isfinite(held)]
+        count += len(known)
+        rises.append(float(known[-1] - known[0]) if len(known) else 0.0)
+    return sum(rises) if count >= _MIN_READINGS else float("nan")
 
 
 def _by_trend(tables: RunTables, host: str, course: Course) -> Finding:
