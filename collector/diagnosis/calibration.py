@@ -13,13 +13,15 @@ from collector.diagnosis.frames import SECOND_NS, floats, sampled
 from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import without_pauses
-from collector.diagnosis.replay import Setting, Trace, slowdown
+from collector.diagnosis.replay import Setting, Trace, slowdown, throughputs
+from collector.diagnosis.sharing import Sharing, sharing
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
 
 #: The recent part of a run that is replayed.
 _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
+_BLOCKED = 0.5  # of the fetches: only then can a thing that they share be what counts
 _COMPUTES = 0.1  # of a fetch, waiting for a core included: less changes a prediction by no more than that
 _SATURATED_NS = 2e6  # a worker that waits less had its next index already
 _READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
@@ -28,6 +30,7 @@ _FEW = 5
 _ASSUMED_CROSSING, _ASSUMED_GAP = 1e-3, 2e-4
 _UNEXPLAINED = 1.15  # slower than the run's own threads make each other: somebody else uses the cores too
 _CORE_SHARES = np.linspace(1.0, 0.2, 17)
+_ROUNDS = 4  # until the replay gives the throughput that was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,10 @@ class Calibrated:
 
     Attributes:
         trace: its costs.
+        if_shared: the same if the workers waited for one thing in common, where that cannot be told.
         keys: epoch and index of each batch of it.
         setting: with which it ran.
+        sharing: how far its workers wait for one thing in common; None where they do not mostly wait.
         slower: how many times longer computing took there, in workers and in the loop (`slowdown`).
         batches_per_second, wait_ratio: measured.
         samples_per_batch: NaN if unknown.
@@ -46,8 +51,10 @@ class Calibrated:
     """
 
     trace: Trace
+    if_shared: Trace | None
     keys: pd.DataFrame
     setting: Setting
+    sharing: Sharing | None
     slower: Floats
     batches_per_second: float
     wait_ratio: float
@@ -83,6 +90,7 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     computing = _computing_ratio(tables, loop, rows) * total / len(rows) - (0 if loop.num_workers else cpu.mean())
     share = min(1.0, max(0.0, computing * slowed / max(usual, 1e-9)))
     alone = 1 - share * (1 - 1 / slowed)  # what is left of the loop's time when it need not wait for cores
+    found = _sharing(loop, dispatched, blocked)
     transfer, hand_over = _crossing(loop, rows)
     start, start_each = _starts(loop, rows)
     trace = Trace(
@@ -103,12 +111,18 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     setting = Setting(num_workers=loop.num_workers, prefetch_factor=prefetch_factor, in_order=loop.in_order)
     cores, slower = _cores(trace, setting, cores, slowed)
     samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
+    measured = (len(rows) - (not recurs)) / total
+    trace = dataclasses.replace(trace, cores=cores)
+    shared = None if found is None or found.is_apart else _shared(trace, found, setting, measured)
+    is_shared = found is not None and found.is_shared
     return Calibrated(
-        trace=dataclasses.replace(trace, cores=cores),
+        trace=shared if shared is not None and is_shared else trace,
+        if_shared=None if is_shared else shared,
         keys=dispatched[["epoch", "index"]],
         setting=setting,
+        sharing=found,
         slower=slower,
-        batches_per_second=(len(rows) - (not recurs)) / total,
+        batches_per_second=measured,
         wait_ratio=float(waited.sum()) / total,
         samples_per_batch=float(np.nanmean(samples)) if np.isfinite(samples).any() else math.nan,
         payload_bytes=float(np.nanmax(payload)) if np.isfinite(payload).any() else math.nan,
@@ -165,6 +179,29 @@ def _fetch_costs(rows: pd.DataFrame) -> tuple[Floats, Floats, float, float]:
     threads = float(np.nansum(floats(rows, "process_cpu_ns")) / max(cpu[known].sum(), 1.0)) if computes else 1.0
     slowed = 1 + waiting / max(share, 1e-9)
     return cpu / SECOND_NS, np.maximum(wall - cpu - queued, 0.0) / SECOND_NS, max(1.0, threads), slowed
+
+
+def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
+    """Whether several workers that mostly wait do so for one thing in common."""
+    ends, took = rows["made_ns"].to_numpy() / SECOND_NS, rows["fetch_ns"].to_numpy() / SECOND_NS
+    known = np.isfinite(floats(rows, "cpu_ns")) & np.isfinite(floats(rows, "run_queue_ns"))
+    if loop.num_workers < 2 or not known.all() or blocked.sum() < _BLOCKED * took.sum():
+        return None
+    workers, places = (floats(rows, name).astype(np.intp) for name in ("worker", "index"))
+    return sharing(ends - took, ends, blocked, workers, places)
+
+
+def _shared(trace: Trace, found: Sharing, setting: Setting, measured: float) -> Trace:
+    """The trace if the workers wait for one thing in common, which then makes the measured batches per second.
+
+    Counting the fetches in progress takes those for waiting that compute, so the share of each comes out too small.
+    """
+    service = found.service
+    for _ in range(_ROUNDS):
+        shared = dataclasses.replace(trace, blocked=service, in_turn=True)
+        (rate,) = throughputs(shared, [setting])
+        service = np.minimum(trace.blocked, service * rate / measured)
+    return dataclasses.replace(shared, blocked=service)
 
 
 def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:

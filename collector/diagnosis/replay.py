@@ -5,6 +5,9 @@ done with batch k - N, and it is yielded when the loop asks for it, in order (to
 `_next_data` of `_MultiProcessingDataLoaderIter`). With `in_order=False` (torch >= 2.7) whatever is made first is
 yielded, and its worker gets the next index. So the times of each batch follow from those of earlier ones.
 
+What workers wait for may be one thing that serves them in turn (a disk, a pipe, a lock): then the blocked part of a
+fetch begins when that of the one before is over. Which it is the trace says (`sharing.py`).
+
 Computing is slower where there are more threads than cores. How much is found by a fixed point: the busier the
 threads are in a replay, the longer they wait for a core in the next one. Blocked time does not compete.
 
@@ -55,6 +58,7 @@ class Trace:
 
     Attributes:
         cpu, blocked: what the fetch of a batch takes. While it computes, so do `threads` threads.
+        in_turn: the workers are blocked by one thing in common, which takes so long for a batch.
         loop: what the loop takes after a batch, of which `loop_cpu_ratio` is computing, in `loop_threads` threads.
         gap: of a worker, between two fetches.
         transfer: from a batch's making until the loop can take it.
@@ -69,6 +73,7 @@ class Trace:
     cpu: Floats
     blocked: Floats
     loop: Floats
+    in_turn: bool = False
     threads: float = 1.0
     loop_cpu_ratio: float = 0.0
     loop_threads: float = 1.0
@@ -234,7 +239,9 @@ def _play(
             worker_slower, loop_slower = (each[mine][:, np.newaxis] for each in slower)
             loop, cpu, blocked = (each[part][:, np.newaxis] for each in (trace.loop, trace.cpu, trace.blocked))
             loop = loop + loop * trace.loop_cpu_ratio * (loop_slower - 1)
-            yields, waits, stands = play(trace, chosen, cpu * worker_slower + blocked, loop)
+            own = cpu * worker_slower + (0 if trace.in_turn else blocked)
+            served = np.broadcast_to(blocked if trace.in_turn else 0.0, own.shape)
+            yields, waits, stands = play(trace, chosen, own, served, loop)
             # The queues were empty at the beginning of the replay, those of the run were not.
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
@@ -248,25 +255,26 @@ def _play(
     return batches / seconds, np.minimum(waited / seconds, 1.0), stood / seconds
 
 
-def _play_inline(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
+def _play_inline(trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats) -> Played:
     """The loop makes each batch itself."""
+    fetch = own + served
     asked = np.concatenate([np.zeros_like(loop[:1]), loop[:-1]]) + fetch
     return np.cumsum(asked, axis=0), fetch, np.zeros_like(fetch)
 
 
-def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
+def _play_in_order(trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
-    lanes, room, count = np.arange(len(settings)), int(places.max()), len(fetch)
-    made, yields = (np.zeros((room + count, *fetch.shape[1:])) for _ in range(2))
+    lanes, room, count = np.arange(len(settings)), int(places.max()), len(own)
+    made, yields = (np.zeros((room + count, *own.shape[1:])) for _ in range(2))
     for worker in range(int(workers.max())):
         has = workers > worker
         made[room - workers[has] + worker, lanes[has]] = trace.start + worker * trace.start_each
     # One row per batch and lane, and into arrays that are there: a batch costs a dozen calls, whatever is played.
-    rows = [each.reshape(-1, fetch.shape[2]) for each in (yields, made)]
+    rows = [each.reshape(-1, own.shape[2]) for each in (yields, made)]
     begun_at, free_at = ((room - each) * len(settings) + lanes for each in (places, workers))
-    waits = np.empty_like(fetch)
-    asked, drained, begun, free, there, taking = (np.zeros_like(fetch[0]) for _ in range(6))
+    waits = np.empty_like(own)
+    asked, drained, begun, free, there, taking, turn = (np.zeros_like(own[0]) for _ in range(7))
     for k in range(count):
         done, yielded = made[room + k], yields[room + k]
         rows[0].take(begun_at, axis=0, out=begun, mode="clip")
@@ -274,7 +282,11 @@ def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loo
         begun_at += len(settings)
         free_at += len(settings)
         np.maximum(begun, free, out=begun)
-        np.add(fetch[k], trace.gap, out=done)
+        if trace.in_turn:
+            np.maximum(begun, turn, out=begun)
+            begun += served[k]
+            np.copyto(turn, begun)
+        np.add(own[k], trace.gap, out=done)
         done += begun
         np.add(done, trace.transfer, out=there)
         np.maximum(asked, there, out=yielded)
@@ -286,32 +298,36 @@ def _play_in_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loo
     return yields[room:], waits, yields[room:] - made[room:]
 
 
-def _play_out_of_order(trace: Trace, settings: Sequence[Setting], fetch: Floats, loop: Floats) -> Played:
+def _play_out_of_order(
+    trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats
+) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
-    count, shape = len(fetch), fetch.shape[1:]
+    count, shape = len(own), own.shape[1:]
     lanes, columns = np.arange(shape[0])[:, np.newaxis], np.arange(shape[1])[np.newaxis, :]
     most, depth = int(workers.max()), max(setting.prefetch_factor for setting in settings)
     # Of each worker: when it is free, and when the batches that it has made and will make are there, oldest first.
     free = np.broadcast_to(trace.start + trace.start_each * np.arange(most), (*shape, most)).copy()
     line = np.full((*shape, most, depth + 1), np.inf)
     taken = np.zeros((*shape, most), dtype=np.intp)
-    sent = np.zeros(shape, dtype=np.intp)
+    sent, turn = np.zeros(shape, dtype=np.intp), np.zeros(shape)
 
     def dispatch(to: npt.NDArray[np.intp], now: Floats, where: npt.NDArray[np.bool_]) -> None:
         lane, column = np.nonzero(where)
         worker = to[where]
-        cost = fetch[sent[where], lane, column] + trace.gap
-        done = np.maximum(now[where], free[lane, column, worker]) + cost
+        begun = np.maximum(now[where], free[lane, column, worker])
+        if trace.in_turn:
+            begun = turn[where] = np.maximum(begun, turn[where]) + served[sent[where], lane, column]
+        done = begun + own[sent[where], lane, column] + trace.gap
         free[lane, column, worker] = done
         line[lane, column, worker, taken[lane, column, worker]] = done
         taken[lane, column, worker] += 1
         sent[where] += 1
 
-    asked = np.zeros_like(fetch[0])
+    asked = np.zeros_like(own[0])
     for k in range(int(places.max())):
         dispatch(np.broadcast_to((k % workers)[lanes], shape), asked, (k < places)[lanes] & (sent < count))
-    yields, waits, stands = (np.empty_like(fetch) for _ in range(3))
+    yields, waits, stands = (np.empty_like(own) for _ in range(3))
     for k in range(count):
         first = line[:, :, :, 0].argmin(axis=2)
         made = line[lanes, columns, first, 0]

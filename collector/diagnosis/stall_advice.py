@@ -59,6 +59,16 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
                 expected=f"the workers share {cores:.0f} cores instead of queueing for a few",
             ),
         )
+    if isinstance(outlook, Forecast) and outlook.common:
+        rate = outlook.measured.batches_per_second
+        return (
+            *(_by_replay(outlook) if outlook.best else ()),
+            Advice(
+                text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
+                "fewer and larger files), hold a lock for less, give each worker a connection of its own",
+                expected=f"more workers only lengthen each wait: it gives all of them about {rate:.3g} batches/s",
+            ),
+        )
     if limit.by == "io":
         return (
             *_by_replay(outlook),
@@ -109,6 +119,11 @@ def _expected(outlook: Forecast, option: Option) -> str:
         f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
         f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
     )
+    if outlook.measured.if_shared is not None:
+        words += (
+            "; the present throughput at any number if the workers wait for one thing in common, which this run "
+        )
+        words += "does not tell"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):
         most = f"up to {bytes_text(option.most_bytes)} with full queues"

@@ -6,15 +6,16 @@ import dataclasses
 
 import numpy as np
 
-from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, severity
+from collector.diagnosis.costs import TELL, confidence, cost, lost_ratio, measured, severity
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
 from collector.diagnosis.frames import origin_ns, step_at, window_text
 from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace, WorkerPace, is_tail, steady_fetches
+from collector.diagnosis.sharing import Sharing
 from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.tuning import forecast
+from collector.diagnosis.tuning import Forecast, forecast
 
 _SPARE_IDLE = 0.10
 _LISTED = 50  # of the slow batches
@@ -110,6 +111,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """All workers together cannot keep up."""
     limit = worker_limit(tables, loop)
     outlook = forecast(tables, loop, shared_io=limit.by == "io")
+    common = outlook.common if isinstance(outlook, Forecast) else None
     return Finding(
         kind="workers-too-slow",
         severity=_severity(tables, loop, steady),
@@ -118,6 +120,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
             f"{steady.wait_ratio:.0%} of "
             f"its time and the workers idle {steady.idle_ratio:.0%}; {limit.because}."
+            + (f" They wait for one thing in common: {common.because}." if common else "")
         ),
         locus=_locus(loop, role="worker"),
         since_step=_since(tables, loop, steady),
@@ -127,6 +130,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             _seconds("fetch_seconds", steady.fetch_mean, steady, tables),
             _ratio("capacity_ratio", steady.capacity_ratio, steady, tables),
             *limit.evidence,
+            *(_sharing_evidence(common) if common else ()),
         ),
         advice=advise_too_slow(loop, limit, cores_per_rank(tables, loop.main[0]), outlook),
         limited_by=limit.by,
@@ -244,6 +248,14 @@ def _pace_evidence(steady: Pace, tables: RunTables) -> tuple[Evidence, ...]:
         _ratio("data_wait_ratio", steady.wait_ratio, steady, tables),
         _seconds("hand_over_seconds", steady.hand_over, steady, tables),
         _seconds("consumer_seconds", steady.consumer, steady, tables),
+    )
+
+
+def _sharing_evidence(common: Sharing) -> tuple[Evidence, ...]:
+    found = {"alike": common.alike_sigmas, "beside": common.beside_sigmas, "turn": common.turn_sigmas}
+    return tuple(
+        measured(f"fetches_{name}_sigmas", value, "sigmas", len(common.service), "recent fetches")
+        for name, value in found.items()
     )
 
 

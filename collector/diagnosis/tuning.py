@@ -18,6 +18,7 @@ from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loader_memory import Memory, memory_of
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting, Trace, predict, throughputs
+from collector.diagnosis.sharing import Sharing
 from collector.diagnosis.tables import RunTables
 
 #: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
@@ -73,8 +74,15 @@ class Forecast:
 
     def at(self, settings: Sequence[Setting]) -> list[Option]:
         """What these settings give, also such as are not on the grid."""
-        found = predict(self.measured.trace, settings)
-        return [_option(self.measured, self.memory, self.error, self.shared_io, each) for each in found]
+        ways = _possible(self.measured, predict(self.measured.trace, settings))
+        each_way = zip(*ways, strict=True)
+        return [_option(self.measured, self.memory, self.error, self.shared_io, *ways) for ways in each_way]
+
+    @property
+    def common(self) -> Sharing | None:
+        """How it shows that the workers wait for one thing in common; None where it does not."""
+        found = self.measured.sharing
+        return found if found is not None and found.is_shared else None
 
     @property
     def front(self) -> list[Option]:
@@ -93,8 +101,8 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
     Args:
         tables: the run.
         loop: of the run.
-        shared_io: its workers read from something that may be the limit for all of them together; then nothing
-            may be gained, and the intervals say so.
+        shared_io: its workers read from something that may be the limit for all of them together. That shows only
+            where there are several (`sharing`); with fewer nothing may be gained, and the intervals say so.
 
     """
     measured = calibrate(tables, loop)
@@ -111,7 +119,7 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
             f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
         )
     memory = memory_of(tables, loop, own)
-    ways = _ways_to_share(measured, predictions, cores_per_rank(tables, loop.main[0]))
+    ways = (*_possible(measured, predictions), *_if_equal(measured, settings, cores_per_rank(tables, loop.main[0])))
     options = [_option(measured, memory, error, shared_io, *ways_of_one) for ways_of_one in zip(*ways, strict=True)]
     return Forecast(
         measured=measured,
@@ -137,19 +145,23 @@ def _grid(measured: Calibrated) -> Iterator[Setting]:
                 yield setting
 
 
-def _ways_to_share(
-    measured: Calibrated, predictions: list[Prediction], cores: float
-) -> tuple[list[Prediction], ...]:
-    """What there is if others leave a part of the cores, and, where they do, if each thread gets an equal share.
+def _possible(measured: Calibrated, predictions: list[Prediction]) -> tuple[list[Prediction], ...]:
+    """What there is, and what there is if the workers wait for one thing in common, where that cannot be told."""
+    if measured.if_shared is None:
+        return (predictions,)
+    return predictions, predict(measured.if_shared, [prediction.setting for prediction in predictions])
+
+
+def _if_equal(measured: Calibrated, settings: list[Setting], cores: float) -> tuple[list[Prediction], ...]:
+    """What there is where others use a part of the cores, if each thread gets an equal share of them.
 
     Which it is depends on how the kernel groups processes (cgroups, autogroup), and that is not known.
     """
     if not measured.trace.cores < cores:
-        return (predictions,)
-    settings = [prediction.setting for prediction in predictions]
+        return ()
     threads = np.array([setting.num_workers + 1 for setting in settings], dtype=float)
     others = (measured.setting.num_workers + 1) * (cores / measured.trace.cores - 1)
-    return predictions, predict(measured.trace, settings, cores=cores * threads / (threads + others))
+    return (predict(measured.trace, settings, cores=cores * threads / (threads + others)),)
 
 
 def _option(
@@ -159,7 +171,7 @@ def _option(
     unsure = UNSEEN_ERROR if own.num_workers == 0 else OWN_ERROR if setting == own else MODEL_ERROR
     intervals = [way.interval(abs(error) + unsure) for way in (prediction, *ways)]
     low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
-    if shared_io:
+    if shared_io and measured.sharing is None:
         low = min(low, measured.batches_per_second)
     more, more_shm = memory.most(prediction) - memory.held, memory.prefetched(setting) - memory.prefetched(own)
     return Option(

@@ -135,6 +135,7 @@ def simulate(
     gap=0.5,
     collate_share=0.1,
     shards=None,
+    in_turn=False,
     **settings,
 ):
     """One training process with one loader.
@@ -147,6 +148,7 @@ def simulate(
         gap: between epochs, seconds.
         collate_share: of a fetch.
         shards: of an iterable dataset: batches by worker.
+        in_turn: one thing serves the fetches of all workers, one after the other.
         settings: further fields of its `loader` event.
         split: CPU, run queue and blocked share of a fetch.
 
@@ -182,7 +184,7 @@ def simulate(
             ready = now + (startup if begins else 0.0)
             turns = _turns(shards or [batches] * workers)
             yields, fetches = _parallel(
-                generator, now, ready, workers, prefetch, service, consumer, batches, in_order, turns
+                generator, now, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn
             )
         else:
             yields, fetches = _inline(generator, now, service, consumer, batches)
@@ -252,14 +254,18 @@ def _turns(left):
                 yield worker
 
 
-def _parallel(generator, begin, ready, workers, prefetch, service, consumer, batches, in_order, turns):
+def _parallel(generator, begin, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn):
     dispatched, done, makers, fetches = {}, {}, {}, []
-    free = [ready] * workers
+    free, served = [ready] * workers, 0.0
     arrivals = []
 
     def dispatch(index, worker, time):
+        nonlocal served
         cost = service(generator, worker, index)
         start = max(time, free[worker])
+        if in_turn:
+            served = max(start, served) + cost
+            cost = served - start
         fetches.append((start + cost, index, max(0.0, time - free[worker]), worker, cost))
         free[worker] = start + cost
         makers[index], done[index] = worker, start + cost

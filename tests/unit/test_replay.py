@@ -204,8 +204,38 @@ def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
 
 
 def test_storage_may_be_the_limit_for_all_workers_together():
-    found = outlook(simulate(workers=2, prefetch=2, **RUN), shared_io=True)
+    one = outlook(simulate(workers=1, prefetch=2, **RUN), shared_io=True)
+    assert one.best.low <= one.measured.batches_per_second < one.best.batches_per_second
+    several = outlook(simulate(workers=2, prefetch=2, **RUN), shared_io=True)  # that show that they wait apart
+    assert several.best.low > 1.5 * several.measured.batches_per_second
+
+
+def test_where_a_run_cannot_tell_whether_workers_share_the_interval_holds_both():
+    found = outlook(simulate(workers=2, prefetch=2, **RUN | {"service": jittered(0.06, 0.01), "batches": 100}))
+    assert found.measured.if_shared is not None
     assert found.best.low <= found.measured.batches_per_second < found.best.batches_per_second
+    (fewer,) = found.at([Setting(num_workers=1, prefetch_factor=2)])
+    assert fewer.high >= 0.95 * found.measured.batches_per_second
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_serves_in_turn_sets_the_pace_of_all_workers(workers, in_order):
+    one_by_one = constant(fetch_cpu=0.01, fetch_blocked=0.03, loop=0.005, in_turn=True)
+    found = predict(one_by_one, [Setting(num_workers=workers, prefetch_factor=2, in_order=in_order)])[0]
+    assert found.batches_per_second == pytest.approx(1 / 0.04 if workers == 1 else 1 / 0.03, rel=0.02)
+
+
+def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
+    script = simulate(workers=2, prefetch=2, in_turn=True, **RUN | {"service": jittered(0.03, 0.2)})
+    found = outlook(script)
+    assert found.common is not None
+    assert found.best is None
+    assert all(option.high < 1.3 * found.measured.batches_per_second for option in found.options)
+    told = find_stalls(script.tables())[0]
+    assert "one thing in common" in told.summary
+    assert not any("num_workers=" in advice.text for advice in told.advice)
+    assert {"fetches_alike_sigmas", "fetches_beside_sigmas"} < {each.name for each in told.evidence}
 
 
 def test_where_others_use_the_cores_more_workers_are_less_sure():
