@@ -39,7 +39,8 @@ class Calibrated:
 
     Attributes:
         trace: its costs.
-        if_shared: the same if the workers waited for one thing in common, where that cannot be told.
+        otherwise: the same if the workers waited for one thing in common, where that cannot be told; if each waited
+            by itself, where they do not (how much of their waiting is for their turn, more of them would tell).
         keys: epoch and index of each batch of it.
         setting: with which it ran.
         sharing: how far its workers wait for one thing in common; None where they do not mostly wait.
@@ -51,7 +52,7 @@ class Calibrated:
     """
 
     trace: Trace
-    if_shared: Trace | None
+    otherwise: Trace | None
     keys: pd.DataFrame
     setting: Setting
     sharing: Sharing | None
@@ -114,10 +115,12 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     measured = (len(rows) - (not recurs)) / total
     trace = dataclasses.replace(trace, cores=cores)
     shared = None if found is None or found.is_apart else _shared(trace, found, setting, measured)
-    is_shared = found is not None and found.is_shared
+    guess, otherwise = trace, shared
+    if shared is not None and found is not None and found.is_shared:
+        guess, otherwise = shared, trace
     return Calibrated(
-        trace=shared if shared is not None and is_shared else trace,
-        if_shared=None if is_shared else shared,
+        trace=guess,
+        otherwise=otherwise,
         keys=dispatched[["epoch", "index"]],
         setting=setting,
         sharing=found,

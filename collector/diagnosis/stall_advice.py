@@ -119,11 +119,8 @@ def _expected(outlook: Forecast, option: Option) -> str:
         f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
         f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
     )
-    if outlook.measured.if_shared is not None:
-        words += (
-            "; the present throughput at any number if the workers wait for one thing in common, which this run "
-        )
-        words += "does not tell"
+    if outlook.is_undecided:
+        words += " (if they wait for one thing in common, which this run does not tell, more workers give no more)"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):
         most = f"up to {bytes_text(option.most_bytes)} with full queues"

@@ -85,6 +85,11 @@ class Forecast:
         return found if found is not None and found.is_shared else None
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether the workers may wait for one thing in common, and the run does not tell."""
+        return self.measured.otherwise is not None and self.common is None
+
+    @property
     def front(self) -> list[Option]:
         """The settings that fit, of which no other waits less and takes no more memory."""
         found: list[Option] = []
@@ -146,10 +151,16 @@ def _grid(measured: Calibrated) -> Iterator[Setting]:
 
 
 def _possible(measured: Calibrated, predictions: list[Prediction]) -> tuple[list[Prediction], ...]:
-    """What there is, and what there is if the workers wait for one thing in common, where that cannot be told."""
-    if measured.if_shared is None:
+    """What there is, and what there may be if the workers share what they wait for, or not.
+
+    Where they do, fewer of them may still be slower: a part of their waiting may be for themselves.
+    """
+    if measured.otherwise is None:
         return (predictions,)
-    return predictions, predict(measured.if_shared, [prediction.setting for prediction in predictions])
+    others = predict(measured.otherwise, [prediction.setting for prediction in predictions])
+    known = measured.setting.num_workers if measured.trace.in_turn else math.inf
+    pairs = zip(predictions, others, strict=True)
+    return predictions, [other if other.setting.num_workers < known else mine for mine, other in pairs]
 
 
 def _if_equal(measured: Calibrated, settings: list[Setting], cores: float) -> tuple[list[Prediction], ...]:
