@@ -8,8 +8,9 @@ One run with one setting shows it in three ways. All are judged against chance:
   (drifts, patterns of long and short batches).
 - Beside: where a thing is shared in proportion, a fetch goes faster while other workers pause. Then what fetches
   took is less even than what they took counted by their share, time divided by the fetches in progress.
-- Turn: who waits for a turn ends no later for having begun later. That decides where all fetches take the same
-  time, for then the machine's own jitter makes neighbours alike.
+- Turn: who waits for a turn ends no later for having begun later. That is asked where all fetches take the same
+  time, for then the machine's own jitter makes neighbours alike. A limit of the pace of each worker looks the same;
+  it is the rarer.
 
 Workers that never pause and whose reads are all alike may leave no trace. And a storage that others make slow for
 all workers at once looks like one that they share.
@@ -72,17 +73,20 @@ class Sharing:
     @property
     def because(self) -> str:
         """How that shows, in words; empty where it does not."""
+        if self.spread_ratio < _JITTER:
+            return "who begins a fetch later ends it no later" if self.turn_sigmas >= _SIGMAS else ""
         if self.alike_sigmas >= _SIGMAS and self.alike_ratio >= _NEARER:
-            if self.spread_ratio >= _JITTER:
-                return "a slow fetch delays those beside it"
-            if self.turn_sigmas >= _SIGMAS:
-                return "what delays one fetch delays those beside it, and who begins later ends no later"
-        if self.spread_ratio >= _JITTER:
-            if self.beside_sigmas >= _SIGMAS:
-                return "a fetch takes longer the more others are in progress"
-            if self.alike_sigmas <= -_SIGMAS and self.beside_sigmas > 0:
-                return "one fetch is short because another is long"
+            return "a slow fetch delays those beside it"
+        if self.beside_sigmas >= _SIGMAS:
+            return "a fetch takes longer the more others are in progress"
+        if self.alike_sigmas <= -_SIGMAS and self.beside_sigmas > 0:
+            return "one fetch is short because another is long"
         return ""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nothing else explains it: who takes turns with a clock of its own ends no later either."""
+        return self.spread_ratio >= _JITTER
 
 
 def sharing(begins: Floats, ends: Floats, blocked: Floats, workers: _Whole, places: _Whole) -> Sharing:

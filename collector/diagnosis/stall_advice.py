@@ -61,6 +61,10 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
         )
     if isinstance(outlook, Forecast) and outlook.common:
         rate = outlook.measured.batches_per_second
+        measure = Advice(
+            text="Measure more workers: `tidegauge tune -- COMMAND`",
+            expected="they help if each has a limit of its own instead, which this run does not rule out",
+        )
         return (
             *(_by_replay(outlook) if outlook.best else ()),
             Advice(
@@ -68,6 +72,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
                 expected=f"more workers only lengthen each wait: it gives all of them about {rate:.3g} batches/s",
             ),
+            *((measure,) if outlook.is_undecided else ()),
         )
     if limit.by == "io":
         return (
@@ -119,7 +124,7 @@ def _expected(outlook: Forecast, option: Option) -> str:
         f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
         f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
     )
-    if outlook.is_undecided:
+    if outlook.is_undecided and not outlook.common:
         words += " (if they wait for one thing in common, which this run does not tell, more workers give no more)"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):

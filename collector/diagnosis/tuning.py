@@ -86,8 +86,8 @@ class Forecast:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the workers may wait for one thing in common, and the run does not tell."""
-        return self.measured.otherwise is not None and self.common is None
+        """Whether the run does not tell for sure if the workers wait for one thing in common."""
+        return self.measured.otherwise is not None and not (self.common and self.common.is_sure)
 
     @property
     def front(self) -> list[Option]:
@@ -158,7 +158,8 @@ def _possible(measured: Calibrated, predictions: list[Prediction]) -> tuple[list
     if measured.otherwise is None:
         return (predictions,)
     others = predict(measured.otherwise, [prediction.setting for prediction in predictions])
-    known = measured.setting.num_workers if measured.trace.in_turn else math.inf
+    found = measured.sharing
+    known = measured.setting.num_workers if found is not None and found.is_shared and found.is_sure else math.inf
     pairs = zip(predictions, others, strict=True)
     return predictions, [other if other.setting.num_workers < known else mine for mine, other in pairs]
 

@@ -78,6 +78,12 @@ def test_workers_that_wait_by_themselves_are_not_taken_for_sharing(spread, worke
     assert not any(each.is_shared for each in found)
 
 
+def test_equal_batches_that_end_no_later_for_having_begun_later_wait_for_their_turn():
+    found = judged(*fetches(in_turn, spread=0.0))
+    assert found.is_shared
+    assert not found.is_sure, "a limit of the pace of each worker would look the same"
+
+
 def test_pauses_of_others_show_that_workers_wait_by_themselves():
     assert judged(*fetches(alone, pause=0.01)).is_apart
 
