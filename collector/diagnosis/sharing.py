@@ -8,9 +8,9 @@ One run with one setting shows it in three ways. All are judged against chance:
   (drifts, patterns of long and short batches).
 - Beside: where a thing is shared in proportion, a fetch goes faster while other workers pause. Then what fetches
   took is less even than what they took counted by their share, time divided by the fetches in progress.
-- Turn: who waits for a turn ends no later for having begun later. That is asked where all fetches take the same
-  time, for then the machine's own jitter makes neighbours alike. A limit of the pace of each worker looks the same;
-  it is the rarer.
+- Turn: who waits for a turn ends no later for having begun later. That is asked besides where all fetches take the
+  same time, for then the machine's own jitter makes neighbours somewhat alike. Nor does it do alone: who keeps to a
+  pace of its own ends no later either.
 
 Workers that never pause and whose reads are all alike may leave no trace. And a storage that others make slow for
 all workers at once looks like one that they share.
@@ -74,7 +74,8 @@ class Sharing:
     def because(self) -> str:
         """How that shows, in words; empty where it does not."""
         if self.spread_ratio < _JITTER:
-            return "who begins a fetch later ends it no later" if self.turn_sigmas >= _SIGMAS else ""
+            together = min(self.alike_sigmas, self.turn_sigmas) >= _SIGMAS
+            return "fetches are late together, and who begins later ends no later" if together else ""
         if self.alike_sigmas >= _SIGMAS and self.alike_ratio >= _NEARER:
             return "a slow fetch delays those beside it"
         if self.beside_sigmas >= _SIGMAS:
@@ -85,7 +86,7 @@ class Sharing:
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing else explains it: who takes turns with a clock of its own ends no later either."""
+        """Whether nothing else explains it, as the jitter of the machine and workers that keep to a pace."""
         return self.spread_ratio >= _JITTER
 
 

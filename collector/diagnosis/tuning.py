@@ -139,7 +139,8 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
 
 def _grid(measured: Calibrated) -> Iterator[Setting]:
     own, trace = measured.setting, measured.trace
-    fetch = float((trace.cpu + trace.blocked).mean())
+    ways = [each for each in (trace, measured.otherwise) if each is not None]
+    fetch = max(float((each.cpu + each.blocked).mean()) for each in ways)
     wanted = _ROOM * fetch / max(float(trace.loop.mean()) + trace.hand_over, 1e-6)
     most = max(own.num_workers, min(math.ceil(wanted), _WORKERS[-1]), _USUAL_PREFETCH)
     yield own

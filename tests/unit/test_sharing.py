@@ -78,10 +78,23 @@ def test_workers_that_wait_by_themselves_are_not_taken_for_sharing(spread, worke
     assert not any(each.is_shared for each in found)
 
 
-def test_equal_batches_that_end_no_later_for_having_begun_later_wait_for_their_turn():
-    found = judged(*fetches(in_turn, spread=0.0))
+def test_nearly_equal_batches_show_their_turn_by_ending_no_later_for_having_begun_later():
+    found = judged(*fetches(in_turn, spread=0.005))
+    assert found.turn_sigmas > 2.71
     assert found.is_shared
-    assert not found.is_sure, "a limit of the pace of each worker would look the same"
+    assert not found.is_sure
+
+
+def test_workers_that_keep_to_a_pace_of_their_own_are_not_taken_for_sharing():
+    found = []
+    for seed in range(10):
+        draw = np.random.default_rng(seed)
+        due = np.add.outer(0.04 * np.arange(150), [0.0, 0.013]).ravel()
+        ends = due + draw.exponential(5e-5, len(due))
+        begins = np.concatenate([due[:2] - 0.04, ends[:-2]]) + GAP * draw.lognormal(0, 0.3, len(due))
+        found.append(judged(begins, ends, np.tile([0, 1], 150)))
+    assert all(each.turn_sigmas > 2.71 for each in found), "who begins later ends no later"
+    assert not any(each.is_shared for each in found)
 
 
 def test_pauses_of_others_show_that_workers_wait_by_themselves():
