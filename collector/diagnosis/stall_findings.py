@@ -112,6 +112,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     limit = worker_limit(tables, loop)
     outlook = forecast(tables, loop, shared_io=limit.by == "io")
     common = outlook.common if isinstance(outlook, Forecast) else None
+    likely = "" if common and common.is_sure else " most likely"
     return Finding(
         kind="workers-too-slow",
         severity=_severity(tables, loop, steady),
@@ -120,7 +121,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
             f"{steady.wait_ratio:.0%} of "
             f"its time and the workers idle {steady.idle_ratio:.0%}; {limit.because}."
-            + (f" They wait for one thing in common: {common.because}." if common else "")
+            + (f" They{likely} wait for one thing in common: {common.because}." if common else "")
         ),
         locus=_locus(loop, role="worker"),
         since_step=_since(tables, loop, steady),
