@@ -40,7 +40,7 @@ class Calibrated:
     Attributes:
         trace: its costs.
         otherwise: the same if the workers waited for one thing in common, where that cannot be told; if each waited
-            by itself, where they do not (how much of their waiting is for their turn, more of them would tell).
+            by itself, where they do (how much of their waiting is their own, only other settings would tell).
         keys: epoch and index of each batch of it.
         setting: with which it ran.
         sharing: how far its workers wait for one thing in common; None where they do not mostly wait.
