@@ -9,9 +9,10 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 
@@ -20,6 +21,8 @@ from collector.errors import TidegaugeError
 _EXTENSIONS = ("ducklake", "sqlite_scanner")
 #: What a damaged lake raises: also DuckDB's message may hold bytes of it that are no UTF-8.
 ERRORS = (duckdb.Error, UnicodeDecodeError)
+#: Gives the rows of an SQL query.
+Ask = Callable[[str], list[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +45,29 @@ class Place:
     prepare: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Instance:
+@dataclass(slots=True, eq=False)
+class Instance:
+    """A DuckDB instance that nobody else uses meanwhile; `lake` is which one stays attached to it, if one does."""
+
     connection: duckdb.DuckDBPyConnection
-    uses_count: int = 0
+    attached_count: int = 0
+    lake: Hashable = None
+
+    @contextlib.contextmanager
+    def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """A connection of its own to the instance."""
+        with self.connection.cursor() as connection:
+            connection.execute("SET enable_progress_bar = false")  # it would be drawn into what a command prints
+            yield connection
 
 
 #: (pid, threads) -> DuckDB instances that nobody uses now. Loading the extensions takes 0.2 s, so
 #: instances are kept; none is shared, since DuckLake loses catalogs when threads attach at once. The
 #: pid is in the key because the threads of an instance do not survive a fork.
-_idle: defaultdict[tuple[int, int | None], list[_Instance]] = defaultdict(list)
+_idle: defaultdict[tuple[int, int | None], list[Instance]] = defaultdict(list)
 _idle_lock = threading.Lock()
-#: An instance is used so often: each lake that is attached leaves 0.3 MB in its object cache.
-_MOST_USES = 50
+#: So many are attached to an instance: each leaves 0.3 MB in its object cache.
+_MOST_ATTACHED = 50
 
 
 @contextlib.contextmanager
@@ -65,17 +78,33 @@ def connected(*, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnecti
         TidegaugeError: an extension cannot be loaded.
 
     """
+    with borrowed(threads=threads) as instance, instance.cursor() as connection:
+        yield connection
+
+
+@contextlib.contextmanager
+def borrowed(*, threads: int | None = None, lake: Hashable = None) -> Iterator[Instance]:
+    """A DuckDB instance, that with this lake if there is one.
+
+    Raises:
+        TidegaugeError: an extension cannot be loaded.
+
+    """
     idle = _idle[os.getpid(), threads]
     with _idle_lock:
-        instance = idle.pop() if idle else None
-    instance = instance or _Instance(_new_instance(threads))
-    instance.uses_count += 1
-    with instance.connection.cursor() as connection:
-        connection.execute("SET enable_progress_bar = false")  # it would be drawn into what a command prints
-        yield connection
-    if instance.uses_count < _MOST_USES:
+        instance = next((each for each in idle if each.lake == lake), idle[-1] if idle else None)
+        if instance is not None:
+            idle.remove(instance)
+    instance = instance or Instance(_new_instance(threads))
+    yield instance
+    if instance.attached_count < _MOST_ATTACHED:
         with _idle_lock:
             idle.append(instance)  # not after an error: then the next user gets a fresh one
+
+
+def asking(connection: duckdb.DuckDBPyConnection) -> Ask:
+    """Each time over the connection."""
+    return lambda sql: connection.execute(sql).fetchall()
 
 
 def one_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from collector.errors import TidegaugeError
 from collector.store import added, journals, lake, locks, mirror, upkeep
 from collector.store.counts import COLUMNS, Counts
 from collector.store.durable import DataFiles
-from collector.store.engine import ERRORS, one_line, quoted
+from collector.store.engine import ERRORS, asking, one_line, quoted
 from collector.store.growing import GrowingFiles
 from collector.store.runs import Run, refuse_links
 
@@ -208,7 +208,7 @@ class Ingester:
                 self._segments.forget()
                 self._event_logs.forget()
                 try:
-                    self._progress = lake.read_progress(connection)
+                    self._progress = lake.read_progress(asking(connection))
                     reported = connection.execute(f"FROM {lake.LAKE}.event WHERE kind = 'records-lost'")
                     for writer, count in journals.reported_losses(reported.to_arrow_table()).items():
                         self._progress.note_loss(writer, count)

@@ -15,7 +15,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import duckdb
 
 from collector.errors import TidegaugeError
 from collector.store import shared, tiles
-from collector.store.engine import ERRORS, Place, connected, one_line, prepare, quoted
+from collector.store.engine import ERRORS, Ask, Instance, Place, borrowed, one_line, prepare, quoted
 from collector.store.runs import Run
 from training_harness.records import IDENTITY, NAME, STREAMS
 
@@ -123,28 +123,42 @@ def title(run: Run) -> str:
 
 
 @contextlib.contextmanager
-def attached(place: Place, *, read_only: bool, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+def attached(
+    place: Place, *, read_only: bool, threads: int | None = None, kept: Hashable = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """A connection with a lake as `lake`; a transaction that is open at the end is rolled back.
 
-    The data path is the run's own, wherever the run was when the lake was made.
+    The data path is the run's own, wherever the run was when the lake was made. To attach it and read its catalog
+    takes 50 ms: what is `kept` stays attached for who names it next. No file is open meanwhile.
 
     Raises:
         duckdb.Error: it cannot be opened.
         TidegaugeError: DuckDB's extensions are missing.
 
     """
-    with connected(threads=threads) as connection:
-        prepare(connection, place)
-        connection.execute(
-            f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "
-            f"OVERRIDE_DATA_PATH true, {place.options}{', READ_ONLY' if read_only else ''})"
-        )
+    with borrowed(threads=threads, lake=kept) as instance, instance.cursor() as connection:
+        if kept is None or instance.lake != kept:
+            _attach(instance, connection, place, read_only=read_only)
+            instance.lake = kept
         try:
             yield connection
         finally:
             with contextlib.suppress(duckdb.Error):  # none is open, or the database has gone away
                 connection.rollback()
-            connection.execute(f"DETACH {LAKE}")
+            if kept is None:
+                connection.execute(f"DETACH {LAKE}")
+
+
+def _attach(instance: Instance, connection: duckdb.DuckDBPyConnection, place: Place, *, read_only: bool) -> None:
+    if instance.lake is not None:
+        connection.execute(f"DETACH {LAKE}")
+    instance.lake = None
+    instance.attached_count += 1
+    prepare(connection, place)
+    connection.execute(
+        f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "
+        f"OVERRIDE_DATA_PATH true, {place.options}{', READ_ONLY' if read_only else ''})"
+    )
 
 
 @contextlib.contextmanager
@@ -233,7 +247,7 @@ def files_locked(run: Run, *, exclusive: bool) -> Iterator[None]:
         yield
 
 
-def read_progress(connection: duckdb.DuckDBPyConnection) -> Progress:
+def read_progress(ask: Ask) -> Progress:
     """What the attached lake holds of the journals, in the current transaction.
 
     Raises:
@@ -241,11 +255,11 @@ def read_progress(connection: duckdb.DuckDBPyConnection) -> Progress:
 
     """
     progress = Progress()
-    offsets = connection.execute(
+    offsets = ask(
         "SELECT path, max(end_bytes), max(writer), max(lost_count), max(damaged_count) "
         f"FROM {LAKE}.journal_offset GROUP BY path"
     )
-    for path, end_bytes, writer, lost_count, damaged_count in offsets.fetchall():
+    for path, end_bytes, writer, lost_count, damaged_count in offsets:
         progress.offsets[path] = end_bytes
         if writer is not None:
             progress.note_loss(writer, lost_count)

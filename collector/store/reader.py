@@ -8,14 +8,12 @@ alive, dead or never there.
 from __future__ import annotations
 
 import functools
-import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ import pandas as pd
 import pyarrow as pa
 
 from collector.errors import TidegaugeError
-from collector.store import journals, lake, tiles
-from collector.store.engine import ERRORS, Place, connected, one_line, quoted
+from collector.store import journals, lake, looks, tiles
+from collector.store.engine import ERRORS, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
@@ -43,7 +41,6 @@ _NO_DAMAGE = (
     duckdb.InterruptException,
     duckdb.OutOfMemoryException,
 )
-_COPY_ATTEMPTS = 5
 #: A busy catalog is waited for in each (`lake.attached`).
 _OPEN_ATTEMPTS = 2
 #: What a copy may take, however long the run: DuckDB sorts the rest on disk. Each thread holds a row group.
@@ -68,18 +65,20 @@ class Snapshot:
         run: Run,
         connection: duckdb.DuckDBPyConnection,
         *,
-        progress: lake.Progress,
+        opened: looks.OpenLake | None,
         problems: Sequence[str],
     ) -> None:
         self._run = run
         self._connection = connection
+        self._opened = opened
         self._behind_ns = _clocks_behind_ns(run)
         self._known_problems = problems
         # In the shared store the clocks of the hosts tell no common time up to which all is laid.
-        self._trusts_tiles = bool(progress.offsets) and not run.is_shared
-        self._begin(progress)
+        self._trusts_tiles = opened is not None and not run.is_shared
+        self._begin()
 
-    def _begin(self, progress: lake.Progress) -> None:
+    def _begin(self) -> None:
+        progress = lake.read_progress(self._opened.ask) if self._opened else lake.Progress()
         self._views: set[str] = set()
         self._problems = list(self._known_problems)
         self._progress = progress
@@ -197,7 +196,9 @@ class Snapshot:
             name = re.sub(_SUFFIXES, "", word)
             if name in {*STREAMS, "event"} - self._views:
                 self._add_view(name)
-            if word.endswith((tiles.ROWS, tiles.TILED)) and name in tiles.TILINGS:
+            if word.endswith(_REACH) and name in self._views:
+                self._add_reach(word, name)
+            elif word.endswith((tiles.ROWS, tiles.TILED)) and name in tiles.TILINGS:
                 self._add_tiles(word, name)
         return self._connection.execute(sql, params)
 
@@ -213,39 +214,53 @@ class Snapshot:
             cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
             moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
-            parts = [f'"{name}"']
         self._connection.execute(f'CREATE TEMP VIEW "{name}" AS SELECT {columns} FROM {source}')
-        # Of a whole table of the lake, DuckLake knows these from its catalog.
-        reach = "SELECT count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns FROM"
-        self._connection.execute(
-            f"CREATE TEMP VIEW {name}{_REACH} AS SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, "
-            f"max(last_ns) AS last_ns FROM ({' UNION ALL '.join(f'{reach} {part}' for part in parts)})"
-        )
         self._views.add(name)
+
+    def _add_reach(self, view: str, stream: str) -> None:
+        """A view of one row: how far a stream reaches, of which DuckLake's catalog knows what the lake holds."""
+        if self._behind_ns or self._opened is None or stream not in self._stored:
+            sql = tiles.reach(f'"{stream}"')
+        else:
+            [(n, first_ns, last_ns)] = self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
+            sql = (
+                "SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, max(last_ns) AS last_ns FROM "
+                f"({tiles.reach(f'tail_{stream}')} UNION ALL VALUES ({n}, {first_ns}, {last_ns}))"
+            )
+        self._connection.execute(f"CREATE TEMP VIEW {view} AS {sql}")
+        self._views.add(view)
 
     def _add_tiles(self, view: str, stream: str) -> None:
         """A view of a stream as tiles: those of the lake, if it may, and the rows that they lack."""
-        [(rows_count,)] = self._connection.execute(f"SELECT n FROM {stream}{_REACH}").fetchall()
-        until_ns = None
+        [(rows_count,)] = self._execute(f"SELECT n FROM {stream}{_REACH}", None).fetchall()
+        laid = None
         if view.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
-            with suppress(duckdb.CatalogException):  # a lake of an older Tidegauge
-                until_ns = tiles.laid_until_ns(self._connection, lake.LAKE, stream)
-        if until_ns is None:
+            laid = self._laid(stream)
+        if laid is None:
             sql = tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
         else:
-            newer = f"(FROM tail_{stream} UNION ALL BY NAME FROM {lake.LAKE}.{stream} WHERE time_ns >= {until_ns})"
-            sql = f"FROM {lake.LAKE}.{stream}{tiles.TILE} UNION ALL BY NAME {tiles.alone(stream, newer)}"
+            newer = f"(FROM tail_{stream} UNION ALL BY NAME {laid.newer})"
+            sql = f"{laid.tiles} UNION ALL BY NAME {tiles.alone(stream, newer)}"
         self._connection.execute(f"CREATE TEMP VIEW {view} AS {sql}")
         self._views.add(view)
+
+    def _laid(self, stream: str) -> tiles.Laid | None:
+        if self._opened is None or stream not in self._stored:
+            return None
+        try:
+            return tiles.find_laid(self._opened.ask, lake.LAKE, stream)
+        except duckdb.CatalogException:  # a lake of an older Tidegauge
+            return None
 
     def _forgo_tiles(self) -> bool:
         """Begin anew without tiles, whose files may be what is damaged; False if there are none to be used."""
         if not self._trusts_tiles:
             return False
         self._trusts_tiles = False
+        assert self._opened is not None
         self._connection.rollback()  # and with it go the views
-        self._connection.begin()
-        self._begin(lake.read_progress(self._connection))
+        self._opened.begin()
+        self._begin()
         return True
 
     def _read_tail(self, stream: str) -> pa.Table:
@@ -306,11 +321,11 @@ def read(run: Run) -> Iterator[Snapshot]:
         stack.enter_context(lake.files_locked(run, exclusive=False))
         if not run.path.exists():
             raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
-        connection, progress, problems = None, lake.Progress(), []
+        opened, problems = None, []
         if lake.exists(run):
             for _ in range(_OPEN_ATTEMPTS):
                 try:
-                    connection, progress = stack.enter_context(_lake_of(run))
+                    opened = stack.enter_context(looks.opened(run))
                 except (*ERRORS, OSError) as error:
                     why = one_line(error)
                     if run.is_shared and "does not exist" in str(error):  # no collector has come to it yet
@@ -323,41 +338,8 @@ def read(run: Run) -> Iterator[Snapshot]:
                     f"{lake.title(run)} cannot be opened ({why}): the journals {where} are shown, "
                     "which lack what is in the lake alone"
                 )
-        connection = connection or stack.enter_context(connected())
-        yield Snapshot(run, connection, progress=progress, problems=problems)
-
-
-@contextmanager
-def _lake_of(run: Run) -> Iterator[tuple[duckdb.DuckDBPyConnection, lake.Progress]]:
-    """The lake in a transaction."""
-    with _readable_place(run) as place, lake.attached(place, read_only=True) as connection:
-        connection.begin()
-        yield connection, lake.read_progress(connection)
-
-
-@contextmanager
-def _readable_place(run: Run) -> Iterator[Place]:
-    """Where the lake is, or a copy of its catalog: SQLite cannot open a WAL database where it can't write."""
-    place = lake.place_of(run)
-    if run.is_shared or os.access(run.path, os.W_OK):
-        yield place
-        return
-    with tempfile.TemporaryDirectory(prefix="tidegauge-") as scratch:
-        copy = Path(scratch) / run.catalog_path.name
-        wal = run.catalog_path.with_name(f"{run.catalog_path.name}-wal")
-        for _ in range(_COPY_ATTEMPTS):
-            before = _versions(run.catalog_path, wal)
-            for source in (run.catalog_path, wal):
-                if source.exists():
-                    shutil.copyfile(source, copy.with_name(source.name))
-            if _versions(run.catalog_path, wal) == before:
-                break
-        yield replace(place, catalog=f"sqlite:{copy}")
-
-
-def _versions(*paths: Path) -> list[tuple[int, int] | None]:
-    stats = [path.stat() if path.exists() else None for path in paths]
-    return [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]
+        connection = opened.connection if opened else stack.enter_context(connected())
+        yield Snapshot(run, connection, opened=opened, problems=problems)
 
 
 def _clocks_behind_ns(run: Run) -> dict[str, int]:

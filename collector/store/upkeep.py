@@ -10,7 +10,7 @@ import duckdb
 
 from collector.store import added, lake, mirror, shared, tiles
 from collector.store.durable import DataFiles
-from collector.store.engine import ERRORS, one_line
+from collector.store.engine import ERRORS, asking, one_line
 from collector.store.runs import Run
 
 #: A reader of another node holds no lock that we could see: what it may still look at stays this long.
@@ -99,13 +99,13 @@ def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: 
     if rows_count <= tiles.SAMPLED_BEYOND:
         return
     width_ns = tiles.TILINGS[stream].width_ns
-    laid_ns = tiles.laid_until_ns(connection, lake.LAKE, stream)
-    begin_ns = first_ns if laid_ns is None else laid_ns
+    laid = tiles.find_laid(asking(connection), lake.LAKE, stream)
+    begin_ns = laid.until_ns if laid else first_ns
     end_ns = (last_ns - _SETTLED_NS) // width_ns * width_ns
     if end_ns - begin_ns < max(_SETTLED_NS, (last_ns - first_ns) // _LACKING):
         return
     with files.transaction(connection):
-        if laid_ns is None:
+        if laid is None:
             connection.execute(f"DELETE FROM {table}")
         for from_ns, to_ns in _pieces(connection, rows, begin_ns, end_ns, width_ns):
             piece = f"(FROM {rows} WHERE time_ns >= {from_ns} AND time_ns < {to_ns})"

@@ -196,6 +196,17 @@ def test_a_lake_without_its_data_is_said_and_the_journals_are_shown(run):
         assert len(snapshot.problems) == 1
 
 
+def test_a_lake_that_is_made_anew_between_two_looks_is_read_anew(run):
+    for count in (120, 30):  # as many commits as before, so the snapshots have the same numbers
+        Writer(run, count).write(count)
+        ingest(run)
+        assert seen(run) == journalled(run)
+        with read(run) as snapshot:
+            assert snapshot.query("SELECT n FROM step_reach")["n"][0] == len(journalled(run)["step"])
+        shutil.rmtree(run.data_dir)
+        run.catalog_path.unlink()
+
+
 def test_a_lake_of_which_a_file_is_gone_is_an_error_with_the_remedy(run):
     Writer(run, 11).write(400)
     ingest(run)

@@ -1,0 +1,114 @@
+"""The lake of a run as a look finds it: in a transaction, attached anew only where it must be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from collector.store import lake
+from collector.store.engine import Place
+from collector.store.runs import Run
+
+_COPY_ATTEMPTS = 5
+#: Of each lake, its newest snapshot that was looked at, and what was asked of that.
+_answers: dict[Hashable, tuple[tuple[Any, ...], dict[str, list[tuple[Any, ...]]]]] = {}
+_MOST_LAKES = 8
+
+
+class OpenLake:
+    """A lake in a transaction; what is asked of it is kept as long as no snapshot follows.
+
+    Args:
+        connection: that has it attached.
+        kept: stands for it from one look to the next; None where nothing is kept.
+
+    """
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, kept: Hashable) -> None:
+        self.connection = connection
+        self._kept = kept
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the newest snapshot."""
+        self.connection.begin()
+        self._known: dict[str, list[tuple[Any, ...]]] = {}
+        if self._kept is None:
+            return
+        # A lake that was made anew has the numbers of the one before, at other times.
+        [snapshot] = self.connection.execute(
+            f"SELECT max(snapshot_id), max(epoch_us(snapshot_time)) FROM ducklake_snapshots('{lake.LAKE}')"
+        ).fetchall()
+        newest, known = _answers.pop(self._kept, (None, self._known))
+        if newest == snapshot:
+            self._known = known
+        _answers[self._kept] = snapshot, self._known
+        for old in list(_answers)[:-_MOST_LAKES]:
+            _answers.pop(old, None)
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        """The rows of SQL over the lake alone.
+
+        Raises:
+            duckdb.Error: the lake cannot be read.
+
+        """
+        if sql not in self._known:
+            self._known[sql] = self.connection.execute(sql).fetchall()
+        return self._known[sql]
+
+
+@contextmanager
+def opened(run: Run) -> Iterator[OpenLake]:
+    """The lake of a run, and with it the journals' offsets.
+
+    Raises:
+        duckdb.Error: it cannot be read.
+        OSError: as above.
+        TidegaugeError: DuckDB's extensions are missing, or nothing says where the shared store is.
+
+    """
+    with _readable_place(run) as (place, kept), lake.attached(place, read_only=True, kept=kept) as connection:
+        found = OpenLake(connection, kept)
+        lake.read_progress(found.ask)
+        yield found
+
+
+@contextmanager
+def _readable_place(run: Run) -> Iterator[tuple[Place, Hashable]]:
+    """Where the lake is, and what stands for it from one look to the next.
+
+    Or a copy of its catalog: SQLite cannot open a WAL database where it can't write.
+    """
+    place = lake.place_of(run)
+    if run.is_shared:
+        yield place, None
+        return
+    if os.access(run.path, os.W_OK):
+        file = run.catalog_path.stat()
+        yield place, (place, file.st_dev, file.st_ino)
+        return
+    with tempfile.TemporaryDirectory(prefix="tidegauge-") as scratch:
+        copy = Path(scratch) / run.catalog_path.name
+        wal = run.catalog_path.with_name(f"{run.catalog_path.name}-wal")
+        for _ in range(_COPY_ATTEMPTS):
+            before = _versions(run.catalog_path, wal)
+            for source in (run.catalog_path, wal):
+                if source.exists():
+                    shutil.copyfile(source, copy.with_name(source.name))
+            if _versions(run.catalog_path, wal) == before:
+                break
+        yield replace(place, catalog=f"sqlite:{copy}"), None
+
+
+def _versions(*paths: Path) -> list[tuple[int, int] | None]:
+    stats = [path.stat() if path.exists() else None for path in paths]
+    return [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]
