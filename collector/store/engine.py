@@ -9,7 +9,7 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,20 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """A DuckDB instance that nobody else uses meanwhile; `lake` is which one stays attached to it, if one does."""
+    """A DuckDB instance that nobody else uses meanwhile.
+
+    Attributes:
+        connection: to it.
+        lake: which one stays attached to it, if one does.
+        version: of the lake, when it was last read.
+        versions_count: how many were read.
+
+    """
 
     connection: duckdb.DuckDBPyConnection
-    attached_count: int = 0
     lake: Hashable = None
+    version: Hashable = None
+    versions_count: int = 0
 
     @contextlib.contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
@@ -66,8 +75,8 @@ class Instance:
 #: pid is in the key because the threads of an instance do not survive a fork.
 _idle: defaultdict[tuple[int, int | None], list[Instance]] = defaultdict(list)
 _idle_lock = threading.Lock()
-#: So many are attached to an instance: each leaves 0.3 MB in its object cache.
-_MOST_ATTACHED = 50
+#: So many are read by an instance: each leaves 0.2 MB in its object cache.
+_MOST_VERSIONS = 75
 
 
 @contextlib.contextmanager
@@ -97,7 +106,7 @@ def borrowed(*, threads: int | None = None, lake: Hashable = None) -> Iterator[I
             idle.remove(instance)
     instance = instance or Instance(_new_instance(threads))
     yield instance
-    if instance.attached_count < _MOST_ATTACHED:
+    if instance.versions_count < _MOST_VERSIONS:
         with _idle_lock:
             idle.append(instance)  # not after an error: then the next user gets a fresh one
 
@@ -118,6 +127,11 @@ def one_line(error: BaseException) -> str:
 def quoted(text: str) -> str:
     """A text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def rows_of(files: Sequence[str]) -> str:
+    """SQL: the rows of Parquet files, of which some may lack columns."""
+    return f"FROM read_parquet([{', '.join(map(quoted, files))}], union_by_name = true)"
 
 
 def _new_instance(threads: int | None) -> duckdb.DuckDBPyConnection:

@@ -124,12 +124,17 @@ def title(run: Run) -> str:
 
 @contextlib.contextmanager
 def attached(
-    place: Place, *, read_only: bool, threads: int | None = None, kept: Hashable = None
+    place: Place,
+    *,
+    read_only: bool,
+    threads: int | None = None,
+    kept: Hashable = None,
+    version: Hashable = None,
 ) -> Iterator[duckdb.DuckDBPyConnection]:
     """A connection with a lake as `lake`; a transaction that is open at the end is rolled back.
 
     The data path is the run's own, wherever the run was when the lake was made. To attach it and read its catalog
-    takes 50 ms: what is `kept` stays attached for who names it next. No file is open meanwhile.
+    takes 50 ms: what is `kept` stays attached, whatever its version, for who names it next. No file is open then.
 
     Raises:
         duckdb.Error: it cannot be opened.
@@ -137,9 +142,11 @@ def attached(
 
     """
     with borrowed(threads=threads, lake=kept) as instance, instance.cursor() as connection:
+        if kept is None or (instance.lake, instance.version) != (kept, version):
+            instance.versions_count += 1
         if kept is None or instance.lake != kept:
             _attach(instance, connection, place, read_only=read_only)
-            instance.lake = kept
+        instance.lake, instance.version = kept, version
         try:
             yield connection
         finally:
@@ -152,8 +159,6 @@ def attached(
 def _attach(instance: Instance, connection: duckdb.DuckDBPyConnection, place: Place, *, read_only: bool) -> None:
     if instance.lake is not None:
         connection.execute(f"DETACH {LAKE}")
-    instance.lake = None
-    instance.attached_count += 1
     prepare(connection, place)
     connection.execute(
         f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "

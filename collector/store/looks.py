@@ -76,7 +76,11 @@ def opened(run: Run) -> Iterator[OpenLake]:
         TidegaugeError: DuckDB's extensions are missing, or nothing says where the shared store is.
 
     """
-    with _readable_place(run) as (place, kept), lake.attached(place, read_only=True, kept=kept) as connection:
+    version = _version(run)
+    with (
+        _readable_place(run) as (place, kept),
+        lake.attached(place, read_only=True, kept=kept, version=version) as connection,
+    ):
         found = OpenLake(connection, kept)
         lake.read_progress(found.ask)
         yield found
@@ -98,17 +102,28 @@ def _readable_place(run: Run) -> Iterator[tuple[Place, Hashable]]:
         return
     with tempfile.TemporaryDirectory(prefix="tidegauge-") as scratch:
         copy = Path(scratch) / run.catalog_path.name
-        wal = run.catalog_path.with_name(f"{run.catalog_path.name}-wal")
         for _ in range(_COPY_ATTEMPTS):
-            before = _versions(run.catalog_path, wal)
-            for source in (run.catalog_path, wal):
+            before = _version(run)
+            for source in _files(run):
                 if source.exists():
                     shutil.copyfile(source, copy.with_name(source.name))
-            if _versions(run.catalog_path, wal) == before:
+            if _version(run) == before:
                 break
         yield replace(place, catalog=f"sqlite:{copy}"), None
 
 
-def _versions(*paths: Path) -> list[tuple[int, int] | None]:
-    stats = [path.stat() if path.exists() else None for path in paths]
-    return [stat and (stat.st_size, stat.st_mtime_ns) for stat in stats]
+def _files(run: Run) -> tuple[Path, Path]:
+    """The catalog, and beside it what was written last."""
+    return run.catalog_path, run.catalog_path.with_name(f"{run.catalog_path.name}-wal")
+
+
+def _version(run: Run) -> tuple[tuple[int, int] | None, ...]:
+    """Differs from what it was when the catalog has been written."""
+    found: list[tuple[int, int] | None] = []
+    for path in _files(run):
+        try:
+            stat = path.stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+        except FileNotFoundError:
+            found.append(None)
+    return tuple(found)

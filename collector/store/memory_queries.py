@@ -146,12 +146,19 @@ def host_limits(snapshot: Queryable) -> pd.DataFrame:
         there, as an unlimited cgroup, has no row.
 
     """
-    parts = [
-        f"SELECT '{name}' AS \"limit\", host, arg_max({used}, time_ns) now_bytes, max({used}) peak_bytes, "
-        f"arg_max({total}, time_ns) capacity_bytes FROM host GROUP BY host"
+    facts = ", ".join(
+        f"arg_max({used}, time_ns) {name}_now, max({used}) {name}_peak, arg_max({total}, time_ns) {name}_capacity"
         for name, (used, total) in HOST_LIMITS.items()
-    ]
-    table = snapshot.query(f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE capacity_bytes > 0")
+    )
+    of_each = " UNION ALL ".join(
+        f"SELECT '{name}' AS \"limit\", host, {name}_now AS now_bytes, {name}_peak AS peak_bytes, "
+        f"{name}_capacity AS capacity_bytes FROM found"
+        for name in HOST_LIMITS
+    )
+    table = snapshot.query(
+        f"WITH found AS MATERIALIZED (SELECT host, {facts} FROM host GROUP BY host) "
+        f"SELECT * FROM ({of_each}) WHERE capacity_bytes > 0"
+    )
     return table.sort_values(["host", "limit"], ignore_index=True)
 
 

@@ -80,6 +80,7 @@ class Snapshot:
     def _begin(self) -> None:
         progress = lake.read_progress(self._opened.ask) if self._opened else lake.Progress()
         self._views: set[str] = set()
+        self._columns: dict[str, list[str]] = {}
         self._problems = list(self._known_problems)
         self._progress = progress
         self._stored = {journals.table_of(name) for name in progress.offsets}
@@ -191,58 +192,65 @@ class Snapshot:
     def _execute(
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
     ) -> duckdb.DuckDBPyConnection:
-        # Journals are read when a query first names their stream: most pages need two or three.
-        for word in set(re.findall(r"\w+", sql.lower())) - self._views:
-            name = re.sub(_SUFFIXES, "", word)
-            if name in {*STREAMS, "event"} - self._views:
-                self._add_view(name)
-            if word.endswith(_REACH) and name in self._views:
-                self._add_reach(word, name)
-            elif word.endswith((tiles.ROWS, tiles.TILED)) and name in tiles.TILINGS:
-                self._add_tiles(word, name)
+        for word in set(re.findall(r"\w+", sql.lower())):
+            self._add_view(word)
         return self._connection.execute(sql, params)
 
     def _add_view(self, name: str) -> None:
-        tail = self._events if name == "event" else self._read_tail(name)
-        self._connection.register(f"tail_{name}", tail)
-        columns = ", ".join(f'"{column}"' for column in tail.column_names)
-        parts = [f"tail_{name}"]
-        if name in self._stored:  # an empty table of the lake would cost as much as a full one
-            parts.append(f"{lake.LAKE}.{name}")
-        source = f"({' UNION ALL BY NAME '.join(f'FROM {part}' for part in parts)})"
+        """Make a view when a query first names it: most pages need the journals of two or three streams."""
+        stream = re.sub(_SUFFIXES, "", name)
+        if name in self._views or stream not in {*STREAMS, "event"}:
+            return
+        if name == stream:
+            sql = self._rows(stream)
+        elif name.endswith(_REACH):
+            sql = self._reach(stream)
+        elif stream in tiles.TILINGS:
+            sql = self._tiles(name, stream)
+        else:
+            return
+        self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {sql}')
+        self._views.add(name)
+
+    def _rows(self, stream: str) -> str:
+        """SQL: a stream, of the lake and beyond."""
+        columns = ", ".join(f'"{column}"' for column in self._tail(stream))
+        parts = [f"FROM tail_{stream}"]
+        if stream in self._stored:  # an empty table of the lake would cost as much as a full one
+            parts.append(f"FROM {lake.LAKE}.{stream}")
+        source = f"({' UNION ALL BY NAME '.join(parts)})"
         if self._behind_ns:  # what a node wrote whose clock is not known yet is left out
             cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
             moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
-        self._connection.execute(f'CREATE TEMP VIEW "{name}" AS SELECT {columns} FROM {source}')
-        self._views.add(name)
+        return f"SELECT {columns} FROM {source}"
 
-    def _add_reach(self, view: str, stream: str) -> None:
-        """A view of one row: how far a stream reaches, of which DuckLake's catalog knows what the lake holds."""
-        if self._behind_ns or self._opened is None or stream not in self._stored:
-            sql = tiles.reach(f'"{stream}"')
-        else:
+    def _reach(self, stream: str) -> str:
+        """SQL: one row, how far a stream reaches; DuckLake's catalog knows it of what the lake holds."""
+        if self._behind_ns:
+            self._add_view(stream)
+            return tiles.reach(f'"{stream}"')
+        self._tail(stream)
+        parts = [tiles.reach(f"tail_{stream}")]
+        if self._opened and stream in self._stored:
             [(n, first_ns, last_ns)] = self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
-            sql = (
-                "SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, max(last_ns) AS last_ns FROM "
-                f"({tiles.reach(f'tail_{stream}')} UNION ALL VALUES ({n}, {first_ns}, {last_ns}))"
-            )
-        self._connection.execute(f"CREATE TEMP VIEW {view} AS {sql}")
-        self._views.add(view)
+            parts.append(f"VALUES ({n}, {first_ns}, {last_ns})")
+        return (
+            "SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, max(last_ns) AS last_ns "
+            f"FROM ({' UNION ALL '.join(parts)})"
+        )
 
-    def _add_tiles(self, view: str, stream: str) -> None:
-        """A view of a stream as tiles: those of the lake, if it may, and the rows that they lack."""
+    def _tiles(self, name: str, stream: str) -> str:
+        """SQL: a stream as tiles, those of the lake, if it may, and the rows that they lack."""
         [(rows_count,)] = self._execute(f"SELECT n FROM {stream}{_REACH}", None).fetchall()
         laid = None
-        if view.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
+        if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
             laid = self._laid(stream)
         if laid is None:
-            sql = tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
-        else:
-            newer = f"(FROM tail_{stream} UNION ALL BY NAME {laid.newer})"
-            sql = f"{laid.tiles} UNION ALL BY NAME {tiles.alone(stream, newer)}"
-        self._connection.execute(f"CREATE TEMP VIEW {view} AS {sql}")
-        self._views.add(view)
+            self._add_view(stream)
+            return tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
+        newer = f"(FROM tail_{stream} UNION ALL BY NAME {laid.newer})"
+        return f"{laid.tiles} UNION ALL BY NAME {tiles.alone(stream, newer)}"
 
     def _laid(self, stream: str) -> tiles.Laid | None:
         if self._opened is None or stream not in self._stored:
@@ -262,6 +270,14 @@ class Snapshot:
         self._opened.begin()
         self._begin()
         return True
+
+    def _tail(self, stream: str) -> list[str]:
+        """Make what the journals hold beyond the lake known as `tail_STREAM`, and give its columns."""
+        if stream not in self._columns:
+            tail = self._events if stream == "event" else self._read_tail(stream)
+            self._connection.register(f"tail_{stream}", tail)
+            self._columns[stream] = tail.column_names
+        return self._columns[stream]
 
     def _read_tail(self, stream: str) -> pa.Table:
         tables = [journals.arrow_schema(STREAMS[stream]).empty_table()]

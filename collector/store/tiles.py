@@ -7,10 +7,9 @@ same thing: a row stands for itself. So one query serves all runs, what is in ti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from collector.store.engine import Ask, quoted
+from collector.store.engine import Ask, rows_of
 
 #: As wide as a tile is; of workers and processes, of which there are many, wider.
 _TILE_NS, _WIDE_TILE_NS = 10_000_000_000, 30_000_000_000
@@ -221,9 +220,5 @@ def find_laid(ask: Ask, lake: str, stream: str) -> Laid | None:
     [(rows_count, _, _)] = ask(reach(f"{lake}.{stream}"))
     if sum(tiled_counts) + sum(count for _, count in newer) != rows_count:
         return None
-    newer_rows = f"{_rows_of([file for file, _ in newer])} {since}" if newer else f"FROM {lake}.{stream} LIMIT 0"
-    return Laid(until_ns=until_ns, tiles=_rows_of(files), newer=newer_rows)
-
-
-def _rows_of(files: Sequence[str]) -> str:
-    return f"FROM read_parquet([{', '.join(map(quoted, files))}], union_by_name = true)"
+    newer_rows = f"{rows_of([file for file, _ in newer])} {since}" if newer else f"FROM {lake}.{stream} LIMIT 0"
+    return Laid(until_ns=until_ns, tiles=rows_of(files), newer=newer_rows)
