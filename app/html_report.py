@@ -74,7 +74,7 @@ def render(run: Run, verdict: Verdict) -> str:
 def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: Verdict) -> str:
     view: View = importlib.import_module(f"app.views.{page.module}").VIEW
     selection = Selection(run=run, rank=None, window="run", live=False)
-    moment = moment_of(view, selection, run, snapshot, reach, verdict=verdict, theme=LIGHT)
+    moment = moment_of(view, selection, run, queries.Memo(snapshot), reach, verdict=verdict, theme=LIGHT)
     parts = [
         f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(answer_of(view, moment))}</b></p>'
     ]

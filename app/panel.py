@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from app.blocks import Block, draw
@@ -46,6 +47,9 @@ if (!window.tidegaugePauses) {
 _log = logging.getLogger("tidegauge.app")
 _KEPT_PICTURES = 32
 _pictures: dict[tuple[Any, ...], Picture] = {}
+#: Of the newest looks, the answers that are no larger: of a run that stands still, each view asks much the same.
+_answers: dict[Hashable, dict[str, pd.DataFrame]] = {}
+_KEPT_LOOKS, _KEPT_BYTES = 8, 1_000_000
 _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
@@ -147,7 +151,7 @@ def moment_of(
     view: View,
     selection: Selection,
     run: Run,
-    snapshot: Snapshot,
+    kept: queries.Memo,
     reach: Extent,
     *,
     verdict: Verdict | None,
@@ -156,7 +160,6 @@ def moment_of(
 ) -> Moment:
     """A run at the moment of a snapshot, as the selection wants to see it; `loader`, or the busiest one."""
     manifest = run.manifest
-    kept = queries.Memo(snapshot)
     origin = queries.origin_ns(manifest) or reach.first_ns
     span = queries.span(kept, reach, origin=origin, window=selection.window, rank=selection.rank)
     loaders = loading_queries.fetching_loaders(kept, span) if view.by_loader else []
@@ -267,8 +270,8 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
     """
     with ExitStack() as stack:
         manifest = selection.run.manifest
-        snapshot = stack.enter_context(read(selection.run))
-        reach = queries.extent(snapshot)
+        snapshot, kept = stack.enter_context(_look(selection.run))
+        reach = queries.extent(kept)
         picture = Picture(
             reach=reach,
             manifest=manifest,
@@ -280,10 +283,10 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             return picture
         own, *others = [judged(run) for run in (selection.run, *selection.others)]
         moment = moment_of(
-            view, selection, selection.run, snapshot, reach, verdict=own.verdict, theme=theme, loader=loader
+            view, selection, selection.run, kept, reach, verdict=own.verdict, theme=theme, loader=loader
         )
         for run, of_other in zip(selection.others, others, strict=True):
-            other = stack.enter_context(read(run))
+            _, other = stack.enter_context(_look(run))
             if (other_reach := queries.extent(other)) is not None:
                 verdict = of_other.verdict
                 one = moment_of(view, selection, run, other, other_reach, verdict=verdict, theme=theme)
@@ -298,6 +301,29 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             problems=snapshot.problems,
             cost_ns=time.monotonic_ns() - picture.taken_ns,
         )
+
+
+@contextmanager
+def _look(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
+    """A run at one moment, with the answers of the last look that saw the same records.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    with read(run) as snapshot:
+        version = snapshot.version
+        with _sharing:
+            kept = queries.Memo(snapshot, _answers.get(version, {}))
+        yield snapshot, kept
+        if version is None or snapshot.version != version:  # by now there is something that could not be read
+            return
+        small = {sql: table for sql, table in kept.answers.items() if table.memory_usage().sum() <= _KEPT_BYTES}
+    with _sharing:
+        _answers.pop(version, None)
+        _answers[version] = small
+        for old in list(_answers)[:-_KEPT_LOOKS]:
+            del _answers[old]
 
 
 def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool) -> None:

@@ -68,9 +68,10 @@ def causes(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     """The longest fetch of each worker over time: a slow worker is a bright row, a straggler a bright cell."""
     figure = blank(theme, x_title=ELAPSED, y_title="worker (id)", revision=revision)
-    keyed = fetches.assign(name=[tick(w, r) for w, r in zip(fetches["worker"], fetches["rank"], strict=True)])
-    order = keyed.drop_duplicates("name")["name"].tolist()
-    grid = keyed.pivot_table(index="name", columns="elapsed_seconds", values="fetch_ms").loc[order]
+    places = fetches[["worker", "rank"]].drop_duplicates()
+    order = [tick(w, r) for w, r in zip(places["worker"], places["rank"], strict=True)]
+    row = fetches.groupby(["worker", "rank"], sort=False, dropna=False).ngroup()
+    grid = fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms")
     top = float(np.nanquantile(grid.to_numpy(), 0.99))
     figure.add_trace(
         go.Heatmap(

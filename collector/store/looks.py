@@ -30,10 +30,15 @@ class OpenLake:
         connection: that has it attached.
         kept: stands for it from one look to the next; None where nothing is kept.
 
+    Attributes:
+        connection: as above.
+        version: the same for two looks at one snapshot; None where nothing is kept.
+
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, kept: Hashable) -> None:
         self.connection = connection
+        self.version: Hashable = None
         self._kept = kept
         self.begin()
 
@@ -51,6 +56,7 @@ class OpenLake:
         if newest == snapshot:
             self._known = known
         _answers[self._kept] = snapshot, self._known
+        self.version = self._kept, snapshot
         for old in list(_answers)[:-_MOST_LAKES]:
             _answers.pop(old, None)
 

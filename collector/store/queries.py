@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -41,11 +42,16 @@ class Queryable(Protocol):
 
 
 class Memo:
-    """A snapshot that answers the same question once: panels of one page share many."""
+    """A snapshot that answers the same question once, and none that is among `answers`: panels share many."""
 
-    def __init__(self, snapshot: Queryable) -> None:
+    def __init__(self, snapshot: Queryable, answers: Mapping[str, pd.DataFrame] = MappingProxyType({})) -> None:
         self._snapshot = snapshot
-        self._answers: dict[str, pd.DataFrame] = {}
+        self._answers = dict(answers)
+
+    @property
+    def answers(self) -> Mapping[str, pd.DataFrame]:
+        """What has been asked by now."""
+        return self._answers
 
     def query(self, sql: str, params: Any = None) -> pd.DataFrame:
         """As the snapshot's own; each caller gets a copy."""

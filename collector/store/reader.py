@@ -11,7 +11,7 @@ import functools
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,15 @@ class Snapshot:
     def problems(self) -> tuple[str, ...]:
         """One line for each thing that could not be read."""
         return tuple(self._problems)
+
+    @property
+    def version(self) -> Hashable:
+        """The same for two looks that see the same records; None if nobody can tell, or not all could be read."""
+        if self._problems or (self._opened and self._opened.version is None):
+            return None
+        of_all = [tail for tails in self._tails.values() for tail in tails]
+        beyond = frozenset((tail.path, tail.begin_bytes, tail.end_bytes) for tail in of_all)
+        return self._run.path, self._opened and self._opened.version, beyond, self._events.num_rows
 
     @functools.cached_property
     def now_ns(self) -> int:

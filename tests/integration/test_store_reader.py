@@ -364,3 +364,21 @@ def test_a_long_run_keeps_its_beginning_its_peaks_and_its_structure(run, monkeyp
     assert (len(found.stream("batch")), found.rows_count("batch"), diagnose(found).batches) == (60, 150, 150)
     assert (found.totals["host"].first_ns, found.totals["host"].last_ns) == (10**9, 300 * 10**9)
     assert found.totals["device"].first_ns is None
+
+
+def test_two_looks_have_one_version_if_they_see_the_same_records(run):
+    def version():
+        with read(run) as snapshot:
+            return snapshot.version
+
+    writer = Writer(run, 11)
+    writer.write(20)
+    found = [version()]
+    assert version() == found[0]
+    for change in (lambda: writer.write(1), lambda: ingest(run), lambda: writer.write(100)):
+        change()
+        found.append(version())
+        assert version() == found[-1]
+    assert len({*found}) == len(found)
+    (run.journal_dir / "node.1.step.1.journal").write_bytes(b"not a journal at all")
+    assert version() is None

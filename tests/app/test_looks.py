@@ -1,0 +1,49 @@
+"""What one look at a run leaves to the next."""
+
+import shutil
+
+import make_run as runs
+import pytest
+from opened import run_of
+
+from app import panel
+from collector.store import queries
+from collector.store.reader import Snapshot
+from collector.store.runs import Run
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    shutil.copytree(made[runs.HEALTHY.name], tmp_path / "home")
+    return Run(run_of(tmp_path / "home"))
+
+
+def steps_of(run):
+    with panel._look(run) as (_, kept):
+        return int(kept.query("SELECT count(*) AS n FROM step")["n"].iloc[0])
+
+
+def test_a_run_that_stands_still_is_asked_the_same_once_and_anew_when_it_goes_on(run, monkeypatch):
+    asked = []
+    query = Snapshot.query
+    monkeypatch.setattr(Snapshot, "query", lambda self, *of: asked.append(of) or query(self, *of))
+    before = [steps_of(run) for _ in range(3)]
+    assert len({*before}) == len(asked) == 1
+    journal = next(run.journal_dir.glob("*.step.*.journal"))
+    journal.write_bytes(journal.read_bytes()[:-200])
+    assert steps_of(run) < before[0]
+    assert len(asked) == 2
+
+
+def test_what_cannot_be_read_is_said_in_each_look(run):
+    with panel._look(run) as (_, kept):
+        whole = queries.extent(kept).records_count
+    journal = next(run.journal_dir.glob("*.fetch.*.journal"))
+    content = bytearray(journal.read_bytes())
+    content[:64] = bytes(64)
+    journal.write_bytes(content)
+    for _ in range(2):
+        with panel._look(run) as (snapshot, kept):
+            kept.query('SELECT count(*) FROM "fetch"')
+            assert snapshot.problems
+            assert queries.extent(kept).records_count == whole
