@@ -47,9 +47,9 @@ if (!window.tidegaugePauses) {
 _log = logging.getLogger("tidegauge.app")
 _KEPT_PICTURES = 32
 _pictures: dict[tuple[Any, ...], Picture] = {}
-#: Of the newest looks, the answers that are no larger: of a run that stands still, each view asks much the same.
+#: Of the newest looks, answers of no more cells: of a run that stands still, each view asks much the same.
 _answers: dict[Hashable, dict[str, pd.DataFrame]] = {}
-_KEPT_LOOKS, _KEPT_BYTES = 8, 1_000_000
+_KEPT_LOOKS, _KEPT_CELLS = 8, 250_000
 _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
@@ -318,7 +318,7 @@ def _look(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
         yield snapshot, kept
         if version is None or snapshot.version != version:  # by now there is something that could not be read
             return
-        small = {sql: table for sql, table in kept.answers.items() if table.memory_usage().sum() <= _KEPT_BYTES}
+        small = {sql: table for sql, table in kept.answers.items() if table.size <= _KEPT_CELLS}
     with _sharing:
         _answers.pop(version, None)
         _answers[version] = small

@@ -14,6 +14,7 @@ from collector.store.queries import (
     Lines,
     Queryable,
     Span,
+    quantile,
     sampled,
     tiled,
     tiled_lines,
@@ -65,10 +66,11 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
     """
     made = _made(snapshot, within, loader)
     sums = made.groupby(["rank", "worker"], dropna=False)[["n", *_PARTS]].sum(min_count=1).reset_index()
+    count = int(made["n"].sum())
     took = snapshot.query(
         "SELECT rank, worker, q[1] / 1e6 median_ms, q[2] / 1e6 p95_ms FROM (SELECT rank, worker, "
-        "quantile_cont(value, [0.5, 0.95]) q "
-        f"FROM {sampled(within, 'fetch', _OF_LOADER, int(made['n'].sum()))} GROUP BY rank, worker)",
+        f"{quantile(within, count)}(value, [0.5, 0.95]) q "
+        f"FROM {sampled(within, 'fetch', _OF_LOADER, count)} GROUP BY rank, worker)",
         {**within.params, "loader": loader},
     )
     return sums.merge(took, on=["rank", "worker"], how="left")
