@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import pandas as pd
 
 from collector.store import tiles
@@ -214,9 +213,10 @@ def tiled_lines(
 def _line(table: pd.DataFrame, within: Span, k: int) -> Lines:
     """The points of the k-th value of a table of buckets."""
     table = table[table[f"n{k}"] > 0]
-    ends = [table[["series", f"t_{end}{k}", f"{end}{k}"]].to_numpy() for end in ("low", "high")]
-    points = pd.DataFrame(np.concatenate(ends), columns=["series", "time_ns", "value"])
-    points = points.drop_duplicates(["series", "time_ns"]).sort_values(["series", "time_ns"], ignore_index=True)
+    columns = ["series", "time_ns", "value"]
+    ends = [table[["series", f"t_{end}{k}", f"{end}{k}"]].set_axis(columns, axis=1) for end in ("low", "high")]
+    points = pd.concat(ends).drop_duplicates(["series", "time_ns"])
+    points = points.sort_values(["series", "time_ns"], ignore_index=True)
     points["elapsed_seconds"] = within.elapsed(points["time_ns"])
     points["value"] = points["value"].astype("float64")
     return Lines(points=points[["series", "elapsed_seconds", "value"]], samples_count=int(table[f"n{k}"].sum()))
