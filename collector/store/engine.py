@@ -76,7 +76,7 @@ class Instance:
 _idle: defaultdict[tuple[int, int | None], list[Instance]] = defaultdict(list)
 _idle_lock = threading.Lock()
 #: So many are read by an instance: each leaves 0.2 MB in its object cache.
-_MOST_VERSIONS = 75
+_MOST_VERSIONS = 25
 
 
 @contextlib.contextmanager
