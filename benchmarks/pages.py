@@ -4,13 +4,13 @@
 
 The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what
 such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser that has
-Streamlit's own files, the whole run chosen. Paint is from then until the state of the run and the first figure
-stand (or what to type where there is none), switch from the click on a page's name until all its figures do.
-The rest is measured by clients that speak to the server as the browser does, one alone but for the last table:
-refresh is the time from the request to the end of the answer, CPU what the server took for it, sent what came
-over the WebSocket, uncompressed. Medians; a refresh that only repeats what was read before is not counted. The
-soak's slope is that of Theil and Sen over all but the first quarter of the readings of the server's private
-dirty memory, with its 95 % interval.
+Streamlit's own files, the whole run chosen. Answer is from then until the state of the run stands, with the
+sentence that answers the page's question below it; paint, until the first figure does (or what to type where
+there is none); switch, from the click on a page's name until all its figures do. The rest is measured by clients
+that speak to the server as the browser does, one alone but for the last table: refresh is the time from the
+request to the end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed.
+Medians; a refresh that only repeats what was read before is not counted. The soak's slope is that of Theil and Sen
+over all but the first quarter of the readings of the server's private dirty memory, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def rows_of(run: Run, base: str, server: psutil.Process, browser: Any) -> Iterat
             print(page.title, error, file=sys.stderr)
         yield (
             page.title,
-            f"{statistics.median(paints):.2f}",
+            *(f"{statistics.median(each):.2f}" for each in zip(*paints, strict=True)),
             f"{statistics.median(switches[page.path]):.2f}",
             *_medians(answers),
         )
@@ -221,19 +221,20 @@ def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
     )
 
 
-def _paint(context: Any, address: str) -> float:
+def _paint(context: Any, address: str) -> tuple[float, float]:
     page = context.new_page()
     begun = time.perf_counter()
     page.goto(address, wait_until="commit")
     page.get_by_text("data as of").wait_for(timeout=120_000)
+    answered = time.perf_counter() - begun
     page.wait_for_function(
         "() => document.querySelector("
         "'.main-svg, [data-testid=stDataFrame], [data-testid=stAlert], [data-testid=stCode]')",
         timeout=120_000,
     )
-    took = time.perf_counter() - begun
+    painted = time.perf_counter() - begun
     page.close()
-    return took
+    return answered, painted
 
 
 def _switches(page: Any) -> dict[str, list[float]]:
@@ -341,7 +342,8 @@ def main() -> None:
                 made[0] if made else make(home, batches, name="pages", ranks=RANKS, workers=WORKERS, ago_ns=ago_ns)
             )
             table = Table(
-                "page", "paint s", "switch s", "refresh ms", "CPU ms", "sent KiB", title=f"{batches:,} batches"
+                *("page", "answer s", "paint s", "switch s", "refresh ms", "CPU ms", "sent KiB"),
+                title=f"{batches:,} batches",
             )
             with fed(run), screenshots.dashboard(home) as base:
                 server = _server(base)

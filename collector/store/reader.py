@@ -242,8 +242,8 @@ class Snapshot:
         self._tail(stream)
         parts = [tiles.reach(f"tail_{stream}")]
         if self._opened and stream in self._stored:
-            [(n, first_ns, last_ns)] = self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
-            parts.append(f"VALUES ({n}, {first_ns}, {last_ns})")
+            [reach] = self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
+            parts.append(f"VALUES ({', '.join('NULL' if each is None else str(each) for each in reach)})")
         return (
             "SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, max(last_ns) AS last_ns "
             f"FROM ({' UNION ALL '.join(parts)})"
