@@ -66,6 +66,7 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
                 "y": 1.02,
                 "yanchor": "bottom",
                 "traceorder": "normal",
+                "bgcolor": "rgba(0, 0, 0, 0)",  # of several rows it may reach into the figure: it hides no line
             },
             "uirevision": revision,
             "xaxis": {"title": axis_title(x_title), **axis},
