@@ -90,8 +90,9 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
             deaths.append((case, [f for f in diagnose(tables).findings if KINDS[f.kind] == "death"]))
             continue
         told[case.name] = warnings(tables)
-        traces.append((case, trace(tables)))
-        if not (case.kind or told[case.name]) and any(_warned(tables, moment) for moment in _moments(tables)[1::2]):
+        seen = trace(tables)
+        traces.append((case, seen))
+        if not (case.kind or told[case.name]) and any(_warned(tables, seen, n) for n in _counts(seen)[1::2]):
             taken_back.append(case)
         if case.steady:
             forecast += forecasts(case, tables)
@@ -152,14 +153,13 @@ def _while_running(taken_back: Sequence[Case]) -> Iterator[str]:
     )
 
 
-def _moments(tables: RunTables) -> list[float]:
-    """Of a run, evenly over its readings; nanoseconds."""
-    seconds = trace(tables).seconds
-    return [seconds[round(len(seconds) * (k + 1) / _MOMENTS) - 1] * SECOND_NS for k in range(_MOMENTS)]
+def _counts(seen: Trace) -> list[int]:
+    """How many readings there were at each moment, evenly over all."""
+    return [round(len(seen.seconds) * (k + 1) / _MOMENTS) for k in range(_MOMENTS)]
 
 
-def _warned(tables: RunTables, moment_ns: float) -> bool:
-    return bool(warnings(until(tables, moment_ns)))
+def _warned(tables: RunTables, seen: Trace, count: int) -> bool:
+    return bool(warnings(until(tables, seen.seconds[count - 1] * SECOND_NS)))
 
 
 def _is_wrong(case: Case, finding: Finding) -> bool:
@@ -213,12 +213,11 @@ _LEAD_HEAD = "| killed | Tidegauge | " + " | ".join(_LEADING) + " |"
 def _lead(case: Case, tables: RunTables) -> Iterator[str]:
     """When each first warned and never took it back: seconds before the end, and headroom of the limit then."""
     whole = trace(tables)
-    counts = [round(len(whole.seconds) * (k + 1) / _MOMENTS) for k in range(_MOMENTS)]
+    counts = _counts(whole)
     cells = []
     for method in (None, *(METHODS[name] for name in _LEADING)):
         said = [
-            _warned(tables, whole.seconds[count - 1] * SECOND_NS) if method is None else method(whole.before(count))
-            for count in counts
+            _warned(tables, whole, count) if method is None else method(whole.before(count)) for count in counts
         ]
         silent = [k for k, one in enumerate(said) if not one]
         first = silent[-1] + 1 if silent else 0

@@ -62,6 +62,11 @@ class Calibrated:
     samples_per_batch: float
     payload_bytes: float
 
+    @property
+    def common(self) -> Sharing | None:
+        """How it shows that the workers wait for one thing in common; None where it does not."""
+        return self.sharing if self.sharing is not None and self.sharing.is_shared else None
+
 
 def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     """The recent stretch of a loop; or what is missing for it, in words."""

@@ -77,7 +77,7 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     private = cumulative_rise(_written(rows), forks)
     undisturbed = np.ptp(forks[times >= grown.since_seconds]) == 0
     if undisturbed and share_of(times, private, grown) < CONFIRMED:
-        return None  # resident, but not written: mapped files
+        return None  # resident, but not written: mapped files, where the kernel does not tell them apart
     witnesses = [
         witness
         for name, at, values in (

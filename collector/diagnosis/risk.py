@@ -107,11 +107,16 @@ def _to_come(finding: Finding) -> float:
 
 def own_rise(tables: RunTables, host: str, grown: Growth) -> float:
     """How much the run's own processes grew meanwhile (`held_bytes`, which adds up), NaN if it was not sampled."""
+    since_ns = grown.since_seconds * SECOND_NS
+    return tables.once((own_rise, host, since_ns), lambda: _own_rise(tables, host, since_ns))
+
+
+def _own_rise(tables: RunTables, host: str, since_ns: float) -> float:
     process = tables.stream("process")
     process = process[process["host"] == host]
     rises, count = [], 0
     for _, rows in process.groupby(["process_pid", "process_start_ticks"]):
-        held = held_bytes(rows)[floats(rows, "time_ns") >= grown.since_seconds * SECOND_NS]
+        held = held_bytes(rows)[floats(rows, "time_ns") >= since_ns]
         known = held[np.isfinite(held)]
         count += len(known)
         rises.append(float(known[-1] - known[0]) if len(known) else 0.0)

@@ -132,9 +132,7 @@ def _off_usual(values: Floats, workers: _Whole) -> tuple[Floats, float]:
     off = by_worker.transform(lambda each: each - each.rolling(_AROUND, center=True, min_periods=1).median())
     usual = off.abs().groupby(workers).transform("median")
     clipped: pd.Series = (off / np.maximum(usual, 1e-9)).clip(-1.0, 1.0)
-    return (clipped - clipped.groupby(workers).transform("mean")).to_numpy(), float(usual.median()) if len(
-        usual
-    ) else 0.0
+    return (clipped - clipped.groupby(workers).transform("mean")).to_numpy(), float(usual.median())
 
 
 def _shares(begins: Floats, ends: Floats) -> tuple[Floats, Floats]:

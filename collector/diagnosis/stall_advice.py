@@ -59,7 +59,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
                 expected=f"the workers share {cores:.0f} cores instead of queueing for a few",
             ),
         )
-    if isinstance(outlook, Forecast) and outlook.common:
+    if isinstance(outlook, Forecast) and outlook.measured.common:
         rate = outlook.measured.batches_per_second
         measure = Advice(
             text="Measure more workers: `tidegauge tune -- COMMAND`",
@@ -124,7 +124,7 @@ def _expected(outlook: Forecast, option: Option) -> str:
         f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
         f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
     )
-    if outlook.is_undecided and not outlook.common:
+    if outlook.is_undecided and not outlook.measured.common:
         words += " (if they wait for one thing in common, which this run does not tell, more workers give no more)"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):

@@ -111,7 +111,7 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """All workers together cannot keep up."""
     limit = worker_limit(tables, loop)
     outlook = forecast(tables, loop, shared_io=limit.by == "io")
-    common = outlook.common if isinstance(outlook, Forecast) else None
+    common = outlook.measured.common if isinstance(outlook, Forecast) else None
     likely = "" if common and common.is_sure else " most likely"
     return Finding(
         kind="workers-too-slow",

@@ -100,12 +100,12 @@ def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | Non
     late = warm + _bend(times[warm:], levels[warm:])
     # It may begin late; and what passed for a warm-up may be the noise of a growth that is there from the start.
     for first in dict.fromkeys((late, warm, _least_warm_up(len(times)))):
-        for count in BLOCK_COUNTS:
-            if len(times) - first >= 2 * count:
-                found = _growth_in_blocks(times[first:], levels[first:], count, negligible)
-                if found is not None:
-                    begun = float(times[late if first == warm else first])
-                    return dataclasses.replace(found, since_seconds=max(found.since_seconds, begun))
+        seen = times[first:], levels[first:]
+        counts = (count for count in BLOCK_COUNTS if len(times) - first >= 2 * count)
+        found = next(filter(None, (_growth_in_blocks(*seen, count, negligible) for count in counts)), None)
+        if found is not None and _goes_on(*seen):
+            begun = float(times[late if first == warm else first])
+            return dataclasses.replace(found, since_seconds=max(found.since_seconds, begun))
     return None
 
 
@@ -224,7 +224,7 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     noise = 1.4826 * float(np.median(np.abs(y - slope * x - np.median(y - slope * x))))
     if min(rise, net) < max(negligible, _RISE_TO_NOISE * noise):
         return None
-    if _kendall_z(y) < _KENDALL_Z or not _goes_on(times, values):
+    if _kendall_z(y) < _KENDALL_Z:
         return None
     half = count // 2
     first, second = float((y[half] - y[0]) / x[half]), float((y[-1] - y[half]) / (x[-1] - x[half]))

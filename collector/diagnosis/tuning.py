@@ -18,7 +18,6 @@ from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loader_memory import Memory, memory_of
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting, Trace, predict, throughputs
-from collector.diagnosis.sharing import Sharing
 from collector.diagnosis.tables import RunTables
 
 #: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
@@ -79,15 +78,10 @@ class Forecast:
         return [_option(self.measured, self.memory, self.error, self.shared_io, *ways) for ways in each_way]
 
     @property
-    def common(self) -> Sharing | None:
-        """How it shows that the workers wait for one thing in common; None where it does not."""
-        found = self.measured.sharing
-        return found if found is not None and found.is_shared else None
-
-    @property
     def is_undecided(self) -> bool:
         """Whether the run does not tell for sure if the workers wait for one thing in common."""
-        return self.measured.otherwise is not None and not (self.common and self.common.is_sure)
+        common = self.measured.common
+        return self.measured.otherwise is not None and not (common and common.is_sure)
 
     @property
     def front(self) -> list[Option]:
@@ -159,8 +153,7 @@ def _possible(measured: Calibrated, predictions: list[Prediction]) -> tuple[list
     if measured.otherwise is None:
         return (predictions,)
     others = predict(measured.otherwise, [prediction.setting for prediction in predictions])
-    found = measured.sharing
-    known = measured.setting.num_workers if found is not None and found.is_shared and found.is_sure else math.inf
+    known = measured.setting.num_workers if measured.common and measured.common.is_sure else math.inf
     pairs = zip(predictions, others, strict=True)
     return predictions, [other if other.setting.num_workers < known else mine for mine, other in pairs]
 

@@ -33,6 +33,7 @@ class OpenLake:
     Attributes:
         connection: as above.
         version: the same for two looks at one snapshot; None where nothing is kept.
+        progress: what the snapshot holds of the journals.
 
     """
 
@@ -46,8 +47,11 @@ class OpenLake:
         """Take the newest snapshot."""
         self.connection.begin()
         self._known: dict[str, list[tuple[Any, ...]]] = {}
-        if self._kept is None:
-            return
+        if self._kept is not None:
+            self._know_again()
+        self.progress = lake.read_progress(self.ask)
+
+    def _know_again(self) -> None:
         # A lake that was made anew has the numbers of the one before, at other times.
         [snapshot] = self.connection.execute(
             f"SELECT max(snapshot_id), max(epoch_us(snapshot_time)) FROM ducklake_snapshots('{lake.LAKE}')"
@@ -87,9 +91,7 @@ def opened(run: Run) -> Iterator[OpenLake]:
         _readable_place(run) as (place, kept),
         lake.attached(place, read_only=True, kept=kept, version=version) as connection,
     ):
-        found = OpenLake(connection, kept)
-        lake.read_progress(found.ask)
-        yield found
+        yield OpenLake(connection, kept)
 
 
 @contextmanager

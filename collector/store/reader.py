@@ -78,7 +78,7 @@ class Snapshot:
         self._begin()
 
     def _begin(self) -> None:
-        progress = lake.read_progress(self._opened.ask) if self._opened else lake.Progress()
+        progress = self._opened.progress if self._opened else lake.Progress()
         self._views: set[str] = set()
         self._columns: dict[str, list[str]] = {}
         self._problems = list(self._known_problems)

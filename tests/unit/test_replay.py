@@ -229,7 +229,7 @@ def test_what_serves_in_turn_sets_the_pace_of_all_workers(workers, in_order):
 def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
     script = simulate(workers=2, prefetch=2, in_turn=True, **RUN | {"service": jittered(0.03, 0.2)})
     found = outlook(script)
-    assert found.common is not None
+    assert found.measured.common is not None
     assert found.best is None
     assert all(option.high < 1.3 * found.measured.batches_per_second for option in found.options)
     (fewer,) = found.at([Setting(num_workers=1, prefetch_factor=2)])
