@@ -50,6 +50,7 @@ class _Copy:
         inherited: what it could copy at most: its parent's written memory when it was forked.
         late: what of it came after the warm-up, batch by batch. Pages that the worker takes over from the
             parent's free memory, or that the parent writes, become private too, but early.
+        at_once: what of it one batch may have copied: garbage collected once touches every object, and stays so.
 
     """
 
@@ -57,6 +58,7 @@ class _Copy:
     resident: float
     inherited: float
     late: float
+    at_once: float
     begin_ns: float
     end_ns: float
     n: int
@@ -158,10 +160,17 @@ def _copied(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, given_back
         resident=float(resident[-1] - at_fork),
         inherited=min(parent, at_fork) if math.isfinite(parent) else at_fork,
         late=max(late, min(copied, _late_faults(fetches) * _PAGE_BYTES - own)),
+        at_once=min(float(np.diff(unmatched).max(initial=0.0)), _most_faults(fetches) * _PAGE_BYTES),
         begin_ns=float(times[0]),
         end_ns=float(times[-1]),
         n=len(private),
     )
+
+
+def _most_faults(fetches: pd.DataFrame) -> float:
+    """Minor faults of the batch after the warm-up that has the most, beyond those of any other."""
+    faults = np.sort(_warm_faults(fetches))
+    return float(faults[-1] - faults[-2]) if len(faults) > 1 else 0.0
 
 
 def _late_faults(fetches: pd.DataFrame) -> float:
@@ -171,13 +180,18 @@ def _late_faults(fetches: pd.DataFrame) -> float:
 
     Three standard errors are taken off, since a loader that allocates has many faults that vary.
     """
-    faults = floats(fetches.sort_values("time_ns"), "minor_fault_count")
-    faults = faults[np.isfinite(faults)][_WARM_UP_BATCHES:]
+    faults = _warm_faults(fetches)
     last_quarter = faults[-(len(faults) // 4) :]
     if len(last_quarter) < 3:
         return 0.0
     beyond = (faults - last_quarter.mean()).sum() - 3 * last_quarter.std() * math.sqrt(len(faults))
     return max(0.0, float(beyond))
+
+
+def _warm_faults(fetches: pd.DataFrame) -> Floats:
+    """Minor faults of each batch after the warm-up, in order."""
+    faults = floats(fetches.sort_values("time_ns"), "minor_fault_count")
+    return faults[np.isfinite(faults)][_WARM_UP_BATCHES:]
 
 
 def _judge(
@@ -191,7 +205,7 @@ def _judge(
     copying = [
         life
         for life in lives
-        if life.copied >= _NEGLIGIBLE_BYTES
+        if life.copied - life.at_once >= _NEGLIGIBLE_BYTES
         and life.resident <= _RESIDENT_SHARE * life.copied
         and life.late >= _LATE_SHARE * life.copied
     ]

@@ -203,6 +203,15 @@ def test_what_the_parent_gives_back_is_the_workers_alone_and_was_not_copied():
     assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
 
 
+@pytest.mark.parametrize(("batches_count", "expected"), [(1, []), (40, ["copy-on-read-growth"])])
+def test_what_one_collection_of_garbage_touches_is_no_growth(batches_count, expected):
+    script = memory(training(), workers_private=40.0 * (np.arange(60) >= 30))
+    for fetches in script.parts["fetch"]:
+        touching = fetches.groupby("pid").cumcount().between(50, 49 + batches_count)
+        fetches.loc[touching, "minor_fault_count"] = 40 * MIB // 4096 // batches_count
+    assert kinds(script) == expected
+
+
 def test_spawned_workers_copy_nothing():
     script = memory(training(start_method="spawn"), workers_private=250 * SATURATING)
     assert kinds(script) == []

@@ -33,16 +33,16 @@ def copy_on_read(job: Job) -> None:
     """A list of Python objects is copied page by page into each forked worker."""
     rows: Any = torch.arange(_ROWS_COUNT)[:, None] + torch.arange(9)
     if job.faulty:
-        rows = [{"path": f"photographs/{i:09d}.jpg", "box": [i, i + 1, i + 2]} for i in range(_ROWS_COUNT)]
+        rows = [{"path": f"photographs/{i:09d}.jpg", "box": list(range(i, i + 9))} for i in range(_ROWS_COUNT)]
     job.dataset = Items(partial(look_at_rows, rows), count=_ROWS_COUNT // 4)
     job.settings = {"shuffle": True}
     job.step_seconds = 0.025
 
 
 def look_at_rows(rows: Any, index: int) -> None:
-    """Read four annotations: of Python objects that writes the reference counts, and so copies the pages."""
-    for row in rows[4 * index : 4 * index + 4]:
-        list(row.values() if isinstance(row, dict) else row)
+    """Read the four annotations of a mosaic: of Python objects that writes the reference counts, which copies pages."""
+    for row in rows[index :: _ROWS_COUNT // 4]:
+        sum(row["box"] if isinstance(row, dict) else row)
 
 
 @fault("worker-cache", "worker-heap-leak")
