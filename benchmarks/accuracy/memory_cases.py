@@ -53,6 +53,7 @@ NEGATIVES = (
     "evaluations",
     "scalar-history",
     "late-optimizer",
+    "collecting-workers",
 )
 #: rate, seconds of sleep per step, seconds of all steps: enough of them for a rise that matters at all.
 _RATES = (
@@ -63,6 +64,8 @@ _RATES = (
     (64 * KIB, 0.010, 30.0),
     (640 * KIB, 0.060, 34.0),
 )
+#: Times that a leak to a limit is run, each with other noise.
+_REPEATS = 2
 #: Rates that were run first after the model of the forecasts had been chosen.
 UNSEEN = ("64k", "640k")
 
@@ -96,39 +99,52 @@ class Case:
 
 def cases() -> list[Case]:
     """All of them; the slow ones first, so that none is waited for alone."""
-    return [*_leaks(), *_kills(), *_built_in(), *_healthy(), *_deaths()]
+    to_limits = (case for again in range(_REPEATS) for case in (*_leaks_to_limits(again), *_kills(again)))
+    return [*to_limits, *_others(), *_built_in(), *_healthy(), *_deaths()]
 
 
 def _own(kind: str, *words: object) -> tuple[str, ...]:
     return (sys.executable, "-m", "benchmarks.accuracy.memory_jobs", kind, *map(str, words))
 
 
-def _leaks() -> Iterator[Case]:
-    for seed, (rate, step, seconds) in enumerate(_RATES):
-        pace = ("--rate", rate, "--step-seconds", step, "--seed", seed)
+def _leaks_to_limits(again: int) -> Iterator[Case]:
+    for number, (rate, step, seconds) in enumerate(_RATES):
+        pace = ("--rate", rate, "--step-seconds", step, "--seed", _seed(number, again))
         for onset in (0.0, 0.5):
             for noise in (False, True):
                 name = f"main-heap-{rate // KIB}k{'-late' if onset else ''}{'-noise' if noise else ''}"
                 words = (*pace, "--seconds", seconds * (1.5 if onset else 1), "--onset", onset)
                 words = (*words, "--noise") if noise else words
-                yield _leak(name, "main-heap", *words)
-                if noise and not onset:
+                yield _leak(_again(name, again), "main-heap", *words)
+                if noise and not (onset or again):
                     yield Case(name=f"{name}-fixed", group="twin", job=_own("main-heap", *words, "--fixed"))
-    for kind, rate, onset, noise in (
-        ("worker-heap", 200, 0.0, False),
-        ("worker-heap", 200, 0.5, True),
-        ("worker-heap", 2048, 0.0, True),
-        ("descriptors", 2, 0.0, False),
-        ("descriptors", 1, 0.5, True),
-        ("shared", 20, 0.0, True),
-        ("shared", 200, 0.5, False),
-    ):
-        words = ("--rate", rate * KIB, "--onset", onset, "--seed", rate, *(("--noise",) if noise else ()))
-        if rate == 2048:
-            words = (*words, "--step-seconds", 0.2)
-        name = f"{kind}-{rate}k{'-late' if onset else ''}{'-noise' if noise else ''}"
-        yield _leak(name, kind, *words)
+    for rate, onset, noise in ((200, 0.0, False), (200, 0.5, True), (2048, 0.0, True)):
+        yield from _with_twin("worker-heap", rate, onset, noise, again)
+
+
+def _others() -> Iterator[Case]:
+    yield from _with_twin("descriptors", 2, 0.0, False)
+    yield from _with_twin("descriptors", 1, 0.5, True)
+    yield from _with_twin("shared", 20, 0.0, True)
+    yield from _with_twin("shared", 200, 0.5, False)
+
+
+def _with_twin(kind: str, rate: int, onset: float, noise: bool, again: int = 0) -> Iterator[Case]:
+    words = ("--rate", rate * KIB, "--onset", onset, "--seed", _seed(rate, again), *(("--noise",) if noise else ()))
+    if rate == 2048:
+        words = (*words, "--step-seconds", 0.2)
+    name = f"{kind}-{rate}k{'-late' if onset else ''}{'-noise' if noise else ''}"
+    yield _leak(_again(name, again), kind, *words)
+    if not again:
         yield Case(name=f"{name}-fixed", group="twin", job=_own(kind, *words, "--fixed"))
+
+
+def _seed(number: int, again: int) -> int:
+    return number + 10_000 * again
+
+
+def _again(name: str, again: int) -> str:
+    return f"{name}-again" if again else name
 
 
 def _leak(name: str, kind: str, *words: object, **traits: int) -> Case:
@@ -145,7 +161,7 @@ def _leak(name: str, kind: str, *words: object, **traits: int) -> Case:
     )
 
 
-def _kills() -> Iterator[Case]:
+def _kills(again: int) -> Iterator[Case]:
     """Leaks in a cgroup of so many MiB, which the kernel ends after half a minute or so."""
     for name, kind, rate, step, limit, words in (
         ("kill-main-200k", "main-heap", 200, 0.020, 520, ()),
@@ -157,8 +173,8 @@ def _kills() -> Iterator[Case]:
         ("kill-worker-200k", "worker-heap", 200, 0.020, 520, ()),
         ("kill-worker-2048k", "worker-heap", 2048, 0.200, 640, ("--noise",)),
     ):
-        pace = ("--rate", rate * KIB, "--step-seconds", step, "--seconds", 60, *words)
-        yield _leak(name, kind, *pace, limit_mib=limit)
+        pace = ("--rate", rate * KIB, "--step-seconds", step, "--seconds", 60, "--seed", _seed(0, again), *words)
+        yield _leak(_again(name, again), kind, *pace, limit_mib=limit)
 
 
 def _built_in() -> Iterator[Case]:

@@ -8,6 +8,7 @@ import math
 import random
 import tempfile
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,20 @@ def mapped_in_workers(job: Job) -> None:
 def read_piece(data: Any, size: int, batch_seconds: float, index: int) -> None:
     sleep(batch_seconds, index)
     data[index * size : (index + 1) * size].sum()
+
+
+@kind
+def collecting_workers(job: Job) -> None:
+    """Each worker collects its garbage once: that touches, and so copies, every object that it inherited."""
+    job.settings = {"persistent_workers": True}
+    own = max(1, job.steps_count * BATCH_SIZE // (2 * job.num_workers))
+    job.dataset = Items(partial(collect_once, itertools.count(-own), job.step_seconds * 0.8))
+
+
+def collect_once(count: Iterator[int], batch_seconds: float, index: int) -> None:
+    sleep(batch_seconds, index)
+    if next(count) == 0:
+        gc.collect()
 
 
 @kind
