@@ -48,8 +48,8 @@ forecasts was chosen among several with such runs and drawn series at hand, so t
 those of leaks of 64 and 640 KiB a step, which were run first when it had been chosen. Where no kill sets the limit,
 it is the demand near the end with what the kernel held added. Trainings side by side change their pace: those that
 leak to a limit were run twice with other noise, two at a time on a machine that did nothing else, the others once
-and six at a time. Other methods
-look at the same samples; they name neither kind nor place, so any alarm on a leaking training counts as right.
+and six at a time. Other methods look at the same samples; they name neither kind nor place, so any alarm on a
+leaking training counts as right.
 """
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.

@@ -21,6 +21,7 @@ MEMORY = ("memory leak", "memory forecast")
 #: Of the way to the limit.
 HALF, THREE_QUARTERS = 0.5, 0.75
 _NEAR_THE_END = 0.97
+_ROUNDING_SECONDS = 1e-6  # of times since 1970: the sample of a moment is seen then
 CLOCKS = ("seconds", "steps")
 _NO_ETA = Eta(low_seconds=math.nan, mid_seconds=math.nan, high_seconds=math.nan)
 
@@ -78,14 +79,13 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
     begun = float(times[0]) + _onset(case) * float(times[-1] - times[0])
     killed = case.group == "kill"
     limit = case.limit_mib * 2**20 if killed else _low_near(times, demand, float(times[-1]), _NEAR_THE_END)
-    met = np.flatnonzero(demand >= limit)
-    end = float(times[met[0]]) if len(met) and not killed else training_end_ns(tables) / SECOND_NS
+    end = training_end_ns(tables) / SECOND_NS if killed else _first_met(times, demand, limit)
     start = float(np.median(demand[times >= begun][:8]))
     found = []
     for ratio in (HALF, THREE_QUARTERS):
         # The level that is never given back again: what comes and goes is not of the way.
         beyond = np.flatnonzero((demand < start + ratio * (limit - start)) & (times < end))
-        at = float(times[min(beyond[-1] + 1, len(times) - 1)]) if len(beyond) else end
+        at = float(times[min(beyond[-1] + 1, len(times) - 1)]) + _ROUNDING_SECONDS if len(beyond) else end
         if not begun < at < end:
             continue
         # What the kernel itself holds counts towards a limit, and is no demand.
@@ -117,6 +117,13 @@ def _host(tables: RunTables) -> str:
 
 def _onset(case: Case) -> float:
     return float(case.job[case.job.index("--onset") + 1]) if "--onset" in case.job else 0.0
+
+
+def _first_met(times: np.ndarray, demand: np.ndarray, limit: float) -> float:
+    """When the demand first met the limit, between two samples; the last sample's time if it never did."""
+    met = np.flatnonzero(demand >= limit)
+    around = slice(max(met[0] - 1, 0), met[0] + 1) if len(met) else slice(-1, None)
+    return float(np.interp(limit, demand[around], times[around]))
 
 
 def _low_near(times: np.ndarray, demand: np.ndarray, end: float, ratio: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,10 +161,16 @@ def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float
 
 
 def training_end_ns(tables: RunTables) -> float:
-    """When the last batch or step of the run was recorded (the last sample, if it is watched); NaN if none was."""
+    """When the last batch or step of the run was recorded (the last sample, if it is watched); NaN if none was.
+
+    While it goes on, the next tick of the collector is of the step that is under way.
+    """
     names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
     ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
-    return max(ends) if ends else float("nan")
+    if not ends or not tables.living:
+        return max(ends, default=float("nan"))
+    ticks = floats(tables.stream("host"), "time_ns")
+    return float(ticks[ticks > max(ends)].min(initial=math.inf))
 
 
 def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
