@@ -40,7 +40,7 @@ def copy_on_read(job: Job) -> None:
 
 
 def look_at_rows(rows: Any, index: int) -> None:
-    """Read the four annotations of a mosaic: that writes the reference counts of Python objects, and copies pages."""
+    """Read the four annotations of a mosaic: that writes reference counts of Python objects, and copies pages."""
     for row in rows[index :: _ROWS_COUNT // 4]:
         sum(row["box"] if isinstance(row, dict) else row)
 
