@@ -224,6 +224,8 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
             _log.exception("view %s of %s", view.name, run.path)
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
     if picture is not None:
+        if picture.awaits and not (live or awaits):
+            st.rerun()  # with the timer: the files of a run that is over changed while it was read
         st.session_state[_PICTURE] = asked, picture, live
         _draw(view, picture, status, run.run_id, live=live)
 

@@ -1,5 +1,6 @@
 """Every view of a home, of runs and of a store in every state that they can be in."""
 
+import os
 import shutil
 import sqlite3
 import threading
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import make_run as runs
 import pytest
+import streamlit as st
 from opened import drawn, figures, open_view, run_of, texts, walk
 
-from app import judging
+from app import judging, panel
 from app.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
@@ -170,6 +172,22 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     at.run()
     assert "is being drawn up" not in texts(at)
     assert "**slow-worker**" in texts(at)
+
+
+def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
+    manifest = runs.make_run(tmp_path, runs.SLOW_WORKER) / "run.json"
+    open_view(monkeypatch, tmp_path, "overview")  # there is one, until the run changes
+    seen, timers = threading.Event(), []
+    fragment, read = st.fragment, panel.read
+    monkeypatch.setattr(st, "fragment", lambda *of, **more: timers.append(more) or fragment(*of, **more))
+    monkeypatch.setattr(panel, "read", lambda run: os.utime(manifest) or read(run))
+    monkeypatch.setattr(panel, "REST_PER_COST", -1)
+    monkeypatch.setattr(judging, "diagnose", lambda tables: seen.wait(60) and diagnose(tables))
+    monkeypatch.setattr(judging, "PATIENCE_SECONDS", 0)
+    at = open_view(monkeypatch, tmp_path, "overview")
+    seen.set()
+    assert "is being drawn up" in texts(at)
+    assert timers[-1] == {"run_every": panel.REFRESH_SECONDS}
 
 
 def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
