@@ -67,6 +67,8 @@ def settings(moment: Moment) -> Iterator[Block]:
 
 def step_times(moment: Moment) -> Iterator[Block]:
     """Time per step."""
+    if not moment.others:
+        return
     found = {}
     for one in (moment, *moment.others):
         steps = queries.steps(one.snapshot, one.span)
@@ -78,6 +80,8 @@ def step_times(moment: Moment) -> Iterator[Block]:
 
 def host_memory(moment: Moment) -> Iterator[Block]:
     """Memory of all processes together."""
+    if not moment.others:
+        return
     found: dict[str, pd.DataFrame] = {}
     metrics = set()
     for one in (moment, *moment.others):
