@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import streamlit as st
@@ -18,7 +17,7 @@ from collector.diagnosis.recent import BATCHES, recent_loading
 from collector.diagnosis.speed_ups import in_short
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
-from collector.store.queries import Queryable, Span
+from collector.store.queries import Span
 
 #: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often.
 _OUTLOOK_SECONDS = 30
@@ -53,14 +52,9 @@ class Recent:
         return _forecast((self.run_id, loop.rank, loop.loader), self.tables, self.seen)
 
 
-_read: WeakKeyDictionary[Queryable, Recent | None] = WeakKeyDictionary()
-
-
 def recent(moment: Moment) -> Recent | None:
     """The loop that a view is about; None if it has yielded no batch in the window."""
-    if moment.snapshot not in _read:
-        _read[moment.snapshot] = _recent(moment)
-    return _read[moment.snapshot]
+    return moment.once("recent", lambda: _recent(moment))
 
 
 def _recent(moment: Moment) -> Recent | None:

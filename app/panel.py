@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import streamlit as st
@@ -26,6 +26,7 @@ from collector.store.queries import Extent, Queryable, Span, Window
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
 
+Found = TypeVar("Found")
 REFRESH_SECONDS = 1
 #: A live view that costs much is read less often: so long as this is not over, in times of what it cost.
 REST_PER_COST = 3
@@ -81,11 +82,19 @@ class Moment:
     loaders: tuple[int, ...]
     loader: int | None
     others: tuple[Moment, ...] = ()
+    _found: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def run_id(self) -> str:
         """Of the run."""
         return self.run.run_id
+
+    def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
+        """What several panels want, looked for when the first of them asks."""
+        if what not in self._found:
+            self._found[what] = find()
+        found: Found = self._found[what]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

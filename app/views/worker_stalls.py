@@ -191,9 +191,9 @@ def _chosen(moment: Moment) -> list[Finding]:
 
 
 def _split(moment: Moment) -> pd.DataFrame | None:
-    if moment.loader is None:
+    if (loader := moment.loader) is None:
         return None
-    split = loading_queries.worker_split(moment.snapshot, moment.span, moment.loader)
+    split = moment.once("split", lambda: loading_queries.worker_split(moment.snapshot, moment.span, loader))
     return None if split.empty else split
 
 

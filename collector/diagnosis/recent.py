@@ -16,8 +16,20 @@ from training_harness.records import IDENTITY, STREAMS
 #: Of all loops together; each is looked at over its last `exposed.RECENT_BATCHES`.
 BATCHES = 50_000
 _LEAD = 20
-_SAMPLES = 5_000
+_SAMPLED, _SAMPLES = ("process", "host"), 5_000
 _EPOCHS = 2_000
+
+
+class _Streams(dict[str, pd.DataFrame]):
+    """The tables, of which those of samples are read when they are first asked for: most looks need none."""
+
+    def __init__(self, snapshot: Queryable) -> None:
+        super().__init__({name: pd.DataFrame(columns=_columns(name)) for name in STREAMS if name not in _SAMPLED})
+        self._snapshot = snapshot
+
+    def __missing__(self, name: str) -> pd.DataFrame:
+        self[name] = _rows(self._snapshot, name, _newest_since_ns(self._snapshot, name, _SAMPLES))
+        return self[name]
 
 
 def recent_loading(
@@ -25,18 +37,16 @@ def recent_loading(
 ) -> RunTables:
     """What the rules about loops need: the last batches since `from_ns`, and what was recorded meanwhile.
 
-    Of `process` and `host` there are the last samples; the other streams are empty.
+    Of `process` and `host` there are the last samples, to be had as long as the snapshot is; the other streams
+    are empty.
     """
-    totals = totals_of(snapshot, ("batch", "process", "host"))
-    since_ns = max(from_ns, newest_since_ns(snapshot, "batch", totals["batch"], batches_count))
-    streams = {name: pd.DataFrame(columns=_columns(name)) for name in STREAMS}
+    streams = _Streams(snapshot)
+    since_ns = max(from_ns, _newest_since_ns(snapshot, "batch", batches_count))
     streams["batch"] = _rows(snapshot, "batch", since_ns)
     times = streams["batch"]["time_ns"]
     now_ns = int(times.iloc[-1]) if len(times) else since_ns
     for name in ("fetch", "stage"):  # batches that lay ready were made before
         streams[name] = _rows(snapshot, name, since_ns - (now_ns - since_ns) // _LEAD)
-    for name in ("process", "host"):
-        streams[name] = _rows(snapshot, name, newest_since_ns(snapshot, name, totals[name], _SAMPLES))
     return RunTables(
         manifest=manifest,
         events=_events(snapshot),
@@ -48,6 +58,10 @@ def recent_loading(
 
 def _columns(name: str) -> list[str]:
     return [column.name for column in (*STREAMS[name].columns, *IDENTITY)]
+
+
+def _newest_since_ns(snapshot: Queryable, name: str, most: int) -> int:
+    return newest_since_ns(snapshot, name, totals_of(snapshot, [name])[name], most)
 
 
 def _rows(snapshot: Queryable, name: str, since_ns: int) -> pd.DataFrame:
