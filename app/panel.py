@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import pandas as pd
 import streamlit as st
 
-from app.blocks import Block, draw
+from app.blocks import Block
 from app.figures.axis import Axis, along, in_unit, own_axis
 from app.figures.base import Chart
-from app.format import one_line, plain
-from app.judging import Judged, judged, status_of
-from app.status import draw_failure, draw_no_records, draw_problems, draw_status
+from app.format import one_line
+from app.judging import judged, status_of
+from app.picture import LOADER, Drawing, Picture
+from app.status import draw_failure
 from app.theme import Theme, theme_of
 from collector.diagnosis.verdict import Verdict
 from collector.store import loading_queries, queries
@@ -28,11 +29,8 @@ from collector.store.runs import Run
 
 Found = TypeVar("Found")
 REFRESH_SECONDS = 1
-#: A live view that costs much is read less often: so long as this is not over, in times of what it cost.
-REST_PER_COST = 3
 SELECTION = "tidegauge-selection"
 _PICTURE = "tidegauge-picture"
-_LOADER = "loader"
 #: A chart whose data change is a new chart to Streamlit, and its zoom is gone: so who takes hold of one pauses.
 _PAUSE_ON_TOUCH = """<script>
 if (!window.tidegaugePauses) {
@@ -116,31 +114,6 @@ class View:
     by_loader: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
-
-    `cost_ns` is how long that took; it may `await` a verdict, of the run or of one that it is compared with.
-    """
-
-    reach: Extent | None
-    manifest: Mapping[str, Any]
-    now_ns: int
-    taken_ns: int
-    problems: tuple[str, ...]
-    cost_ns: int = 0
-    loaders: tuple[int, ...] = ()
-    judged: Judged = field(default_factory=Judged)
-    awaits: bool = False
-    answer: str = ""
-    rows: Sequence[Sequence[list[Block] | str]] = ()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it may be taken anew by what the last time cost."""
-        return time.monotonic_ns() - self.taken_ns > (1 + REST_PER_COST) * self.cost_ns
-
-
 def show(view: View) -> None:
     """Draw a view for the frame's selection, again and again while the run is live."""
     selection: Selection | None = st.session_state.get(SELECTION)
@@ -217,7 +190,7 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
     status, awaits_still = status_of(run), _awaits(selection)
     if (live and status != "running") or (awaits and not awaits_still and not live):
         st.rerun()  # the whole page, without the timer
-    loader = st.session_state.get(_LOADER)
+    loader = st.session_state.get(LOADER)
     asked = (view.name, replace(selection, live=False), theme, loader)
     picture, was_live = _kept(asked)
     if picture is None or picture.awaits != awaits_still:
@@ -226,17 +199,17 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
         rests = was_live and not picture.is_due
     else:
         rests = status == "running" or awaits_still
+    drawing = Drawing(view=view.name, status=status, run_id=run.run_id, live=live, follows=live or awaits)
     if not rests:
         try:
-            picture = _shared(asked, awaits_still, lambda: _take(view, selection, theme, loader))
+            picture = _shared(asked, awaits_still, lambda: _take(view, selection, theme, loader), drawing.go_on)
         except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
             _log.exception("view %s of %s", view.name, run.path)
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
     if picture is not None:
-        if picture.awaits and not (live or awaits):
-            st.rerun()  # with the timer: the files of a run that is over changed while it was read
+        drawing.go_on(picture)
+        drawing.end(picture)
         st.session_state[_PICTURE] = asked, picture, live
-        _draw(view, picture, status, run.run_id, live=live)
 
 
 def _awaits(selection: Selection) -> bool:
@@ -250,8 +223,13 @@ def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
     return (picture, live) if of == asked else (None, False)
 
 
-def _shared(asked: tuple[Any, ...], awaits: bool, take: Callable[[], Picture]) -> Picture:
-    """The picture that is asked for: many who look at the same share what one of them has read.
+def _shared(
+    asked: tuple[Any, ...],
+    awaits: bool,
+    take: Callable[[], Generator[Picture]],
+    grown: Callable[[Picture], None],
+) -> Picture:
+    """The picture that is asked for: many who look at the same share what one of them has read, row by row.
 
     Raises:
         TidegaugeError: the run cannot be read.
@@ -262,7 +240,10 @@ def _shared(asked: tuple[Any, ...], awaits: bool, take: Callable[[], Picture]) -
     with taking:
         picture = _pictures.get(asked)
         if picture is None or picture.is_due or picture.awaits != awaits:
-            picture = take()
+            with closing(take()) as pictures:
+                for picture in pictures:
+                    grown(picture)
+        assert picture is not None
         with _sharing:
             _pictures.pop(asked, None)
             _pictures[asked] = picture
@@ -272,8 +253,8 @@ def _shared(asked: tuple[Any, ...], awaits: bool, take: Callable[[], Picture]) -
     return picture
 
 
-def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Picture:
-    """Read the run and build the view.
+def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Generator[Picture]:
+    """Read the run and build the view: first what stands above its rows, then with one row more each time.
 
     Raises:
         TidegaugeError: the run cannot be read.
@@ -291,7 +272,8 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             problems=snapshot.problems,
         )
         if reach is None:
-            return picture
+            yield picture
+            return
         own, *others = [judged(run) for run in (selection.run, *selection.others)]
         moment = moment_of(
             view, selection, selection.run, kept, reach, verdict=own.verdict, theme=theme, loader=loader
@@ -302,16 +284,19 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
                 verdict = of_other.verdict
                 one = moment_of(view, selection, run, other, other_reach, verdict=verdict, theme=theme)
                 moment = replace(moment, others=(*moment.others, one))
-        return replace(
+        picture = replace(
             picture,
             loaders=moment.loaders,
             judged=own,
             awaits=any(each.is_awaited for each in (own, *others)),
             answer=answer_of(view, moment),
-            rows=[[build(panel, moment) for panel in row] for row in view.rows],
-            problems=snapshot.problems,
-            cost_ns=time.monotonic_ns() - picture.taken_ns,
         )
+        yield picture
+        for row in view.rows:
+            blocks = [(panel.name, build(panel, moment)) for panel in row]
+            picture = replace(picture, rows=(*picture.rows, blocks))
+            yield picture
+        yield replace(picture, problems=snapshot.problems, cost_ns=time.monotonic_ns() - picture.taken_ns)
 
 
 @contextmanager
@@ -335,51 +320,3 @@ def _look(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
         _answers[version] = small
         for old in list(_answers)[:-_KEPT_LOOKS]:
             del _answers[old]
-
-
-def _draw(view: View, picture: Picture, status: str, run_id: str, *, live: bool) -> None:
-    now_ns = picture.now_ns + time.monotonic_ns() - picture.taken_ns
-    draw_status(
-        status,
-        picture.reach,
-        picture.manifest,
-        run_id,
-        now_ns=now_ns,
-        shown_ns=picture.now_ns,
-        live=live,
-        verdict_seconds=picture.judged.age_seconds,
-    )
-    draw_problems(picture.problems)
-    if picture.reach is None:
-        if not picture.problems:
-            draw_no_records(status)
-        return
-    why_not = picture.judged.why_not
-    if why_not:
-        draw_failure(f"No verdict: {why_not}", run_id)
-    if picture.awaits:
-        st.caption(":material/hourglass_top: The verdict is being drawn up; the figures need not wait for it.")
-    if picture.answer:
-        st.markdown(f"**{plain(picture.answer)}**")
-    if len(picture.loaders) > 1:
-        st.segmented_control(
-            "DataLoader",
-            sorted(picture.loaders),
-            default=picture.loaders[0],
-            required=True,
-            format_func=lambda number: f"loader {number}",
-            key=_LOADER,
-        )
-    for row, blocks in zip(view.rows, picture.rows, strict=True):
-        columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
-        for panel, column, content in zip(row, columns, blocks, strict=True):
-            with column:
-                _draw_panel(view, panel, "as above" if content == why_not else content)
-
-
-def _draw_panel(view: View, panel: Panel, content: list[Block] | str) -> None:
-    if isinstance(content, str):
-        st.error(plain(f"{panel.name} cannot be shown: {content}"), icon=":material/error:")
-        return
-    for number, block in enumerate(content):
-        draw(block, key=f"{view.name}-{panel.name}-{number}")

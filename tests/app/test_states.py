@@ -14,7 +14,7 @@ import pytest
 import streamlit as st
 from opened import drawn, figures, open_view, run_of, texts, walk
 
-from app import judging, panel
+from app import judging, panel, picture
 from app.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
@@ -174,6 +174,17 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     assert "**slow-worker**" in texts(at)
 
 
+def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.SLOW_WORKER)
+    order, build, draw_status = [], panel.build, picture.draw_status
+    monkeypatch.setattr(
+        picture, "draw_status", lambda *of, **more: order.append("line") or draw_status(*of, **more)
+    )
+    monkeypatch.setattr(panel, "build", lambda *of: order.append("panel") or build(*of))
+    assert figures(open_view(monkeypatch, tmp_path, "overview"))
+    assert order[:2] == ["line", "panel"]
+
+
 def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
     manifest = runs.make_run(tmp_path, runs.SLOW_WORKER) / "run.json"
     open_view(monkeypatch, tmp_path, "overview")  # there is one, until the run changes
@@ -181,7 +192,7 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     fragment, read = st.fragment, panel.read
     monkeypatch.setattr(st, "fragment", lambda *of, **more: timers.append(more) or fragment(*of, **more))
     monkeypatch.setattr(panel, "read", lambda run: os.utime(manifest) or read(run))
-    monkeypatch.setattr(panel, "REST_PER_COST", -1)
+    monkeypatch.setattr(picture, "REST_PER_COST", -1)
     monkeypatch.setattr(judging, "diagnose", lambda tables: seen.wait(60) and diagnose(tables))
     monkeypatch.setattr(judging, "PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
@@ -221,14 +232,14 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     at.toggle(key="live").set_value(False).run()
     assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
     assert "Switch Live on" in texts(at)
-    monkeypatch.setattr("app.panel.REST_PER_COST", -1)
+    monkeypatch.setattr("app.picture.REST_PER_COST", -1)
     at.toggle(key="live").set_value(True).run()
     assert not figures(at)
 
 
 def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
-    monkeypatch.setattr("app.panel.REST_PER_COST", 1e6)
+    monkeypatch.setattr("app.picture.REST_PER_COST", 1e6)
     first = figures(open_view(monkeypatch, tmp_path, "overview"))
     shutil.rmtree(run_dir / "journal")
     assert figures(open_view(monkeypatch, tmp_path, "overview")) == first
