@@ -1,7 +1,8 @@
 """Open files that keep getting more, and the limit that they run into.
 
 Counts are whole and small: a growth of less than one descriptor per block of the trend is a few single events (a
-log, a checkpoint, a shard that was opened), and no trend.
+log, a checkpoint, a shard that was opened), and no trend. A living worker has pipes and a sentinel in the training
+process, so with more workers more files are open: a leak is what grows while as many processes live.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
@@ -28,10 +30,10 @@ from collector.diagnosis.frames import (
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Growth, growth
+from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Floats, Growth, growth
 from collector.diagnosis.witnesses import CONFIRMED, Leak, leak_finding, rise_since
 from collector.store.runs import ProcessKey
-from training_harness.records import ROLE_WORKER
+from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 _SHARED_BYTES = 4096  # a tensor handed over by a worker has a descriptor, and a page of shared memory at least
 _ADVICE = (
@@ -117,12 +119,13 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     share = used / limit if limit > 0 else 0.0
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
     steps = step_numbers(tables, process.steps or process.key[0], times)
-    grown = growth(times, counts, negligible=BLOCK_COUNTS[0], steps=steps)
+    alike = _as_many_live(tables, process)
+    grown = growth(times[alike], counts[alike], negligible=BLOCK_COUNTS[0], steps=steps[alike])
     if grown is None:
         if share >= FULL_RATIO:
             yield share, _by_level(process, used, len(known), bound)
         return
-    leak, kept = _leak(tables, process, grown, bound, float(times[-1]))
+    leak, kept = _leak(tables, process, grown, bound, float(times[alike][-1]))
     advice = (_KEPT_ADVICE, *_ADVICE) if kept else _ADVICE
     yield share, _leak_finding(tables, process, leak, advice)
     course = Course(
@@ -143,6 +146,24 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
             key=process.steps,
         )
         yield share, risk
+
+
+def _as_many_live(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]:
+    """Of its samples, those at which as many of the run's processes lived on its host as at most of them."""
+    host = process.key[0]
+    begins, ends = tables.once(("lives", host), lambda: _lives(tables, host))
+    times = floats(process.rows, "time_ns")
+    living = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="left")
+    return living == np.bincount(living).argmax()
+
+
+def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
+    """When each process of the run was first and last seen alive, each in order of time; ns."""
+    rows = tables.stream("process")
+    rows = rows[(rows["host"] == host) & (floats(rows, "role") != ROLE_COLLECTOR)]
+    seen = rows.assign(alive_ns=floats(rows, "time_ns") - (floats(rows, "alive") == 0))
+    lives = seen.groupby(["process_pid", "process_start_ticks"])["alive_ns"].agg(["min", "max"])
+    return np.sort(floats(lives, "min")), np.sort(floats(lives, "max"))
 
 
 def _leak(

@@ -82,6 +82,38 @@ def test_the_worker_that_leaks_is_named():
     assert (leak.locus.role, leak.locus.worker, leak.locus.loader) == ("worker", 0, 0)
 
 
+def sweep(leaked):
+    """Epochs with 0, 2, … 14 workers, each of which has four descriptors open in the training process."""
+    workers = 2 * (AT // 15)
+    script = training(main=FLAT + 4 * workers + leaked)
+    for epoch in range(1, 8):
+        for worker in range(2 * epoch):
+            seconds = SECONDS[workers == 2 * epoch]
+            held = np.full(len(seconds), MIB)
+            who = ("node", 2000 + 100 * epoch + worker, 8000)
+            sample_process(
+                script,
+                seconds,
+                who,
+                ROLE_WORKER,
+                private=held,
+                rss=held,
+                loader=epoch,
+                worker=worker,
+                fd_count=held,
+            )
+    return script
+
+
+def test_descriptors_of_living_workers_are_no_leak():
+    assert kinds(sweep(0 * AT)) == []
+
+
+def test_what_grows_while_as_many_workers_live_is_a_leak():
+    leak = next(f for f in found(sweep(3 * AT)) if f.kind == "fd-leak")
+    assert leak.rate.value == pytest.approx(6, rel=0.1)
+
+
 def test_a_stair_in_each_of_many_epochs_is_a_leak():
     assert "fd-leak" in kinds(training(main=40 + 8 * (AT // 10)))
 
