@@ -13,7 +13,7 @@ from rich.table import Table
 
 from collector import wording
 from collector.errors import TidegaugeError
-from collector.store.runs import Run, living_processes
+from collector.store.runs import Run, command_and_collector, living_processes
 from training_harness.layout import read_plain
 
 if TYPE_CHECKING:
@@ -136,12 +136,7 @@ def _status_without_report(run: Run) -> str:
         return "damaged"
     if manifest["end_time_ns"] is not None:
         return "ended"
-    keys = [
-        (process["host"], process["pid"], process["start_ticks"])
-        for process in (manifest["command"], manifest["collector"])
-        if process is not None
-    ]
-    living = living_processes(run, keys)
+    living = living_processes(run, command_and_collector(manifest))
     if living is None:
         return "unknown"
     return "running" if living else "abandoned"

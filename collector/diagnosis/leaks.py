@@ -20,6 +20,7 @@ from collector.diagnosis.frames import (
     SECOND_NS,
     bytes_text,
     floats,
+    key_of,
     resident_bytes,
     sampled,
     step_at,
@@ -34,6 +35,7 @@ from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings, worker_slots
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import MIN_POINTS, Floats, growth
+from collector.diagnosis.victims import rank_of
 from collector.diagnosis.witnesses import (
     CONFIRMED,
     Leak,
@@ -137,7 +139,7 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
             f"The training process (pid {key[1]}) keeps taking host memory: {bytes_text(grown.rise)} so far, "
             f"{bytes_text_fine(grown.slope)}/s{per_step}."
         ),
-        locus=Locus(host=key[0], rank=_rank(tables, key), role="main", pid=key[1]),
+        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1]),
         since_step=step_at(tables, key, leak.begin_ns),
         evidence=(rise_evidence(tables, leak), *leak.witnesses),
         rate=rate(grown),
@@ -246,7 +248,7 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
     begun: list[float] = []
     pids: dict[int | None, tuple[int, ...]] = {}
     for event in tables.events:
-        if event["kind"] == "epoch-start" and (event["host"], event["pid"], event["start_ticks"]) == key:
+        if event["kind"] == "epoch-start" and key_of(event) == key:
             loader, workers = whole(event.get("loader")), tuple(event.get("worker_pids") or ())
             if pids.get(loader) != workers:
                 begun.append(event["time_ns"] / SECOND_NS)
@@ -255,8 +257,3 @@ def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:
             begun.append(event["time_ns"] / SECOND_NS)
     changes: Floats = np.searchsorted(np.sort(np.array(begun)), times_seconds).astype(np.float64)
     return changes
-
-
-def _rank(tables: RunTables, key: ProcessKey) -> int | None:
-    starts = [e for e in tables.events_of("process-start") if (e["host"], e["pid"], e["start_ticks"]) == key]
-    return whole(starts[-1].get("rank")) if starts else None

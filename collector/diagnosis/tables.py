@@ -12,7 +12,7 @@ import pandas as pd
 from collector.store.queries import Queryable
 from collector.store.reader import Snapshot, read
 from collector.store.runs import ProcessKey as ProcessKey
-from collector.store.runs import Run, living_processes
+from collector.store.runs import Run, command_and_collector, living_processes
 from collector.store.snapshots import Grown, grown_lines
 from training_harness.records import IDENTITY, STREAMS
 
@@ -132,7 +132,7 @@ def load_tables(run: Run) -> RunTables:
         manifest=manifest,
         events=events,
         streams=streams,
-        living=living_processes(run, _keys(manifest, events)),
+        living=living_processes(run, command_and_collector(manifest).union(map(_writer, events))),
         now_ns=now_ns,
         lost_count=lost_count,
         totals=totals,
@@ -232,7 +232,5 @@ def _optional_int(value: float) -> int | None:
     return None if pd.isna(value) else int(value)
 
 
-def _keys(manifest: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> set[ProcessKey]:
-    """The processes that the events and the manifest name."""
-    named = [manifest.get("collector"), manifest.get("command")]
-    return {(who["host"], who["pid"], who["start_ticks"]) for who in (*events, *named) if who}
+def _writer(event: Mapping[str, Any]) -> ProcessKey:
+    return event["host"], event["pid"], event["start_ticks"]

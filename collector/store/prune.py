@@ -17,7 +17,15 @@ from pathlib import Path
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake, locks
-from collector.store.runs import PRUNED_PREFIX, ProcessKey, Run, list_runs, living_processes, of_this_boot
+from collector.store.runs import (
+    PRUNED_PREFIX,
+    ProcessKey,
+    Run,
+    command_and_collector,
+    list_runs,
+    living_processes,
+    of_this_boot,
+)
 
 #: `st_blocks` counts in these, whatever the file system's own (stat(2)).
 _BLOCK_BYTES = 512
@@ -73,13 +81,10 @@ def needed_by(run: Run) -> str | None:
     """Who still needs a run, in words: a process of it that lives, or may live elsewhere; None if nobody."""
     try:
         manifest = run.manifest
-        keys = set(_writers(run))
+        keys = {*_writers(run), *command_and_collector(manifest)}
         writing = any(_is_being_written(path) for path in journals.list_segments(run))
     except TidegaugeError as error:
         return f"it cannot be read: {error}"
-    keys |= {
-        (who["host"], who["pid"], who["start_ticks"]) for who in (manifest["command"], manifest["collector"]) if who
-    }
     if writing or living_processes(run, keys):
         return "it is running"
     if run.is_shared and not manifest.get("is_stored"):

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,12 @@ def of_this_boot(run: Run) -> bool:
     anchor = run.manifest.get("anchors", {}).get(socket.gethostname())
     boot = layout.boot_id()
     return anchor is not None and boot is not None and anchor.get("boot_id") == boot
+
+
+def command_and_collector(manifest: Mapping[str, Any]) -> frozenset[ProcessKey]:
+    """Those of the two that the manifest names."""
+    named = (manifest.get("command"), manifest.get("collector"))
+    return frozenset((who["host"], who["pid"], who["start_ticks"]) for who in named if who)
 
 
 def living_processes(
