@@ -75,14 +75,14 @@ class Identity:
         )
 
 
-def start_ticks(pid: int | str, proc: Path = Path("/proc")) -> int:
+def start_ticks(pid: int | str) -> int:
     """Start time in clock ticks since boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
 
     Raises:
         OSError: there is no such process.
 
     """
-    stat = (proc / str(pid) / "stat").read_bytes()
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 

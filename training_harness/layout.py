@@ -85,11 +85,11 @@ RECORDED_ENVIRONMENT = (
 )
 
 
-def home_path(environ: Mapping[str, str] = os.environ) -> Path:
+def home_path() -> Path:
     """The Tidegauge home: `TIDEGAUGE_HOME`, else the user's data directory (XDG)."""
-    if environ.get(HOME_VARIABLE):
-        return Path(environ[HOME_VARIABLE]).expanduser()
-    data = environ.get("XDG_DATA_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "share")
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(home).expanduser()
+    data = os.environ.get("XDG_DATA_HOME") or os.path.join(os.environ.get("HOME", "~"), ".local", "share")
     return Path(data).expanduser() / "tidegauge"
 
 
@@ -146,9 +146,9 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
     return run_dir
 
 
-def launcher_pid(environ: Mapping[str, str] = os.environ) -> int | None:
+def launcher_pid() -> int | None:
     """The process that started this one as one of several ranks (torchrun and its like); None if there is none."""
-    return os.getppid() if "LOCAL_RANK" in environ and environ.get("WORLD_SIZE", "1") != "1" else None
+    return os.getppid() if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else None
 
 
 def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[Path, bool]:

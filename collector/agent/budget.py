@@ -71,16 +71,15 @@ def _urgency(candidate: Candidate) -> float:
 class Budget:
     """CPU time that may be spent: earned as time goes by, and charged with what was measured."""
 
-    def __init__(self, now_ns: int, *, ratio: float = BUDGET_RATIO) -> None:
+    def __init__(self, now_ns: int) -> None:
         self.spent_ns = 0
-        self._ratio = ratio
-        self._largest_ns = ratio * _SAVED_SECONDS * 1e9
+        self._largest_ns = BUDGET_RATIO * _SAVED_SECONDS * 1e9
         self._balance_ns = self._largest_ns
         self._at_ns = now_ns
 
     def balance_ns(self, now_ns: int) -> float:
         """What can be spent now; negative after an overdraft."""
-        earned = self._ratio * (now_ns - self._at_ns)
+        earned = BUDGET_RATIO * (now_ns - self._at_ns)
         self._balance_ns = min(self._balance_ns + earned, self._largest_ns)
         self._at_ns = now_ns
         return self._balance_ns

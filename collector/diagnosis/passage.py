@@ -24,17 +24,16 @@ _SPANS = 4
 _MOST_CHANGE = 4.0  # of the rate, from one half of the past to the next as long
 
 
-def passages(clock: Floats, values: Floats, limit: float, *, seed: int = 0) -> Floats:
+def passages(clock: Floats, values: Floats, limit: float) -> Floats:
     """How long until the limit is first met, on this clock, in each of the futures; infinite where it never is.
 
     Args:
         clock: of the samples, in seconds or steps, increasing.
         values: same length and known, of a series that grows.
         limit: in the unit of the values.
-        seed: of what is drawn.
 
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     x, y = _levels(clock, values)
     count, width, slope = len(x), float(clock[-1] - clock[0]) / len(x), _slope(x, y)
     if not slope > 0:

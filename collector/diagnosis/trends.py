@@ -182,9 +182,9 @@ def _least_warm_up(count: int) -> int:
     return math.ceil(count / 10)
 
 
-def slope_interval(x: Floats, y: Floats, *, seed: int = 0) -> tuple[float, float]:
+def slope_interval(x: Floats, y: Floats) -> tuple[float, float]:
     """90 % interval of the Theil-Sen slope by a moving-block bootstrap of its residuals."""
-    low, high = np.percentile(slopes(x, variants(x, y, theil_sen(x, y), np.random.default_rng(seed))), _INTERVAL)
+    low, high = np.percentile(slopes(x, variants(x, y, theil_sen(x, y), np.random.default_rng(0))), _INTERVAL)
     return float(low), float(high)
 
 
@@ -205,11 +205,11 @@ def variants(x: Floats, y: Floats, slope: float, generator: np.random.Generator)
     return others
 
 
-def thin(times: Floats, values: Floats, *, most: int = _MAX_POINTS) -> tuple[Floats, Floats]:
-    """At most `most` points: the lowest of each block, since the envelope is what counts."""
-    if len(times) <= most:
+def thin(times: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """At most `_MAX_POINTS` points: the lowest of each block, since the envelope is what counts."""
+    if len(times) <= _MAX_POINTS:
         return times, values
-    edges = np.linspace(0, len(times), most + 1).astype(int)
+    edges = np.linspace(0, len(times), _MAX_POINTS + 1).astype(int)
     lowest = np.minimum.reduceat(values, edges[:-1])
     return times[edges[:-1]], lowest
 

@@ -242,8 +242,8 @@ def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop: int
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def read_events(path: Path, offset_bytes: int, stop: int | None = None) -> EventLines:
-    """The whole lines between two bytes of an event log; a damaged line is skipped and counted.
+def read_events(path: Path, offset_bytes: int) -> EventLines:
+    """The whole lines of an event log from a byte on; a damaged line is skipped and counted.
 
     Of a longer piece than `_EVENTS_AT_ONCE_BYTES` only the first lines: the caller goes on at `end_bytes`.
 
@@ -251,11 +251,10 @@ def read_events(path: Path, offset_bytes: int, stop: int | None = None) -> Event
         JournalError: the file cannot be read.
 
     """
-    wanted = _EVENTS_AT_ONCE_BYTES if stop is None else min(max(0, stop - offset_bytes), _EVENTS_AT_ONCE_BYTES)
     try:
         with _opened(path) as file:
             file.seek(offset_bytes)
-            text = file.read(wanted)
+            text = file.read(_EVENTS_AT_ONCE_BYTES)
     except OSError as error:
         raise _unreadable(path, error) from None
     whole = text[: text.rfind(b"\n") + 1]

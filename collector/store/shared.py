@@ -72,14 +72,14 @@ class Store:
     data: str
 
 
-def configured(environ: Mapping[str, str] = os.environ) -> Store:
+def configured() -> Store:
     """The shared store that the environment names.
 
     Raises:
         TidegaugeError: it names none, or one that cannot be.
 
     """
-    url, data = environ.get(STORE_VARIABLE, ""), environ.get(DATA_VARIABLE, "")
+    url, data = os.environ.get(STORE_VARIABLE, ""), os.environ.get(DATA_VARIABLE, "")
     if not url:
         raise TidegaugeError(f"the run is in a shared store: set {STORE_VARIABLE} and {DATA_VARIABLE} to find it")
     conninfo, password = _read_url(url)
