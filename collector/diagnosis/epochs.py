@@ -31,7 +31,8 @@ from collector.diagnosis.pace import Pace, fetch_ns, starved_ns
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
 
-_MIN_PASSES = 3  # that recur, before a mean of them has an error
+_MIN_PASSES = 3  # before a mean of them has an error
+_MIN_STARTS = 2  # are measured one by one, where a refill is what is left: seen twice, they recur
 #: So many are looked at one by one; earlier ones are taken to be like them.
 RECENT_EPOCHS = 1000
 
@@ -71,11 +72,11 @@ def find_epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list
     all_count = len(np.unique(floats(loop.batches, "epoch"))) - 1
     started = [each for each in passes if math.isfinite(each.ready)]
     found = []
-    for make, rows, seconds in (
-        (_startup, started, np.array([each.startup for each in started])),
-        (_refill, passes, np.array([each.refill for each in passes])),
+    for make, least, rows, seconds in (
+        (_startup, _MIN_STARTS, started, np.array([each.startup for each in started])),
+        (_refill, _MIN_PASSES, passes, np.array([each.refill for each in passes])),
     ):
-        if len(rows) >= _MIN_PASSES and _certain(seconds):
+        if len(rows) >= least and _certain(seconds):
             total = float(seconds.sum()) * all_count / len(passes)
             ratio = lost_ratio(tables, loop.main, total)
             if ratio >= TELL:

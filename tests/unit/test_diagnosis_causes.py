@@ -78,8 +78,9 @@ def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
         assert "pin_memory=False" in found[kind].advice[0].text
 
 
-def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay():
-    run = STEADY | {"batches": 40, "epochs": 8, "startup": 1.0}
+@pytest.mark.parametrize("epochs", [3, 8])
+def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(epochs):
+    run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
     kinds, found = told(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
