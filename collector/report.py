@@ -194,7 +194,7 @@ def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
         yield "growth", f"{wording.quantity(finding.rate.value, unit)} ({low} to {high})"
     if finding.limit is not None:
         limit = wording.quantity(finding.limit.value, finding.limit.unit)
-        yield "limit", f"{limit}, {wording.label(finding.limit.name)}"
+        yield "limit", f"{limit}, {finding.limit.name}"
     if finding.eta is not None:
         yield "reached", wording.eta(finding.eta)
     if finding.held_by:

@@ -154,7 +154,8 @@ def _as_many_live(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]
     begins, ends = tables.once(("lives", host), lambda: _lives(tables, host))
     times = floats(process.rows, "time_ns")
     living = np.searchsorted(begins, times, side="right") - np.searchsorted(ends, times, side="left")
-    return living == np.bincount(living).argmax()
+    alike: npt.NDArray[np.bool_] = living == np.bincount(living).argmax()
+    return alike
 
 
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from training_harness import layout, session
 from training_harness.hooks.loader import LoaderHook, payload_bytes
+from training_harness.hooks.meter import FetchMeter
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.register import Register
@@ -145,3 +147,16 @@ def test_what_a_signal_handler_raises_in_a_hook_is_the_trainings_not_the_hooks()
     assert hook.active
     hook.fail(RuntimeError("its own"))
     assert not hook.active
+
+
+def test_what_a_fetch_waited_for_a_core_is_part_of_its_time(tmp_path):
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 0 0")
+    meter = FetchMeter()
+    os.close(meter._schedstat)
+    meter._schedstat = os.open(schedstat, os.O_RDONLY)
+    meter.begin()
+    schedstat.write_text(f"0 {10**12} 0")  # the core was lost after the fetch, before the meter had read it
+    fetched = meter.end()
+    assert fetched.blocked_ns == 0
+    assert fetched.run_queue_ns + fetched.cpu_ns == max(fetched.wall_ns, fetched.cpu_ns)

@@ -1,8 +1,9 @@
 """Where the time of one fetch went: CPU, run queue or blocked, without privileges.
 
 Wall = CPU + run queue + blocked. CPU is the thread's own clock, the run queue wait is the second field of
-/proc/thread-self/schedstat (Linux, Documentation/scheduler/sched-stats.rst), the rest is blocked. The two
-clocks are not read at one instant, so a small negative rest is clamped to 0.
+/proc/thread-self/schedstat (Linux, Documentation/scheduler/sched-stats.rst), the rest is blocked. They are not
+read at one instant: on a crowded host the thread may lose its core between two readings, and for longer than the
+fetch took. So the wait for a core counts up to the time in which it did not compute.
 
 Reading the CPU clocks and /proc costs about 10 µs a fetch. Fetches that begin within `FULL_EVERY_NS` of the last
 full one are timed without, and leave those columns missing: the cost stays below 1 % of the time spent.
@@ -74,8 +75,9 @@ class FetchMeter:
             return Fetched(wall_ns)
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         process_cpu_ns = time.process_time_ns() - self._process_cpu_ns
-        run_queue_ns = max(0, self._run_queue() - self._run_queue_ns)
-        blocked_ns = max(0, wall_ns - cpu_ns - run_queue_ns)
+        waited_ns = max(0, wall_ns - cpu_ns)
+        run_queue_ns = min(waited_ns, self._run_queue() - self._run_queue_ns)
+        blocked_ns = waited_ns - run_queue_ns
         major_before, minor_before, read_before = self._major, self._minor, self._read_bytes
         self._major, self._minor, self._read_bytes = self._counts()
         read_bytes = MISSING_INT64
