@@ -42,7 +42,7 @@ HOST_RISK = Finding(
         Evidence(name="pressure", value=0.02, unit="ratio", n=50, window="last 60 s"),
     ),
     rate=Rate(value=5 * 2**20, low=4 * 2**20, high=6 * 2**20, unit="bytes/second"),
-    limit=Limit(name="cgroup_limit", value=4 * GIB, unit="bytes"),
+    limit=Limit(name="cgroup", value=4 * GIB, unit="bytes"),
     eta=Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf, mid_steps=8000.0),
 )
 HEALTHY = Finding(
@@ -135,7 +135,7 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert "38 ms" in text
     assert "training process, rank 0, pid 4711" in text
     assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in text
-    assert "4 GiB, cgroup limit" in text
+    assert "4 GiB, cgroup" in text
     assert "in 12 min (10 min to —), about 8,000 steps" in text
     assert "Look at what worker 1 reads." in text
     assert text.rstrip().endswith("tidegauge dashboard")
