@@ -38,6 +38,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         return []
     used, cores = cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
     needed = used * steady.interval / max(steady.consumer - share * steady.interval, 1e-9)
+    needed = min(needed, loop.num_workers + cores)  # a worker has one thread, and the loop at most one per core
     limit = worker_limit(tables, loop)
     crowd_out = loop.num_workers > 0 and limit.by == "oversubscribed" and needed >= cores
     others = used < FILLED * cores
