@@ -75,13 +75,28 @@ def growth(
         values: same length; NaN where missing.
         negligible: a rise below this (in the unit of the values) is of no interest.
         steps: that the training was in at these times: what each step leaks grows unevenly in time where the pace
-            changes, so growth is looked for on this clock too.
+            changes, so growth is looked for on this clock too, and what rests on it has ended.
 
     """
     found = _growth_on(times_seconds, values, negligible)
-    if found is None and steps is not None and (by_step := _growth_on(steps, values, negligible)) is not None:
-        return _in_seconds(by_step, steps, times_seconds)
-    return found
+    if steps is None:
+        return found
+    by_step = _growth_on(steps, values, negligible)
+    if by_step is not None:
+        return found or _in_seconds(by_step, steps, times_seconds)
+    if found is None:
+        return None
+    seen = times_seconds >= found.since_seconds
+    return None if _rests(steps[seen], values[seen], negligible) else found
+
+
+def _rests(steps: Floats, values: Floats, negligible: float) -> bool:
+    """Whether nothing of interest happens in the second half of the steps: what fills up has, at whatever pace."""
+    known = np.isfinite(steps) & np.isfinite(values)
+    late = (
+        values[known & (steps >= (steps[known].min() + steps[known].max()) / 2)] if known.any() else values[known]
+    )
+    return len(late) > 0 and bool(np.ptp(late) < negligible)
 
 
 def _in_seconds(by_step: Growth, steps: Floats, times: Floats) -> Growth:

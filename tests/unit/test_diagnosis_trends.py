@@ -139,3 +139,12 @@ def test_the_interval_narrows_with_less_noise_and_is_reproducible():
     assert wide[0] < narrow[0] < 1.1
     assert 0.9 < narrow[1] < wide[1]
     assert slope_interval(x, x + noise) == slope_interval(x, x + noise)
+
+
+def test_a_cache_that_is_full_is_no_growth_although_its_steps_were_slow_at_first():
+    seconds = np.arange(0.0, 33.0)
+    steps = np.where(seconds < 19, 150.0 * seconds, 2850 + 500.0 * (seconds - 19))
+    held = 310.0 + 0.0163 * np.minimum(steps, 4800)
+    assert growth(seconds, held, negligible=16.0) is not None
+    assert growth(seconds, held, negligible=16.0, steps=steps) is None
+    assert growth(seconds, 310.0 + 0.0163 * steps, negligible=16.0, steps=steps) is not None
