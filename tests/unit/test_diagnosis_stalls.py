@@ -82,8 +82,7 @@ def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wai
     assert found.value_of("cores_needed_count") == pytest.approx(3.9 / 0.7, rel=0.1)
     assert "no more workers and threads than cores" in found.advice[1].text
     assert crowded(split=queueing, cores_used=2.5).kind == "compute-bound"  # there are enough for the loop's pace
-    most = crowded(split=queueing, waits=0.99).value_of("cores_needed_count")
-    assert most is not None and most <= 8  # what has no more threads needs no more cores
+    assert 4 < crowded(split=queueing, waits=0.99).value_of("cores_needed_count") <= 8  # it has no more threads
 
 
 @pytest.mark.parametrize(("fetch", "blamed"), [(0.03, True), (0.012, False)])
