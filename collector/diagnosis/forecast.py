@@ -54,6 +54,11 @@ class Course:
         return max(self.limit.value - present(self.values), 0.0)
 
     @property
+    def is_far(self) -> bool:
+        """Whether too little of the way was seen to warn."""
+        return self.headroom > self.farthest * self.grown.rise
+
+    @property
     def is_relevant(self) -> bool:
         """Whether the limit is met within a day."""
         return self.headroom / self.grown.slope <= RELEVANT_SECONDS
@@ -75,7 +80,7 @@ def exhaustion(
     when = _eta(seconds, steps)
     status = Lifecycle(tables).status()
     severity: Severity = "warning"
-    if headroom > course.farthest * grown.rise:
+    if course.is_far:
         severity = "info"
     elif status != "finished" and (
         (when is not None and when.mid_seconds <= _CRITICAL_SECONDS) or headroom < _CRITICAL_HEADROOM * limit.value
@@ -117,6 +122,9 @@ def exhaustion(
 def _summary(course: Course, when: Eta | None, *, is_running: bool) -> str:
     left = amount(course.headroom, course.limit.unit)
     of_limit = f"{amount(course.limit.value, course.limit.unit)} ({course.limit.name})"
+    if course.is_far:
+        rise = amount(course.grown.rise, course.limit.unit)
+        return f"{course.what} grew by {rise} so far; {left} are left of {of_limit}, too far away to say more."
     if not is_running:
         enough = (
             "for how long is not known" if when is None else f"enough for about {_duration(when.mid_seconds)} more"

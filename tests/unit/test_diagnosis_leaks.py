@@ -275,6 +275,13 @@ def test_copying_that_ends_below_the_limit_is_no_risk():
     assert kinds(script) == ["copy-on-read-growth"]
 
 
+def test_a_limit_that_is_far_away_is_not_said_to_run_out():
+    (risk,) = (f for f in found(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk")
+    assert risk.severity == "info"
+    assert "too far away" in risk.summary
+    assert "out" not in risk.summary.split()
+
+
 def test_growth_of_strangers_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
 
