@@ -134,6 +134,8 @@ def list_runs(home: Path) -> list[Run]:
 def find_run(home: Path, spec: str) -> Run:
     """The run that `spec` means: a run id, `latest`, a path to a run directory, or a unique part of an id.
 
+    A whole word of an id, as the name, comes before a part of a word.
+
     Raises:
         TidegaugeError: there is none, or more than one.
 
@@ -150,7 +152,8 @@ def find_run(home: Path, spec: str) -> Run:
         return runs[0]
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
-    matches = exact or prefixed or [run for run in runs if spec and spec in run.run_id]
+    worded = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
+    matches = exact or prefixed or worded or [run for run in runs if spec and spec in run.run_id]
     if len(matches) == 1:
         return matches[0]
     if not matches:

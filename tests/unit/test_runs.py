@@ -48,6 +48,11 @@ def test_a_run_is_found_by_id_prefix_and_path(tmp_path, three, monkeypatch):
         assert find_run(tmp_path, spec) == wanted
 
 
+def test_a_whole_name_is_no_part_of_a_longer_one(tmp_path, three):
+    layout.create_run(tmp_path, name="beta2", argv=["x"])
+    assert find_run(tmp_path, "beta") == three[1]
+
+
 def test_a_run_is_found_by_path_without_a_home(tmp_path, three):
     assert find_run(tmp_path / "nowhere", str(three[0].path)) == three[0]
 
