@@ -136,7 +136,9 @@ def draw(block: Block, key: str) -> None:
             with st.container(horizontal=True, vertical_alignment="center"):
                 if block.download:
                     csv, name = block.frame.to_csv(index=False), f"{block.download}.csv"
-                    st.download_button("CSV", csv, name, "text/csv", icon=":material/download:", key=f"{key}-csv")
+                    icon = ":material/download:"
+                    # Nothing on the page changes, so the script need not run.
+                    st.download_button("CSV", csv, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
                     st.caption(block.caption)
         case Note():

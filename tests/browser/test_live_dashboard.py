@@ -218,7 +218,10 @@ def test_who_clicks_gets_what_is_asked_for(live):
     with page.expect_download() as got:
         page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert got.value.suggested_filename == f"{slow}-workers.csv"
-    page.get_by_role("combobox", name="Run").click()
+    runs = page.get_by_role("combobox", name="Run")
+    runs.scroll_into_view_if_needed()
+    page.wait_for_function(_FRAMES)  # the list closes on scrolling, which is told a frame later
+    runs.click()
     page.get_by_role("option", name=well).click()
     page.wait_for_url(f"**run={well}*")
     page.get_by_text("No stall has been found").wait_for()
@@ -240,6 +243,7 @@ def test_the_html_report_opens_without_a_network(live, tmp_path):
     assert complaints == []
 
 
+_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 _RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
 _SAMPLES = (
     "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) samples ·/))"
