@@ -36,20 +36,20 @@ from collector.diagnosis.verdict import diagnose
 
 _HEAD = """# Are the verdicts on memory right?
 
-`python -m benchmarks.accuracy memory > docs/accuracy.md` has written this page, as root on a machine with a
-memory cgroup of version 1. Each case is a real training under the collector, with a cgroup and a /dev/shm of its
-own: the faults of `tidegauge job fault` and leaks of 2 KiB to 2 MiB a step, from the start or from the middle on,
-with and without varying lengths, evaluations and checkpoints; their twins, which do the same and keep nothing;
-healthy trainings that look like leaks; and real deaths. No threshold is fitted to cases, so none were held back;
-but what the rules once missed here has led to new ones (a leak that begins late, a beginning that passes for a
-warm-up, memory given back at the end of a training, a few jumps that are no growth, mapped files), so the figures
-of these cases flatter. A cache is healthy too, and before it is full nothing tells it from a leak. The model of the
-forecasts was chosen among several with such runs and drawn series at hand, so these figures flatter too, but for
-those of leaks of 64 and 640 KiB a step, which were run first when it had been chosen. Where no kill sets the limit,
-it is the demand near the end with what the kernel held added. Trainings side by side change their pace: those that
-leak to a limit were run twice with other noise, two at a time on a machine that did nothing else, the others once
-and six at a time. Other methods look at the same samples; they name neither kind nor place, so any alarm on a
-leaking training counts as right.
+`python -m benchmarks.accuracy memory > docs/accuracy.md` has written this page, as root on a machine with a memory
+cgroup of version 1. Each case is a real training under the collector, with a cgroup and a /dev/shm of its own: the
+faults of `tidegauge job fault` and leaks of 2 KiB to 2 MiB a step, from the start or from the middle on, with and
+without varying lengths, evaluations and checkpoints; their twins, which do the same and keep nothing; healthy
+trainings that look like leaks; and real deaths. No threshold is fitted to cases, so none were held back; but what
+the rules once missed here has led to new ones (a leak that begins late, a beginning that passes for a warm-up,
+memory given back at the end of a training, a few jumps that are no growth, mapped files, the newest tick of a
+living run), so the figures of these cases flatter. A cache is healthy too, and before it is full nothing tells it
+from a leak. The model of the forecasts was chosen among several with such runs and drawn series at hand, so these
+figures flatter too, but for those of leaks of 64 and 640 KiB a step, which were run first when it had been chosen.
+Where no kill sets the limit, it is the demand near the end with what the kernel held added, and met between two
+samples. Trainings side by side change their pace: those that leak to a limit were run twice with other noise, two
+at a time on a machine that did nothing else, the others once and six at a time. Other methods look at the same
+samples; they name neither kind nor place, so any alarm on a leaking training counts as right.
 """
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
