@@ -81,22 +81,19 @@ def growth(
     found = _growth_on(times_seconds, values, negligible)
     if steps is None:
         return found
+    if found is not None:
+        seen = times_seconds >= found.since_seconds
+        if not _rests(steps[seen], values[seen], negligible):
+            return found
     by_step = _growth_on(steps, values, negligible)
-    if by_step is not None:
-        return found or _in_seconds(by_step, steps, times_seconds)
-    if found is None:
-        return None
-    seen = times_seconds >= found.since_seconds
-    return None if _rests(steps[seen], values[seen], negligible) else found
+    return None if by_step is None else found or _in_seconds(by_step, steps, times_seconds)
 
 
 def _rests(steps: Floats, values: Floats, negligible: float) -> bool:
     """Whether nothing of interest happens in the second half of the steps: what fills up has, at whatever pace."""
     known = np.isfinite(steps) & np.isfinite(values)
-    late = (
-        values[known & (steps >= (steps[known].min() + steps[known].max()) / 2)] if known.any() else values[known]
-    )
-    return len(late) > 0 and bool(np.ptp(late) < negligible)
+    steps, values = steps[known], values[known]
+    return len(steps) > 0 and bool(np.ptp(values[steps >= (steps.min() + steps.max()) / 2]) < negligible)
 
 
 def _in_seconds(by_step: Growth, steps: Floats, times: Floats) -> Growth:
