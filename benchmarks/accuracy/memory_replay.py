@@ -21,7 +21,7 @@ MEMORY = ("memory leak", "memory forecast")
 #: Of the way to the limit.
 HALF, THREE_QUARTERS = 0.5, 0.75
 _NEAR_THE_END = 0.97
-_ROUNDING_SECONDS = 1e-6  # of times since 1970: the sample of a moment is seen then
+_ROUNDING_NS = 1_000  # of seconds since 1970: the sample of a moment is seen then
 CLOCKS = ("seconds", "steps")
 _NO_ETA = Eta(low_seconds=math.nan, mid_seconds=math.nan, high_seconds=math.nan)
 
@@ -57,7 +57,9 @@ def warnings(tables: RunTables) -> list[Finding]:
 
 def until(tables: RunTables, time_ns: float, *, limit_bytes: float | None = None) -> RunTables:
     """The run at that moment, still going on; under a cgroup of that limit."""
-    streams = {name: rows[floats(rows, "time_ns") <= time_ns] for name, rows in tables.streams.items()}
+    streams = {
+        name: rows[floats(rows, "time_ns") <= time_ns + _ROUNDING_NS] for name, rows in tables.streams.items()
+    }
     if limit_bytes is not None:
         streams["host"] = streams["host"].assign(cgroup_limit_bytes=limit_bytes)
     keys = [key_of(tables.manifest.get("command")), *Lifecycle(tables).mains]
@@ -85,7 +87,7 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
     for ratio in (HALF, THREE_QUARTERS):
         # The level that is never given back again: what comes and goes is not of the way.
         beyond = np.flatnonzero((demand < start + ratio * (limit - start)) & (times < end))
-        at = float(times[min(beyond[-1] + 1, len(times) - 1)]) + _ROUNDING_SECONDS if len(beyond) else end
+        at = float(times[min(beyond[-1] + 1, len(times) - 1)]) if len(beyond) else end
         if not begun < at < end:
             continue
         # What the kernel itself holds counts towards a limit, and is no demand.

@@ -5,7 +5,7 @@
 `causes`: each case of `stalls_job` and its twin without the fault, drawn anew for each repeat. `settings`: what is
 predicted for settings that were not seen (`stalls_settings`). With `--keep` the runs stay there, and what is there
 is only judged again: an interrupted benchmark goes on, and a changed rule is judged without running anything. A
-page in Markdown is printed at the end. On 2 cores that nothing else uses it takes about 25 minutes.
+page in Markdown is printed at the end. On 2 cores that nothing else uses it takes about 40 minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,23 +36,22 @@ HEALTHY = "healthy"
 SECONDS = 6.0
 #: Always healthy, so they have no twin.
 HARD_NEGATIVES = ("healthy", "overtaken", "hidden-stragglers", "spawned")
-#: They compute, or move so many bytes that they compute: one at a time.
-ALONE = ("cpu", "oversubscribed", "copies", "pauses")
 CASES = (
     *HARD_NEGATIVES,
-    *(
-        "too-slow",
-        "slow-worker",
-        "stragglers",
-        "io",
-        "collating",
-        "sampling",
-        "startup",
-        "refill",
-        "inline",
-        "skew",
-    ),
-    *ALONE,
+    "too-slow",
+    "slow-worker",
+    "stragglers",
+    "io",
+    "collating",
+    "sampling",
+    "startup",
+    "refill",
+    "inline",
+    "skew",
+    "cpu",
+    "oversubscribed",
+    "copies",
+    "pauses",
 )
 HEALTHY_REPEATS = 4  # times as many
 SHARES = (0.10, 0.20)  # of the time in next(): the rule that most tools have
@@ -112,34 +110,16 @@ def recall(finding: Finding | None, slow: Sequence[int], batches_count: int) -> 
 
 
 def causes(home: Path, cases: Sequence[str], repeats: int) -> list[Judged]:
-    """Judge every case and its twin, `repeats` times each."""
-    wanted = [
-        (case, seed, fixed)
-        for case in cases
-        for seed in range(repeats * (HEALTHY_REPEATS if case == HEALTHY else 1))
-        for fixed in ((False,) if case in HARD_NEGATIVES else (False, True))
-    ]
-
-    def one(which: tuple[str, int, bool]) -> Judged:
-        case, seed, fixed = which
-        found = judge(home / f"{case}-{seed}{'-fixed' if fixed else ''}", case, seed, fixed)
-        verdict = (
-            "disturbed"
-            if found.disturbed
-            else "ok"
-            if found.truth == found.said
-            else f"WRONG, truth is {found.truth}"
-        )
-        print(
-            f"{case} {seed}{' fixed' if fixed else ''}: {found.said} {found.besides or ''} {verdict}",
-            file=sys.stderr,
-        )
-        return found
-
-    found: list[Judged] = []
-    for width in (2, 1):
-        with ThreadPoolExecutor(width) as pool:
-            found += pool.map(one, (which for which in wanted if (which[0] in ALONE) == (width == 1)))
+    """Judge every case and its twin, `repeats` times each; by turns: side by side they disturb each other."""
+    found = []
+    for case in cases:
+        for seed in range(repeats * (HEALTHY_REPEATS if case == HEALTHY else 1)):
+            for fixed in (False,) if case in HARD_NEGATIVES else (False, True):
+                one = judge(home / f"{case}-{seed}{'-fixed' if fixed else ''}", case, seed, fixed)
+                right = "ok" if one.truth == one.said else f"WRONG, truth is {one.truth}"
+                verdict = "disturbed" if one.disturbed else right
+                print(f"{one.case} {seed}: {one.said} {one.besides or ''} {verdict}", file=sys.stderr)
+                found.append(one)
     return found
 
 

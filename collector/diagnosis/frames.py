@@ -165,12 +165,16 @@ def training_end_ns(tables: RunTables) -> float:
 
     While it goes on, the next tick of the collector is of the step that is under way.
     """
-    names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
-    ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
-    if not ends or not tables.living:
-        return max(ends, default=float("nan"))
-    ticks = floats(tables.stream("host"), "time_ns")
-    return float(ticks[ticks > max(ends)].min(initial=math.inf))
+
+    def find() -> float:
+        names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
+        ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
+        if not ends or not tables.living:
+            return max(ends, default=float("nan"))
+        ticks = floats(tables.stream("host"), "time_ns")
+        return float(ticks[ticks > max(ends)].min(initial=math.inf))
+
+    return tables.once("training_end", find)
 
 
 def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
