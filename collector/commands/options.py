@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Columns of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
-#: For commands whose arguments are another command's.
-PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+#: For commands whose arguments are another command's: from the first word on that is no option.
+PASS_ON = {"allow_interspersed_args": False}
 
 
 def home_option(command: Callable[..., Any]) -> Callable[..., Any]:

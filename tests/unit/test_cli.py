@@ -82,6 +82,8 @@ def test_the_jobs_are_those_that_there_are():
     [
         (["bogus"], "No such command 'bogus'; see tidegauge --help"),
         (["run"], "Missing argument 'COMMAND...'; see tidegauge run --help"),
+        (["run", "--nmae", "x", "--", "true"], "No such option '--nmae'"),
+        (["tune", "--trail-seconds", "3", "--", "true"], "Did you mean one of: '--trial-seconds', '--trials'?"),
         (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
         (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
         (["run", "--interval", "1000", "--", "true"], "1000"),
