@@ -27,8 +27,8 @@ _MIN_SAMPLES = 3
 def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
     """What a training process loses by waiting for a core, if that is worth a word.
 
-    `workers-too-slow (oversubscribed)` where the run needs more cores than there are for the pace that the loop
-    would have by itself, and its fetches wait for cores too; else `compute-bound (oversubscribed)`, as information.
+    `workers-too-slow (oversubscribed)` where the run itself fills the cores and its fetches wait for them too; else
+    `compute-bound (oversubscribed)`, as information.
     """
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
     share, n = queued_ratio(tables, main, begin_ns, end_ns)
@@ -37,11 +37,8 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     if ratio < TELL:
         return []
     used, cores = cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
-    needed = used * steady.interval / max(steady.consumer - share * steady.interval, 1e-9)
-    needed = min(needed, loop.num_workers + cores)  # a worker has one thread, and the loop at most one per core
-    limit = worker_limit(tables, loop)
-    crowd_out = loop.num_workers > 0 and limit.by == "oversubscribed" and needed >= cores
-    others = used < FILLED * cores
+    limit, others = worker_limit(tables, loop), used < FILLED * cores
+    crowd_out = loop.num_workers > 0 and limit.by == "oversubscribed" and not others
     window = window_text(begin_ns, end_ns, origin_ns(tables))
     found = costly(
         "workers-too-slow" if crowd_out else "compute-bound",
@@ -51,13 +48,12 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         window=window,
         certainty=confidence(n, _MIN_SAMPLES),
         summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. "
-        + (_crowded_out(needed, cores) if crowd_out else _crowded(used, cores, others)),
+        + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others)),
         locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
         since_step=step_at(tables, main, begin_ns),
         evidence=(
             measured("training_run_queue_ratio", share, "ratio", n, window),
             measured("cores_used_count", used, "count", n, window),
-            measured("cores_needed_count", needed, "count", n, window),
             measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
             *limit.evidence,
         ),
@@ -68,11 +64,8 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     return [found if crowd_out else dataclasses.replace(found, severity="info")]
 
 
-def _crowded_out(needed: float, cores: float) -> str:
-    return (
-        f"The workers take it: at the loop's own pace the run would need {needed:.1f} cores, and {cores:.0f} are "
-        "usable."
-    )
+def _crowded_out(used: float, cores: float) -> str:
+    return f"The workers take it: the run's own processes use {used:.1f} of {cores:.0f} usable cores."
 
 
 def _crowded(used: float, cores: float, others: bool) -> str:
