@@ -171,15 +171,14 @@ def _leak(
     tables: RunTables, process: _Process, grown: Growth, bound: Limit, end_seconds: float
 ) -> tuple[Leak, bool]:
     """The growth with what confirms it, and whether it is batches from workers that are kept."""
-    host = while_training(tables, tables.stream("host"))
-    host = host[host["host"] == process.key[0]]
-    shared = rise_since(floats(host, "time_ns") / SECOND_NS, floats(host, "shm_used_bytes"), grown)
+    times, mapped = floats(process.rows, "time_ns") / SECOND_NS, floats(process.rows, "shm_bytes")
+    shared = rise_since(times, mapped, grown)
     kept = shared >= CONFIRMED * _SHARED_BYTES * grown.rise
     steps = steps_within(tables, process.steps, grown.since_seconds * SECOND_NS, end_seconds * SECOND_NS)
     witnesses = (
         ("fd_limit_count", bound.value, "count"),
         ("fd_per_step", grown.rise / steps, "count"),
-        ("shm_rise_bytes", shared if kept else math.nan, "bytes"),
+        ("process_shm_rise_bytes", shared if kept else math.nan, "bytes"),
     )
     evidence = tuple(
         Evidence(name=name, value=round(value, 3), unit=unit, n=grown.n, window="same window")

@@ -20,17 +20,16 @@ from collector.diagnosis.frames import (
     floats,
     last,
     peak,
-    sampled,
     step_numbers,
     while_training,
 )
-from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings
 from collector.diagnosis.oom import around
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
 from collector.diagnosis.victims import Victim, fact, last_step
 from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, witness_of
+from training_harness.records import ROLE_COLLECTOR
 
 _SIGBUS = 7
 _ROOM_ADVICE = (
@@ -66,30 +65,23 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     grown = growth(times, used, negligible=negligible_bytes(used), steps=step_numbers(tables, host, times))
     if grown is None:
         return _by_level(tables, host, peak(used), total, len(used))
-    witnesses, is_own = _witnesses(tables, samples, grown)
-    leak = Leak.of(grown, "shm_used", witnesses, float(times[-1]), "bytes")
+    own, everyones = _witnesses(tables, samples, grown)
+    witnesses, end = (*own, *everyones), float(times[-1])
     limit = Limit(name="/dev/shm", value=total, unit="bytes")
-    summary = f"/dev/shm keeps filling: {bytes_text(grown.rise)} so far, {bytes_text(grown.slope * 60)} per minute."
-    if not witnesses:
-        summary += (
+    charged = np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
+    found = []
+    if own:
+        found = [_leak(tables, host, Leak.of(grown, "shm_used", witnesses, end, "bytes"), 0.9)]
+    elif mapped := _mapped_leak(tables, samples, host):
+        found = [_leak(tables, host, mapped, 0.9, " Other programs fill it too.")]
+    elif not witnesses:
+        why = (
             " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
         )
-    elif not is_own:
-        summary += " The kernel's own count confirms it; no process of the run maps it."
-    found = []
-    charged = np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    if is_own or not (witnesses and charged):  # what the run's cgroup is charged with is known: it is another job's
-        found = [
-            leak_finding(
-                tables,
-                "shm-leak",
-                leak,
-                summary=summary,
-                locus=Locus(host=host),
-                advice=_LEAK_ADVICE,
-                confidence=0.9 if is_own else 0.75,
-            )
-        ]
+        found = [_leak(tables, host, Leak.of(grown, "shm_used", (), end, "bytes"), 0.75, why)]
+    elif not charged:  # where it is, what the run's cgroup is charged with is known: it is another job's
+        why = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
+        found = [_leak(tables, host, Leak.of(grown, "shm_used", witnesses, end, "bytes"), 0.75, why)]
     course = Course(what="/dev/shm", grown=grown, times=times, values=used, limit=limit)
     if witnesses and course.is_relevant:
         advice = (*_LEAK_ADVICE, *_ROOM_ADVICE[:1])
@@ -100,17 +92,45 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     return found
 
 
-def _witnesses(tables: RunTables, samples: pd.DataFrame, grown: Growth) -> tuple[tuple[Evidence, ...], bool]:
-    """What confirms that /dev/shm fills, and whether it is the run that fills it."""
-    times, life = floats(samples, "time_ns") / SECOND_NS, Lifecycle(tables)
-    own = [witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), grown)]
-    for key in (*life.mains, *life.watched):
-        rows = while_training(tables, sampled(tables, key))
-        mapped = floats(rows, "shm_bytes")
-        own.append(witness_of("process_shm_rise_bytes", floats(rows, "time_ns") / SECOND_NS, mapped, grown))
+def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, besides: str = "") -> Finding:
+    rise, slope = leak.growth.rise, leak.growth.slope
+    summary = f"/dev/shm keeps filling: {bytes_text(rise)} so far, {bytes_text(slope * 60)} per minute.{besides}"
+    locus = Locus(host=host)
+    return leak_finding(
+        tables, "shm-leak", leak, summary=summary, locus=locus, advice=_LEAK_ADVICE, confidence=confidence
+    )
+
+
+def _witnesses(
+    tables: RunTables, samples: pd.DataFrame, grown: Growth
+) -> tuple[tuple[Evidence, ...], tuple[Evidence, ...]]:
+    """What confirms that it is the run that fills /dev/shm, and what that it fills."""
+    times = floats(samples, "time_ns") / SECOND_NS
+    own = (
+        witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), grown),
+        witness_of("process_shm_rise_bytes", *_mapped(tables, str(samples["host"].iloc[0])), grown),
+    )
     everyones = witness_of("host_shmem_rise_bytes", times, floats(samples, "memory_shmem_bytes"), grown)
-    found = tuple(witness for witness in (*own, everyones) if witness is not None)
-    return found, any(own)
+    return tuple(each for each in own if each is not None), (everyones,) if everyones is not None else ()
+
+
+def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
+    """Times (seconds) and the shared memory that the run's processes map, together."""
+    process = while_training(tables, tables.stream("process"))
+    rows = process[(process["host"] == host) & (floats(process, "role") != ROLE_COLLECTOR)]
+    mapped = rows.groupby("time_ns")["shm_bytes"].sum(min_count=1)
+    return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
+
+
+def _mapped_leak(tables: RunTables, samples: pd.DataFrame, host: str) -> Leak | None:
+    """What the run itself adds where others add more: a growth of what its processes map, if /dev/shm shows it."""
+    times, mapped = _mapped(tables, host)
+    grown = growth(times, mapped, negligible=negligible_bytes(mapped), steps=step_numbers(tables, host, times))
+    if grown is None:
+        return None
+    at, used, _ = _usage(samples)
+    shown = witness_of("shm_used_rise_bytes", at, used, grown)
+    return Leak.of(grown, "process_shm", (shown,), float(times[-1]), "bytes") if shown is not None else None
 
 
 def _by_level(tables: RunTables, host: str, highest: float, total: float, n: int) -> list[Finding]:

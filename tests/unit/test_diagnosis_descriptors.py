@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, finished, jittered, sample_host, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finished, jittered, sample_process, simulate
 
 from collector.diagnosis.descriptors import find_descriptors
 from collector.diagnosis.verdict import diagnose
@@ -16,12 +16,20 @@ FLAT = np.full(COUNT, 40.0)
 ZIGZAG = FLAT + AT % 3
 
 
-def training(*, main=FLAT, worker=FLAT, limit=1024.0, shm=None):
+def training(*, main=FLAT, worker=FLAT, limit=1024.0, mapped=FLAT):
     """60 s of healthy loading, with open files of the training process and of one worker."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     held, told = np.full(COUNT, 300 * MIB), np.where(AT % 10 == 0, limit, np.nan)
     sample_process(
-        script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, fd_count=np.floor(main), fd_limit_count=told
+        script,
+        SECONDS,
+        MAIN,
+        ROLE_MAIN,
+        private=held,
+        rss=held,
+        shm_bytes=mapped,
+        fd_count=np.floor(main),
+        fd_limit_count=told,
     )
     sample_process(
         script,
@@ -35,9 +43,6 @@ def training(*, main=FLAT, worker=FLAT, limit=1024.0, shm=None):
         fd_count=np.floor(worker),
         fd_limit_count=told,
     )
-    if shm is not None:
-        total = np.full(COUNT, 10**12)
-        sample_host(script, SECONDS, demand=np.full(COUNT, 10**9), shm_used_bytes=shm, shm_total_bytes=total)
     return script
 
 
@@ -123,9 +128,9 @@ def test_a_limit_of_a_million_is_far_away():
 
 
 def test_kept_batches_are_told_by_their_shared_memory():
-    leak = next(f for f in found(training(main=FLAT + 3 * AT, shm=MIB + 3 * AT * 8192)) if f.kind == "fd-leak")
+    leak = next(f for f in found(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak")
     assert "batches" in leak.advice[0].text
-    assert "shm_rise_bytes" in {e.name for e in leak.evidence}
+    assert "process_shm_rise_bytes" in {e.name for e in leak.evidence}
 
 
 def test_a_leak_that_nothing_confirms_is_not_claimed():

@@ -66,6 +66,25 @@ def test_segments_that_stay_are_a_leak_of_the_run(where):
     assert len({e.name for e in leak[0].evidence}) >= 2
 
 
+def test_segments_that_several_processes_map_are_a_leak_of_the_run():
+    script = training(shm=10.0 * AT, mapped=3.0 * AT)
+    held = np.full(COUNT, 300 * MIB)
+    for pid in (71, 72):
+        other = (MAIN[0], pid, 4800 + pid)
+        sample_process(script, SECONDS, other, ROLE_MAIN, private=held, rss=held, shm_bytes=3.0 * AT * MIB)
+    leak = next(f for f in found(script) if f.kind == "shm-leak")
+    assert leak.value_of("process_shm_rise_bytes") > 0.7 * leak.value_of("shm_used_rise_bytes")
+    assert leak.confidence == 0.9
+
+
+def test_what_the_run_maps_is_its_leak_at_its_own_rate_where_others_add_more():
+    leak = next(
+        f for f in found(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
+    )
+    assert leak.rate.value == pytest.approx(4 * MIB, rel=0.1)
+    assert "Other programs fill it too" in leak.summary
+
+
 def test_segments_that_nobody_maps_are_seen_in_the_kernels_count():
     leak = next(f for f in found(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
     assert "no process of the run maps it" in leak.summary
