@@ -7,6 +7,7 @@ process, so with more workers more files are open: a leak is what grows while as
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,14 +77,21 @@ class _Process:
 
 def find_descriptors(tables: RunTables) -> list[Finding]:
     """`fd-leak` and `fd-exhaustion-risk`, of each loader's workers the one that comes first to its limit."""
-    found: dict[tuple[str, Locus | tuple[object, ...]], tuple[float, Finding]] = {}
+    found: dict[tuple[str, Locus | tuple[object, ...]], list[tuple[float, Finding]]] = {}
     for process in _processes(tables):
         group = process.locus
         place = group if group.role == "main" else (group.host, group.rank, group.loader)
         for share, finding in _judge(tables, process):
-            if share > found.get((finding.kind, place), (-1.0, finding))[0]:
-                found[finding.kind, place] = share, finding
-    return [finding for _, finding in found.values()]
+            found.setdefault((finding.kind, place), []).append((share, finding))
+    return [_first_of(each) for each in found.values()]
+
+
+def _first_of(alike: list[tuple[float, Finding]]) -> Finding:
+    """The finding of the process that has the least room left, which tells how many others there are."""
+    _, first = max(alike, key=lambda each: each[0])
+    if first.kind == "fd-leak" and len(alike) > 1:
+        return dataclasses.replace(first, summary=f"{first.summary} Of this loader's workers {len(alike)} do.")
+    return first
 
 
 def _processes(tables: RunTables) -> Iterator[_Process]:

@@ -82,9 +82,16 @@ def test_files_that_stay_open_are_a_leak_with_a_time_to_the_limit():
     assert risk.eta.mid_seconds == pytest.approx((1024 - 40 - 3 * COUNT) / 6, rel=0.1)
 
 
-def test_the_worker_that_leaks_is_named():
-    leak = next(f for f in found(training(worker=FLAT + AT)) if f.kind == "fd-leak")
+def test_the_worker_that_leaks_most_is_named_and_how_many_do():
+    script = training(worker=FLAT + AT)
+    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
     assert (leak.locus.role, leak.locus.worker, leak.locus.loader) == ("worker", 0, 0)
+    opened = {"fd_count": FLAT + 2 * AT, "fd_limit_count": np.full(COUNT, 1024.0)}
+    other = (WORKER[0], WORKER[1] + 1, WORKER[2])
+    sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
+    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    assert leak.locus.worker == 1
+    assert "Of this loader's workers 2 do" in leak.summary
 
 
 def sweep(leaked):
