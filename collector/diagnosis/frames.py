@@ -169,7 +169,7 @@ def training_end_ns(tables: RunTables) -> float:
     def find() -> float:
         names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
         ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
-        if not ends or not tables.living:
+        if not ends or not tables.goes_on:
             return max(ends, default=float("nan"))
         ticks = floats(tables.stream("host"), "time_ns")
         return float(ticks[ticks > max(ends)].min(initial=math.inf))

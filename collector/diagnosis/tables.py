@@ -91,6 +91,12 @@ class RunTables:
     problems: tuple[str, ...] = ()
     _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether a process of the training was alive; the collector outlives it."""
+        collector = command_and_collector({"collector": self.manifest.get("collector")})
+        return bool(self.living and self.living - collector)
+
     def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
         """What many rules want of whole tables, looked for when the first of them asks."""
         if what not in self._found:

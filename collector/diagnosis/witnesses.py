@@ -123,7 +123,7 @@ def severity(tables: RunTables, leak: Leak) -> Severity:
     """
     if not leak.witnesses:
         return "info"
-    return "info" if tables.living and leak.end_ns - leak.begin_ns < _MOMENT_NS else "warning"
+    return "info" if tables.goes_on and leak.end_ns - leak.begin_ns < _MOMENT_NS else "warning"
 
 
 def leak_finding(

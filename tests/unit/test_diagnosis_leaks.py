@@ -22,6 +22,7 @@ from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MEMORY = {"main-heap-leak", "worker-heap-leak", "copy-on-read-growth", "host-oom-risk"}
 SECONDS = np.arange(60) + START_SECONDS + 1
+COLLECTOR = ("node", 90, 4900)
 WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
 FLAT = np.zeros(60)
 RAMP = np.arange(60) / 60
@@ -116,7 +117,8 @@ def test_a_mapped_file_that_was_just_written_is_no_leak():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "living", "severity"), [(8, {MAIN}, "info"), (8, set(), "warning"), (20, {MAIN}, "warning")]
+    ("seconds", "living", "severity"),
+    [(8, {MAIN}, "info"), (8, set(), "warning"), (8, {COLLECTOR}, "warning"), (20, {MAIN}, "warning")],
 )
 def test_a_moments_growth_is_no_warning_while_the_run_goes_on(seconds, living, severity):
     script, at = training(), START_SECONDS + 1 + np.arange(0, seconds, 0.25)
@@ -259,7 +261,7 @@ def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share)
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
     script.event(START_SECONDS + 0.1, "hyper-parameters", framework="lightning", values=planned)
     script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
-    script.living = frozenset([MAIN, ("node", 90, 4900)])
+    script.living = frozenset([MAIN, COLLECTOR])
     risk = next(f for f in found(script) if f.kind == "host-oom-risk")
     assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
     assert f"In {share:.0%} of the futures" in risk.summary
