@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import HOVERED_SECONDS, Chart, axis_title
+from app.figures.base import HOVERED_SECONDS, Chart
 from app.figures.memory import ELAPSED
 
 Axis = Literal["elapsed", "step"]
@@ -21,7 +20,7 @@ _UNITS = ((2 * 3600, "h", 3600), (600, "min", 60))
 
 
 def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
-    """The same chart along that axis; one whose x is no time, or a run without steps, stays as it is.
+    """The chart itself along that axis; one whose x is no time, or of a run without steps, stays as it is.
 
     Args:
         chart: a figure over elapsed seconds or steps.
@@ -33,18 +32,17 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     own = own_axis(chart)
     if own is None or own == axis or len(clock) < 2:
         return chart
-    figure = go.Figure(chart.figure)
-    for trace in figure.data:
+    for trace in chart.figure.data:
         trace.x = moved(trace.x, own, axis, clock)
-    _move(figure, lambda x: float(np.interp(x, clock[own].to_numpy(float), clock[axis].to_numpy(float))))
-    for one in figure.select_xaxes():
+    _move(chart.figure, lambda x: float(np.interp(x, clock[own].to_numpy(float), clock[axis].to_numpy(float))))
+    for one in chart.figure.select_xaxes():
         if one.title.text:
-            one.title = axis_title(_TITLES[axis])
-    return replace(chart, figure=figure)
+            one.title.text = _TITLES[axis]
+    return chart
 
 
 def in_unit(chart: Chart, seconds: float) -> Chart:
-    """The chart with its elapsed time in minutes or hours, if the window of so many seconds asks for it."""
+    """The chart itself with its elapsed time in minutes or hours, if the window of so many seconds asks for it."""
     axes = [one for one in chart.figure.select_xaxes() if str(one.title.text).startswith("elapsed")]
     unit = next(((name, length) for least, name, length in _UNITS if seconds >= least), None)
     if unit is None or not axes:
