@@ -108,32 +108,38 @@ def area(name: str, x: Any, y: Any, colour: str, unit: str) -> go.Scatter:
 
 def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
     """A limit: dashed, neutral, and named on the line itself."""
-    figure.add_hline(
+    of_line = {"xref": "x domain", "yref": "y"}
+    style = {"color": theme.limit, "width": 1.6, "dash": "dash"}
+    # As `add_hline` makes it, which takes five times as long.
+    figure.add_shape(type="line", x0=0, x1=1, y0=value, y1=value, line=style, **of_line)
+    figure.add_annotation(
+        text=text,
+        font={"color": theme.limit},
+        bgcolor=theme.background,
+        x=0,
+        xanchor="left",
         y=value,
-        line={"color": theme.limit, "width": 1.6, "dash": "dash"},
-        annotation={
-            "text": text,
-            "font": {"color": theme.limit},
-            "bgcolor": theme.background,
-            "xanchor": "left",
-            "x": 0,
-        },
-        annotation_position="top left",
+        yanchor="bottom",
+        showarrow=False,
+        **of_line,
     )
 
 
 def moment(figure: go.Figure, x: float, text: str, theme: Theme) -> None:
     """A moment worth a word, as the step since which something grows."""
-    figure.add_vline(
+    of_line = {"xref": "x", "yref": "y domain"}
+    style = {"color": theme.quiet, "width": 1.4, "dash": "dot"}
+    figure.add_shape(type="line", x0=x, x1=x, y0=0, y1=1, line=style, **of_line)
+    figure.add_annotation(
+        text=text,
+        font={"color": theme.text, "size": 12},
+        bgcolor=theme.background,
         x=x,
-        line={"color": theme.quiet, "width": 1.4, "dash": "dot"},
-        annotation={
-            "text": text,
-            "font": {"color": theme.text, "size": 12},
-            "bgcolor": theme.background,
-            "yanchor": "top",
-        },
-        annotation_position="top right",
+        xanchor="left",
+        y=1,
+        yanchor="top",
+        showarrow=False,
+        **of_line,
     )
 
 
