@@ -230,9 +230,9 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     """
     timed = f"FROM {tiled(within, 'step', 2 * GRID_BUCKETS)} WHERE timed_n > 0 AND {OF_SPAN}"
-    low, high = snapshot.query(f"SELECT min(timed_step_low), max(step_high) {timed}", within.params).iloc[0]
-    low = 0 if pd.isna(low) else int(low)
-    width = 1 if pd.isna(high) else (int(high) - low) // (2 * GRID_BUCKETS) + 1
+    sums = _step_sums(snapshot, within)
+    low = 0 if pd.isna(sums["low"]) else int(sums["low"])
+    width = 1 if pd.isna(sums["step"]) else (int(sums["step"]) - low) // (2 * GRID_BUCKETS) + 1
     return snapshot.query(
         "SELECT min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
         "coalesce(sum(wait_ns), 0) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "
@@ -243,12 +243,7 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
 def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
     """Of the steps in the span: n, newest step, p50_ms, p95_ms, wait_ratio."""
-    sums = snapshot.query(
-        "SELECT coalesce(sum(timed_n), 0)::BIGINT n, "
-        "max(step_high) AS step, sum(wait_ns) / sum(duration_ns) wait_ratio "
-        f"FROM {tiled(within, 'step')} WHERE {OF_SPAN}",
-        within.params,
-    ).iloc[0]
+    sums = _step_sums(snapshot, within)[["n", "step", "wait_ratio"]]
     count = int(sums["n"])
     quantiles = snapshot.query(
         f"SELECT q[1] / 1e6 p50_ms, q[2] / 1e6 p95_ms FROM (SELECT {quantile(within, count)}(value, [0.5, 0.95]) q "
@@ -257,6 +252,16 @@ def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
     ).iloc[0]
     told: pd.Series = pd.concat([sums, quantiles])
     return told
+
+
+def _step_sums(snapshot: Queryable, within: Span) -> pd.Series:
+    """Of the steps in the span: n, lowest timed and newest step, wait_ratio."""
+    return snapshot.query(
+        "SELECT coalesce(sum(timed_n), 0)::BIGINT n, min(timed_step_low) AS low, "
+        "max(step_high) AS step, sum(wait_ns) / sum(duration_ns) wait_ratio "
+        f"FROM {tiled(within, 'step')} WHERE {OF_SPAN}",
+        within.params,
+    ).iloc[0]
 
 
 def tiled(within: Span, stream: str, buckets: int | None = None) -> str:
