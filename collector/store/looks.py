@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from collector.store import lake
 from collector.store.engine import Place
@@ -21,6 +22,9 @@ _COPY_ATTEMPTS = 5
 #: Of each lake, its newest snapshot that was looked at, and what was asked of that.
 _answers: dict[Hashable, tuple[tuple[Any, ...], dict[str, list[tuple[Any, ...]]]]] = {}
 _MOST_LAKES = 8
+#: What was made of files of lakes, which do not change, by the SQL that names them; the newest asked for last.
+_tables: dict[str, pa.Table] = {}
+_MOST_TABLES = 32
 
 
 class OpenLake:
@@ -74,6 +78,21 @@ class OpenLake:
         if sql not in self._known:
             self._known[sql] = self.connection.execute(sql).fetchall()
         return self._known[sql]
+
+    def table(self, sql: str) -> pa.Table:
+        """The rows of SQL over files of the lake alone, which it names.
+
+        Raises:
+            duckdb.Error: they cannot be read.
+
+        """
+        table = _tables.pop(sql, None)
+        if table is None:
+            table = self.connection.execute(sql).to_arrow_table()
+        _tables[sql] = table
+        for old in list(_tables)[:-_MOST_TABLES]:
+            _tables.pop(old, None)
+        return table
 
 
 @contextmanager

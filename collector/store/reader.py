@@ -21,6 +21,7 @@ import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake, looks, tiles
@@ -80,7 +81,7 @@ class Snapshot:
     def _begin(self) -> None:
         progress = self._opened.progress if self._opened else lake.Progress()
         self._views: set[str] = set()
-        self._columns: dict[str, list[str]] = {}
+        self._read: dict[str, pa.Table] = {}
         self._problems = list(self._known_problems)
         self._progress = progress
         self._stored = {journals.table_of(name) for name in progress.offsets}
@@ -223,7 +224,7 @@ class Snapshot:
 
     def _rows(self, stream: str) -> str:
         """SQL: a stream, of the lake and beyond."""
-        columns = ", ".join(f'"{column}"' for column in self._tail(stream))
+        columns = ", ".join(f'"{column}"' for column in self._tail(stream).column_names)
         parts = [f"FROM tail_{stream}"]
         if stream in self._stored:  # an empty table of the lake would cost as much as a full one
             parts.append(f"FROM {lake.LAKE}.{stream}")
@@ -235,31 +236,46 @@ class Snapshot:
         return f"SELECT {columns} FROM {source}"
 
     def _reach(self, stream: str) -> str:
-        """SQL: one row, how far a stream reaches; DuckLake's catalog knows it of what the lake holds."""
+        """SQL: one row, how far a stream reaches."""
+        rows_count, first_ns, last_ns = self._reached(stream)
+        ends = ((first_ns, "first_ns"), (last_ns, "last_ns"))
+        known = (f"{'NULL' if ns is None else ns}::BIGINT AS {name}" for ns, name in ends)
+        return f"SELECT {rows_count}::BIGINT AS n, {', '.join(known)}"
+
+    def _reached(self, stream: str) -> tuple[int, int | None, int | None]:
+        """How many rows a stream has, and the times of its first and last; the catalog knows it of the lake's."""
         if self._behind_ns:
-            self._add_view(stream)
-            return tiles.reach(f'"{stream}"')
-        self._tail(stream)
-        parts = [tiles.reach(f"tail_{stream}")]
+            return self._execute(tiles.reach(f'"{stream}"'), None).fetchall()[0]
+        tail = self._tail(stream)
+        ends = pc.min_max(tail["time_ns"]).as_py()
+        parts = [(tail.num_rows, ends["min"], ends["max"])]
         if self._opened and stream in self._stored:
-            [reach] = self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
-            parts.append(f"VALUES ({', '.join('NULL' if each is None else str(each) for each in reach)})")
-        return (
-            "SELECT sum(n)::BIGINT AS n, min(first_ns) AS first_ns, max(last_ns) AS last_ns "
-            f"FROM ({' UNION ALL '.join(parts)})"
-        )
+            parts += self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
+        counts, firsts, lasts = zip(*parts, strict=True)
+        of_some = [ns for ns in (*firsts, *lasts) if ns is not None]
+        return sum(counts), min(of_some, default=None), max(of_some, default=None)
 
     def _tiles(self, name: str, stream: str) -> str:
         """SQL: a stream as tiles, those of the lake, if it may, and the rows that they lack."""
-        [(rows_count,)] = self._execute(f"SELECT n FROM {stream}{_REACH}", None).fetchall()
+        rows_count, _, _ = self._reached(stream)
+        thinner = tiles.one_in(rows_count)
         laid = None
         if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
             laid = self._laid(stream)
         if laid is None:
             self._add_view(stream)
-            return tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
-        newer = f"(FROM tail_{stream} UNION ALL BY NAME {laid.newer})"
-        return f"{laid.tiles} UNION ALL BY NAME {tiles.alone(stream, newer)}"
+            return tiles.alone(stream, f'"{stream}"', every=thinner)
+        assert self._opened is not None
+        every = thinner * tiles.SAMPLED
+        older = self._opened.table(
+            tiles.coarser(stream, laid.tiles, laid.until_ns - laid.first_ns, thinner=thinner)
+        )
+        newer = self._opened.table(tiles.laid(stream, f"({laid.newer})", every=every))
+        self._connection.register(f"tiles_{stream}", pa.concat_tables([older, newer]))
+        self._tail(stream)
+        # Plus nothing: else DuckDB has Arrow filter by time, which takes longer than all the rest.
+        kept = f"SELECT * REPLACE (time_ns + 0 AS time_ns) FROM tiles_{stream}"
+        return f"{kept} UNION ALL BY NAME {tiles.alone(stream, f'tail_{stream}', every=every)}"
 
     def _laid(self, stream: str) -> tiles.Laid | None:
         if self._opened is None or stream not in self._stored:
@@ -280,13 +296,13 @@ class Snapshot:
         self._begin()
         return True
 
-    def _tail(self, stream: str) -> list[str]:
-        """Make what the journals hold beyond the lake known as `tail_STREAM`, and give its columns."""
-        if stream not in self._columns:
+    def _tail(self, stream: str) -> pa.Table:
+        """What the journals hold beyond the lake, which is made known as `tail_STREAM`."""
+        if stream not in self._read:
             tail = self._events if stream == "event" else self._read_tail(stream)
             self._connection.register(f"tail_{stream}", tail)
-            self._columns[stream] = tail.column_names
-        return self._columns[stream]
+            self._read[stream] = tail
+        return self._read[stream]
 
     def _read_tail(self, stream: str) -> pa.Table:
         tables = [journals.arrow_schema(STREAMS[stream]).empty_table()]

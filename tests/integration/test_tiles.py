@@ -97,7 +97,7 @@ def look(run, rank=None):
         counts = {name: each.samples_count for name, each in lines.items()}
         views = snapshot.query("SELECT view_name, sql FROM duckdb_views() WHERE view_name LIKE '%tiled'")
         assert len(views) == len(tiles.TILINGS)
-        return found, counts, views["sql"].str.contains("_tile/").all()
+        return found, counts, views["sql"].str.contains("tiles_").all()
 
 
 def assert_same(found, expected):
