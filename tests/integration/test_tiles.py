@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -137,6 +138,19 @@ def test_tiles_show_what_the_rows_show(training, rank):
     assert tiled[2]
     assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
     assert_same(tiled, raw)
+
+
+def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeypatch):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw, *_ = look(training.run)
+        ingester.maintain()
+    fine, *_ = look(training.run)
+    monkeypatch.setitem(tiles.TILINGS, "process", replace(tiles.TILINGS["process"], most_buckets=20))
+    coarse, *_ = look(training.run)
+    assert len(coarse["line of process"]) < len(fine["line of process"]) / 4
+    for name in ("processes", "open files"):
+        pd.testing.assert_frame_equal(coarse[name], raw[name], check_dtype=False, rtol=1e-6)
 
 
 def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(training):
