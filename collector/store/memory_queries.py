@@ -32,6 +32,8 @@ HOST_LIMITS = {
     "shm": ("shm_used_bytes", "shm_total_bytes"),
 }
 _PROCESS = "host, process_pid, process_start_ticks"
+#: One number for a process: with it pandas puts rows together in half the time.
+_PROCESS_KEY = f"(hash({_PROCESS}) >> 1)::BIGINT AS process"
 #: The place that a process has in the run: a restarted worker has the same place as the one before.
 _SERIES = (
     "CASE WHEN process_rank IS NULL THEN '' ELSE 'rank ' || process_rank || ' ' END || "
@@ -63,13 +65,13 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     """
     width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
     table = snapshot.query(
-        f"SELECT {_PROCESS}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
+        f"SELECT {_PROCESS_KEY}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
         f"min(alive_low) alive FROM {tiled(within, 'process', GRID_BUCKETS)} "
         "WHERE time_ns BETWEEN $from_ns AND $to_ns "
         "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
         {**only(within.params, "from_ns", "to_ns"), "host": host},
     )
-    table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
+    table = table.merge(_places(snapshot, within)[["process", "role"]], on="process")
     count = 0 if table.empty else int(table["bucket"].max()) + 1
     totals = _held(table, count, CARRY_NS // width + 1)
     elapsed = (within.from_ns + np.arange(count) * width - within.origin_ns) / 1e9
@@ -109,7 +111,7 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """The role and the place of each process of the span's rank, or of none."""
     table = snapshot.query(
-        f"SELECT {_PROCESS}, role, series, process_rank FROM {_placed(tiled(within, 'process'))}",
+        f"SELECT {_PROCESS}, {_PROCESS_KEY}, role, series, process_rank FROM {_placed(tiled(within, 'process'))}",
         only(within.params, "from_ns"),
     )
     rank = table.pop("process_rank")
@@ -291,7 +293,6 @@ def _held(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.ndarray[A
     Each counts with its first value from first sight, then with each value until the next or to its end. One that
     has not ended is held for `carry` buckets beyond its last sample.
     """
-    table = table.assign(process=table.groupby(_PROCESS.split(", "), sort=False).ngroup())
     rows = table.groupby("process")
     ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, carry)
     measured = table.dropna(subset="v")  # smaps are read later than the rest: it was there already
