@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -46,9 +47,9 @@ if (!window.tidegaugePauses) {
 _log = logging.getLogger("tidegauge.app")
 _KEPT_PICTURES = 32
 _pictures: dict[tuple[Any, ...], Picture] = {}
-#: Of the newest looks, answers of no more cells: of a run that stands still, each view asks much the same.
-_answers: dict[Hashable, dict[str, pd.DataFrame]] = {}
-_KEPT_LOOKS, _KEPT_CELLS = 8, 250_000
+#: Of each run's newest look, answers of no more cells: of one that stands still, each view asks much the same.
+_answers: dict[Path, tuple[Hashable, dict[str, pd.DataFrame]]] = {}
+_KEPT_RUNS, _KEPT_CELLS = 8, 250_000
 _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
@@ -312,14 +313,14 @@ def _look(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
     """
     with read(run) as snapshot:
         version = snapshot.version
-        with _sharing:
-            kept = queries.Memo(snapshot, _answers.get(version, {}))
+        of, known = _answers.get(run.path, (None, {}))
+        kept = queries.Memo(snapshot, known if of == version else {})
         yield snapshot, kept
         if version is None or snapshot.version != version:  # by now there is something that could not be read
             return
         small = {sql: table for sql, table in kept.answers.items() if table.size <= _KEPT_CELLS}
     with _sharing:
-        _answers.pop(version, None)
-        _answers[version] = small
-        for old in list(_answers)[:-_KEPT_LOOKS]:
+        _answers.pop(run.path, None)
+        _answers[run.path] = version, small
+        for old in list(_answers)[:-_KEPT_RUNS]:
             del _answers[old]
