@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import pandas as pd
 
 from collector.store import tiles
@@ -213,13 +214,19 @@ def tiled_lines(
 def _line(table: pd.DataFrame, within: Span, k: int) -> Lines:
     """The points of the k-th value of a table of buckets."""
     table = table[table[f"n{k}"] > 0]
-    columns = ["series", "time_ns", "value"]
-    ends = [table[["series", f"t_{end}{k}", f"{end}{k}"]].set_axis(columns, axis=1) for end in ("low", "high")]
-    points = pd.concat(ends).drop_duplicates(["series", "time_ns"])
-    points = points.sort_values(["series", "time_ns"], ignore_index=True)
-    points["elapsed_seconds"] = within.elapsed(points["time_ns"])
-    points["value"] = points["value"].astype("float64")
-    return Lines(points=points[["series", "elapsed_seconds", "value"]], samples_count=int(table[f"n{k}"].sum()))
+    of_series, names = pd.factorize(table["series"], sort=True)
+    series = np.tile(of_series, 2)
+    times, values = (
+        np.concatenate([table[f"{first}{k}"].to_numpy(dtype), table[f"{second}{k}"].to_numpy(dtype)])
+        for first, second, dtype in (("t_low", "t_high", np.int64), ("low", "high", np.float64))
+    )
+    order = np.lexsort((times, series))
+    series, times, values = series[order], times[order], values[order]
+    again = (np.diff(series, prepend=-1) == 0) & (np.diff(times, prepend=0) == 0)  # a bucket of one value
+    points = pd.DataFrame({"series": names.take(series), "time_ns": times, "value": values})[~again]
+    points["elapsed_seconds"] = within.elapsed(points.pop("time_ns"))
+    points = points[["series", "elapsed_seconds", "value"]].reset_index(drop=True)
+    return Lines(points=points, samples_count=int(table[f"n{k}"].sum()))
 
 
 def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
