@@ -273,14 +273,14 @@ class Snapshot:
     def _tiles(self, name: str, stream: str) -> str:
         """SQL: a stream as tiles, those of the lake, if it may, and the rows that they lack."""
         rows_count, _, _ = self._reached(stream)
-        thinner = tiles.one_in(rows_count)
         laid = None
         if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
             laid = self._laid(stream)
         if laid is None:
             self._add_view(stream)
-            return tiles.alone(stream, f'"{stream}"', every=thinner)
+            return tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
         assert self._opened is not None
+        thinner = rows_count // tiles.SAMPLED_BEYOND
         every = thinner * tiles.SAMPLED
         older = self._opened.table(
             tiles.coarser(stream, laid.tiles, laid.until_ns - laid.first_ns, thinner=thinner)
