@@ -15,7 +15,7 @@ import duckdb
 import pyarrow as pa
 
 from collector.store import lake
-from collector.store.engine import Place
+from collector.store.engine import Place, rows_of
 from collector.store.runs import Run
 
 _COPY_ATTEMPTS = 5
@@ -78,6 +78,19 @@ class OpenLake:
         if sql not in self._known:
             self._known[sql] = self.connection.execute(sql).fetchall()
         return self._known[sql]
+
+    def whole(self, stream: str) -> str:
+        """SQL: all rows of a stream, from their files: it takes a third of the time that DuckLake takes.
+
+        DuckLake in turn leaves out files by what they hold.
+
+        Raises:
+            duckdb.Error: the lake cannot be read.
+
+        """
+        found = self.ask(f"SELECT data_file, delete_file FROM ducklake_list_files('{lake.LAKE}', '{stream}')")
+        are_plain = found and not any(deleted for _, deleted in found)
+        return rows_of([file for file, _ in found]) if are_plain else f"FROM {lake.LAKE}.{stream}"
 
     def table(self, sql: str) -> pa.Table:
         """The rows of SQL over files of the lake alone, which it names.

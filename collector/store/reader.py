@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
 from collector.store import journals, lake, looks, tiles
-from collector.store.engine import ERRORS, connected, one_line, quoted, rows_of
+from collector.store.engine import ERRORS, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
 from training_harness.records import STREAMS
@@ -229,26 +229,15 @@ class Snapshot:
         columns = ", ".join(f'"{column}"' for column in self._tail(stream).column_names)
         parts = [f"FROM tail_{stream}"]
         if stream in self._stored:  # an empty table of the lake would cost as much as a full one
-            parts.append(self._in_the_lake(stream))
+            assert self._opened is not None
+            is_whole = stream in _WHOLE and not self._run.is_shared
+            parts.append(self._opened.whole(stream) if is_whole else f"FROM {lake.LAKE}.{stream}")
         source = f"({' UNION ALL BY NAME '.join(parts)})"
         if self._behind_ns:  # what a node wrote whose clock is not known yet is left out
             cases = " ".join(f"WHEN {quoted(host)} THEN {ns}" for host, ns in self._behind_ns.items())
             moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
         return f"SELECT {columns} FROM {source}"
-
-    def _in_the_lake(self, stream: str) -> str:
-        """SQL: the rows of a stream in the lake, from their files where most queries want all of them.
-
-        That takes a third of the time that DuckLake takes, which in turn leaves out files by what they hold.
-        """
-        table = f"FROM {lake.LAKE}.{stream}"
-        if stream not in _WHOLE or self._run.is_shared or self._opened is None:
-            return table
-        listed = f"SELECT data_file, delete_file FROM ducklake_list_files('{lake.LAKE}', '{stream}')"
-        found = self._opened.ask(listed)
-        are_plain = found and not any(deleted for _, deleted in found)
-        return rows_of([file for file, _ in found]) if are_plain else table
 
     def _reach(self, stream: str) -> str:
         """SQL: one row, how far a stream reaches."""
@@ -282,9 +271,8 @@ class Snapshot:
         assert self._opened is not None
         thinner = rows_count // tiles.SAMPLED_BEYOND
         every = thinner * tiles.SAMPLED
-        older = self._opened.table(
-            tiles.coarser(stream, laid.tiles, laid.until_ns - laid.first_ns, thinner=thinner)
-        )
+        span_ns = laid.until_ns - laid.first_ns
+        older = self._opened.table(tiles.coarser(stream, laid.tiles, span_ns, thinner=thinner))
         newer = self._opened.table(tiles.laid(stream, f"({laid.newer})", every=every))
         self._connection.register(f"tiles_{stream}", pa.concat_tables([older, newer]))
         self._tail(stream)
