@@ -159,6 +159,9 @@ def attached(
 def _attach(instance: Instance, connection: duckdb.DuckDBPyConnection, place: Place, *, read_only: bool) -> None:
     if instance.lake is not None:
         connection.execute(f"DETACH {LAKE}")
+    # No file of a lake ever changes, so DuckDB keeps all that it reads of each, also of those that are merged away.
+    # What is on this machine the kernel keeps; over a network only a reader wants the same again.
+    connection.execute(f"SET GLOBAL enable_external_file_cache = {read_only and '://' in place.data}")
     prepare(connection, place)
     connection.execute(
         f"ATTACH {quoted(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quoted(place.data)}, "

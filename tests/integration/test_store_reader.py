@@ -20,6 +20,7 @@ from collector.diagnosis import tables
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.errors import TidegaugeError
+from collector.store import lake
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from training_harness import layout
@@ -382,3 +383,17 @@ def test_two_looks_have_one_version_if_they_see_the_same_records(run):
     assert len({*found}) == len(found)
     (run.journal_dir / "node.1.step.1.journal").write_bytes(b"not a journal at all")
     assert version() is None
+
+
+def test_nothing_is_kept_of_the_files_of_a_lake(run):
+    kept = "SELECT count(*) AS n FROM duckdb_external_file_cache()"
+    writer = Writer(run, 11)
+    for _ in range(3):
+        writer.write(50)
+        ingest(run)
+    with read(run) as snapshot:
+        assert len(snapshot.query("FROM step")) == 150
+        assert snapshot.query(kept)["n"][0] == 0
+    with lake.writable(run) as connection:
+        assert len(connection.execute(f"FROM {lake.LAKE}.step").fetchall()) == 150
+        assert connection.execute(kept).fetchall() == [(0,)]
