@@ -1,0 +1,75 @@
+"""What the server's threads take memory from, and give back."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPENED = """
+import ctypes, sys, threading
+from pathlib import Path
+from streamlit.testing.v1 import AppTest
+from collector.agent.procfs import read_rollup
+
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+
+assert not AppTest.from_file("app/streamlit_app.py", default_timeout=60).run().exception
+"""
+ARENAS = """
+def arenas_count():
+    file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    return Path(sys.argv[1]).read_text().count("<heap nr=")
+
+before, together = arenas_count(), threading.Barrier(33)
+threads = [threading.Thread(target=lambda: (together.wait(), together.wait())) for _ in range(32)]
+for thread in threads:
+    thread.start()
+together.wait()
+print(before, arenas_count())
+together.wait()
+"""
+GIVEN_BACK = """
+def take(count, size_bytes):
+    blocks = [libc.malloc(size_bytes) for _ in range(count)]
+    for block in blocks:
+        ctypes.memset(block, 1, size_bytes)
+    for block in reversed(blocks):
+        libc.free(block)
+
+take(1, 30 * 2**20)
+before = read_rollup("/proc", "self").private_dirty_bytes
+thread = threading.Thread(target=take, args=(80, 2**19))
+thread.start()
+thread.join()
+print(before, read_rollup("/proc", "self").private_dirty_bytes)
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+
+
+def told(script, home):
+    """The two figures that a process prints which has opened the dashboard."""
+    words = [sys.executable, "-c", OPENED + script, str(home / "malloc.xml")]
+    environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return map(int, done.stdout.split())
+
+
+def test_the_threads_of_a_server_share_few_arenas(tmp_path):
+    before, with_threads = told(ARENAS, tmp_path)
+    assert with_threads <= max(before, 2)
+
+
+def test_what_a_thread_of_the_server_frees_goes_back_to_the_kernel(tmp_path):
+    before_bytes, after_bytes = told(GIVEN_BACK, tmp_path)
+    assert after_bytes - before_bytes < 8 * 2**20
