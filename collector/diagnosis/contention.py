@@ -12,14 +12,13 @@ import numpy as np
 
 from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, measured, recorded_seconds
 from collector.diagnosis.findings import Advice, Finding, Locus
-from collector.diagnosis.frames import floats, origin_ns, sampled, step_at, window_text
+from collector.diagnosis.frames import floats, origin_ns, sampled, sampled_on, step_at, window_text
 from collector.diagnosis.limits import FILLED, usable_cores, worker_limit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
 from collector.diagnosis.stall_advice import advise_crowded
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
-from training_harness.records import ROLE_COLLECTOR
 
 _MIN_SAMPLES = 3
 
@@ -95,9 +94,8 @@ def _advice(others: bool, share: float) -> Advice:
 
 def cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
     """CPU time of all processes of the run on a host per second."""
-    process = tables.stream("process")
+    process = sampled_on(tables, host)
     times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
-    mine = (process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)
-    rows = process[mine & np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
+    rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
     spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
     return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)

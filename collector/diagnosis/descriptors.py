@@ -23,6 +23,7 @@ from collector.diagnosis.frames import (
     floats,
     last,
     sampled,
+    sampled_on,
     step_numbers,
     steps_within,
     while_training,
@@ -34,7 +35,7 @@ from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Floats, Growth, growth
 from collector.diagnosis.witnesses import CONFIRMED, Leak, leak_finding, rise_since
 from collector.store.runs import ProcessKey
-from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
+from training_harness.records import ROLE_WORKER
 
 _SHARED_BYTES = 4096  # a tensor handed over by a worker has a descriptor, and a page of shared memory at least
 _ADVICE = (
@@ -168,8 +169,7 @@ def _as_many_live(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]
 
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     """When each process of the run was first and last seen alive, each in order of time; ns."""
-    rows = tables.stream("process")
-    rows = rows[(rows["host"] == host) & (floats(rows, "role") != ROLE_COLLECTOR)]
+    rows = sampled_on(tables, host)
     seen = rows.assign(alive_ns=floats(rows, "time_ns") - (floats(rows, "alive") == 0))
     lives = seen.groupby(["process_pid", "process_start_ticks"])["alive_ns"].agg(["min", "max"])
     return np.sort(floats(lives, "min")), np.sort(floats(lives, "max"))

@@ -12,6 +12,7 @@ import pandas as pd
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
 from collector.store.runs import ProcessKey
+from training_harness.records import ROLE_COLLECTOR
 
 SECOND_NS = 1e9
 MIB = 2**20
@@ -99,6 +100,13 @@ def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
 def written(tables: RunTables, name: str, key: ProcessKey) -> pd.DataFrame:
     """The records of a stream that this process wrote."""
     return tables.once((name, key), lambda: of_process(tables.stream(name), key))
+
+
+def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
+    """The collector's samples of the run's processes on a host, without those of itself."""
+    process = tables.stream("process")
+    rows: pd.DataFrame = process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
+    return rows
 
 
 def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from collector.diagnosis.frames import (
     floats,
     last,
     peak,
+    sampled_on,
     step_numbers,
     while_training,
 )
@@ -29,9 +30,10 @@ from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
 from collector.diagnosis.victims import Victim, fact, last_step
 from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, witness_of
-from training_harness.records import ROLE_COLLECTOR
 
 _SIGBUS = 7
+_UNKNOWN = " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
+_NOBODY_MAPS = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
 _ROOM_ADVICE = (
     Advice(
         text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
@@ -65,23 +67,20 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     grown = growth(times, used, negligible=negligible_bytes(used), steps=step_numbers(tables, host, times))
     if grown is None:
         return _by_level(tables, host, peak(used), total, len(used))
-    own, everyones = _witnesses(tables, samples, grown)
-    witnesses, end = (*own, *everyones), float(times[-1])
+    mapped = _mapped(tables, host)
+    own, everyones = _witnesses(samples, mapped, grown)
+    witnesses, besides = (*own, *everyones), ""
+    leak = Leak.of(grown, "shm_used", witnesses, float(times[-1]), "bytes")
+    part = None if own else _part(tables, samples, mapped)
+    if part is not None:
+        leak, besides = part, " Other programs fill it too."
+    elif not own:
+        besides = _NOBODY_MAPS if witnesses else _UNKNOWN
     limit = Limit(name="/dev/shm", value=total, unit="bytes")
     charged = np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    found = []
-    if own:
-        found = [_leak(tables, host, Leak.of(grown, "shm_used", witnesses, end, "bytes"), 0.9)]
-    elif mapped := _mapped_leak(tables, samples, host):
-        found = [_leak(tables, host, mapped, 0.9, " Other programs fill it too.")]
-    elif not witnesses:
-        why = (
-            " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
-        )
-        found = [_leak(tables, host, Leak.of(grown, "shm_used", (), end, "bytes"), 0.75, why)]
-    elif not charged:  # where it is, what the run's cgroup is charged with is known: it is another job's
-        why = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
-        found = [_leak(tables, host, Leak.of(grown, "shm_used", witnesses, end, "bytes"), 0.75, why)]
+    is_own, found = bool(own or part), []
+    if is_own or not (witnesses and charged):  # what the run's cgroup is charged with is known: it is another job's
+        found = [_leak(tables, host, leak, 0.9 if is_own else 0.75, besides)]
     course = Course(what="/dev/shm", grown=grown, times=times, values=used, limit=limit)
     if witnesses and course.is_relevant:
         advice = (*_LEAK_ADVICE, *_ROOM_ADVICE[:1])
@@ -92,7 +91,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     return found
 
 
-def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, besides: str = "") -> Finding:
+def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, besides: str) -> Finding:
     rise, slope = leak.growth.rise, leak.growth.slope
     summary = f"/dev/shm keeps filling: {bytes_text(rise)} so far, {bytes_text(slope * 60)} per minute.{besides}"
     locus = Locus(host=host)
@@ -102,30 +101,30 @@ def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, besides: 
 
 
 def _witnesses(
-    tables: RunTables, samples: pd.DataFrame, grown: Growth
-) -> tuple[tuple[Evidence, ...], tuple[Evidence, ...]]:
+    samples: pd.DataFrame, mapped: tuple[Floats, Floats], grown: Growth
+) -> tuple[list[Evidence], list[Evidence]]:
     """What confirms that it is the run that fills /dev/shm, and what that it fills."""
     times = floats(samples, "time_ns") / SECOND_NS
     own = (
         witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), grown),
-        witness_of("process_shm_rise_bytes", *_mapped(tables, str(samples["host"].iloc[0])), grown),
+        witness_of("process_shm_rise_bytes", *mapped, grown),
     )
-    everyones = witness_of("host_shmem_rise_bytes", times, floats(samples, "memory_shmem_bytes"), grown)
-    return tuple(each for each in own if each is not None), (everyones,) if everyones is not None else ()
+    everyones = (witness_of("host_shmem_rise_bytes", times, floats(samples, "memory_shmem_bytes"), grown),)
+    return [each for each in own if each is not None], [each for each in everyones if each is not None]
 
 
 def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     """Times (seconds) and the shared memory that the run's processes map, together."""
-    process = while_training(tables, tables.stream("process"))
-    rows = process[(process["host"] == host) & (floats(process, "role") != ROLE_COLLECTOR)]
+    rows = while_training(tables, sampled_on(tables, host))
     mapped = rows.groupby("time_ns")["shm_bytes"].sum(min_count=1)
     return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
 
 
-def _mapped_leak(tables: RunTables, samples: pd.DataFrame, host: str) -> Leak | None:
+def _part(tables: RunTables, samples: pd.DataFrame, mapped: tuple[Floats, Floats]) -> Leak | None:
     """What the run itself adds where others add more: a growth of what its processes map, if /dev/shm shows it."""
-    times, mapped = _mapped(tables, host)
-    grown = growth(times, mapped, negligible=negligible_bytes(mapped), steps=step_numbers(tables, host, times))
+    times, values = mapped
+    steps = step_numbers(tables, str(samples["host"].iloc[0]), times)
+    grown = growth(times, values, negligible=negligible_bytes(values), steps=steps)
     if grown is None:
         return None
     at, used, _ = _usage(samples)

@@ -90,7 +90,7 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
     """
     table = snapshot.query(
-        f"SELECT {_PROCESS}, min(time_ns) first_ns, max(time_ns + last_after_ns) last_ns, "
+        f"SELECT {_PROCESS}, {_PROCESS_KEY}, min(time_ns) first_ns, max(time_ns + last_after_ns) last_ns, "
         "min(alive_low) = 0 ended, arg_max(private_dirty_bytes_newest, time_ns) private_dirty_bytes, "
         f"{tiles.slope('private_dirty_bytes')} private_dirty_slope, "
         "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
@@ -100,7 +100,7 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY first_ns, process_pid",
         only(within.params, "from_ns", "to_ns"),
     )
-    table = table.merge(_places(snapshot, within), on=_PROCESS.split(", "))
+    table = table.merge(_places(snapshot, within), on="process").drop(columns="process")
     table = table.rename(columns={"process_pid": "pid", "process_start_ticks": "ticks"})
     table["restart"] = table.duplicated("series") & table["role"].isin([0, 1])
     table["first_seconds"] = within.elapsed(table["first_ns"])
@@ -111,7 +111,7 @@ def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
 def _places(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """The role and the place of each process of the span's rank, or of none."""
     table = snapshot.query(
-        f"SELECT {_PROCESS}, {_PROCESS_KEY}, role, series, process_rank FROM {_placed(tiled(within, 'process'))}",
+        f"SELECT {_PROCESS_KEY}, role, series, process_rank FROM {_placed(tiled(within, 'process'))}",
         only(within.params, "from_ns"),
     )
     rank = table.pop("process_rank")

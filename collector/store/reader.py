@@ -275,7 +275,6 @@ class Snapshot:
         older = self._opened.table(tiles.coarser(stream, laid.tiles, span_ns, thinner=thinner))
         newer = self._opened.table(tiles.laid(stream, f"({laid.newer})", every=every))
         self._connection.register(f"tiles_{stream}", pa.concat_tables([older, newer]))
-        self._tail(stream)
         # Plus nothing: else DuckDB has Arrow filter by time, which takes more than to scan all of it.
         kept = f"SELECT * REPLACE (time_ns + 0 AS time_ns) FROM tiles_{stream}"
         return f"{kept} UNION ALL BY NAME {tiles.alone(stream, f'tail_{stream}', every=every)}"
