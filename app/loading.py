@@ -13,7 +13,7 @@ from app.panel import Moment
 from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, expose, recent_loops
 from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
-from collector.diagnosis.recent import BATCHES, recent_loading
+from collector.diagnosis.recent import BATCHES, recent_loading, recent_since_ns
 from collector.diagnosis.speed_ups import in_short
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
@@ -32,11 +32,11 @@ class Recent:
     run_id: str
     tables: RunTables
     seen: Exposed
-    most_batches: int
+    since_ns: int
 
     def span(self, within: Span) -> Span:
         """The part of a window that the last batches of the loop are of."""
-        is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
+        is_whole = self.since_ns <= within.from_ns and len(self.seen.waits) < RECENT_BATCHES
         from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
         return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
 
@@ -59,15 +59,19 @@ def recent(moment: Moment) -> Recent | None:
 
 def _recent(moment: Moment) -> Recent | None:
     running = moment.verdict is not None and moment.verdict.status == "running"
-    most = _LIVE_BATCHES if running else BATCHES
-    tables = recent_loading(moment.snapshot, moment.manifest, from_ns=moment.span.from_ns, batches_count=most)
-    found = [loop for loop in recent_loops(tables) if moment.span.rank in (None, loop.rank)]
+    since_ns = recent_since_ns(
+        moment.snapshot, from_ns=moment.span.from_ns, batches_count=_LIVE_BATCHES if running else BATCHES
+    )
+    tables = recent_loading(
+        moment.snapshot, moment.manifest, since_ns=since_ns, rank=moment.span.rank, loader=moment.loader
+    )
+    found = recent_loops(tables)
     mine = [loop for loop in found if loop.loader == moment.loader] or found
     if not mine:
         return None
     longest = max(mine, key=lambda loop: np.fmax(floats(loop.batches, "wait_ns"), 0.0).sum())
     seen = expose(longest, tables.stream("stage"))
-    return Recent(run_id=moment.run_id, tables=tables, seen=seen, most_batches=most)
+    return Recent(run_id=moment.run_id, tables=tables, seen=seen, since_ns=since_ns)
 
 
 @st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)

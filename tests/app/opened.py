@@ -7,7 +7,7 @@ from streamlit.testing.v1 import AppTest
 
 from training_harness import layout
 
-ENTRY = Path(__file__).parents[2] / "app" / "streamlit_app.py"
+ENTRY = Path(__file__).parents[2] / "app" / "frame.py"
 VIEWS = (
     "overview",
     "oom_risk",

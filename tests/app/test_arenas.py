@@ -21,7 +21,7 @@ libc = ctypes.CDLL(None)
 libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
 
-assert not AppTest.from_file("app/streamlit_app.py", default_timeout=60).run().exception
+assert not AppTest.from_file("app/frame.py", default_timeout=60).run().exception
 """
 ARENAS = """
 def arenas_count():

@@ -1,0 +1,134 @@
+"""The frame around the views: which run, which rank, which window, live or not. All of it is in the URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+from streamlit.navigation.page import StreamlitPage
+
+from app.figures.axis import AXES
+from app.format import one_line, plain
+from app.judging import ranks_of, status_of
+from app.pages import COMPARE, PAGES, Page
+from app.panel import SELECTION, Selection
+from app.visitors import is_expected
+from collector.store import queries
+from collector.store.runs import LATEST, Run, list_runs
+from training_harness.layout import home_path
+
+#: At most so many runs stand beside the chosen one.
+MAX_OTHERS = 3
+WINDOW_WORDS = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
+QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
+tidegauge job images                 # or a built-in job
+tidegauge report                     # the verdict in the terminal"""
+AXIS_HELP = "Time since the run was made, or optimizer steps: what lies before the first step has none"
+LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into it, switches it off"
+
+
+def main() -> None:
+    """Draw the frame, then the chosen view."""
+    st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
+    if not _may_enter():
+        return
+    page = st.navigation([_page(page) for page in PAGES], position="top")
+    st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
+    page.run()
+
+
+def _may_enter() -> bool:
+    """Whether the visitor is known, where the server's secrets name an identity provider (docs/sharing.md)."""
+    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets:
+        return True
+    if not st.user.get("is_logged_in"):
+        st.subheader("Log in to see the runs", anchor=False)
+        st.button("Log in", icon=":material/login:", on_click=st.login)
+        return False
+    if is_expected(st.user, st.secrets.get("tidegauge", {}).get("visitors")):
+        return True
+    st.subheader("This account may not see the runs", anchor=False)
+    st.markdown(plain(f"{st.user.get('email') or 'It'} is not among the visitors that this server expects."))
+    st.button("Log out", icon=":material/logout:", on_click=st.logout)
+    return False
+
+
+def _page(page: Page) -> StreamlitPage:
+    return st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
+
+
+def _select(home: Path, *, compares: bool) -> Selection | None:
+    try:
+        found = list_runs(home)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the reader needs one line, not a traceback
+        st.error(
+            f"Cannot read the runs in {home}: {one_line(error)}. Mend it, or set TIDEGAUGE_HOME to another home.",
+            icon=":material/error:",
+        )
+        st.code("tidegauge doctor", language="bash")
+        return None
+    if not found:
+        st.subheader("No runs yet", anchor=False)
+        st.markdown(f"Nothing has been recorded in `{home}`. Start a training under Tidegauge:")
+        st.code(QUICK_START, language="bash")
+        return None
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        run = _pick_run(found)
+        rank = _pick_rank(run)
+        window = st.segmented_control(
+            "Window",
+            queries.WINDOWS,
+            default="run",
+            required=True,
+            format_func=lambda name: WINDOW_WORDS[name],
+            key="window",
+            bind="query-params",
+        )
+        axis = st.segmented_control(
+            "X axis", AXES, default="elapsed", required=True, key="x", bind="query-params", help=AXIS_HELP
+        )
+        over = status_of(run) != "running"
+        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP, disabled=over)
+    others = _pick_others(run, found) if compares else ()
+    return Selection(run=run, rank=rank, window=window or "run", axis=axis or "elapsed", live=live, others=others)
+
+
+def _pick_run(runs: list[Run]) -> Run:
+    """The chosen run; `latest`, which the URL does not name, is whichever is newest."""
+    by_id = {LATEST: runs[0], **{run.run_id: run for run in runs}}
+    chosen = st.selectbox(
+        "Run",
+        list(by_id),
+        format_func=lambda name: f"{LATEST} ({runs[0].run_id})" if name == LATEST else name,
+        key="run",
+        bind="query-params",
+        width=420,
+    )
+    return by_id[chosen]
+
+
+def _pick_rank(run: Run) -> int | None:
+    ranks = ranks_of(run.path)
+    if not ranks:
+        return None
+    words = ["all ranks", *map(str, ranks)]
+    chosen = st.selectbox("Rank", words, key="rank", bind="query-params", width=140)
+    return None if chosen == "all ranks" else int(chosen)
+
+
+def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
+    """The runs to compare with; the one before, while the reader has not chosen."""
+    by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
+    before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
+    chosen = st.multiselect(
+        "Compare with",
+        list(by_id),
+        default=before[:1],
+        max_selections=MAX_OTHERS,
+        key="compare",
+        bind="query-params",
+    )
+    return tuple(by_id[name] for name in chosen)
+
+
+main()
