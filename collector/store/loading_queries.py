@@ -14,11 +14,11 @@ from collector.store.queries import (
     Lines,
     Queryable,
     Span,
+    pieces,
     quantile,
     sampled,
     tiled,
     tiled_lines,
-    width_ns,
 )
 
 #: What a fetch is made of, and what its time went by.
@@ -90,13 +90,13 @@ def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 
 def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
     """Of the batches that each worker made in each bucket of time: how many, the longest fetch, and the sums."""
-    width = max(width_ns(within, GRID_BUCKETS // 2), GRID_STEP_NS)
+    source, width = pieces(snapshot, within, "fetch", GRID_BUCKETS // 2)
+    width = max(width, GRID_STEP_NS)
     sums = ", ".join(f"sum({name.removesuffix('_ms')}_ns)::DOUBLE / 1e6 {name}" for name in _PARTS)
     return snapshot.query(
         f"SELECT rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
         f"max(longest_ns) / 1e6 fetch_ms, sum(n)::BIGINT n, {sums} "
-        f"FROM {tiled(within, 'fetch', GRID_BUCKETS // 2)} WHERE {_OF_LOADER} "
-        "GROUP BY ALL ORDER BY rank, worker, time_ns",
+        f"FROM {source} WHERE {_OF_LOADER} GROUP BY ALL ORDER BY rank, worker, time_ns",
         {**within.params, "loader": loader},
     )
 
@@ -104,9 +104,9 @@ def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
     """Per batch yielded: the wait (ms), and the batches parked, ready and outstanding."""
     columns = ("wait_ns", "parked_count", "ready_count", "outstanding_count")
-    buckets = LINE_BUCKETS // 2
-    source, where = tiled(within, "batch", buckets), f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
-    found = tiled_lines(snapshot, within, source, columns, where=where, series="''", buckets=buckets)
+    source, width = pieces(snapshot, within, "batch", LINE_BUCKETS // 2)
+    where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
+    found = tiled_lines(snapshot, within, source, columns, where=where, series="''", width=width)
     found["wait_ns"].points["value"] /= 1e6
     return {name.rpartition("_")[0]: lines for name, lines in found.items()}
 

@@ -17,6 +17,7 @@ from collector.store.queries import (
     Span,
     lines,
     only,
+    pieces,
     tiled,
     tiled_lines,
     width_ns,
@@ -63,11 +64,11 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
         largest value in a bucket, carried forward while it lives.
 
     """
-    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
+    source, width = pieces(snapshot, within, "process", GRID_BUCKETS)
+    width = max(width, GRID_STEP_NS)
     table = snapshot.query(
         f"SELECT {_PROCESS_KEY}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
-        f"min(alive_low) alive FROM {tiled(within, 'process', GRID_BUCKETS)} "
-        "WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        f"min(alive_low) alive FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
         "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
         {**only(within.params, "from_ns", "to_ns"), "host": host},
     )
@@ -131,13 +132,10 @@ def _placed(source: str) -> str:
 def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[str]) -> Lines:
     """A line per place (main, worker k of loader l) of a process metric, thinned."""
     names = ", ".join(quoted(name) for name in series) or "''"
-    of_each = (
-        f"{tiled(within, 'process', GRID_BUCKETS)} JOIN {_placed(tiled(within, 'process'))} USING ({_PROCESS})"
-    )
+    source, width = pieces(snapshot, within, "process", GRID_BUCKETS)
+    of_each = f"{source} JOIN {_placed(tiled(within, 'process'))} USING ({_PROCESS})"
     where = f"series IN ({names})"
-    return tiled_lines(snapshot, within, of_each, [metric], where=where, series="series", buckets=GRID_BUCKETS)[
-        metric
-    ]
+    return tiled_lines(snapshot, within, of_each, [metric], where=where, series="series", width=width)[metric]
 
 
 def host_limits(snapshot: Queryable) -> pd.DataFrame:

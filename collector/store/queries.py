@@ -26,6 +26,8 @@ PULSE = ("step", "batch", "process", "host")
 LINE_BUCKETS = 1000
 #: Buckets of a stack or a heat map, where every series shares one grid of time.
 GRID_BUCKETS = 400
+#: A figure of so many buckets still tells when something happened.
+FEWEST_BUCKETS = 40
 #: No grid is finer than the fastest sampling, else it would have holes.
 GRID_STEP_NS = 500_000_000
 
@@ -194,9 +196,9 @@ def lines(
 
 
 def tiled_lines(
-    snapshot: Queryable, within: Span, source: str, columns: Sequence[str], *, where: str, series: str, buckets: int
+    snapshot: Queryable, within: Span, source: str, columns: Sequence[str], *, where: str, series: str, width: int
 ) -> dict[str, Lines]:
-    """The same of columns whose extremes are in tiles, with `source` of these (`tiled`)."""
+    """The same of columns whose extremes are in tiles, with `source` and width of these (`pieces`)."""
     parts = [
         f"arg_min(time_ns + {column}_low_after_ns, {column}_low) t_low{k}, min({column}_low) low{k}, "
         f"arg_max(time_ns + {column}_high_after_ns, {column}_high) t_high{k}, max({column}_high) high{k}, "
@@ -205,7 +207,7 @@ def tiled_lines(
     ]
     table = snapshot.query(
         f"SELECT {series} AS series, {', '.join(parts)} FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
-        f"AND ({where}) GROUP BY {series}, (time_ns - $from_ns) // {width_ns(within, buckets)}",
+        f"AND ({where}) GROUP BY {series}, (time_ns - $from_ns) // {width}",
         only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
     )
     return {column: _line(table, within, k) for k, column in enumerate(columns)}
@@ -236,7 +238,8 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
         step (first of its group), n, wait_ms and rest_ms (means), slowest_ms.
 
     """
-    timed = f"FROM {tiled(within, 'step', 2 * GRID_BUCKETS)} WHERE timed_n > 0 AND {OF_SPAN}"
+    source, _ = pieces(snapshot, within, "step", 2 * GRID_BUCKETS)
+    timed = f"FROM {source} WHERE timed_n > 0 AND {OF_SPAN}"
     sums = _step_sums(snapshot, within)
     low = 0 if pd.isna(sums["low"]) else int(sums["low"])
     width = 1 if pd.isna(sums["step"]) else (int(sums["step"]) - low) // (2 * GRID_BUCKETS) + 1
@@ -271,10 +274,26 @@ def _step_sums(snapshot: Queryable, within: Span) -> pd.Series:
     ).iloc[0]
 
 
-def tiled(within: Span, stream: str, buckets: int | None = None) -> str:
-    """The view of a stream as tiles that serves for a span; of so many buckets none may be narrower than a tile."""
-    coarse = within.is_whole and (buckets is None or width_ns(within, buckets) >= tiles.TILINGS[stream].width_ns)
-    return f"{stream}{tiles.TILED if coarse else tiles.ROWS}"
+def tiled(within: Span, stream: str) -> str:
+    """The view of a stream as tiles that serves for a span."""
+    return f"{stream}{tiles.TILED if within.is_whole else tiles.ROWS}"
+
+
+def pieces(snapshot: Queryable, within: Span, stream: str, buckets: int) -> tuple[str, int]:
+    """The same for a figure of so many buckets, and how wide they are (ns): none is narrower than a tile.
+
+    So of a long stream in a short time there are fewer of them, or too few for a figure: then each row is read.
+    """
+    width, tile_ns = width_ns(within, buckets), tiles.TILINGS[stream].width_ns
+    if width >= tile_ns:
+        return tiled(within, stream), width
+    if within.to_ns - within.from_ns >= FEWEST_BUCKETS * tile_ns:
+        rows_count = snapshot.query(f"SELECT n FROM {stream}_reach")["n"].iloc[0]
+        if within.is_whole and rows_count > tiles.SAMPLED_BEYOND:
+            return tiled(
+                within, stream
+            ), tile_ns * 5 // 4  # tiles begin with a row: of their width, one may get none
+    return f"{stream}{tiles.ROWS}", width
 
 
 def sampled(within: Span, stream: str, where: str, rows_count: int) -> str:
@@ -348,10 +367,10 @@ def step_clock(snapshot: Queryable, within: Span) -> pd.DataFrame:
         at the highest reached.
 
     """
+    source, width = pieces(snapshot, within, "step", LINE_BUCKETS)
     table = snapshot.query(
         "SELECT max(time_ns + last_after_ns) time_ns, max(step_high)::DOUBLE AS step "
-        f"FROM {tiled(within, 'step', LINE_BUCKETS)} WHERE {OF_SPAN} "
-        f"GROUP BY (time_ns - $from_ns) // {width_ns(within, LINE_BUCKETS)} ORDER BY 1",
+        f"FROM {source} WHERE {OF_SPAN} GROUP BY (time_ns - $from_ns) // {width} ORDER BY 1",
         within.params,
     )
     clock = pd.DataFrame({"elapsed": within.elapsed(table["time_ns"]), "step": table["step"].cummax()})
