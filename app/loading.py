@@ -13,16 +13,17 @@ from app.panel import Moment
 from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, expose, recent_loops
 from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
-from collector.diagnosis.recent import BATCHES, recent_loading, recent_since_ns
+from collector.diagnosis.recent import BATCHES, longest_waiting, recent_loading
 from collector.diagnosis.speed_ups import in_short
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
 from collector.store.queries import Span
 
-#: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often.
+#: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often. So
+#: is which rank waits longest: of ranks that wait alike, a page would show another one each time.
 _OUTLOOK_SECONDS = 30
-#: Of a live run a page looks at so many batches of all loops: it must be quick rather than long.
-_LIVE_BATCHES = 3_000
+#: Of a live run a page looks at so many batches of a rank: it must be quick rather than long.
+_LIVE_BATCHES = 1_500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,11 @@ class Recent:
     run_id: str
     tables: RunTables
     seen: Exposed
-    since_ns: int
+    most_batches: int
 
     def span(self, within: Span) -> Span:
         """The part of a window that the last batches of the loop are of."""
-        is_whole = self.since_ns <= within.from_ns and len(self.seen.waits) < RECENT_BATCHES
+        is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
         from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
         return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
 
@@ -59,11 +60,12 @@ def recent(moment: Moment) -> Recent | None:
 
 def _recent(moment: Moment) -> Recent | None:
     running = moment.verdict is not None and moment.verdict.status == "running"
-    since_ns = recent_since_ns(
-        moment.snapshot, from_ns=moment.span.from_ns, batches_count=_LIVE_BATCHES if running else BATCHES
-    )
+    most = _LIVE_BATCHES if running else BATCHES
+    rank = moment.span.rank
+    if rank is None:
+        rank = _longest_waiting((str(moment.run.path), moment.loader, moment.span.is_whole), moment)
     tables = recent_loading(
-        moment.snapshot, moment.manifest, since_ns=since_ns, rank=moment.span.rank, loader=moment.loader
+        moment.snapshot, moment.manifest, from_ns=moment.span.from_ns, rank=rank, batches_count=most
     )
     found = recent_loops(tables)
     mine = [loop for loop in found if loop.loader == moment.loader] or found
@@ -71,10 +73,16 @@ def _recent(moment: Moment) -> Recent | None:
         return None
     longest = max(mine, key=lambda loop: np.fmax(floats(loop.batches, "wait_ns"), 0.0).sum())
     seen = expose(longest, tables.stream("stage"))
-    return Recent(run_id=moment.run_id, tables=tables, seen=seen, since_ns=since_ns)
+    return Recent(run_id=moment.run_id, tables=tables, seen=seen, most_batches=most)
 
 
 @st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)
 def _forecast(key: tuple[object, ...], _tables: RunTables, _seen: Exposed) -> Forecast | str:
     del key  # stands for the others
     return forecast(_tables, _seen.loop, shared_io=worker_limit(_tables, _seen.loop).by == "io")
+
+
+@st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=32, show_spinner=False)
+def _longest_waiting(key: tuple[object, ...], _moment: Moment) -> int | None:
+    del key  # stands for the other
+    return longest_waiting(_moment.snapshot, from_ns=_moment.span.from_ns, loader=_moment.loader)

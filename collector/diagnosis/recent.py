@@ -13,7 +13,7 @@ from collector.diagnosis.tables import RunTables, newest_since_ns, totals_of
 from collector.store.queries import Queryable
 from training_harness.records import IDENTITY, STREAMS
 
-#: Of all loops together; each is looked at over its last `exposed.RECENT_BATCHES`.
+#: Of all loops of a rank; each is looked at over its last `exposed.RECENT_BATCHES`.
 BATCHES = 50_000
 _LEAD = 20
 _SAMPLED, _SAMPLES = ("process", "host"), 5_000
@@ -33,42 +33,46 @@ class _Streams(dict[str, pd.DataFrame]):
         return self[name]
 
 
-def recent_since_ns(snapshot: Queryable, *, from_ns: int, batches_count: int = BATCHES) -> int:
-    """Since when there are no more than so many batches of all loops: `from_ns`, or later."""
-    total = totals_of(snapshot, ["batch"])["batch"]
-    return (
-        from_ns
-        if total.rows_count <= batches_count
-        else max(from_ns, newest_since_ns(snapshot, "batch", total, batches_count))
-    )
-
-
 def recent_loading(
-    snapshot: Queryable, manifest: Mapping[str, Any], *, since_ns: int, rank: int | None, loader: int | None
+    snapshot: Queryable,
+    manifest: Mapping[str, Any],
+    *,
+    from_ns: int,
+    rank: int | None,
+    batches_count: int = BATCHES,
 ) -> RunTables:
-    """What the rules about loops need of one rank: its batches since `since_ns`, and what it recorded meanwhile.
+    """What the rules about loops need: a rank's last batches since `from_ns`, and what it recorded meanwhile.
 
-    Without `rank` it is the one that waited longest, for batches of `loader` if there are any. Of `process` and
-    `host` there are the last samples of all, to be had as long as the snapshot is; the other streams are empty.
+    Without `rank` it is of all. Of `process` and `host` there are the last samples of all, to be had as long as the
+    snapshot is; the other streams are empty.
     """
-    streams = _Streams(snapshot)
-    chosen = _longest_waiting(snapshot, since_ns, loader) if rank is None else rank
-    of_rank = "TRUE" if chosen is None else f"rank = {chosen:d}"
-    streams["batch"] = _rows(snapshot, "batch", since_ns, of_rank)
-    times = streams["batch"]["time_ns"]
-    now_ns = int(times.iloc[-1]) if len(times) else since_ns
+    streams, events = _Streams(snapshot), _events(snapshot)
+    ranks_count = len({event["rank"] for event in events if event["kind"] == "process-start"})
+    of_rank, share = ("TRUE", 1) if rank is None else (f"rank = {rank:d}", max(1, ranks_count))
+    batch = _newest(snapshot, from_ns, batches_count, of_rank, share)
+    streams["batch"] = batch
+    since_ns, now_ns = (int(batch["time_ns"].iloc[at]) if len(batch) else from_ns for at in (0, -1))
+    since_ns = since_ns if len(batch) == batches_count else from_ns
     for name in ("fetch", "stage"):  # batches that lay ready were made before
         streams[name] = _rows(snapshot, name, since_ns - (now_ns - since_ns) // _LEAD, of_rank)
     return RunTables(
         manifest=manifest,
-        events=_events(snapshot),
+        events=events,
         streams=streams,
         living=None,
         now_ns=now_ns,
     )
 
 
-def _longest_waiting(snapshot: Queryable, since_ns: int, loader: int | None) -> int | None:
+def longest_waiting(
+    snapshot: Queryable, *, from_ns: int, loader: int | None, batches_count: int = BATCHES
+) -> int | None:
+    """The rank that waited longest over the last batches since `from_ns`: of `loader` if it has any.
+
+    None where ranks are not known.
+    """
+    total = totals_of(snapshot, ["batch"])["batch"]
+    since_ns = max(from_ns, newest_since_ns(snapshot, "batch", total, batches_count))
     waited = "sum(greatest(wait_ns, 0))"
     found = snapshot.query(
         f"SELECT rank FROM batch WHERE time_ns >= {since_ns} GROUP BY rank "
@@ -78,14 +82,27 @@ def _longest_waiting(snapshot: Queryable, since_ns: int, loader: int | None) -> 
     return whole(found.iloc[0]) if len(found) else None
 
 
+def _newest(snapshot: Queryable, from_ns: int, most: int, of_rank: str, share: int) -> pd.DataFrame:
+    """The newest batches of a rank, which made one in `share` of all: looked for further back while too few."""
+    total = totals_of(snapshot, ["batch"])["batch"]
+    first_ns, last_ns = max(from_ns, total.first_ns or 0), total.last_ns or 0
+    look_back_ns = 2 * (last_ns - (total.first_ns or 0)) * most * share // max(total.rows_count, 1)
+    while True:
+        begin_ns = max(first_ns, last_ns - look_back_ns)
+        found = _rows(snapshot, "batch", begin_ns, of_rank, f"DESC LIMIT {most}")
+        if len(found) == most or begin_ns == first_ns:
+            return found.iloc[::-1].reset_index(drop=True)
+        look_back_ns *= 16
+
+
 def _columns(name: str) -> list[str]:
     return [column.name for column in (*STREAMS[name].columns, *IDENTITY)]
 
 
-def _rows(snapshot: Queryable, name: str, since_ns: int, where: str = "TRUE") -> pd.DataFrame:
+def _rows(snapshot: Queryable, name: str, since_ns: int, where: str = "TRUE", order: str = "ASC") -> pd.DataFrame:
     columns = ", ".join(f'"{column}"' for column in _columns(name))
     return snapshot.query(
-        f'SELECT {columns} FROM "{name}" WHERE time_ns >= {since_ns} AND {where} ORDER BY time_ns'
+        f'SELECT {columns} FROM "{name}" WHERE time_ns >= {since_ns} AND {where} ORDER BY time_ns {order}'
     )
 
 
