@@ -1,0 +1,59 @@
+"""The last data loading of a run of several ranks, as the pages about it look at it."""
+
+import pytest
+from store_world import make_run
+
+from collector.diagnosis.exposed import recent_loops
+from collector.diagnosis.recent import longest_waiting, recent_loading
+from collector.store.reader import read
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING, STREAMS
+
+MS = 10**6
+BATCHES = 400
+BEGIN_NS = 10**12
+#: Rank 2 made nearly all of its batches long ago.
+WAIT_MS, LATE = {0: 3, 1: 40, 2: 1}, 2
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = make_run(tmp_path)
+    for rank, wait_ms in WAIT_MS.items():
+        identity = Identity("node", 100 + rank, 1, rank)
+        writers = {name: JournalWriter(run.journal_dir, STREAMS[name], identity) for name in ("batch", "fetch")}
+        for index in range(BATCHES):
+            long_ago_ns = 10**12 if rank == LATE and index < BATCHES - 5 else 0
+            made_ns = BEGIN_NS + 10**12 + index * 50 * MS - long_ago_ns
+            common = {"loader": 0, "epoch": 0, "index": index, "worker": -1}
+            _append(writers, "fetch", common | {"time_ns": made_ns, "getitem_ns": wait_ms * MS, "collate_ns": 0})
+            _append(writers, "batch", common | {"time_ns": made_ns + MS, "wait_ns": wait_ms * MS})
+    return run
+
+
+def _append(writers, name, values):
+    writers[name].append(*(values.get(column.name, MISSING[column.code]) for column in STREAMS[name].columns))
+
+
+def test_the_rank_that_waits_longest_is_read_alone(run):
+    with read(run) as snapshot:
+        rank = longest_waiting(snapshot, from_ns=0, loader=0)
+        tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=rank, batches_count=100)
+        (loop,) = recent_loops(tables)
+    assert (rank, loop.rank) == (1, 1)
+    assert loop.batches["index"].tolist() == list(range(BATCHES - 100, BATCHES))
+    assert set(loop.batches["index"]) <= set(loop.fetches["index"])
+    assert len(tables.stream("fetch")) < BATCHES
+
+
+def test_batches_of_a_rank_that_has_all_but_stopped_are_looked_for_further_back(run):
+    with read(run) as snapshot:
+        tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=LATE, batches_count=100)
+        within = recent_loading(snapshot, run.manifest, from_ns=BEGIN_NS + 10**12, rank=LATE, batches_count=100)
+    assert tables.stream("batch")["index"].tolist() == list(range(BATCHES - 100, BATCHES))
+    assert len(within.stream("batch")) == 5
+
+
+def test_a_run_without_ranks_has_none_that_waits_longest(tmp_path):
+    with read(make_run(tmp_path)) as snapshot:
+        assert longest_waiting(snapshot, from_ns=0, loader=0) is None
