@@ -8,8 +8,6 @@ import time
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from urllib.parse import urljoin
-from urllib.request import urlopen
 
 import make_run
 import pytest
@@ -228,15 +226,6 @@ def test_who_clicks_gets_what_is_asked_for(live):
     page.wait_for_url(f"**run={well}*")
     page.get_by_text("No stall has been found").wait_for()
     assert complaints == []
-
-
-def test_a_page_brings_what_draws_charts_before_it_has_one_to_draw(live):
-    page, _, _ = live
-    address = "/".join(page.url.split("/")[:3]) + "/gpu-memory"
-    with urlopen(address) as answer:
-        script = re.fullmatch("<(.*)>; rel=modulepreload", answer.headers["link"])[1]
-    with urlopen(urljoin(address, script)) as code:
-        assert b"plotly.js v" in code.read()
 
 
 def test_the_html_report_opens_without_a_network(live, tmp_path):
