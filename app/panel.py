@@ -145,7 +145,7 @@ def moment_of(
     manifest = run.manifest
     origin = queries.origin_ns(manifest) or reach.first_ns
     span = queries.span(kept, reach, origin=origin, window=selection.window, rank=selection.rank)
-    loaders = loading_queries.fetching_loaders(kept, span) if view.by_loader else []
+    loaders = loading_queries.used_loaders(kept, span) if view.by_loader else []
     return Moment(
         run=run,
         manifest=manifest,

@@ -36,10 +36,13 @@ def loaders(snapshot: Queryable) -> pd.DataFrame:
     return frame.drop_duplicates(["loader", "rank"], ignore_index=True)
 
 
-def fetching_loaders(snapshot: Queryable, within: Span) -> list[int]:
-    """The loaders that made batches in the span, busiest first."""
-    made = _made(snapshot, within).groupby("loader")["n"].sum()
-    return [int(str(loader)) for loader in made.sort_values(ascending=False, kind="stable").index]
+def used_loaders(snapshot: Queryable, within: Span) -> list[int]:
+    """The loaders that yielded batches in the span, busiest first."""
+    table = snapshot.query(
+        f"SELECT loader FROM {tiled(within, 'batch')} WHERE {OF_SPAN} GROUP BY loader ORDER BY sum(n) DESC",
+        within.params,
+    )
+    return [int(loader) for loader in table["loader"]]
 
 
 def throughput(snapshot: Queryable, within: Span) -> pd.Series:
@@ -61,7 +64,7 @@ def worker_split(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame
         idle_ms, getitem_ms, collate_ms, cpu_ms, run_queue_ms, blocked_ms (NaN where not measured).
 
     """
-    made = _made_by(snapshot, within, loader)
+    made = _made(snapshot, within, loader)
     sums = made.groupby(["rank", "worker"], dropna=False)[["n", *_PARTS]].sum(min_count=1).reset_index()
     count = int(made["n"].sum())
     took = snapshot.query(
@@ -80,26 +83,21 @@ def fetch_heat(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
         rank, worker, elapsed_seconds (start of the bucket), fetch_ms, n.
 
     """
-    table = _made_by(snapshot, within, loader)
+    table = _made(snapshot, within, loader)
     table["elapsed_seconds"] = within.elapsed(table["time_ns"])
     return table[["rank", "worker", "fetch_ms", "n", "elapsed_seconds"]]
 
 
-def _made_by(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
-    made = _made(snapshot, within)
-    return made[made["loader"] == loader].reset_index(drop=True)
-
-
-def _made(snapshot: Queryable, within: Span) -> pd.DataFrame:
+def _made(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
     """Of the batches that each worker made in each bucket of time: how many, the longest fetch, and the sums."""
     source, width = pieces(snapshot, within, "fetch", GRID_BUCKETS // 2)
     width = max(width, GRID_STEP_NS)
     sums = ", ".join(f"sum({name.removesuffix('_ms')}_ns)::DOUBLE / 1e6 {name}" for name in _PARTS)
     return snapshot.query(
-        f"SELECT loader, rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
+        f"SELECT rank, worker, $from_ns + (time_ns - $from_ns) // {width} * {width} AS time_ns, "
         f"max(longest_ns) / 1e6 fetch_ms, sum(n)::BIGINT n, {sums} "
-        f"FROM {source} WHERE {OF_SPAN} GROUP BY ALL ORDER BY loader, rank, worker, time_ns",
-        within.params,
+        f"FROM {source} WHERE {_OF_LOADER} GROUP BY ALL ORDER BY rank, worker, time_ns",
+        {**within.params, "loader": loader},
     )
 
 

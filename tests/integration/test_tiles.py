@@ -93,7 +93,7 @@ def look(run, rank=None):
             "processes": memory_queries.processes(snapshot, within),
             "open files": memory_queries.open_files(snapshot),
         }
-        assert loading_queries.fetching_loaders(snapshot, within) == [0]
+        assert loading_queries.used_loaders(snapshot, within) == [0]
         assert memory_queries.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
         counts = {name: each.samples_count for name, each in lines.items()}
         views = snapshot.query("SELECT view_name, sql FROM duckdb_views() WHERE view_name LIKE '%tiled'")
