@@ -3,14 +3,18 @@
     python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
 
 The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what
-such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser that has
-Streamlit's own files, the whole run chosen. Answer is from then until the state of the run stands, with the
+such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser in which the
+dashboard was open before, the whole run chosen. Answer is from then until the state of the run stands, with the
 sentence that answers the page's question below it; paint, until the first figure does (or what to type where
 there is none); switch, from the click on a page's name until all its figures do. The rest is measured by clients
 that speak to the server as the browser does, one alone but for the last table: refresh is the time from the
 request to the end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed.
 Medians; a refresh that only repeats what was read before is not counted. The soak's slope is that of Theil and Sen
 over all but the first quarter of the readings of the server's private dirty memory, with its 95 % interval.
+
+A run cannot be older than the machine's clock, so soon after its start the batches lie closer together than a
+training would make them: `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command gives it
+another day.
 """
 
 from __future__ import annotations
@@ -187,14 +191,14 @@ def _cpu_seconds(server: psutil.Process) -> float:
     return spent.user + spent.system
 
 
-def rows_of(run: Run, base: str, server: psutil.Process, browser: Any) -> Iterator[tuple[str, ...]]:
-    """The lines of the table about one run."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    warm = context.new_page()
-    warm.goto(screenshots.address(base, SOAK_VIEW, run=run.run_id))
-    screenshots.await_view(warm)
-    switches = _switches(warm)
-    warm.close()
+def rows_of(run: Run, base: str, server: psutil.Process, context: Any) -> Iterator[tuple[str, ...]]:
+    """The lines of the table about one run, as a browser (a context of Playwright) sees it."""
+    address = screenshots.address(base, SOAK_VIEW, run=run.run_id)
+    for _ in range(TIMES):  # it keeps what it has compiled once a script came again
+        _window(context, address).close()
+    window = _window(context, address)
+    switches = _switches(window)
+    window.close()
     for page in PAGES:
         paints = [_paint(context, screenshots.address(base, page.path, run=run.run_id)) for _ in range(TIMES)]
         viewer = Viewer(base, page.path, run)
@@ -208,7 +212,13 @@ def rows_of(run: Run, base: str, server: psutil.Process, browser: Any) -> Iterat
             f"{statistics.median(switches[page.path]):.2f}",
             *_medians(answers),
         )
-    context.close()
+
+
+def _window(context: Any, address: str) -> Any:
+    page = context.new_page()
+    page.goto(address)
+    screenshots.await_view(page)
+    return page
 
 
 def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
@@ -334,7 +344,9 @@ def main() -> None:
     console = Console(width=int(os.environ.get("COLUMNS", "110")))
     with contextlib.ExitStack() as stack:
         home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-bench-")))
-        browser = stack.enter_context(screenshots.chromium())
+        profile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-browser-")))
+        size = {"width": 1440, "height": 900}
+        browser = stack.enter_context(screenshots.chromium_of(profile, viewport=size))
         for batches in options.batches:
             made = [run for run in list_runs(home) if f"-pages-{batches}-" in run.run_id]
             ago_ns = time.monotonic_ns() * 9 // 10  # there is no time before the machine's

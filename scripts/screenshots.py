@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 import click
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from app.pages import PAGES
 
@@ -32,6 +32,14 @@ VIEWS = {page.path: "" if page is PAGES[0] else page.path for page in PAGES}
 SIZES = ((1440, 900), (390, 844))
 README_JOB = ("fault", "slow-worker")
 START_SECONDS = 30
+_ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,21 +87,28 @@ def dashboard(
 def chromium() -> Iterator[Browser]:
     """A headless Chromium: the system's where there is one, else Playwright's own."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
-            args=[
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--no-first-run",
-            ],
-        )
+        browser = playwright.chromium.launch(executable_path=_executable(), args=_ARGUMENTS)
         try:
             yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def chromium_of(profile: Path, **options: Any) -> Iterator[BrowserContext]:
+    """The same as somebody's own browser, which keeps in a folder what it has loaded and compiled."""
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            profile, executable_path=_executable(), args=_ARGUMENTS, **options
+        )
+        try:
+            yield context
+        finally:
+            context.close()
+
+
+def _executable() -> str | None:
+    return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def address(base: str, view: str, **query: str | Sequence[str]) -> str:
