@@ -58,6 +58,11 @@ class HandOver:
     payload_bytes: float
 
     @property
+    def choosing(self) -> float:
+        """What choosing the samples takes: sending off their indices costs as much as a small batch's way back."""
+        return self.sampler - max(HAND_OVER_SECONDS, self.copied - self.copying)
+
+    @property
     def copying(self) -> float:
         """What its bytes take, of the time beyond what any batch costs; 0 if they do not explain most of that."""
         excess = self.copied - HAND_OVER_SECONDS
@@ -91,8 +96,7 @@ def find_hand_overs(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     setting = loader_settings(tables).get((loop.main, loop.loader), {})
     seen, found = hand_over(loop), []
     free = steady.idle_ratio >= BUSY_IDLE and not setting.get("iterable")
-    choosing = seen.sampler - HAND_OVER_SECONDS  # sending off indices takes its time too
-    if free and choosing >= TELL * steady.interval:
+    if free and seen.choosing >= TELL * steady.interval:
         found.append(_sampler_bound(tables, loop, steady, seen, str(setting.get("sampler") or "sampler")))
     if seen.copying >= TELL * steady.interval:
         make = _copy_bound
@@ -109,7 +113,7 @@ def pinned_bytes(tables: RunTables, loop: Loop) -> float:
 
 
 def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, sampler: str) -> Finding:
-    seconds = seen.sampler * len(loop.batches)
+    seconds = seen.choosing * len(loop.batches)
     window = _window(tables, steady)
     return _finding(
         "sampler-bound",
@@ -128,7 +132,7 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         advice=Advice(
             text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as "
             "an array or list, and let the dataset look up what an index means",
-            expected=f"{_rate(steady, seen.sampler)}; more workers do not help",
+            expected=f"{_rate(steady, seen.choosing)}; more workers do not help",
         ),
     )
 
