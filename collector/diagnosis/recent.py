@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from collector.diagnosis.frames import whole
-from collector.diagnosis.tables import RunTables, newest_since_ns, totals_of
+from collector.diagnosis.tables import RunTables, look_backs, newest_since_ns, totals_of
 from collector.store.queries import Queryable
 from training_harness.records import IDENTITY, STREAMS
 
@@ -51,8 +51,8 @@ def recent_loading(
     of_rank, share = ("TRUE", 1) if rank is None else (f"rank = {rank:d}", max(1, ranks_count))
     batch = _newest(snapshot, from_ns, batches_count, of_rank, share)
     streams["batch"] = batch
-    since_ns, now_ns = (int(batch["time_ns"].iloc[at]) if len(batch) else from_ns for at in (0, -1))
-    since_ns = since_ns if len(batch) == batches_count else from_ns
+    now_ns = int(batch["time_ns"].iloc[-1]) if len(batch) else from_ns
+    since_ns = int(batch["time_ns"].iloc[0]) if len(batch) == batches_count else from_ns
     for name in ("fetch", "stage"):  # batches that lay ready were made before
         streams[name] = _rows(snapshot, name, since_ns - (now_ns - since_ns) // _LEAD, of_rank)
     return RunTables(
@@ -64,15 +64,13 @@ def recent_loading(
     )
 
 
-def longest_waiting(
-    snapshot: Queryable, *, from_ns: int, loader: int | None, batches_count: int = BATCHES
-) -> int | None:
+def longest_waiting(snapshot: Queryable, *, from_ns: int, loader: int | None) -> int | None:
     """The rank that waited longest over the last batches since `from_ns`: of `loader` if it has any.
 
     None where ranks are not known.
     """
     total = totals_of(snapshot, ["batch"])["batch"]
-    since_ns = max(from_ns, newest_since_ns(snapshot, "batch", total, batches_count))
+    since_ns = max(from_ns, newest_since_ns(snapshot, "batch", total, BATCHES))
     waited = "sum(greatest(wait_ns, 0))"
     found = snapshot.query(
         f"SELECT rank FROM batch WHERE time_ns >= {since_ns} GROUP BY rank "
@@ -85,14 +83,11 @@ def longest_waiting(
 def _newest(snapshot: Queryable, from_ns: int, most: int, of_rank: str, share: int) -> pd.DataFrame:
     """The newest batches of a rank, which made one in `share` of all: looked for further back while too few."""
     total = totals_of(snapshot, ["batch"])["batch"]
-    first_ns, last_ns = max(from_ns, total.first_ns or 0), total.last_ns or 0
-    look_back_ns = 2 * (last_ns - (total.first_ns or 0)) * most * share // max(total.rows_count, 1)
-    while True:
-        begin_ns = max(first_ns, last_ns - look_back_ns)
+    for begin_ns in look_backs(total, most * share, from_ns=from_ns):
         found = _rows(snapshot, "batch", begin_ns, of_rank, f"DESC LIMIT {most}")
-        if len(found) == most or begin_ns == first_ns:
-            return found.iloc[::-1].reset_index(drop=True)
-        look_back_ns *= 16
+        if len(found) == most:
+            break
+    return found.iloc[::-1].reset_index(drop=True)
 
 
 def _columns(name: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -175,15 +175,23 @@ def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> 
     """
     if total.rows_count <= most:
         return total.first_ns or 0
-    first_ns, last_ns = total.first_ns or 0, total.last_ns or 0
-    look_back_ns = 2 * (last_ns - first_ns) * most // total.rows_count
-    while True:
-        begin_ns = max(first_ns, last_ns - look_back_ns)
+    for begin_ns in look_backs(total, most):
         newest = f'SELECT time_ns FROM "{name}" WHERE time_ns >= {begin_ns} ORDER BY time_ns DESC'
         found = snapshot.query(f"SELECT count(*) AS n, min(time_ns) AS ns FROM ({newest} LIMIT {most})").iloc[0]
-        if found["n"] == most or begin_ns == first_ns:
-            return int(found["ns"])
-        look_back_ns *= 8
+        if found["n"] == most:
+            break
+    return int(found["ns"])
+
+
+def look_backs(total: Total, most: int, *, from_ns: int | None = None) -> Iterator[int]:
+    """From when on to look for so many of the newest rows: each time further back, at last to the first of all."""
+    begun_ns, last_ns = total.first_ns or 0, total.last_ns or 0
+    first_ns = begun_ns if from_ns is None else max(from_ns, begun_ns)
+    back_ns = max(1, 2 * (last_ns - begun_ns) * most // max(total.rows_count, 1))
+    while last_ns - back_ns > first_ns:
+        yield last_ns - back_ns
+        back_ns *= 16
+    yield first_ns
 
 
 def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:

@@ -27,7 +27,7 @@ LINE_BUCKETS = 1000
 #: Buckets of a stack or a heat map, where every series shares one grid of time.
 GRID_BUCKETS = 400
 #: A figure of so many buckets still tells when something happened.
-FEWEST_BUCKETS = 40
+_FEWEST_BUCKETS = 40
 #: No grid is finer than the fastest sampling, else it would have holes.
 GRID_STEP_NS = 500_000_000
 
@@ -285,15 +285,13 @@ def pieces(snapshot: Queryable, within: Span, stream: str, buckets: int) -> tupl
     So of a long stream in a short time there are fewer of them, or too few for a figure: then each row is read.
     """
     width, tile_ns = width_ns(within, buckets), tiles.TILINGS[stream].width_ns
-    if width >= tile_ns:
-        return tiled(within, stream), width
-    if within.to_ns - within.from_ns >= FEWEST_BUCKETS * tile_ns:
+    if width < tile_ns:
         rows_count = snapshot.query(f"SELECT n FROM {stream}_reach")["n"].iloc[0]
-        if within.is_whole and rows_count > tiles.SAMPLED_BEYOND:
-            return tiled(
-                within, stream
-            ), tile_ns * 5 // 4  # tiles begin with a row: of their width, one may get none
-    return f"{stream}{tiles.ROWS}", width
+        is_long = within.to_ns - within.from_ns >= _FEWEST_BUCKETS * tile_ns
+        if not (within.is_whole and is_long and rows_count > tiles.SAMPLED_BEYOND):
+            return f"{stream}{tiles.ROWS}", width
+        width = tile_ns * 5 // 4  # tiles begin with a row: of their width, a bucket may get none
+    return tiled(within, stream), width
 
 
 def sampled(within: Span, stream: str, where: str, rows_count: int) -> str:

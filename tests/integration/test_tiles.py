@@ -26,9 +26,10 @@ SPIKE_AT = 2161
 class Training:
     """Four hours of two ranks with two workers each; the second worker is slow, one batch is awaited for long."""
 
-    def __init__(self, run):
+    def __init__(self, run, every_ns=EVERY_NS):
         self.run = run
-        self.begin_ns = max(time.monotonic_ns() - STEPS * EVERY_NS, EVERY_NS)  # where the clock began
+        self._every_ns = every_ns
+        self.begin_ns = max(time.monotonic_ns() - STEPS * every_ns, every_ns)  # where the clock began
         self._random = random.Random(7)
         self._writers = {
             (stream, rank): JournalWriter(run.journal_dir, STREAMS[stream], Identity("node", 100 + rank, 1, rank))
@@ -44,7 +45,7 @@ class Training:
     def step(self, step, rank):
         noise = self._random.randrange(10**6)
         worker = step % WORKERS
-        common = {"time_ns": self.begin_ns + step * EVERY_NS + noise, "loader": 0, "epoch": 0, "index": step}
+        common = {"time_ns": self.begin_ns + step * self._every_ns + noise, "loader": 0, "epoch": 0, "index": step}
         wait_ns = 5 * SECOND_NS if step == SPIKE_AT else 10**6 + noise
         duration_ns = MISSING["q"] if step == 0 else EVERY_NS + noise
         self._write("step", rank, common | {"step": step, "duration_ns": duration_ns, "data_wait_ns": wait_ns})
@@ -138,6 +139,22 @@ def test_tiles_show_what_the_rows_show(training, rank):
     assert tiled[2]
     assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
     assert_same(tiled, raw)
+
+
+def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
+    training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
+    training.train(range(STEPS))
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw = look(training.run)
+        ingester.maintain()
+        tiled = look(training.run)
+    assert tiled[2]
+    assert_same(tiled, raw)
+    assert len(tiled[0]["line wait"]) < 400 < STEPS * RANKS
+    cells = tiled[0]["heat"].groupby(["rank", "worker"]).size()
+    assert cells.nunique() == 1, "no worker has a hole"
 
 
 def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeypatch):
