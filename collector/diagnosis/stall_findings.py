@@ -21,7 +21,7 @@ _SPARE_IDLE = 0.10
 _LISTED = 50  # of the slow batches
 
 
-def hand_over(loop: Loop, steady: Pace) -> Finding:
+def hand_over(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The waiting lies between worker and loop, and neither sampler nor the bytes of a batch explain it."""
     missing = (
         f"it waits {steady.wait_ratio:.0%} of its time for batches that the workers have made already "
@@ -37,20 +37,37 @@ def hand_over(loop: Loop, steady: Pace) -> Finding:
                 f"{steady.hand_over * 1e3:.1f} ms",
             ),
         )
-    return dataclasses.replace(cannot_tell(loop, missing, steady.batches), advice=advice)
+    found = no_cause(tables, loop, steady, missing)
+    fetch = _seconds("fetch_seconds", steady.fetch_mean, steady, tables)
+    return dataclasses.replace(found, evidence=(*found.evidence, fetch), advice=advice)
 
 
-def cannot_tell(loop: Loop, missing: str, batches: int) -> Finding:
-    """What is missing for a verdict on this loop."""
+def no_cause(tables: RunTables, loop: Loop, steady: Pace, missing: str) -> Finding:
+    """What it waits is measured, and `missing` says what would be needed to tell why."""
+    idle = _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables)
+    return _cannot_tell(loop, missing, (*_pace_evidence(steady, tables), idle))
+
+
+def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
+    """Too little of this loop is recorded to judge it."""
+    return _cannot_tell(
+        loop,
+        missing,
+        (
+            measured("steady_batches", steady_batches, "count", len(loop.batches), "after the ramp-up"),
+            measured("fetches", len(loop.fetches), "count", len(loop.batches), "whole loop"),
+        ),
+    )
+
+
+def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
     return Finding(
         kind="cannot-tell",
         severity="info",
         confidence=1.0,
         summary=f"Whether loader {loop.loader} keeps up cannot be told: {missing}.",
         locus=_locus(loop),
-        evidence=(
-            Evidence(name="steady_batches", value=batches, unit="count", n=batches, window="after the ramp-up"),
-        ),
+        evidence=evidence,
     )
 
 

@@ -20,13 +20,14 @@ from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.pace import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.shards import shard_skew
 from collector.diagnosis.stall_findings import (
-    cannot_tell,
     collate_bound,
     compute_bound,
     hand_over,
     inline_loading,
+    no_cause,
     slow_worker,
     straggler_samples,
+    too_short,
     too_slow,
 )
 from collector.diagnosis.tables import RunTables
@@ -60,7 +61,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
-            short.append(cannot_tell(loop, thin or "no batch after the ramp-up", batches))
+            short.append(too_short(loop, thin or "no batch after the ramp-up", batches))
         found += at_epochs
     return found or short[:1]
 
@@ -94,7 +95,7 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
         crowded = find_contention(tables, loop, steady)
         if others or crowded or not healthy:
             return [*others, *crowded]
-        return [hand_over(loop, steady) if _handing_over(steady) else compute_bound(tables, loop, steady)]
+        return [(hand_over if _handing_over(steady) else compute_bound)(tables, loop, steady)]
     explained = sum(each.value_of("lost_seconds") or 0.0 for each in others if each.kind == "shard-skew")
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
@@ -116,7 +117,7 @@ def _starving(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
         "and no worker or "
         "sample stands out; a longer run or a larger prefetch_factor would tell"
     )
-    return [cannot_tell(loop, missing, steady.batches)]
+    return [no_cause(tables, loop, steady, missing)]
 
 
 def _collating(loop: Loop, steady: Pace) -> bool:

@@ -49,7 +49,10 @@ def test_a_slow_sampler_is_told_from_slow_workers():
 
 def test_a_wait_that_was_not_split_is_blamed_on_neither():
     script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
-    assert told(script)[0] == [("cannot-tell", "info")]
+    seen, found = told(script)
+    assert seen == [("cannot-tell", "info")]
+    assert found["cannot-tell"].value_of("hand_over_seconds") == pytest.approx(0.024, rel=0.1)
+    assert found["cannot-tell"].value_of("data_wait_ratio") > 0.4
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,7 @@ def test_a_run_too_short_to_judge_says_what_is_missing(batches):
     found = verdict(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=batches)
     assert kinds(found) == [("cannot-tell", None)]
     assert "10 are needed" in found[0].summary
+    assert found[0].value_of("fetches") == batches
 
 
 def test_silent_workers_are_not_judged():
@@ -254,6 +255,7 @@ def test_silent_workers_are_not_judged():
     found = find_stalls(script.tables())
     assert kinds(found) == [("cannot-tell", None)]
     assert "0 of 4 workers" in found[0].summary
+    assert (found[0].value_of("steady_batches"), found[0].value_of("fetches")) == (92, 0)
 
 
 def test_a_short_validation_loop_does_not_make_a_healthy_run_warn():
