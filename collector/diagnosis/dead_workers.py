@@ -81,9 +81,16 @@ class Workers:
             if owner is None or pid is None or self._stopped_on_purpose(owner, code):
                 continue
             worker = self._worker_at((owner[0], pid), code)
-            if worker is not None:
+            if worker is not None and not self._was_let_go(worker):
                 found.append(worker)
         return found
+
+    def _was_let_go(self, worker: DeadWorker) -> bool:
+        """Whether it had come to its loop's end before, and the training did not fail of it.
+
+        What the interpreter and its libraries meet when a spawned worker unloads them costs no batch.
+        """
+        return worker.message is None and self._farewells.get(worker.key) == "done"
 
     def _stopped_on_purpose(self, main: ProcessKey, code: int | None) -> bool:
         """Whether a worker's end by this code follows from a signal to the whole job."""
@@ -123,12 +130,12 @@ class Workers:
     def _vanished(self, address: tuple[str, int]) -> bool:
         """Whether a worker that said hello is known to be gone, and said no farewell."""
         key, living = self._keys.get(address), self.life.tables.living
-        return key is not None and living is not None and key not in living and key not in self._ended
+        return key is not None and living is not None and key not in living and key not in self._farewells
 
     @cached_property
-    def _ended(self) -> frozenset[ProcessKey]:
-        events = self.life.tables.events_of("worker-exit")
-        return frozenset(key for event in events if (key := key_of(event)))
+    def _farewells(self) -> dict[ProcessKey | None, str]:
+        """Why each worker that said farewell left its loop."""
+        return {key_of(event): str(event.get("reason")) for event in self.life.tables.events_of("worker-exit")}
 
     def _died_before(self, worker: ProcessKey, main: ProcessKey) -> bool:
         """Whether the collector saw the training process alive after it had seen the worker's end."""

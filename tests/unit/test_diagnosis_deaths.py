@@ -124,6 +124,25 @@ def test_a_killed_worker_is_named_and_not_the_training_that_followed():
     assert diagnose(script.tables()).status == "failed"
 
 
+@pytest.mark.parametrize(
+    ("reason", "message", "kinds"),
+    [
+        ("done", None, []),
+        ("done", "DataLoader worker (pid 1001) is killed by signal: Aborted. ", ["worker-killed"]),
+        ("MemoryError", None, ["worker-killed"]),
+    ],
+)
+def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_failed_of_it(
+    reason, message, kinds
+):
+    script = workers_leave(workers_leave(training(), 0), 1, reason=reason)
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": -6, "last_index": 7}
+    script.event(script.now_seconds - 0.35, "worker-died", loader=0, epoch=0, **died)
+    if message:
+        exception(script, "RuntimeError", message)
+    assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+
+
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
 def test_the_exception_alone_names_the_worker(message):
     script = over(farewell(workers_leave(exception(training(), "RuntimeError", message), 0)), 1)
