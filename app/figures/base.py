@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -12,10 +13,14 @@ import plotly.graph_objects as go
 from app.theme import Theme
 from collector.store.queries import Lines
 
+#: As Plotly takes one: it checks a trace when it joins a figure, and would check one of its own classes twice.
+Trace = dict[str, Any]
 #: No trace has more points than this.
 MAX_POINTS = 2000
 #: As the pages; in a report, whatever the reader's system has.
 FONT = '"Source Sans", system-ui, sans-serif'
+#: Pixels: of a letter on an axis, at most on average, and of what stands beside the names, the axis's title mostly.
+_LETTER, _BESIDE_NAMES = 7, 44
 #: How a hover gives elapsed time: `axis.in_unit` finds it.
 HOVERED_SECONDS = "%{x:,.1f} s"
 
@@ -85,12 +90,13 @@ def axis_title(text: str) -> dict[str, Any]:
     return {"text": text, "standoff": 8, "font": {"size": 13}}
 
 
-def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> go.Scatter:
+def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> Trace:
     """A line trace on numpy arrays; `unit` stands behind the value on hover.
 
     Plotly makes HTML of names, and a host or a run may be called anything.
     """
-    return go.Scatter(
+    return dict(
+        type="scatter",
         name=escape(name, quote=False),
         x=np.asarray(x, dtype=np.float64),
         y=np.asarray(y, dtype=np.float32),
@@ -101,9 +107,19 @@ def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> go.S
     )
 
 
-def area(name: str, x: Any, y: Any, colour: str, unit: str) -> go.Scatter:
+def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:
     """One layer of a stack; the layers share one grid of x."""
     return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 1.2})
+
+
+def name_rows(figure: go.Figure, names: Sequence[str]) -> None:
+    """Make the y axis one of short names, the first on top, with room for them.
+
+    Plotly could find the room itself (`automargin`), but draws everything twice for it.
+    """
+    left = _BESIDE_NAMES + _LETTER * max(map(len, names))
+    axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False}
+    figure.update_layout(margin={"l": left}, yaxis=axis)
 
 
 def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from app.figures.base import MAX_POINTS, Chart, area, blank, limit
 from app.figures.memory import ELAPSED
@@ -54,15 +53,16 @@ def account(
         at = trouble.loc[trouble[kind] > 0]
         if not at.empty:
             figure.add_trace(
-                go.Scatter(
-                    name=words,
-                    x=at["elapsed_seconds"].to_numpy(),
-                    y=np.full(len(at), top / GIB),
-                    mode="markers",
-                    marker={"symbol": symbol, "size": 11, "color": getattr(theme, colour)},
-                    customdata=at["step"].to_numpy(),
-                    hovertemplate=f"{words} in step %{{customdata:,}}<extra></extra>",
-                )
+                {
+                    "type": "scatter",
+                    "name": words,
+                    "x": at["elapsed_seconds"].to_numpy(),
+                    "y": np.full(len(at), top / GIB),
+                    "mode": "markers",
+                    "marker": {"symbol": symbol, "size": 11, "color": getattr(theme, colour)},
+                    "customdata": at["step"].to_numpy(),
+                    "hovertemplate": f"{words} in step %{{customdata:,}}<extra></extra>",
+                }
             )
     told = ", ".join(f"{part} {size(peak[part])}" for part in layers if known(peak[part]) and peak[part] > 0)
     caption = f"At the peak of {size(float(total.max()))}: {told}."
@@ -100,15 +100,16 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         ("in use", rows, starts, sizes, theme.allocated),
     ):
         figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=y,
-                base=base / MIB,
-                x=x / MIB,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate=f"{name}: %{{x:,.4~g}} MiB from %{{base:,.4~g}} MiB on<extra></extra>",
-            )
+            {
+                "type": "bar",
+                "name": name,
+                "orientation": "h",
+                "y": y,
+                "base": base / MIB,
+                "x": x / MIB,
+                "marker": {"color": colour, "line": {"width": 0}},
+                "hovertemplate": f"{name}: %{{x:,.4~g}} MiB from %{{base:,.4~g}} MiB on<extra></extra>",
+            }
         )
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
     figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, zeroline=False)

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from app.figures.base import Chart, area, blank, broken, limit, line, moment, sampled
+from app.figures.base import Chart, Trace, area, blank, broken, limit, line, moment, sampled
 from app.format import MIB, byte_axis
 from app.theme import Theme
 from collector.store.queries import Lines
@@ -191,17 +190,18 @@ def _restarts(
     x: np.ndarray[Any, Any],
     y: np.ndarray[Any, Any],
     colour: str,
-) -> go.Scatter:
+) -> Trace:
     at = np.searchsorted(x[~np.isnan(x)], starts).clip(max=np.count_nonzero(~np.isnan(x)) - 1)
-    return go.Scatter(
-        name=f"{name} restarted",
-        x=x[~np.isnan(x)][at],
-        y=y[~np.isnan(x)][at],
-        mode="markers",
-        marker={"symbol": "triangle-up", "size": 9, "color": colour},
-        hovertemplate="restarted",
-        showlegend=False,
-    )
+    return {
+        "type": "scatter",
+        "name": f"{name} restarted",
+        "x": x[~np.isnan(x)][at],
+        "y": y[~np.isnan(x)][at],
+        "mode": "markers",
+        "marker": {"symbol": "triangle-up", "size": 9, "color": colour},
+        "hovertemplate": "restarted",
+        "showlegend": False,
+    }
 
 
 def _fastest(places: pd.DataFrame, metric: str) -> str:

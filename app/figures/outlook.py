@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import plotly.graph_objects as go
 
-from app.figures.base import Chart, blank, faint, line
+from app.figures.base import Chart, Trace, blank, faint, line
 from app.format import GIB
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
@@ -23,16 +22,17 @@ def by_workers(
     x = np.array([option.setting.num_workers for option in options], dtype=np.float64)
     low, high = (np.array([getattr(option, name) for option in options]) for name in ("low", "high"))
     figure.add_trace(
-        go.Scatter(
-            name="90 % interval",
-            x=np.concatenate([x, x[::-1]]),
-            y=np.concatenate([high, low[::-1]]).astype(np.float32),
-            fill="toself",
-            mode="lines",
-            fillcolor=faint(theme.allocated),
-            line={"width": 0},
-            hoverinfo="skip",
-        )
+        {
+            "type": "scatter",
+            "name": "90 % interval",
+            "x": np.concatenate([x, x[::-1]]),
+            "y": np.concatenate([high, low[::-1]]).astype(np.float32),
+            "fill": "toself",
+            "mode": "lines",
+            "fillcolor": faint(theme.allocated),
+            "line": {"width": 0},
+            "hoverinfo": "skip",
+        }
     )
     rates = [option.batches_per_second for option in options]
     figure.add_trace(line("predicted", x, rates, theme.allocated, "batches/s", mode="lines+markers"))
@@ -67,7 +67,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> 
     ):
         if options:
             trace = _mark(name, *place(options), colour, symbol, "%", size=8)
-            figure.add_trace(trace.update(text=[words(o.setting) for o in options]))
+            figure.add_trace({**trace, "text": [words(o.setting) for o in options]})
     best = outlook.front
     figure.add_trace(line("least waiting for the memory", *place(best), theme.allocated, "%", line={"dash": "dot"}))
     figure.add_trace(_mark("as it is", *place([outlook.own]), theme.reserved, "diamond", "%"))
@@ -95,12 +95,13 @@ def _rate(option: Option) -> str:
 
 def _mark(
     name: str, x: list[float], y: list[float], colour: str, symbol: str, unit: str, *, size: int = 13
-) -> go.Scatter:
-    return go.Scatter(
-        name=name,
-        x=np.asarray(x, dtype=np.float64),
-        y=np.asarray(y, dtype=np.float32),
-        mode="markers",
-        marker={"color": colour, "symbol": symbol, "size": size},
-        hovertemplate=f"%{{y:,.4~g}} {unit} %{{text}}",
-    )
+) -> Trace:
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": np.asarray(x, dtype=np.float64),
+        "y": np.asarray(y, dtype=np.float32),
+        "mode": "markers",
+        "marker": {"color": colour, "symbol": symbol, "size": size},
+        "hovertemplate": f"%{{y:,.4~g}} {unit} %{{text}}",
+    }

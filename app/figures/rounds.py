@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from app.figures.base import MAX_POINTS, Chart, blank
+from app.figures.base import MAX_POINTS, Chart, blank, name_rows
 from app.figures.workers import pattern
 from app.theme import Theme
 from collector.diagnosis.rounds import Lanes
@@ -48,23 +47,23 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
             continue
         said = "batch %{customdata[0]:,} of worker %{customdata[1]}: %{customdata[2]:,.4~g} ms"
         figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=[LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]],
-                base=(rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
-                x=(rows["duration_ms"] * scale).to_numpy(dtype=np.float32),
-                width=thick,
-                offset=offset,
-                marker={"color": getattr(theme, colour), "pattern": pattern(shape, theme), "line": {"width": 0}},
-                customdata=rows[["index", "by", "duration_ms"]].to_numpy(),
-                hovertemplate=f"{name}, {said}<extra></extra>",
-            )
+            {
+                "type": "bar",
+                "name": name,
+                "orientation": "h",
+                "y": [LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]],
+                "base": (rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
+                "x": (rows["duration_ms"] * scale).to_numpy(dtype=np.float32),
+                "width": thick,
+                "offset": offset,
+                "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme), "line": {"width": 0}},
+                "customdata": rows[["index", "by", "duration_ms"]].to_numpy(),
+                "hovertemplate": f"{name}, {said}<extra></extra>",
+            }
         )
     figure.update_layout(barmode="overlay", hovermode="closest")
-    figure.update_yaxes(
-        type="category", categoryorder="array", categoryarray=names, range=[len(names) - 0.5, -0.7], showgrid=False
-    )
+    name_rows(figure, names)
+    figure.update_yaxes(autorange=False, categoryorder="array", categoryarray=names, range=[len(names) - 0.5, -0.7])
     figure.update_xaxes(range=[0, length_ms * scale])
     waits = bars[bars["kind"] == "wait"]
     by_worker = waits.groupby("by")["duration_ms"].sum()
@@ -88,24 +87,26 @@ def fold(folded: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         for position, worker in zip(folded["position"], folded["worker"], strict=True)
     ]
     figure.add_trace(
-        go.Bar(
-            name="mean wait",
-            x=places,
-            y=folded["mean_ms"].to_numpy(dtype=np.float32),
-            marker={"color": theme.wait},
-            customdata=folded[["n", "ratio"]].to_numpy(),
-            hovertemplate="%{y:,.4~g} ms, %{customdata[1]:.1%} of all waiting (n = %{customdata[0]:,})",
-        )
+        {
+            "type": "bar",
+            "name": "mean wait",
+            "x": places,
+            "y": folded["mean_ms"].to_numpy(dtype=np.float32),
+            "marker": {"color": theme.wait},
+            "customdata": folded[["n", "ratio"]].to_numpy(),
+            "hovertemplate": "%{y:,.4~g} ms, %{customdata[1]:.1%} of all waiting (n = %{customdata[0]:,})",
+        }
     )
     figure.add_trace(
-        go.Scatter(
-            name="95th percentile",
-            x=places,
-            y=folded["p95_ms"].to_numpy(dtype=np.float32),
-            mode="markers",
-            marker={"symbol": "line-ew-open", "size": 14, "color": theme.text, "line": {"width": 2}},
-            hovertemplate="%{y:,.4~g} ms",
-        )
+        {
+            "type": "scatter",
+            "name": "95th percentile",
+            "x": places,
+            "y": folded["p95_ms"].to_numpy(dtype=np.float32),
+            "mode": "markers",
+            "marker": {"symbol": "line-ew-open", "size": 14, "color": theme.text, "line": {"width": 2}},
+            "hovertemplate": "%{y:,.4~g} ms",
+        }
     )
     figure.update_xaxes(type="category")
     worst = folded.iloc[int(folded["ratio"].to_numpy().argmax())]

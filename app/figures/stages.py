@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import Chart, blank
+from app.figures.base import Chart, Trace, blank
 from app.figures.workers import pattern
 from app.theme import Theme
 from collector.wording import duration, number, part, percent, quantity
@@ -64,12 +64,13 @@ def _bars(stages: pd.Series, x_title: str, theme: Theme, revision: str) -> go.Fi
 
 def _bar(
     name: str, stages: pd.Series, values: np.ndarray[Any, Any], unit: str, theme: Theme, colour: str, shape: str
-) -> go.Bar:
-    return go.Bar(
-        name=name,
-        orientation="h",
-        y=[part(stage) for stage in stages],
-        x=values,
-        marker={"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
-        hovertemplate=f"%{{x:,.4~g}} {unit}",
-    )
+) -> Trace:
+    return {
+        "type": "bar",
+        "name": name,
+        "orientation": "h",
+        "y": [part(stage) for stage in stages],
+        "x": values,
+        "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
+        "hovertemplate": f"%{{x:,.4~g}} {unit}",
+    }

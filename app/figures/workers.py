@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
-from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, blank, line, sampled
+from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, blank, line, name_rows, sampled
 from app.figures.memory import ELAPSED
 from app.theme import Theme
 from collector.store.queries import Lines
@@ -74,26 +73,27 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     grid = fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms")
     top = float(np.nanquantile(grid.to_numpy(), 0.99))
     figure.add_trace(
-        go.Heatmap(
-            name="longest fetch",
-            x=grid.columns.to_numpy(),
-            y=order,
-            z=grid.to_numpy(dtype=np.float32),
-            zmin=0,
-            zmax=top,
-            ygap=2,
-            colorscale=[[0, theme.heat[0]], [1, theme.heat[1]]],
-            colorbar={
+        {
+            "type": "heatmap",
+            "name": "longest fetch",
+            "x": grid.columns.to_numpy(),
+            "y": order,
+            "z": grid.to_numpy(dtype=np.float32),
+            "zmin": 0,
+            "zmax": top,
+            "ygap": 2,
+            "colorscale": [[0, theme.heat[0]], [1, theme.heat[1]]],
+            "colorbar": {
                 "title": {"text": "longest fetch (ms)", "side": "right", "font": {"size": 13}},
                 "thickness": 12,
                 "outlinewidth": 0,
             },
-            hovertemplate=f"worker %{{y}}, {HOVERED_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
-            hoverongaps=False,
-        )
+            "hovertemplate": f"worker %{{y}}, {HOVERED_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
+            "hoverongaps": False,
+        }
     )
     figure.update_layout(hovermode="closest", height=max(260, min(640, 140 + 30 * len(order))))
-    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    name_rows(figure, order)
     figure.update_xaxes(showgrid=False)
     caption = f"Longest fetch per cell, of {int(fetches['n'].sum()):,} batches; empty: no batch made."
     return Chart(
@@ -164,18 +164,19 @@ def _shares(
     total = known_ms.sum(axis=1)
     for column, (name, colour, shape) in parts.items():
         figure.add_trace(
-            go.Bar(
-                name=name,
-                orientation="h",
-                y=names,
-                x=(known_ms[column] / total * 100).to_numpy(dtype=np.float32),
-                marker={"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
-                customdata=(known_ms[column] / split["n"]).to_numpy(dtype=np.float32),
-                hovertemplate="%{x:.1f} %, %{customdata:,.4~g} ms per batch",
-            )
+            {
+                "type": "bar",
+                "name": name,
+                "orientation": "h",
+                "y": names,
+                "x": (known_ms[column] / total * 100).to_numpy(dtype=np.float32),
+                "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
+                "customdata": (known_ms[column] / split["n"]).to_numpy(dtype=np.float32),
+                "hovertemplate": "%{x:.1f} %, %{customdata:,.4~g} ms per batch",
+            }
         )
     figure.update_layout(barmode="stack", bargap=0.25, hovermode="y unified")
-    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    name_rows(figure, names)
     figure.update_xaxes(range=[0, 100])
     whole = ", ".join(
         f"{name} {share:.0f} %"
