@@ -50,6 +50,8 @@ _pictures: dict[tuple[Any, ...], Picture] = {}
 #: Of each run's newest look, answers of no more cells: of one that stands still, each view asks much the same.
 _answers: dict[Path, tuple[Hashable, dict[str, pd.DataFrame]]] = {}
 _KEPT_RUNS, _KEPT_CELLS = 8, 250_000
+#: No part of a picture stays that is older: somebody left the page, and comes back.
+_OLD_NS = 5 * 10**9
 _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
@@ -98,21 +100,33 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One panel of a view: its name, and the pure function that gives its blocks."""
+    """One panel of a view: its name, and the pure function that gives its blocks.
+
+    A refresh of a live page builds the panels of one turn anew and leaves the others for the next.
+    """
 
     name: str
     build: Callable[[Moment], Iterator[Block]]
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A view: the question, the sentence that answers it, and rows of panels that stand side by side."""
+    """A view: the question, the sentence that answers it, and rows of panels that stand side by side.
+
+    The answer is of the first turn.
+    """
 
     name: str
     rows: Sequence[Sequence[Panel]]
     question: str = ""
     answer: Callable[[Moment], str] = lambda _: ""
     by_loader: bool = False
+
+    @property
+    def turns_count(self) -> int:
+        """How many refreshes it takes until all panels are new."""
+        return 1 + max(panel.turn for row in self.rows for panel in row)
 
 
 def show(view: View) -> None:
@@ -203,7 +217,12 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
     drawing = Drawing(view=view.name, status=status, run_id=run.run_id, live=live, follows=live or awaits)
     if not rests:
         try:
-            picture = _shared(asked, awaits_still, lambda: _take(view, selection, theme, loader), drawing.go_on)
+            picture = _shared(
+                asked,
+                awaits_still,
+                lambda before: _take(view, selection, theme, loader, before if live else None),
+                drawing.go_on,
+            )
         except Exception as error:  # noqa: BLE001 - one clear line for whatever went wrong
             _log.exception("view %s of %s", view.name, run.path)
             draw_failure(f"{run.run_id}: {one_line(error)}", run.run_id)
@@ -227,7 +246,7 @@ def _kept(asked: tuple[Any, ...]) -> tuple[Picture | None, bool]:
 def _shared(
     asked: tuple[Any, ...],
     awaits: bool,
-    take: Callable[[], Generator[Picture]],
+    take: Callable[[Picture | None], Generator[Picture]],
     grown: Callable[[Picture], None],
 ) -> Picture:
     """The picture that is asked for: many who look at the same share what one of them has read, row by row.
@@ -241,7 +260,7 @@ def _shared(
     with taking:
         picture = _pictures.get(asked)
         if picture is None or picture.is_due or picture.awaits != awaits:
-            with closing(take()) as pictures:
+            with closing(take(picture if picture and picture.awaits == awaits else None)) as pictures:
                 for picture in pictures:
                     grown(picture)
         assert picture is not None
@@ -254,8 +273,12 @@ def _shared(
     return picture
 
 
-def _take(view: View, selection: Selection, theme: Theme, loader: int | None) -> Generator[Picture]:
+def _take(
+    view: View, selection: Selection, theme: Theme, loader: int | None, before: Picture | None
+) -> Generator[Picture]:
     """Read the run and build the view: first what stands above its rows, then with one row more each time.
+
+    What has not its turn stays as it was in the picture `before`.
 
     Raises:
         TidegaugeError: the run cannot be read.
@@ -272,6 +295,10 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             taken_ns=time.monotonic_ns(),
             problems=snapshot.problems,
         )
+        if before is not None and before.rows and picture.taken_ns - before.taken_ns < _OLD_NS:
+            picture = replace(picture, turn=(before.turn + 1) % view.turns_count)
+        else:
+            before = None
         if reach is None:
             yield picture
             return
@@ -290,13 +317,17 @@ def _take(view: View, selection: Selection, theme: Theme, loader: int | None) ->
             loaders=moment.loaders,
             judged=own,
             awaits=any(each.is_awaited for each in (own, *others)),
-            answer=answer_of(view, moment),
+            answer=before.answer if before and picture.turn else answer_of(view, moment),
         )
         cost_ns = time.monotonic_ns() - picture.taken_ns  # without what drawing takes in between
         yield picture
-        for row in view.rows:
+        for place, row in enumerate(view.rows):
             begun_ns = time.monotonic_ns()
-            blocks = [(panel.name, build(panel, moment)) for panel in row]
+            built = before.rows[place] if before else [None] * len(row)
+            blocks = [
+                was if was and panel.turn != picture.turn else (panel.name, build(panel, moment))
+                for panel, was in zip(row, built, strict=True)
+            ]
             cost_ns += time.monotonic_ns() - begun_ns
             picture = replace(picture, rows=(*picture.rows, blocks))
             yield picture

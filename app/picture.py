@@ -11,6 +11,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app.blocks import Block, draw
+from app.figures.base import Chart
 from app.format import plain
 from app.judging import Judged
 from app.status import draw_failure, draw_no_records, draw_problems, draw_status
@@ -18,16 +19,24 @@ from collector.store.queries import Extent
 
 #: A live view that costs much is read less often: so long as this is not over, in times of what it cost.
 REST_PER_COST = 3
+#: A browser that is sent its first chart right behind the answer evaluates Plotly's script, for a second or so,
+#: before it paints either. It has this time for the answer.
+PAINT_SECONDS = 0.2
+_HAS_CHARTS = "tidegauge-has-charts"
 #: The key of the control that chooses a DataLoader.
 LOADER = "loader"
+
+
+#: Of the panels that stand side by side: the name, and the blocks or the line that says why there are none.
+Row = Sequence[tuple[str, list[Block] | str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
 
-    Of each row there is the name of each panel, with its blocks or the line that says why there are none. `cost_ns`
-    is how long it took; it may `await` a verdict, of the run or of one that it is compared with.
+    `cost_ns` is how long it took, and `turn` whose turn it was (-1: everyone's): what is not of that turn is as old
+    as the picture before. It may `await` a verdict, of the run or of one that it is compared with.
     """
 
     reach: Extent | None
@@ -36,11 +45,12 @@ class Picture:
     taken_ns: int
     problems: tuple[str, ...]
     cost_ns: int = 0
+    turn: int = -1
     loaders: tuple[int, ...] = ()
     judged: Judged = field(default_factory=Judged)
     awaits: bool = False
     answer: str = ""
-    rows: Sequence[Sequence[tuple[str, list[Block] | str]]] = ()
+    rows: Sequence[Row] = ()
 
     @property
     def is_due(self) -> bool:
@@ -68,6 +78,7 @@ class Drawing:
             self._problems = self._begin(picture)
         why_not = picture.judged.why_not
         for row in picture.rows[self._rows_count :]:
+            _let_paint(row)
             columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
             for (name, content), column in zip(row, columns, strict=True):
                 with column:
@@ -111,6 +122,13 @@ class Drawing:
             draw_problems(picture.problems)
             if picture.reach is None and not picture.problems:
                 draw_no_records(self.status)
+
+
+def _let_paint(row: Row) -> None:
+    """Wait before the first charts of a browser's window."""
+    if _HAS_CHARTS not in st.session_state and any(isinstance(block, Chart) for _, found in row for block in found):
+        st.session_state[_HAS_CHARTS] = True
+        time.sleep(PAINT_SECONDS)
 
 
 def _draw_panel(view: str, panel: str, content: list[Block] | str) -> None:

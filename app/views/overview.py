@@ -152,7 +152,7 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=headline),),
         (Panel(name="Key figures", build=key_figures),),
-        (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time)),
+        (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time, turn=1)),
         (Panel(name="GPU", build=no_gpu),),
     ),
 )

@@ -197,6 +197,7 @@ def _split(moment: Moment) -> pd.DataFrame | None:
     return None if split.empty else split
 
 
+# First what is of the newest batches, then what is of the whole window.
 VIEW = View(
     name="worker-stalls",
     question="What does the training wait for, and which worker is behind it?",
@@ -207,11 +208,11 @@ VIEW = View(
         (Panel(name="Setting", build=setting),),
         (Panel(name="Key figures", build=key_figures),),
         (Panel(name="Lanes", build=in_lanes),),
-        (Panel(name="Fold", build=folded), Panel(name="Waits", build=waits)),
-        (Panel(name="Worker time", build=stages), Panel(name="Fetch time", build=causes)),
-        (Panel(name="Fetch time by worker", build=heat),),
+        (Panel(name="Fold", build=folded), Panel(name="Waits", build=waits, turn=1)),
+        (Panel(name="Worker time", build=stages, turn=1), Panel(name="Fetch time", build=causes, turn=1)),
+        (Panel(name="Fetch time by worker", build=heat, turn=1),),
         (Panel(name="Other settings", build=other_settings),),
-        (Panel(name="Workers", build=table),),
+        (Panel(name="Workers", build=table, turn=1),),
     ),
 )
 

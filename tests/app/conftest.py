@@ -11,6 +11,7 @@ def patient(monkeypatch):
     """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
     panel._pictures.clear()
     monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 120)
+    monkeypatch.setattr("app.picture.PAINT_SECONDS", 0)
 
 
 @pytest.fixture(scope="session")

@@ -246,6 +246,25 @@ def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     assert not figures(open_view(monkeypatch, tmp_path, "overview", window="last 5 min"))
 
 
+def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.LIVE)
+    monkeypatch.setattr("app.picture.REST_PER_COST", -1)
+    built, build = [], panel.build
+    monkeypatch.setattr(panel, "build", lambda one, moment: built.append(one.name) or build(one, moment))
+
+    def look():
+        built.clear()
+        at = open_view(monkeypatch, tmp_path, "overview")
+        return list(built), len(figures(at))
+
+    first, second, third = look(), look(), look()
+    assert sorted(second[0] + third[0]) == sorted(first[0])
+    assert "Step time" in third[0]
+    assert first[1] == second[1] == third[1] == 2
+    monkeypatch.setattr(panel, "_OLD_NS", 0)
+    assert look() == first
+
+
 @pytest.mark.parametrize(
     ("claims", "expected"),
     [
