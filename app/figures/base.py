@@ -112,13 +112,13 @@ def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:
     return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 1.2})
 
 
-def name_rows(figure: go.Figure, names: Sequence[str]) -> None:
-    """Make the y axis one of short names, the first on top, with room for them.
+def name_rows(figure: go.Figure, names: Sequence[str], **more: Any) -> None:
+    """Make the y axis one of short names, the first on top, with room for them; `more` is of the axis.
 
     Plotly could find the room itself (`automargin`), but draws everything twice for it.
     """
     left = _BESIDE_NAMES + _LETTER * max(map(len, names))
-    axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False}
+    axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False, **more}
     figure.update_layout(margin={"l": left}, yaxis=axis)
 
 

@@ -62,8 +62,8 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
             }
         )
     figure.update_layout(barmode="overlay", hovermode="closest")
-    name_rows(figure, names)
-    figure.update_yaxes(autorange=False, categoryorder="array", categoryarray=names, range=[len(names) - 0.5, -0.7])
+    all_lanes = [len(names) - 0.5, -0.7]
+    name_rows(figure, names, categoryorder="array", categoryarray=names, autorange=False, range=all_lanes)
     figure.update_xaxes(range=[0, length_ms * scale])
     waits = bars[bars["kind"] == "wait"]
     by_worker = waits.groupby("by")["duration_ms"].sum()

@@ -44,9 +44,8 @@ def fold(seen: Exposed) -> pd.DataFrame:
     rows = seen.waits[seen.waits["index"] >= seen.loop.ramp]
     position = rows["index"] % max(seen.loop.num_workers, 1)
     waits = (rows["wait_ns"] / MS_NS).groupby([position.rename("position"), rows["worker"]])
-    found = waits.agg(
-        n="count", mean_ms="mean", p95_ms=lambda values: values.quantile(0.95), total="sum"
-    ).reset_index()
+    columns = {"n": waits.count(), "mean_ms": waits.mean(), "p95_ms": waits.quantile(0.95), "total": waits.sum()}
+    found = pd.DataFrame(columns).reset_index()
     found["ratio"] = found["total"] / max(found.pop("total").sum(), 1e-9)
     return found.astype({"position": int, "worker": int})
 
@@ -63,7 +62,7 @@ def lanes(seen: Exposed, rounds: int = ROUNDS) -> Lanes | None:
     rows = waits.iloc[last - width + 1 : last + 1]
     begin, end = float(rows["asked_ns"].iloc[0]), float(rows["yield_ns"].iloc[-1])
     parts = [*_loop_bars(rows), *_worker_bars(seen, begin, end)]
-    bars = pd.concat(parts, ignore_index=True)
+    bars = pd.concat(parts, ignore_index=True).dropna(subset=["begin_ns", "end_ns"])
     bars["begin_ns"], bars["end_ns"] = bars["begin_ns"].clip(begin, end), bars["end_ns"].clip(begin, end)
     bars = bars[bars["end_ns"] > bars["begin_ns"]]
     bars["begin_ms"], bars["duration_ms"] = (
@@ -81,8 +80,8 @@ def _loop_bars(rows: pd.DataFrame) -> list[pd.DataFrame]:
 
 def _worker_bars(seen: Exposed, begin: float, end: float) -> list[pd.DataFrame]:
     yields = seen.waits[["epoch", "index", "yield_ns"]].drop_duplicates(["epoch", "index"])
-    made = seen.fetches.merge(yields, how="left", on=["epoch", "index"])
-    made = made[(made["yield_ns"].fillna(np.inf) > begin) & (made["idle_from_ns"] < end)]
+    made = seen.fetches[seen.fetches["idle_from_ns"] < end].merge(yields, how="left", on=["epoch", "index"])
+    made = made[made["yield_ns"].fillna(np.inf) > begin]
     who, index = made["worker"], made["index"]
     return [
         _bars("idle", who, index, who, made["idle_from_ns"], made["begun_ns"]),
@@ -96,4 +95,4 @@ def _bars(
     kind: str, worker: object, index: pd.Series, by: pd.Series, begin: pd.Series, end: pd.Series
 ) -> pd.DataFrame:
     columns = {"kind": kind, "worker": worker, "index": index, "by": by, "begin_ns": begin, "end_ns": end}
-    return pd.DataFrame(columns, index=index.index).dropna(subset=["begin_ns", "end_ns"])
+    return pd.DataFrame(columns, index=index.index)

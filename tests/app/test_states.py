@@ -4,10 +4,12 @@ import os
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import make_run as runs
 import pytest
@@ -183,6 +185,19 @@ def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
     monkeypatch.setattr(panel, "build", lambda *of: order.append("panel") or build(*of))
     assert figures(open_view(monkeypatch, tmp_path, "overview"))
     assert order[:2] == ["line", "panel"]
+
+
+def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.SLOW_WORKER)
+    order, draw = [], picture.draw
+    pause = SimpleNamespace(sleep=lambda _: order.append("pause"), monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(picture, "time", pause)
+    monkeypatch.setattr(picture, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert order == ["Findings", "Metrics", "pause", "Chart", "Chart", "Note"]
+    order.clear()
+    at.run()
+    assert order == ["Findings", "Metrics", "Chart", "Chart", "Note"]
 
 
 def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
