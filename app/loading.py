@@ -76,7 +76,7 @@ def _recent(moment: Moment) -> Recent | None:
     return Recent(run_id=moment.run_id, tables=tables, seen=seen, most_batches=most)
 
 
-@st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)
+@st.cache_resource(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)  # one object: what hangs on it is kept
 def _forecast(key: tuple[object, ...], _tables: RunTables, _seen: Exposed) -> Forecast | str:
     del key  # stands for the others
     return forecast(_tables, _seen.loop, shared_io=worker_limit(_tables, _seen.loop).by == "io")

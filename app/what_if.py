@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import streamlit as st
 
 from app.blocks import Metric, Metrics, draw
 from app.figures import outlook as figures
+from app.figures.base import Chart
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
@@ -13,6 +17,7 @@ from collector.wording import known, number, percent, quantity, size
 
 _MOST_PREFETCH = 8
 _LINE_WORKERS = 16
+_KEPT = 8
 
 
 def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None:
@@ -30,20 +35,34 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None
             "in_order: batches come in the order of the sampler; without it (torch ≥ 2.7) whichever is made first"
         )
         in_order = st.toggle("in order", own.in_order, key=f"{key}-order", help=help)
-    chosen, *line = outlook.at(_settings(workers, prefetch, most, in_order=in_order))
-    draw(Metrics(items=_metrics(outlook, chosen)), f"{key}-figures")
+    chosen = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
+    metrics, by_workers, front = _predicted(outlook, chosen, most, theme, revision)
+    draw(metrics, f"{key}-figures")
     left, right = st.columns(2)
     with left:
-        draw(figures.by_workers(line, chosen, outlook, theme, revision=revision), f"{key}-by-workers")
+        draw(by_workers, f"{key}-by-workers")
     with right:
-        draw(figures.front(outlook, chosen, theme, revision=revision), f"{key}-front")
+        draw(front, f"{key}-front")
 
 
-def _settings(workers: int, prefetch: int, most: int, *, in_order: bool) -> list[Setting]:
-    """What is chosen, and other numbers of workers beside it."""
+@lru_cache(_KEPT)
+def _predicted(
+    outlook: Forecast, setting: Setting, most: int, theme: Theme, revision: str
+) -> tuple[Metrics, Chart, Chart]:
+    """What a setting gives, kept: most refreshes have the same forecast, and the replay takes long."""
+    chosen, *line = outlook.at([setting, *_beside(setting, most)])
+    return (
+        Metrics(items=_metrics(outlook, chosen)),
+        figures.by_workers(line, chosen, outlook, theme, revision=revision),
+        figures.front(outlook, chosen, theme, revision=revision),
+    )
+
+
+def _beside(setting: Setting, most: int) -> list[Setting]:
+    """The same setting with other numbers of workers, and its own."""
     step = -(-most // _LINE_WORKERS)
-    numbers = sorted({1, workers, *range(step, most + 1, step)})
-    return [Setting(num_workers=each, prefetch_factor=prefetch, in_order=in_order) for each in (workers, *numbers)]
+    numbers = sorted({1, setting.num_workers, *range(step, most + 1, step)})
+    return [replace(setting, num_workers=number) for number in numbers]
 
 
 def _metrics(outlook: Forecast, chosen: Option) -> list[Metric]:

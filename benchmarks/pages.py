@@ -9,8 +9,9 @@ sentence that answers the page's question below it; paint, until the first figur
 there is none); switch, from the click on a page's name until all its figures do. The rest is measured by clients
 that speak to the server as the browser does, one alone but for the last table: refresh is the time from the
 request to the end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed.
-Medians; a refresh that only repeats what was read before is not counted. The soak's slope is that of Theil and Sen
-over all but the first quarter of the readings of the server's private dirty memory, with its 95 % interval.
+Medians; a refresh that only repeats what was read before is not counted, and where a page is renewed by turns, each
+has as many. The soak's slope is that of Theil and Sen over all but the first quarter of the readings of the
+server's private dirty memory, with its 95 % interval.
 
 A run cannot be older than the machine's clock, so soon after its start the batches lie closer together than a
 training would make them: `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command gives it
@@ -59,9 +60,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import screenshots  # noqa: E402 - it stands beside the benchmarks
 
 RANKS = WORKERS = 8
-#: As on a page: the next refresh comes this long after the one before, or after so many times what that took.
-REFRESH_SECONDS, RESTS = 1.0, 4.0
-TIMES = 3
+#: As on a page: whether the run is read anew then, the server decides.
+REFRESH_SECONDS = 1.0
+TIMES, REFRESHES = 3, 6
 STEP_MS = 60
 SOAK_VIEW = "overview"
 MIB = 2**20
@@ -173,15 +174,15 @@ class Viewer:
 def refreshed(viewer: Viewer, server: psutil.Process) -> list[tuple[Answer, float]]:
     """So many refreshes that read the run anew, and the server's CPU seconds for each."""
     found: list[tuple[Answer, float]] = []
-    seen, cost = viewer.opened.samples, viewer.opened.seconds
-    for _ in range(10 * TIMES):
-        time.sleep(max(REFRESH_SECONDS, RESTS * cost))
+    seen = viewer.opened.samples
+    for _ in range(5 * REFRESHES):
+        time.sleep(REFRESH_SECONDS)
         before = _cpu_seconds(server)
         answer = viewer.refresh()
         if answer.samples != seen:
             found.append((answer, _cpu_seconds(server) - before))
-            seen, cost = answer.samples, answer.seconds
-        if len(found) == TIMES:
+            seen = answer.samples
+        if len(found) == REFRESHES:
             break
     return found
 

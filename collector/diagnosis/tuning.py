@@ -49,9 +49,9 @@ class Option:
     fits: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forecast:
-    """What the grid of settings gives.
+    """What the grid of settings gives. Two are the same only if they are one.
 
     Attributes:
         measured: the stretch of the run that was replayed.
