@@ -35,17 +35,15 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     for trace in chart.figure.data:
         trace.x = moved(trace.x, own, axis, clock)
     _move(chart.figure, lambda x: float(np.interp(x, clock[own].to_numpy(float), clock[axis].to_numpy(float))))
-    for one in chart.figure.select_xaxes():
-        if one.title.text:
-            one.title.text = _TITLES[axis]
+    chart.figure.layout.xaxis.title.text = _TITLES[axis]
     return chart
 
 
 def in_unit(chart: Chart, seconds: float) -> Chart:
     """The chart itself with its elapsed time in minutes or hours, if the window of so many seconds asks for it."""
-    axes = [one for one in chart.figure.select_xaxes() if str(one.title.text).startswith("elapsed")]
+    title = chart.figure.layout.xaxis.title
     unit = next(((name, length) for least, name, length in _UNITS if seconds >= least), None)
-    if unit is None or not axes:
+    if unit is None or not str(title.text).startswith("elapsed"):
         return chart
     name, length = unit
     for trace in chart.figure.data:
@@ -53,8 +51,7 @@ def in_unit(chart: Chart, seconds: float) -> Chart:
         if trace.hovertemplate:
             trace.hovertemplate = trace.hovertemplate.replace(HOVERED_SECONDS, f"%{{x:,.2f}} {name}")
     _move(chart.figure, lambda x: x / length)
-    for one in axes:
-        one.title.text = one.title.text.replace("(s)", f"({name})")
+    title.text = title.text.replace("(s)", f"({name})")
     return chart
 
 
@@ -69,8 +66,8 @@ def moved(x: Any, own: Axis, axis: Axis, clock: pd.DataFrame) -> np.ndarray[Any,
 
 def own_axis(chart: Chart) -> Axis | None:
     """What the x of a chart is; None if it is no time."""
-    titles = {one.title.text for one in chart.figure.select_xaxes()}
-    return next((axis for axis, title in _TITLES.items() if title in titles), None)
+    own = chart.figure.layout.xaxis.title.text
+    return next((axis for axis, title in _TITLES.items() if title == own), None)
 
 
 def _move(figure: go.Figure, place: Callable[[float], float]) -> None:

@@ -45,7 +45,8 @@ class Chart:
     @property
     def words(self) -> str:
         """All that is written in and around the figure."""
-        axes = [axis.title.text for axis in (*self.figure.select_xaxes(), *self.figure.select_yaxes())]
+        layout = self.figure.layout
+        axes = [layout[name].title.text for name in ("xaxis", "yaxis", "yaxis2") if name in layout]
         return " ".join(map(str, [self.alt, *axes, *(trace.name for trace in self.figure.data)]))
 
 
