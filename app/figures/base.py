@@ -19,8 +19,8 @@ Trace = dict[str, Any]
 MAX_POINTS = 2000
 #: As the pages; in a report, whatever the reader's system has.
 FONT = '"Source Sans", system-ui, sans-serif'
-#: Pixels: of a letter on an axis, at most on average, and of what stands beside the names, the axis's title mostly.
-_LETTER, _BESIDE_NAMES = 7, 44
+#: Pixels: of a letter on an axis, at most on average, of what stands beside the names, and of the axis's title.
+_LETTER, _BESIDE_NAMES, _TITLE = 7, 20, 24
 #: How a hover gives elapsed time: `axis.in_unit` finds it.
 HOVERED_SECONDS = "%{x:,.1f} s"
 
@@ -118,7 +118,8 @@ def name_rows(figure: go.Figure, names: Sequence[str], **more: Any) -> None:
 
     Plotly could find the room itself (`automargin`), but draws everything twice for it.
     """
-    left = _BESIDE_NAMES + _LETTER * max(map(len, names))
+    beside = _BESIDE_NAMES + (_TITLE if figure.layout.yaxis.title.text else 0)
+    left = beside + _LETTER * max(map(len, names))
     axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False, **more}
     figure.update_layout(margin={"l": left}, yaxis=axis)
 

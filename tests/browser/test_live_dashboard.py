@@ -195,6 +195,7 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
         screenshots.await_view(page)
         assert f"run={died}" in page.url
         _photograph(page, f"ended-{view}-{theme}")
+        assert page.evaluate(_CUT_LABELS) == []
         assert page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count() == 0
     page.go_back()
     page.wait_for_url("**/oom-risk?*")
@@ -244,6 +245,12 @@ def test_the_html_report_opens_without_a_network(live, tmp_path):
 
 
 _FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+_CUT_LABELS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(chart => {
+  const edge = Math.max(chart.getBoundingClientRect().left,
+                        chart.querySelector('.ytitle')?.getBoundingClientRect().right ?? 0);
+  return [...chart.querySelectorAll('.ytick text')].filter(label => label.getBoundingClientRect().left < edge - 1)
+    .map(label => label.textContent);
+})"""
 _RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
 _SAMPLES = (
     "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) samples ·/))"
