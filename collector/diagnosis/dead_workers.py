@@ -90,7 +90,7 @@ class Workers:
 
         What the interpreter and its libraries meet when a spawned worker unloads them costs no batch.
         """
-        return worker.message is None and self._farewells.get(worker.key) == "done"
+        return worker.message is None and worker.key is not None and self._farewells.get(worker.key) == "done"
 
     def _stopped_on_purpose(self, main: ProcessKey, code: int | None) -> bool:
         """Whether a worker's end by this code follows from a signal to the whole job."""
@@ -133,9 +133,10 @@ class Workers:
         return key is not None and living is not None and key not in living and key not in self._farewells
 
     @cached_property
-    def _farewells(self) -> dict[ProcessKey | None, str]:
+    def _farewells(self) -> dict[ProcessKey, str]:
         """Why each worker that said farewell left its loop."""
-        return {key_of(event): str(event.get("reason")) for event in self.life.tables.events_of("worker-exit")}
+        events = self.life.tables.events_of("worker-exit")
+        return {key: str(event.get("reason")) for event in events if (key := key_of(event))}
 
     def _died_before(self, worker: ProcessKey, main: ProcessKey) -> bool:
         """Whether the collector saw the training process alive after it had seen the worker's end."""
