@@ -50,8 +50,6 @@ _pictures: dict[tuple[Any, ...], Picture] = {}
 #: Of each run's newest look, answers of no more cells: of one that stands still, each view asks much the same.
 _answers: dict[Path, tuple[Hashable, dict[str, pd.DataFrame]]] = {}
 _KEPT_RUNS, _KEPT_CELLS = 8, 250_000
-#: No part of a picture stays that is older: somebody left the page, and comes back.
-_OLD_NS = 5 * 10**9
 _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
@@ -260,7 +258,8 @@ def _shared(
     with taking:
         picture = _pictures.get(asked)
         if picture is None or picture.is_due or picture.awaits != awaits:
-            with closing(take(picture if picture and picture.awaits == awaits else None)) as pictures:
+            before = picture if picture and picture.may_stay and picture.awaits == awaits else None
+            with closing(take(before)) as pictures:
                 for picture in pictures:
                     grown(picture)
         assert picture is not None
@@ -295,10 +294,8 @@ def _take(
             taken_ns=time.monotonic_ns(),
             problems=snapshot.problems,
         )
-        if before is not None and before.rows and picture.taken_ns - before.taken_ns < _OLD_NS:
+        if before is not None:
             picture = replace(picture, turn=(before.turn + 1) % view.turns_count)
-        else:
-            before = None
         if reach is None:
             yield picture
             return

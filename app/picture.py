@@ -19,6 +19,8 @@ from collector.store.queries import Extent
 
 #: A live view that costs much is read less often: so long as this is not over, in times of what it cost.
 REST_PER_COST = 3
+#: No part of a picture stays that is older: somebody left the page, and comes back.
+OLD_NS = 5 * 10**9
 #: A browser that is sent its first chart right behind the answer evaluates Plotly's script, for a second or so,
 #: before it paints either. It has this time for the answer.
 PAINT_SECONDS = 0.2
@@ -56,6 +58,11 @@ class Picture:
     def is_due(self) -> bool:
         """Whether it may be taken anew by what the last time cost."""
         return time.monotonic_ns() - self.taken_ns > (1 + REST_PER_COST) * self.cost_ns
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether there is something that may stay while what has its turn is renewed."""
+        return bool(self.rows) and time.monotonic_ns() - self.taken_ns < OLD_NS
 
 
 @dataclass(slots=True, kw_only=True)

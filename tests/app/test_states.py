@@ -276,7 +276,7 @@ def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkey
     assert sorted(second[0] + third[0]) == sorted(first[0])
     assert "Step time" in third[0]
     assert first[1] == second[1] == third[1] == 2
-    monkeypatch.setattr(panel, "_OLD_NS", 0)
+    monkeypatch.setattr(picture, "OLD_NS", 0)
     assert look() == first
 
 
