@@ -14,7 +14,8 @@ from app.figures.base import Chart
 from app.format import plain
 from app.terms import explained
 from collector.diagnosis.findings import KINDS, Finding, Holder
-from collector.wording import eta, kept, label, locus, more, percent, quantity, title
+from collector.quantities import percent, quantity
+from collector.wording import eta, kept, label, locus, more, title
 
 #: severity -> (icon, word, badge colour): never a colour alone.
 SEVERITY = {

@@ -20,11 +20,12 @@ from app.panel import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
 from collector.diagnosis.findings import Finding
 from collector.diagnosis.verdict import Verdict
+from collector.quantities import percent
 from collector.store import queries
 from collector.store.queries import Extent
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
-from collector.wording import eta, locus, percent, title
+from collector.wording import eta, locus, title
 
 _STYLE = """
 :root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;

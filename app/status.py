@@ -11,9 +11,9 @@ import streamlit as st
 
 from app.format import clock, plain
 from app.judging import OLD_SECONDS
+from collector.quantities import MISSING, duration
 from collector.store import queries
 from collector.store.queries import Extent
-from collector.wording import MISSING, duration
 
 #: A running run whose newest record is older than this is called stale.
 STALE_AFTER_SECONDS = 5.0

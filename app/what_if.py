@@ -13,7 +13,7 @@ from app.figures.base import Chart
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
-from collector.wording import known, number, percent, quantity, size
+from collector.quantities import known, number, percent, quantity, size
 
 _MOST_PREFETCH = 8
 _LINE_WORKERS = 16

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from collector.diagnosis.verdict import Verdict
 from collector.errors import TidegaugeError
+from collector.quantities import MISSING, known, number, quantity
 from collector.store import loading_queries, memory_queries, queries
-from collector.wording import MISSING, known, number, quantity
 
 _CONDITION = re.compile(r"(?P<name>\w+)\s*(?P<sign>[<>])\s*(?P<percent>[-+]?\d+(\.\d+)?)\s*%?")
 

@@ -19,13 +19,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from collector import wording
 from collector.agent.devices import DeviceSampler
 from collector.agent.host import HostSampler
 from collector.agent.launch import child_environment
 from collector.agent.procfs import read_rollup
 from collector.agent.samples import Sample
 from collector.errors import TidegaugeError
+from collector.quantities import percent, quantity
 from training_harness.layout import STORE_VARIABLE, create_run
 
 _TRAINING_TIMEOUT_SECONDS = 120
@@ -167,9 +167,9 @@ def check_memory_limit(host: Sample) -> Check:
     if total is None:
         return Check(name="memory", detail="unknown", remedy="mount /proc; forecasts of memory need MemTotal")
     if limit is None:
-        return Check(name="memory", detail=f"{wording.quantity(total, 'bytes')}, no control group limits it")
-    used = wording.quantity(host.get("cgroup_usage_bytes"), "bytes")
-    return Check(name="memory", detail=f"a control group allows {wording.quantity(limit, 'bytes')}, {used} in use")
+        return Check(name="memory", detail=f"{quantity(total, 'bytes')}, no control group limits it")
+    used = quantity(host.get("cgroup_usage_bytes"), "bytes")
+    return Check(name="memory", detail=f"a control group allows {quantity(limit, 'bytes')}, {used} in use")
 
 
 def check_shm(host: Sample) -> Check:
@@ -179,7 +179,7 @@ def check_shm(host: Sample) -> Check:
         return Check(
             name="/dev/shm", detail="not there", remedy="mount it; DataLoader workers hand batches over in it"
         )
-    detail = f"{wording.quantity(total, 'bytes')}, {wording.quantity(host['shm_used_bytes'], 'bytes')} in use"
+    detail = f"{quantity(total, 'bytes')}, {quantity(host['shm_used_bytes'], 'bytes')} in use"
     if total < _SMALL_SHM_BYTES:
         return Check(name="/dev/shm", detail=detail, remedy="small for workers; in Docker give --shm-size=8g")
     return Check(name="/dev/shm", detail=detail)
@@ -190,7 +190,7 @@ def check_pressure(host: Sample) -> Check:
     if host.get("memory_some_avg10_ratio") is None:
         remedy = "boot with psi=1; without it memory pressure is not shown"
         return Check(name="pressure", detail="/proc/pressure is not there", remedy=remedy)
-    cpu = wording.percent(host.get("cpu_some_avg10_ratio"))
+    cpu = percent(host.get("cpu_some_avg10_ratio"))
     return Check(name="pressure", detail=f"/proc/pressure can be read, cpu {cpu} in the last 10 s")
 
 
@@ -300,4 +300,4 @@ def _events(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _size(value_bytes: float) -> str:
-    return wording.quantity(value_bytes, "bytes")
+    return quantity(value_bytes, "bytes")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from collector import wording
 from collector.errors import TidegaugeError
+from collector.quantities import MISSING, duration, known, number, size
 from collector.store.runs import Run, command_and_collector, living_processes
 from training_harness.layout import read_plain
 
@@ -74,8 +74,8 @@ def run_table(runs: Iterable[Listed]) -> Table:
     table.add_column("duration", justify="right", no_wrap=True)
     table.add_column("finding", overflow="fold")
     for run in runs:
-        length = wording.duration(run.duration_seconds)
-        table.add_row(run.run_id, run.status, wording.number(run.steps), length, run.gravest or wording.MISSING)
+        length = duration(run.duration_seconds)
+        table.add_row(run.run_id, run.status, number(run.steps), length, run.gravest or MISSING)
     return table
 
 
@@ -86,7 +86,7 @@ def export_table(files: Iterable[ExportedFile]) -> Table:
     table.add_column("rows", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     for file in files:
-        table.add_row(file.name, wording.number(file.rows_count), wording.size(file.size_bytes))
+        table.add_row(file.name, number(file.rows_count), size(file.size_bytes))
     return table
 
 
@@ -99,7 +99,7 @@ def prune_table(beyond: Iterable[StoredRun]) -> Table:
     table.add_column("", overflow="fold")
     for stored in beyond:
         fate = f"stays: {stored.needed}" if stored.needed else "goes"
-        table.add_row(stored.run.run_id, listed(stored.run).status, wording.size(stored.size_bytes), fate)
+        table.add_row(stored.run.run_id, listed(stored.run).status, size(stored.size_bytes), fate)
     return table
 
 
@@ -109,7 +109,7 @@ def _plain_table() -> Table:
 
 def _figure(value: Any) -> float | None:
     """A figure of a report that anybody may have written; None if it is none."""
-    return value if wording.known(value) else None
+    return value if known(value) else None
 
 
 def _tags(run: Run) -> Mapping[str, str]:

@@ -20,6 +20,7 @@ from collector import wording
 from collector.diagnosis.findings import Finding, Locus, Severity, as_json, finite
 from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.diagnosis.verdict import Verdict
+from collector.quantities import duration, number, percent, quantity, size
 
 SCHEMA = 1
 #: severity -> (symbol, colour): the word is always there too.
@@ -88,27 +89,27 @@ def _header(verdict: Verdict, run_id: str) -> Table:
         status.append(f", {exit_words(verdict.exit_status)}", style="default")
     pairs: list[tuple[str, RenderableType]] = [
         ("run", run_id),
-        ("status", status.append(f", {wording.duration(verdict.duration_seconds)}", style="default")),
+        ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
     ]
     if verdict.attempts > 1:
         pairs.append(("attempts", f"{verdict.attempts}, the figures are of the last one"))
     if _trained(verdict):
-        speeds = [wording.quantity(throughput["steps_per_second"], "steps/second")]
+        speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
-            speeds.append(wording.quantity(throughput["samples_per_second"], "samples/second"))
+            speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
         reporting, workers = verdict.workers_reporting
         pairs += [
-            ("steps", ", ".join([wording.number(verdict.steps), *speeds])),
+            ("steps", ", ".join([number(verdict.steps), *speeds])),
             (
                 "data wait",
-                f"{wording.percent(verdict.summary['data_wait_ratio'])} of the loop's time, start-up included",
+                f"{percent(verdict.summary['data_wait_ratio'])} of the loop's time, start-up included",
             ),
             *_stall(verdict),
             ("workers", f"{reporting} of {workers} report" if workers else "none, batches are made inline"),
         ]
-    pairs.append(("peak", f"{wording.quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
+    pairs.append(("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
     if peak["device_reserved_bytes"] is not None:
-        pairs.append(("", f"{wording.quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
+        pairs.append(("", f"{quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
     return _grid(pairs)
 
 
@@ -153,7 +154,7 @@ def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
     yield Text.assemble(
         f"{rank}. ",
         (f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style),
-        (f"   confidence {wording.percent(finding.confidence)}", "dim"),
+        (f"   confidence {percent(finding.confidence)}", "dim"),
     )
     yield Padding(Text(finding.summary), (0, 0, 0, 3))
     details = list(_details(finding))
@@ -170,11 +171,11 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     for state in states[:_LAST_PROCESSES]:
         rise = state["held_rise_bytes"]
         who = Locus(**{name: state[name] for name in ("role", "rank", "loader", "worker", "pid")})
-        did = [f"{name} {wording.number(state[name])}" for name in ("step", "batch") if state[name] is not None]
+        did = [f"{name} {number(state[name])}" for name in ("step", "batch") if state[name] is not None]
         table.add_row(
             wording.locus(who),
-            wording.size(state["held_bytes"]),
-            "" if rise is None else f"{'-' if rise < 0 else '+'}{wording.size(abs(rise))}",
+            size(state["held_bytes"]),
+            "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
             ", ".join([*did, *([state["phase"]] if state["phase"] else [])]),
         )
     yield _grid([("last 60 s", table)])
@@ -183,17 +184,17 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
 
 def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
     where = wording.locus(finding.locus)
-    since = "" if finding.since_step is None else f"since step {wording.number(finding.since_step)}"
+    since = "" if finding.since_step is None else f"since step {number(finding.since_step)}"
     if where or since:
         yield "where", ", ".join(part for part in (where, since) if part)
     if finding.evidence:
         yield "evidence", _evidence(finding)
     if finding.rate is not None:
         unit = finding.rate.unit
-        low, high = wording.quantity(finding.rate.low, unit), wording.quantity(finding.rate.high, unit)
-        yield "growth", f"{wording.quantity(finding.rate.value, unit)} ({low} to {high})"
+        low, high = quantity(finding.rate.low, unit), quantity(finding.rate.high, unit)
+        yield "growth", f"{quantity(finding.rate.value, unit)} ({low} to {high})"
     if finding.limit is not None:
-        limit = wording.quantity(finding.limit.value, finding.limit.unit)
+        limit = quantity(finding.limit.value, finding.limit.unit)
         yield "limit", f"{limit}, {finding.limit.name}"
     if finding.eta is not None:
         yield "reached", wording.eta(finding.eta)
@@ -211,11 +212,11 @@ def _evidence(finding: Finding) -> Group:
     table.add_column(style="dim")
     texts = []
     for evidence in finding.evidence:
-        observed = f"n {wording.number(evidence.n)}, {evidence.window}"
+        observed = f"n {number(evidence.n)}, {evidence.window}"
         if isinstance(evidence.value, str):
             texts.append(Text.assemble(f"{wording.label(evidence.name)}: {evidence.value}  ", (observed, "dim")))
         else:
-            table.add_row(wording.label(evidence.name), wording.quantity(evidence.value, evidence.unit), observed)
+            table.add_row(wording.label(evidence.name), quantity(evidence.value, evidence.unit), observed)
     return Group(*([table] if table.row_count else []), *texts)
 
 
@@ -237,8 +238,8 @@ def _advice(finding: Finding) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
-    for number, advice in enumerate(finding.advice, start=1):
-        table.add_row(f"{number}.", advice.text)
+    for place, advice in enumerate(finding.advice, start=1):
+        table.add_row(f"{place}.", advice.text)
         table.add_row("", Text(f"→ {advice.expected}", style="dim"))
     return table
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from collector import wording
 from collector.errors import TidegaugeError
+from collector.quantities import duration
 from collector.store.journals import list_event_logs, read_events, size_bytes
 from collector.store.runs import ProcessKey, Run, living_processes
 from training_harness.layout import REQUESTS
@@ -151,7 +152,7 @@ def _is_over(run: Run, *, started: bool) -> bool:
 
 def _told(run: Run, who: str, said: dict[str, Any]) -> Iterator[str]:
     places = [str(run.path / said[part]) for part in ("path", "trace", "pickle") if said.get(part)]
-    held = wording.duration(said["held_ns"] / 1e9)
+    held = duration(said["held_ns"] / 1e9)
     yield f"{who}, step {said['step']}, the training waited {held}: {'  '.join(places)}"
     if said["what"] == "growth":
         from collector.diagnosis.holders import ranked

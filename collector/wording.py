@@ -1,17 +1,13 @@
-"""Values in words, for the terminal and the dashboard: sizes, durations, loci; a dash for what is not known."""
+"""Findings in words, for the terminal and the dashboard: loci, forecasts, what held memory, measurements' names."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from collector.diagnosis.findings import Eta, Finding, Holder, Locus
+from collector.quantities import MISSING, duration, number, percent, size, until
 
-MISSING = "—"
-_SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_SPANS = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
-_SMALL_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
 #: Names of measurements whose words alone do not say what was measured.
 _MEASURED = {
@@ -60,77 +56,6 @@ _PARTS = {
     "transfer": "the way from the worker",
     "dispatch": "choosing samples",
 }
-_BARE_UNITS = ("count", "status", "text", "id")
-_TIME_UNITS = {"seconds": 1.0, "s": 1.0, "milliseconds": 1e-3, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-
-
-def known(value: float | None) -> TypeGuard[float]:
-    """Whether there is a finite value: neither None, NaN, pandas' NA or NaT, nor infinite."""
-    try:
-        return value is not None and math.isfinite(value)
-    except TypeError:
-        return False
-
-
-def quantity(value: float | str | None, unit: str) -> str:
-    """A value with its unit: 2^30 bytes are `1 GiB`, 0.0123 seconds `12.3 ms`, ratios `2.9x` and `30%`."""
-    if isinstance(value, str):
-        return value
-    if not known(value):
-        return MISSING
-    base, _, per = unit.partition("/")
-    if base == "bytes":
-        text = size(value)
-    elif base == "bool":
-        text = "yes" if value else "no"
-    elif base in _TIME_UNITS:
-        text = duration(value * _TIME_UNITS[base])
-    elif base == "ratio":
-        return percent(value) if abs(value) < 1.005 else f"{value:.3g}x"
-    else:
-        text = f"{number(value)} {'' if base in _BARE_UNITS else base}".rstrip()
-    return f"{text}/{'s' if per in ('second', 'seconds') else per}" if per else text
-
-
-def number(value: float | None) -> str:
-    """Three significant digits, all digits of whole numbers, thousands apart."""
-    if not known(value):
-        return MISSING
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
-
-
-def percent(ratio: float | None) -> str:
-    """0.31 is 31%; one decimal below 10%."""
-    if not known(ratio):
-        return MISSING
-    return f"{ratio:.0%}" if abs(ratio) >= 0.1 or ratio == 0 else f"{ratio:.1%}"
-
-
-def size(value_bytes: float | None) -> str:
-    """Bytes in binary units with three significant digits: `24 GiB`, `1.23 MiB`, `900 B`."""
-    if not known(value_bytes):
-        return MISSING
-    for unit, unit_bytes in _SIZES:
-        if abs(value_bytes) >= unit_bytes:
-            scaled = value_bytes / unit_bytes
-            return f"{scaled:.0f} {unit}" if abs(scaled) >= 100 else f"{scaled:.3g} {unit}"
-    return f"{value_bytes:.0f} B"
-
-
-def duration(seconds: float | None) -> str:
-    """`640 us`, `12.3 ms`, `48 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
-    if not known(seconds):
-        return MISSING
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 10:
-        return _small_time(seconds)
-    whole = round(seconds)
-    for unit, span, part, part_span in _SPANS:
-        if whole >= max(span, 100):
-            rest = whole % span // part_span
-            return f"{whole // span} {unit} {rest} {part}" if rest else f"{whole // span} {unit}"
-    return f"{whole} s"
 
 
 def locus(where: Locus) -> str:
@@ -166,7 +91,7 @@ def kept(holder: Holder) -> str:
 
 def eta(when: Eta) -> str:
     """`in 12 min (10 min to 14 min), about 800 steps`."""
-    words = f"in {duration(when.mid_seconds)} ({duration(when.low_seconds)} to {duration(when.high_seconds)})"
+    words = f"in {until(when.mid_seconds)} ({until(when.low_seconds)} to {until(when.high_seconds)})"
     return words if when.mid_steps is None else f"{words}, about {number(round(when.mid_steps))} steps"
 
 
@@ -210,12 +135,3 @@ def label(name: str) -> str:
     for unit in _UNITS_IN_NAMES:
         name = name.removesuffix(unit)
     return " ".join(_WRITTEN.get(word, word) for word in name.split("_"))
-
-
-def _small_time(seconds: float) -> str:
-    if seconds == 0:
-        return "0 s"
-    for unit, unit_seconds in _SMALL_TIMES:
-        if seconds >= unit_seconds:
-            return f"{seconds / unit_seconds:.3g} {unit}"
-    return f"{seconds / 1e-9:.2g} ns"

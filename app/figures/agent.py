@@ -8,8 +8,8 @@ from app.figures.base import Chart, blank, line, sampled
 from app.figures.memory import ELAPSED
 from app.format import MIB
 from app.theme import Theme
+from collector.quantities import quantity, size
 from collector.store.queries import Lines
-from collector.wording import quantity, size
 
 #: name -> SQL over `agent`, in seconds.
 LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}

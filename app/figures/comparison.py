@@ -10,7 +10,7 @@ from app.figures.axis import Axis
 from app.figures.base import Chart, blank, line
 from app.format import byte_axis
 from app.theme import Theme
-from collector.wording import percent, quantity, size
+from collector.quantities import percent, quantity, size
 
 #: Each run has its own clock, so these axes are not exchanged as those of one run are.
 X_TITLES: dict[Axis, str] = {"elapsed": "elapsed in each run (s)", "step": "step of each run"}

@@ -10,7 +10,7 @@ from app.figures.memory import ELAPSED
 from app.format import GIB, MIB
 from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
-from collector.wording import known, percent, size
+from collector.quantities import known, percent, size
 
 #: The segments that are drawn, the largest first.
 MAX_SEGMENTS = 40

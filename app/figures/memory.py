@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from app.figures.base import Chart, Trace, area, blank, broken, limit, line, moment, sampled
-from app.format import MIB, byte_axis
+from app.format import byte_axis
 from app.theme import Theme
+from collector.quantities import count, duration, growth, known, percent, size
 from collector.store.queries import Lines
-from collector.wording import duration, known, percent, size
 
 ELAPSED = "elapsed (s)"
 #: column of `process` -> how an axis calls it.
@@ -125,8 +125,8 @@ def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str)
         figure.add_trace(line(str(name), points["elapsed_seconds"], points["value"], colour, "files", line=style))
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
-        limit(figure, limit_count, f"limit {limit_count:,.0f}", theme)
-    caption = f"Peak {peak:,.0f} of {limit_count:,.0f} allowed, over {lines.samples_count:,} samples."
+        limit(figure, limit_count, f"limit {count(limit_count)}", theme)
+    caption = f"Peak {count(peak)} of {count(limit_count)} allowed, over {lines.samples_count:,} samples."
     return Chart(title="How near are open files to their limit?", figure=figure, caption=caption)
 
 
@@ -211,4 +211,4 @@ def _fastest(places: pd.DataFrame, metric: str) -> str:
         return ""
     first = rising.iloc[int(rising[slope].to_numpy().argmax())]
     seconds = first["last_seconds"] - first["first_seconds"]
-    return f"Fastest: {first['series']}, {first[slope] / MIB * 60:+.1f} MiB/min over {duration(seconds)}."
+    return f"Fastest: {first['series']}, {growth(first[slope])} over {duration(seconds)}."

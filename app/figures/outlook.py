@@ -11,7 +11,7 @@ from app.format import GIB
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
-from collector.wording import known, percent, quantity, size
+from collector.quantities import known, percent, quantity, size
 
 
 def by_workers(

@@ -9,7 +9,7 @@ from app.figures.base import MAX_POINTS, Chart, blank, name_rows
 from app.figures.workers import pattern
 from app.theme import Theme
 from collector.diagnosis.rounds import Lanes
-from collector.wording import duration, percent, quantity
+from collector.quantities import duration, percent, quantity
 
 LOOP = "training"
 _LONG_MS = 5_000

@@ -12,7 +12,8 @@ import plotly.graph_objects as go
 from app.figures.base import Chart, Trace, blank
 from app.figures.workers import pattern
 from app.theme import Theme
-from collector.wording import duration, number, part, percent, quantity
+from collector.quantities import duration, number, percent, quantity
+from collector.wording import part
 
 
 def costs(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:

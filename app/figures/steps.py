@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from app.figures.base import Chart, area, blank, line
 from app.theme import Theme
-from collector.wording import percent, quantity
+from collector.quantities import percent, quantity
 
 
 def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:

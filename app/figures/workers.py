@@ -10,8 +10,8 @@ import pandas as pd
 from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, blank, line, name_rows, sampled
 from app.figures.memory import ELAPSED
 from app.theme import Theme
+from collector.quantities import quantity
 from collector.store.queries import Lines
-from collector.wording import quantity
 from training_harness.records import INLINE_WORKER
 
 #: column -> (name in the legend, attribute of the theme, pattern of the bar)

@@ -11,8 +11,8 @@ from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
 from app.figures import agent
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
+from collector.quantities import MISSING, number, percent, quantity, size
 from collector.store import queries
-from collector.wording import MISSING, number, percent, quantity, size
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.

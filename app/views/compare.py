@@ -14,8 +14,8 @@ from app.figures.memory import METRIC_WORDS
 from app.panel import Moment, Panel, View, show
 from collector.comparison import Measure, change_ratio, differing, measures, words
 from collector.comparison import settings as settings_of
+from collector.quantities import MISSING
 from collector.store import memory_queries, queries
-from collector.wording import MISSING
 
 NO_OTHER = Note(
     text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",

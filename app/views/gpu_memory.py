@@ -11,9 +11,9 @@ from app.figures import devices
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.device_account import accounts
 from collector.diagnosis.findings import Finding
+from collector.quantities import number, size
 from collector.store import memory_queries
 from collector.store.snapshots import newest_allocator_snapshot
-from collector.wording import number, size
 
 NOTHING = "Nothing is wrong with the memory of a GPU, as far as was seen."
 KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")

@@ -8,12 +8,11 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.format import MIB
 from app.panel import Moment, Panel, View, show
 from app.views.oom_risk import open_files, shared_memory
 from collector.diagnosis.findings import KINDS, Finding
+from collector.quantities import MISSING, duration, growth, number, size
 from collector.store import memory_queries, queries
-from collector.wording import MISSING, duration, known, number, size
 
 #: More lines than this can't be told apart; the steepest are drawn.
 MAX_LINES = 12
@@ -87,7 +86,7 @@ def table(moment: Moment) -> Iterator[Block]:
             "Pid": found["pid"].astype(str),
             "Seen for": [duration(s) for s in found["last_seconds"] - found["first_seconds"]],
             "State": ["ended" if ended else alive for ended in found["ended"].fillna(False)],
-            f"Slope of {word}": [_slope(value) for value in found[f"{base}_slope"]],
+            f"Slope of {word}": [growth(value) for value in found[f"{base}_slope"]],
             "n": [number(count) for count in found[f"{base}_count"]],
             "Private dirty": [size(value) for value in found["private_dirty_bytes"]],
             "PSS": [size(value) for value in found["pss_bytes"]],
@@ -123,10 +122,6 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
     if len(steep) <= MAX_LINES:
         return [str(name) for name in steep.index]
     return [str(name) for name in steep.sort_values(ascending=False).index[:MAX_LINES]]
-
-
-def _slope(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 60 / MIB:+,.2f} MiB/min" if known(bytes_per_second) else MISSING
 
 
 VIEW = View(

@@ -10,8 +10,9 @@ from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
+from collector.quantities import MISSING, known, number, percent, size
 from collector.store import memory_queries
-from collector.wording import MISSING, eta, known, number, percent, size
+from collector.wording import eta
 
 #: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}

@@ -8,9 +8,9 @@ from typing import Any
 from app.blocks import Block, Findings, Metric, Metrics, Note, answer
 from app.figures import memory, steps
 from app.panel import Moment, Panel, View, show
+from collector.quantities import MISSING, known, number, percent, quantity, size
 from collector.store import loading_queries, memory_queries, queries
 from collector.store.tiles import SAMPLED_BEYOND
-from collector.wording import MISSING, known, number, percent, quantity, size
 
 NOTHING = "No rule has found anything wrong so far."
 

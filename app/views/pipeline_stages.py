@@ -14,8 +14,8 @@ from app.panel import Moment, Panel, View, show
 from collector import wording
 from collector.diagnosis.exposed import PARTS
 from collector.diagnosis.speed_ups import KEPT_BUSY
+from collector.quantities import MISSING, duration, number, percent, quantity
 from collector.store import loading_queries
-from collector.wording import MISSING, duration, number, percent, quantity
 
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 _WAITED = ("seconds", "enough_seconds", "free_wait_ratio")

@@ -12,10 +12,10 @@ from app.figures import memory
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.last_minute import WINDOW_SECONDS
+from collector.quantities import MISSING, duration, known, number, size
 from collector.report import exit_words
 from collector.store import memory_queries
 from collector.store.queries import Span
-from collector.wording import MISSING, duration, known, number, size
 
 #: More lines than this can't be told apart; the largest are drawn.
 MAX_LINES = 12

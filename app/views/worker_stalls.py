@@ -14,9 +14,10 @@ from app.what_if import what_if
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.rounds import fold, lanes
 from collector.diagnosis.speed_ups import KEPT_BUSY
+from collector.quantities import duration, number, percent, quantity
 from collector.store import loading_queries
 from collector.store.tiles import SAMPLED_BEYOND
-from collector.wording import duration, number, part, percent, quantity
+from collector.wording import part
 from training_harness.records import INLINE_WORKER
 
 GROUPS = ("data loading", "training")

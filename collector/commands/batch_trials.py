@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from collector import wording
 from collector.commands.options import say, show_table
 from collector.commands.trials import json_text, raised, try_once
 from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
 from collector.diagnosis.tables import RunTables
 from collector.errors import one_line
+from collector.quantities import count, number, size
 from training_harness.layout import BATCH_TIMES
 
 #: Times the script's own batch size, in the order in which they are tried.
@@ -73,7 +73,7 @@ def try_sizes(
         if caught:
             break
         if found is not None and not failure and found.batch_size != size:
-            failure = f"could not be made so: batches have {wording.number(found.batch_size)} samples"
+            failure = f"could not be made so: batches have {number(found.batch_size)} samples"
         measured = None if failure else found
         rows.append(Row(size=size, predicted=predicted, measured=measured, failure=failure))
         if measured is not None:
@@ -148,20 +148,20 @@ def _show(rows: list[Row], base: Sized, line: Line | None, effective: int | None
     for row in sorted(rows, key=lambda row: row.size):
         cells = ["—"] * 5
         if row.measured is not None:
-            cells[0] = wording.number(round(row.measured.samples_per_second, 1))
-            cells[3] = wording.size(row.measured.memory_bytes)
+            cells[0] = number(round(row.measured.samples_per_second, 1))
+            cells[3] = size(row.measured.memory_bytes)
         if row.predicted is not None:
             middle, low, high = row.predicted
-            cells[1] = wording.size(middle)
+            cells[1] = size(middle)
             if math.isfinite(low):
-                cells[2] = f"{wording.size(max(0.0, low))} to {wording.size(high)}"
+                cells[2] = f"{size(max(0.0, low))} to {size(high)}"
             if row.measured is not None and row.measured.memory_bytes > 0:
                 cells[4] = f"{middle / row.measured.memory_bytes - 1:+.0%}"
-        table.add_row(f"{row.size:,.0f}", *cells)
+        table.add_row(f"{count(row.size)}", *cells)
     show_table(table)
     for row in rows:
         if row.failure:
-            click.echo(f"batch size {row.size:,.0f}: {row.failure}")
+            click.echo(f"batch size {count(row.size)}: {row.failure}")
     for words in _conclusion(rows, base, line, effective):
         click.echo(words)
 
@@ -174,24 +174,27 @@ def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int 
         key=lambda point: point.batch_size,
     )
     more = enough.samples_per_second / base.samples_per_second - 1
-    told = [f"Fastest, within 5%: batch_size={enough.batch_size:,.0f}, {more:+.0%} samples/s against its own."]
+    told = [f"Fastest, within 5%: batch_size={count(enough.batch_size)}, {more:+.0%} samples/s against its own."]
     fits = None if line is None else line.largest(base.room_bytes)
     most = max(point.batch_size for point in known)
     if line is None or fits is None:
         told.append("The largest batch cannot be told: memory does not grow with it, or too few ran.")
     else:
         told += [
-            f"Memory ({base.resource}): {wording.size(line.base_bytes)} and {wording.size(line.sample_bytes)} per "
-            f"sample; {wording.size(base.room_bytes)} may be used.",
-            f"Largest batch that fits: {fits[0]:,} ({fits[1]:,} by the line alone); tried up to {most:,.0f}.",
+            f"Memory ({base.resource}): {size(line.base_bytes)} and {size(line.sample_bytes)} per "
+            f"sample; {size(base.room_bytes)} may be used.",
+            f"Largest batch that fits: {fits[0]:,} ({fits[1]:,} by the line alone); tried up to {count(most)}.",
         ]
     if effective is not None:
-        size, times = _split(rows, fits, effective)
+        batch_size, times = _split(rows, fits, effective)
         steps = "step" if times == 1 else "steps"
-        told.append(f"For an effective batch of {effective:,}: batch_size={size:,}, {times:,} {steps} accumulated.")
+        told.append(
+            f"For an effective batch of {count(effective)}: batch_size={count(batch_size)}, {count(times)} {steps} "
+            "accumulated."
+        )
     return told
 
 
 def _words(point: Sized) -> str:
-    rate = wording.number(round(point.samples_per_second, 1))
-    return f"{point.batch_size:,.0f} samples a batch, {rate} samples/s, {wording.size(point.memory_bytes)}"
+    rate = number(round(point.samples_per_second, 1))
+    return f"{count(point.batch_size)} samples a batch, {rate} samples/s, {size(point.memory_bytes)}"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector import wording
 from collector.commands.options import home_option, show_table
 from collector.errors import TidegaugeError, one_line
+from collector.quantities import size
 
 if TYPE_CHECKING:
     from collector.store.prune import StoredRun
@@ -106,5 +106,5 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
 def _told(stored: Sequence[StoredRun], unfinished: int) -> str:
     """`3 runs, 1.2 GiB`, and what an interrupted prune has left of others."""
     runs = "1 run" if len(stored) == 1 else f"{len(stored)} runs"
-    words = f"{runs}, {wording.size(sum(each.size_bytes for each in stored))}"
+    words = f"{runs}, {size(sum(each.size_bytes for each in stored))}"
     return f"{words}, and the rest of {unfinished} whose deletion was interrupted" if unfinished else words

@@ -216,7 +216,7 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
 def _show(rows: list[Row]) -> None:
     from rich.table import Table
 
-    from collector import wording
+    from collector.quantities import number, size
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in _COLUMNS:
@@ -225,13 +225,13 @@ def _show(rows: list[Row]) -> None:
         option = row.predicted
         cells = ["—"] * 6
         if option is not None:
-            rate, low, high = map(wording.number, (option.batches_per_second, option.low, option.high))
+            rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
             cells[0] = f"{rate} ({low}-{high})"
-            cells[4] = wording.size(option.memory_bytes)
+            cells[4] = size(option.memory_bytes)
         if row.measured is not None:
-            cells[1] = wording.number(row.measured.batches_per_second)
+            cells[1] = number(row.measured.batches_per_second)
             cells[3] = f"{row.measured.wait_ratio:.0%}"
-            cells[5] = wording.size(row.memory_bytes)
+            cells[5] = size(row.memory_bytes)
             if option is not None:
                 cells[2] = f"{option.batches_per_second / row.measured.batches_per_second - 1:+.0%}"
         table.add_row(_short_title(row), *cells)
@@ -256,12 +256,12 @@ def _conclusion(rows: list[Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    from collector import wording
+    from collector.quantities import known, number
 
     assert row.measured is not None
     batches, samples = row.measured.batches_per_second, row.measured.samples_per_batch
     words = f"{batches:.3g} batches/s"
-    return f"{words}, {wording.number(round(batches * samples))} samples/s" if wording.known(samples) else words
+    return f"{words}, {number(round(batches * samples))} samples/s" if known(samples) else words
 
 
 def _title(setting: Setting) -> str:

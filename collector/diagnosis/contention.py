@@ -18,6 +18,7 @@ from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
 from collector.diagnosis.stall_advice import advise_crowded
 from collector.diagnosis.tables import RunTables
+from collector.quantities import duration, number, percent
 from collector.store.runs import ProcessKey
 
 _MIN_SAMPLES = 3
@@ -46,7 +47,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         n=n,
         window=window,
         certainty=confidence(n, _MIN_SAMPLES),
-        summary=f"The training process waits for a core {share:.0%} of its time: {seconds:.1f} s. "
+        summary=f"The training process waits for a core {percent(share)} of its time: {duration(seconds)}. "
         + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others)),
         locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
         since_step=step_at(tables, main, begin_ns),
@@ -64,12 +65,12 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
 
 
 def _crowded_out(used: float, cores: float) -> str:
-    return f"The workers take it: the run's own processes use {used:.1f} of {cores:.0f} usable cores."
+    return f"The workers take it: the run's own processes use {number(used)} of {number(cores)} usable cores."
 
 
 def _crowded(used: float, cores: float, others: bool) -> str:
     who = "others use the rest" if others else "its own processes use them"
-    return f"The run's processes get {used:.1f} of {cores:.0f} usable cores; {who}. Data loading keeps up."
+    return f"The run's processes get {number(used)} of {number(cores)} usable cores; {who}. Data loading keeps up."
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
@@ -84,7 +85,7 @@ def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: f
 
 
 def _advice(others: bool, share: float) -> Advice:
-    expected = f"up to {share:.0%} less time per step"
+    expected = f"up to {percent(share)} less time per step"
     if others:
         text = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
     else:

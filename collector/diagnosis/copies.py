@@ -14,7 +14,6 @@ from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
 from collector.diagnosis.frames import (
     MIB,
     SECOND_NS,
-    bytes_text,
     floats,
     last,
     origin_ns,
@@ -27,6 +26,7 @@ from collector.diagnosis.frames import (
 from collector.diagnosis.loops import loader_settings, same_loop, worker_slots
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
+from collector.quantities import size
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
@@ -224,9 +224,9 @@ def _judge(
         confidence=0.95 if len(copying) > 1 else 0.8,
         summary=(
             f"The forked workers of loader {loader} copy their parent's Python objects by reading them: "
-            f"{bytes_text(copied / len(copying))} per worker so far, while their resident size, which is "
+            f"{size(copied / len(copying))} per worker so far, while their resident size, which is "
             "blind to it, "
-            f"stays; {workers} workers can reach {bytes_text(plateau)}."
+            f"stays; {workers} workers can reach {size(plateau)}."
         ),
         locus=Locus(host=main[0], rank=whole(setting.get("rank")), role="worker", loader=loader),
         since_step=step_at(tables, main, begin),
@@ -250,12 +250,11 @@ def _judge(
                 text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of "
                 "Python objects, "
                 "in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
-                expected=f"the workers share it: {bytes_text(copied)} is saved now, up to "
-                f"{bytes_text(plateau)} later",
+                expected=f"the workers share it: {size(copied)} is saved now, up to {size(plateau)} later",
             ),
             Advice(
                 text="Until then: fewer workers",
-                expected=f"each one less saves up to {bytes_text(plateau / max(workers, 1))}",
+                expected=f"each one less saves up to {size(plateau / max(workers, 1))}",
             ),
         ),
     )

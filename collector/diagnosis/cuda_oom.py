@@ -13,10 +13,11 @@ from collector.diagnosis.device_account import account
 from collector.diagnosis.device_growth import tensor_leak
 from collector.diagnosis.device_rows import allocators, devices, record_at
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus, Severity
-from collector.diagnosis.frames import bytes_text, floats, key_of, whole, written
+from collector.diagnosis.frames import floats, key_of, whole, written
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import fact, rank_of
 from collector.diagnosis.witnesses import Leak
+from collector.quantities import size
 from collector.store.runs import ProcessKey
 
 #: Figures of the event, each a measurement: the observer's own integers, and the allocator's gauges.
@@ -121,10 +122,10 @@ def _summary(key: ProcessKey, scene: _Scene) -> str:
     text = f"CUDA memory ran out in the training process (pid {key[1]})"
     text += f" in its {scene.phase} phase" if scene.phase else ""
     if math.isfinite(asked):
-        text += f": {bytes_text(asked)} were asked for, {bytes_text(scene.of('free_bytes'))} were free"
+        text += f": {size(asked)} were asked for, {size(scene.of('free_bytes'))} were free"
     if math.isfinite(scene.cached_bytes):
-        text += f", tensors held {bytes_text(scene.of('allocated_bytes'))}"
-        text += f" and the allocator {bytes_text(scene.cached_bytes)} more"
+        text += f", tensors held {size(scene.of('allocated_bytes'))}"
+        text += f" and the allocator {size(scene.cached_bytes)} more"
     return text + (". The training caught the error and went on." if scene.caught else ".")
 
 
@@ -157,7 +158,7 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
         found.append(
             Advice(
                 text="Live tensors had been getting more until then: see gpu-tensor-leak before you look at sizes",
-                expected=f"the {bytes_text(scene.growth.growth.rise)} by which they grew are free",
+                expected=f"the {size(scene.growth.growth.rise)} by which they grew are free",
             )
         )
     if scene.cached_bytes >= asked:
@@ -165,14 +166,14 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
             Advice(
                 text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was "
                 "asked for, in pieces that were too small",
-                expected=f"up to {bytes_text(scene.cached_bytes)} become usable",
+                expected=f"up to {size(scene.cached_bytes)} become usable",
             )
         )
     if others >= asked:
         found.append(
             Advice(
                 text="End the other processes on this device, or use another",
-                expected=f"{bytes_text(others)} become free",
+                expected=f"{size(others)} become free",
             )
         )
     if last > before:
@@ -180,7 +181,7 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
             Advice(
                 text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the "
                 "last one was the largest so far",
-                expected=f"no batch above {bytes_text(before)}, which fitted",
+                expected=f"no batch above {size(before)}, which fitted",
             )
         )
     found.append(

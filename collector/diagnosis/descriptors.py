@@ -34,6 +34,7 @@ from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import BLOCK_COUNTS, MIN_POINTS, Floats, Growth, growth
 from collector.diagnosis.witnesses import CONFIRMED, Leak, leak_finding, rise_since
+from collector.quantities import count, number
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
@@ -198,9 +199,8 @@ def _leak(
 
 def _leak_finding(tables: RunTables, process: _Process, leak: Leak, advice: tuple[Advice, ...]) -> Finding:
     grown = leak.growth
-    summary = (
-        f"{process.what.capitalize()} keeps opening files: {grown.rise:,.0f} more so far, {grown.slope:.2g}/s."
-    )
+    pace = f"{count(grown.rise)} more so far, {number(grown.slope)}/s"
+    summary = f"{process.what.capitalize()} keeps opening files: {pace}."
     if not leak.witnesses:
         summary += " Neither the limit nor the steps are known, so nothing confirms it."
     return leak_finding(
@@ -213,7 +213,7 @@ def _by_level(process: _Process, used: float, n: int, bound: Limit) -> Finding:
         kind="fd-exhaustion-risk",
         severity="warning",
         confidence=0.9,
-        summary=f"{process.what.capitalize()} has {used:,.0f} of at most {bound.value:,.0f} files open.",
+        summary=f"{process.what.capitalize()} has {count(used)} of at most {count(bound.value)} files open.",
         locus=process.locus,
         evidence=(
             Evidence(name="fd_count", value=used, unit="count", n=n, window="last samples"),

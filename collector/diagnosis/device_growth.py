@@ -13,10 +13,11 @@ import numpy as np
 
 from collector.diagnosis.device_rows import Allocator, devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, bytes_text, floats, sampled, while_training
+from collector.diagnosis.frames import SECOND_NS, floats, sampled, while_training
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import BLOCK_COUNTS, Floats, growth
 from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, rise_since, witness_of
+from collector.quantities import size
 
 RETRIES_APART = 2  # failed allocations in so many steps: one may be a library that tries what fits
 _TENSOR_ADVICE = (
@@ -99,7 +100,7 @@ def _tensors(tables: RunTables, rank: Allocator) -> Finding | None:
     leak = tensor_leak(rank)
     if leak is None:
         return None
-    rise, slope = bytes_text(leak.growth.rise), bytes_text(leak.growth.slope * 60)
+    rise, slope = size(leak.growth.rise), size(leak.growth.slope * 60)
     summary = (
         f"Tensors on GPU {rank.device} of pid {rank.key[1]} keep getting more: {rise} so far, {slope} per minute."
     )
@@ -137,7 +138,7 @@ def _fragmentation(tables: RunTables, rank: Allocator) -> Finding | None:
         Leak.of(grown, "unused", witnesses, float(rank.seconds[-1]), "bytes"),
         summary=(
             f"PyTorch's allocator on GPU {rank.device} (pid {rank.key[1]}) holds ever more that no tensor uses: "
-            f"{bytes_text(grown.rise)} more, in pieces that do not fit what is asked for."
+            f"{size(grown.rise)} more, in pieces that do not fit what is asked for."
         ),
         locus=_locus(rank),
         advice=_HOLES_ADVICE,
@@ -160,7 +161,7 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> Finding | None:
     resident = witness_of("rss_rise_bytes", floats(rows, "time_ns") / SECOND_NS, floats(rows, "rss_bytes"), grown)
     witnesses: tuple[Evidence, ...] = ()
     summary = (
-        f"Pinned host memory that nothing uses keeps growing (pid {rank.key[1]}): {bytes_text(grown.rise)} more, "
+        f"Pinned host memory that nothing uses keeps growing (pid {rank.key[1]}): {size(grown.rise)} more, "
         "cached and never given back."
     )
     if resident is None:
@@ -198,7 +199,7 @@ def _outside(tables: RunTables, locus: Locus, seconds: Floats, own: Floats, whol
     witness = witness_of("device_outside_pytorch_rise_bytes", seconds, whole_device, grown)
     summary = (
         f"GPU {locus.device}: memory that PyTorch does not hold keeps growing in the run's processes: "
-        f"{bytes_text(grown.rise)} so far, {bytes_text(grown.slope * 60)} per minute."
+        f"{size(grown.rise)} so far, {size(grown.slope * 60)} per minute."
     )
     if witness is None:
         summary += " The device as a whole does not show it."
@@ -217,7 +218,7 @@ def _not_attributed(tables: RunTables, locus: Locus, seconds: Floats, whole_devi
         "gpu-non-pytorch-growth",
         Leak.of(grown, "outside_pytorch", (), float(seconds[-1]), "bytes"),
         summary=(
-            f"GPU {locus.device}: {bytes_text(grown.rise)} more are in use that PyTorch does not hold, and the "
+            f"GPU {locus.device}: {size(grown.rise)} more are in use that PyTorch does not hold, and the "
             "driver does not tell by which processes: the run's libraries or somebody else's job."
         ),
         locus=locus,

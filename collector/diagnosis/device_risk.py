@@ -16,11 +16,12 @@ from collector.diagnosis.device_growth import RETRIES_APART, retried_steps
 from collector.diagnosis.device_rows import Allocator, devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
 from collector.diagnosis.forecast import Course, exhaustion
-from collector.diagnosis.frames import SECOND_NS, bytes_text, floats, last, peak
+from collector.diagnosis.frames import SECOND_NS, floats, last, peak
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import growth, warm_up_end
 from collector.diagnosis.witnesses import negligible_bytes, witness_of
+from collector.quantities import size
 
 _ADVICE = (
     Advice(
@@ -108,7 +109,7 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
         kind="gpu-oom-risk",
         severity="warning",
         confidence=0.9,
-        summary=f"{told}: {bytes_text(used)} of {bytes_text(limit.value)} were in use at the peak.",
+        summary=f"{told}: {size(used)} of {size(limit.value)} were in use at the peak.",
         locus=locus,
         evidence=(
             retries,

@@ -30,6 +30,7 @@ from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace, fetch_ns, starved_ns
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
+from collector.quantities import count, duration, percent
 
 _MIN_PASSES = 3  # before a mean of them has an error
 _MIN_STARTS = 2  # are measured one by one, where a refill is what is left: seen twice, they recur
@@ -179,9 +180,9 @@ def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, 
         window=window,
         certainty=confidence(len(passes), _MIN_PASSES),
         summary=(
-            f"Starting the workers of loader {loop.loader} anew for each epoch costs {ratio:.0%} of the run: "
-            f"{each:.2f} s for each of {len(passes)} epochs after the first ({batches:.0f} batches each), "
-            f"{seconds:.1f} s in all."
+            f"Starting the workers of loader {loop.loader} anew for each epoch costs {percent(ratio)} of the run: "
+            f"{duration(each)} for each of {len(passes)} epochs after the first ({count(batches)} batches each), "
+            f"{duration(seconds)} in all."
         ),
         locus=_locus(loop),
         since_step=step_at(tables, loop.main, passes[0].first_ns),
@@ -194,7 +195,7 @@ def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, 
                 text="Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
                 if batches <= 1
                 else "Set persistent_workers=True, and make the DataLoader once, not in each epoch",
-                expected=f"the workers start once: about {each:.2f} s less per epoch",
+                expected=f"the workers start once: about {duration(each)} less per epoch",
             ),
         ),
     )
@@ -212,9 +213,9 @@ def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, r
         window=window,
         certainty=confidence(len(passes), _MIN_PASSES),
         summary=(
-            f"Each epoch of loader {loop.loader} begins with empty queues: that costs {each:.3f} s for each of "
-            f"{len(passes)} epochs after the first ({batches:.0f} batches each), {seconds:.1f} s or {ratio:.0%} of "
-            "the run. Prefetching does not cross the end of an epoch."
+            f"Each epoch of loader {loop.loader} begins with empty queues: that costs {duration(each)} for each of "
+            f"{len(passes)} epochs after the first ({count(batches)} batches each), {duration(seconds)} or "
+            f"{percent(ratio)} of the run. Prefetching does not cross the end of an epoch."
         ),
         locus=_locus(loop),
         since_step=step_at(tables, loop.main, passes[0].first_ns),
@@ -227,7 +228,7 @@ def _refill(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, r
             Advice(
                 text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
                 "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
-                expected=f"about {each:.3f} s less for each epoch that is saved",
+                expected=f"about {duration(each)} less for each epoch that is saved",
             ),
         ),
     )

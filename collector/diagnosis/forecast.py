@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from collector.diagnosis.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, Severity
-from collector.diagnosis.frames import SECOND_NS, bytes_text, median, origin_ns, step_at, step_numbers, window_text
+from collector.diagnosis.frames import SECOND_NS, median, origin_ns, step_at, step_numbers, window_text
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.passage import FUTURES_COUNT, passages, unevenness
 from collector.diagnosis.plan import steps_left
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import MIN_POINTS, Floats, Growth
+from collector.quantities import count, duration, quantity, size, until
 from collector.store.runs import ProcessKey
 
 RELEVANT_SECONDS = 24 * 3600.0
@@ -89,7 +90,7 @@ def exhaustion(
     summary = _summary(course, when, is_running=status == "running")
     chances = _before_the_end(tables, steps) if status == "running" else ()
     for each in chances:
-        summary += f" In {each.value:.0%} of the futures it is met before the end, {each.window}."
+        summary += f" In {quantity(each.value, each.unit)} of the futures it is met before the end, {each.window}."
     window = window_text(grown.since_seconds * SECOND_NS, float(course.times[-1]) * SECOND_NS, origin_ns(tables))
     return Finding(
         kind=kind,
@@ -127,12 +128,12 @@ def _summary(course: Course, when: Eta | None, *, is_running: bool) -> str:
         return f"{course.what} grew by {rise} so far; {left} are left of {of_limit}, too far away to say more."
     if not is_running:
         enough = (
-            "for how long is not known" if when is None else f"enough for about {_duration(when.mid_seconds)} more"
+            "for how long is not known" if when is None else f"enough for about {duration(when.mid_seconds)} more"
         )
         return f"{course.what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
     if when is None:
         return f"{course.what} is running out, too unevenly to say when: {left} left of {of_limit}."
-    low, mid, high = (_duration(each) for each in (when.low_seconds, when.mid_seconds, when.high_seconds))
+    low, mid, high = (until(each) for each in (when.low_seconds, when.mid_seconds, when.high_seconds))
     return f"{course.what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
 
 
@@ -142,7 +143,7 @@ def _before_the_end(tables: RunTables, steps: Floats | None) -> tuple[Evidence, 
     if steps is None or left is None:
         return ()
     share = round(float((steps <= left).mean()), 2)
-    window = f"{left:,.0f} steps away"
+    window = f"{count(left)} steps away"
     return (Evidence(name="limit_met_before_end_ratio", value=share, unit="ratio", n=len(steps), window=window),)
 
 
@@ -153,7 +154,7 @@ def rate(grown: Growth, unit: str = "bytes") -> Rate:
 
 def amount(value: float, unit: str) -> str:
     """So many bytes, or so many of anything else, for people."""
-    return bytes_text(value) if unit == "bytes" else f"{value:,.0f}"
+    return size(value) if unit == "bytes" else count(value)
 
 
 def present(values: Floats) -> float:
@@ -205,12 +206,3 @@ def _eta(seconds: Floats, steps: Floats | None) -> Eta | None:
         return eta
     low, mid, high = np.percentile(steps, _QUANTILES, method="inverted_cdf")
     return dataclasses.replace(eta, low_steps=float(low), mid_steps=float(mid), high_steps=float(high))
-
-
-def _duration(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "never"
-    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -211,8 +211,3 @@ def origin_ns(tables: RunTables) -> float:
     first = [floats(rows, "time_ns")[0] for rows in tables.streams.values() if len(rows)]
     first += [float(event["time_ns"]) for event in tables.events[:1]]
     return min(first) if first else float(tables.now_ns)
-
-
-def bytes_text(value: float) -> str:
-    """Bytes for people: MiB below one GiB."""
-    return f"{value / GIB:.1f} GiB" if abs(value) >= GIB else f"{value / MIB:.0f} MiB"

@@ -17,7 +17,6 @@ from collector.diagnosis.costs import TELL, confidence, costly, lost_ratio, meas
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
 from collector.diagnosis.frames import (
     GIB,
-    MIB,
     SECOND_NS,
     floats,
     mean,
@@ -30,6 +29,7 @@ from collector.diagnosis.loops import Loop, loader_settings
 from collector.diagnosis.pace import BUSY_IDLE, Pace, starved_ns, without_pauses
 from collector.diagnosis.stall_advice import HAND_OVER_SECONDS
 from collector.diagnosis.tables import RunTables
+from collector.quantities import duration, number, percent, size
 
 #: A batch of tensors goes through a queue at 0.6 to 1 GiB/s (12 and 32 MB, 2 cores). What goes slower than 1/4
 #: of that waits for something else than its bytes: a core, or the interpreter lock.
@@ -121,9 +121,9 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
         loop,
         steady,
         seconds,
-        summary=f"Choosing the samples of a batch takes {seen.sampler * 1e3:.1f} ms in the training process "
+        summary=f"Choosing the samples of a batch takes {duration(seen.sampler)} in the training process "
         f"({sampler} or the batch sampler of loader {loop.loader}), while the workers idle "
-        f"{steady.idle_ratio:.0%} for lack of indices",
+        f"{percent(steady.idle_ratio)} for lack of indices",
         evidence=(
             measured("sampler_seconds", seen.sampler, "seconds", seen.batches, window),
             measured("data_wait_ratio", steady.wait_ratio, "ratio", seen.batches, window),
@@ -140,7 +140,7 @@ def _sampler_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver, 
 def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> Finding:
     inline = Advice(
         text="Set num_workers=0",
-        expected=f"about {steady.fetch_mean * 1e3:.1f} ms per batch instead of {seen.copied * 1e3:.1f} ms for "
+        expected=f"about {duration(steady.fetch_mean)} per batch instead of {duration(seen.copied)} for "
         "handing it over",
     )
     found = _finding(
@@ -150,7 +150,7 @@ def _copy_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> 
         steady,
         seen.copying * len(loop.batches),
         summary=f"Batches of loader {loop.loader} are copied too slowly from its workers: "
-        f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
+        f"{size(seen.payload_bytes)} take {duration(seen.copied)} after they are made "
         f"({_speed(seen)})",
         evidence=_copy_evidence(tables, steady, seen),
         advice=Advice(
@@ -174,7 +174,7 @@ def _pin_bound(tables: RunTables, loop: Loop, steady: Pace, seen: HandOver) -> F
         steady,
         seen.copying * len(loop.batches),
         summary=f"The one thread that pins the batches of loader {loop.loader} does not keep up: "
-        f"{seen.payload_bytes / MIB:.1f} MiB take {seen.copied * 1e3:.0f} ms after they are made "
+        f"{size(seen.payload_bytes)} take {duration(seen.copied)} after they are made "
         f"({_speed(seen)}), and default_collate leaves nothing else to copy",
         evidence=(
             *_copy_evidence(tables, steady, seen),
@@ -238,7 +238,7 @@ def _finding(
         n=steady.batches,
         window=_window(tables, steady),
         certainty=confidence(steady.batches, 10),
-        summary=f"{summary}: {seconds:.1f} s, {ratio:.0%} of the run.",
+        summary=f"{summary}: {duration(seconds)}, {percent(ratio)} of the run.",
         locus=Locus(host=loop.main[0], rank=loop.rank, role="main", loader=loop.loader, pid=loop.main[1]),
         since_step=step_at(tables, loop.main, steady.first_ns),
         evidence=evidence,
@@ -251,9 +251,9 @@ def _window(tables: RunTables, steady: Pace) -> str:
 
 
 def _speed(seen: HandOver) -> str:
-    return f"{seen.payload_bytes / max(seen.copied, 1e-9) / MIB:.0f} MiB/s"
+    return f"{size(seen.payload_bytes / max(seen.copied, 1e-9))}/s"
 
 
 def _rate(steady: Pace, less_seconds: float) -> str:
     faster = 1 / max(steady.interval - less_seconds, 1e-6)
-    return f"about {faster:.1f} batches/s instead of {1 / steady.interval:.1f}"
+    return f"about {number(faster)} batches/s instead of {number(1 / steady.interval)}"

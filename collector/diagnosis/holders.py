@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from collector.diagnosis.findings import ASKED_FOR_LINES, Advice, Finding, Holder
-from collector.diagnosis.frames import bytes_text
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.witnesses import CONFIRMED
+from collector.quantities import size
 from collector.store.snapshots import Grown, GrownLine
 
 _NO_LINE = "no line"
@@ -70,7 +70,7 @@ def ranked(grown: Grown, device: str) -> tuple[Holder, ...]:
 
 def _cure(holder: Holder, finding: Finding) -> Advice:
     """What to do at the line that holds most."""
-    rate = f": {bytes_text(finding.rate.value)}/s less" if finding.rate else ""
+    rate = f": {size(finding.rate.value)}/s less" if finding.rate else ""
     if _GRAPH in holder.what:
         return Advice(
             text=f"Keep no graph of what `{holder.site}` makes: .item() for a number, .detach() for a tensor",

@@ -16,9 +16,7 @@ from collector.diagnosis.copies import find_copies
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Rate
 from collector.diagnosis.forecast import rate
 from collector.diagnosis.frames import (
-    MIB,
     SECOND_NS,
-    bytes_text,
     floats,
     key_of,
     resident_bytes,
@@ -47,6 +45,7 @@ from collector.diagnosis.witnesses import (
     share_of,
     witness_of,
 )
+from collector.quantities import size
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
@@ -130,14 +129,14 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
     grown = leak.growth
     # Both counted over the same time: steps may take longer now than before.
     steps = steps_within(tables, key, leak.begin_ns, leak.end_ns)
-    per_step = f", {bytes_text_fine(grown.rise / steps)} per step" if math.isfinite(steps) else ""
+    per_step = f", {size(grown.rise / steps)} per step" if math.isfinite(steps) else ""
     return Finding(
         kind="main-heap-leak",
         severity=severity(tables, leak),
         confidence=0.95 if len(leak.witnesses) > 3 else 0.85,
         summary=(
-            f"The training process (pid {key[1]}) keeps taking host memory: {bytes_text(grown.rise)} so far, "
-            f"{bytes_text_fine(grown.slope)}/s{per_step}."
+            f"The training process (pid {key[1]}) keeps taking host memory: {size(grown.rise)} so far, "
+            f"{size(grown.slope)}/s{per_step}."
         ),
         locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1]),
         since_step=step_at(tables, key, leak.begin_ns),
@@ -148,7 +147,7 @@ def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
                 text="Look for what keeps a reference per step: losses or outputs kept with their graph "
                 "(use .item() or "
                 ".detach()), growing lists of metrics, caches without bound, create_graph=True",
-                expected=f"the growth of {bytes_text_fine(grown.slope)}/s stops",
+                expected=f"the growth of {size(grown.slope)}/s stops",
             ),
         ),
     )
@@ -207,8 +206,7 @@ def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: l
         kind="worker-heap-leak",
         severity=severity(tables, leak),
         confidence=0.9,
-        summary=f"Workers {names} of loader {loader} keep taking memory: {bytes_text(rise)} so far, "
-        f"{bytes_text_fine(total)}/s.",
+        summary=f"Workers {names} of loader {loader} keep taking memory: {size(rise)} so far, {size(total)}/s.",
         locus=Locus(
             host=host, rank=rank, role="worker", loader=loader, worker=found[0][0] if len(found) == 1 else None
         ),
@@ -228,7 +226,7 @@ def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: l
             Advice(
                 text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache "
                 "without bound)",
-                expected=f"the growth of {bytes_text_fine(total)}/s stops",
+                expected=f"the growth of {size(total)}/s stops",
             ),
             Advice(
                 text="Until then: persistent_workers=False ends the workers at each epoch",
@@ -236,11 +234,6 @@ def _worker_leak(tables: RunTables, place: tuple[str, int | None, int], found: l
             ),
         ),
     )
-
-
-def bytes_text_fine(value: float) -> str:
-    """Bytes for people, KiB below one MiB."""
-    return bytes_text(value) if abs(value) >= 10 * MIB else f"{value / 1024:.0f} KiB"
 
 
 def _forks(tables: RunTables, key: ProcessKey, times_seconds: Floats) -> Floats:

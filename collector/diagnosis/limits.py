@@ -13,6 +13,7 @@ from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import steady_fetches
 from collector.diagnosis.tables import RunTables
+from collector.quantities import number, percent
 
 _QUEUED = 0.3  # of the wall time: the cores are contended
 _BUSY = 0.6
@@ -100,22 +101,24 @@ def _allowed_cores(tables: RunTables, loop: Loop) -> float:
 
 def _crowded(queued: float, in_use: float, cores: float, allowed: float) -> tuple[str, str]:
     """Runnable fetches wait for a core: because theirs are few, full of their own work, or of others'."""
-    waiting = f"fetches wait {queued:.0%} of their time for a core"
+    waiting = f"fetches wait {percent(queued)} of their time for a core"
     if allowed < cores:
-        return "affinity", f"{waiting}: the workers' affinity allows {allowed:.0f} of {cores:.0f} usable cores"
+        allows = f"the workers' affinity allows {number(allowed)} of {number(cores)} usable cores"
+        return "affinity", f"{waiting}: {allows}"
     if in_use < FILLED * cores:
-        return "oversubscribed", f"{waiting} while the workers get {in_use:.1f} of {cores:.0f}: others use the rest"
+        get = f"the workers get {number(in_use)} of {number(cores)}"
+        return "oversubscribed", f"{waiting} while {get}: others use the rest"
     return "oversubscribed", waiting
 
 
 def _judge(rows: pd.DataFrame, cpu: float, blocked: float) -> tuple[str | None, str]:
     if np.nanmax([cpu, 0.0]) >= _BUSY:
-        return "cpu", f"fetches compute {min(cpu, 1.0):.0%} of their time"
+        return "cpu", f"fetches compute {percent(min(cpu, 1.0))} of their time"
     if blocked >= _BLOCKED:
         reads = mean(floats(rows, "read_bytes")) >= _READ_BYTES or mean(floats(rows, "major_fault_count")) >= 1
         if reads:
-            return "io", f"fetches are blocked {blocked:.0%} of their time while they read"
-        return None, f"fetches are blocked {blocked:.0%} of their time, on no file: network, a lock or sleep"
+            return "io", f"fetches are blocked {percent(blocked)} of their time while they read"
+        return None, f"fetches are blocked {percent(blocked)} of their time, on no file: network, a lock or sleep"
     return None, "fetches mix computing and waiting"
 
 

@@ -10,11 +10,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit
-from collector.diagnosis.frames import bytes_text, floats, peak
+from collector.diagnosis.frames import floats, peak
 from collector.diagnosis.host_memory import binding_limit, demand_series
 from collector.diagnosis.lifecycle import SIGKILL
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import Victim, last_bytes, last_step
+from collector.quantities import size
 
 _MARGIN_TICKS = 5  # the counter and the end of a process are read in different ticks
 _SHORT_RATIO = 0.85  # of the limit; the peak that kills may fall between two ticks
@@ -97,7 +98,7 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     less = (
         Advice(
             text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
-            expected="each worker less saves what it held" + (f" (this one {bytes_text(held)})" if held else ""),
+            expected="each worker less saves what it held" + (f" (this one {size(held)})" if held else ""),
         )
         if is_worker
         else Advice(
@@ -111,8 +112,8 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.97 if in_cgroup else 0.85,
         summary=(
             f"The kernel killed {victim.what} for lack of memory"
-            + (f"; it last held {bytes_text(held)}" if held else "")
-            + (f", the limit is {bytes_text(limit)}." if math.isfinite(limit) else ".")
+            + (f"; it last held {size(held)}" if held else "")
+            + (f", the limit is {size(limit)}." if math.isfinite(limit) else ".")
         ),
         locus=victim.locus,
         since_step=last_step(tables, victim.main),

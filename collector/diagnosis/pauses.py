@@ -13,6 +13,7 @@ from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, origin_ns, whole, window_text, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
+from collector.quantities import count, duration, percent
 from collector.store.runs import ProcessKey
 
 _PHASES = ("h2d", "forward", "backward", "optimizer", "other")
@@ -69,8 +70,8 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             window=window,
             certainty=confidence(len(at), _MIN_PAUSES),
             summary=(
-                f"Every {distance:.0f} steps the training pauses for {each * 1e3:.0f} ms ({phase} phase; a step "
-                f"takes {usual / 1e6:.1f} ms besides waiting): {seconds:.1f} s, {ratio:.0%} of the run."
+                f"Every {count(distance)} steps the training pauses for {duration(each)} ({phase} phase; a step "
+                f"takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, {percent(ratio)} of the run."
             ),
             locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
             since_step=whole(steps["step"].iloc[at[0]]),
@@ -82,10 +83,10 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             ),
             advice=(
                 Advice(
-                    text=f"Look at what the loop does every {distance:.0f} steps: garbage collection "
+                    text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
                     "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
                     ".item() or .cpu() on the device; do it less often, or in another thread or process",
-                    expected=f"up to {ratio:.0%} less time",
+                    expected=f"up to {percent(ratio)} less time",
                 ),
             ),
         )

@@ -18,6 +18,7 @@ from collector.diagnosis.frames import SECOND_NS, floats, origin_ns, whole, wind
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
+from collector.quantities import count, duration, percent
 from collector.store.runs import ProcessKey
 
 _FIRST_STEPS = 10
@@ -71,7 +72,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     retries = _retries(tables, steps)
     by, why = ("data" if phase == "data_wait_ns" else "compute"), _OWN[phase]
     if by == "compute" and retries[straggler] > max(count for key, count in retries.items() if key != straggler):
-        by, why = "memory", f"{why}, while its allocator flushed its cache {retries[straggler]:.0f} times"
+        by, why = "memory", f"{why}, while its allocator flushed its cache {count(retries[straggler])} times"
     times = floats(rows, "time_ns")
     window = window_text(times[0], times[-1], origin_ns(tables))
     rank = whole(rows["rank"].iloc[-1])
@@ -84,9 +85,9 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
             window=window,
             certainty=confidence(len(rows), _BLOCK_STEPS),
             summary=(
-                f"The other ranks wait for rank {rank}: by itself it takes {late.seconds * 1e3:.1f} ms longer "
-                f"per step, and they wait {early.seconds * 1e3:.1f} ms longer in their backward pass, where "
-                f"gradients are summed; {why}. That costs {lost:.1f} s, {ratio:.0%} of the run."
+                f"The other ranks wait for rank {rank}: by itself it takes {duration(late.seconds)} longer "
+                f"per step, and they wait {duration(early.seconds)} longer in their backward pass, where "
+                f"gradients are summed; {why}. That costs {duration(lost)}, {percent(ratio)} of the run."
             ),
             locus=Locus(
                 host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
@@ -113,7 +114,7 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
         "compute": f"Look at what rank {rank} alone does in that phase (logging, evaluation, longer "
         "samples), and at its device and cores: clocks, temperature, other programs",
     }[by]
-    return Advice(text=text, expected=f"about {seconds * 1e3:.0f} ms less per step, on every rank")
+    return Advice(text=text, expected=f"about {duration(seconds)} less per step, on every rank")
 
 
 def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:

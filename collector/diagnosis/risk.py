@@ -13,7 +13,6 @@ from collector.diagnosis.forecast import RELEVANT_SECONDS, Course, exhaustion, p
 from collector.diagnosis.frames import (
     MIB,
     SECOND_NS,
-    bytes_text,
     floats,
     held_bytes,
     origin_ns,
@@ -27,6 +26,7 @@ from collector.diagnosis.host_memory import binding_limit, demand_series, kernel
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
+from collector.quantities import size
 
 FULL_RATIO = 0.95
 _CRITICAL_RATIO = 0.98
@@ -165,7 +165,7 @@ def _by_level(
         confidence=0.9,
         summary=(
             f"Host memory {'is' if running else 'was'} nearly full: "
-            f"{bytes_text(highest)} of {bytes_text(limit.value)} "
+            f"{size(highest)} of {size(limit.value)} "
             f"({limit.name}) at the peak, "
             "page cache not counted."
         ),

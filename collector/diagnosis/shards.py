@@ -10,6 +10,7 @@ from collector.diagnosis.findings import Advice, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, mean, origin_ns, step_at, window_text
 from collector.diagnosis.loops import Loop, loader_settings
 from collector.diagnosis.tables import RunTables
+from collector.quantities import duration, number, percent
 
 
 def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
@@ -58,8 +59,8 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
             summary=(
                 f"The dataset of loader {loop.loader} is shared out unevenly: "
                 + (f"worker {worker} has " if same else "one worker has ")
-                + f"{mean(np.array(counts)):.1f} times its even share, and works on when others are done. "
-                f"That costs {lost:.1f} s in {len(counts)} epochs, {ratio:.0%} of the run."
+                + f"{number(mean(np.array(counts)))} times its even share, and works on when others are done. "
+                f"That costs {duration(lost)} in {len(counts)} epochs, {percent(ratio)} of the run."
             ),
             locus=Locus(
                 host=loop.main[0],
@@ -77,7 +78,7 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
                 Advice(
                     text="Share the samples out evenly over get_worker_info().num_workers: by sample (every "
                     "n-th), or in shards of equal size whose number is a multiple of the workers",
-                    expected=f"all workers end together: about {lost / len(counts):.2f} s less per epoch",
+                    expected=f"all workers end together: about {duration(lost / len(counts))} less per epoch",
                 ),
             ),
         )

@@ -16,7 +16,6 @@ from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
 from collector.diagnosis.forecast import Course, exhaustion
 from collector.diagnosis.frames import (
     SECOND_NS,
-    bytes_text,
     floats,
     last,
     peak,
@@ -30,6 +29,7 @@ from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats, Growth, growth
 from collector.diagnosis.victims import Victim, fact, last_step
 from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, witness_of
+from collector.quantities import size
 
 _SIGBUS = 7
 _UNKNOWN = " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
@@ -93,7 +93,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
 
 def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, besides: str) -> Finding:
     rise, slope = leak.growth.rise, leak.growth.slope
-    summary = f"/dev/shm keeps filling: {bytes_text(rise)} so far, {bytes_text(slope * 60)} per minute.{besides}"
+    summary = f"/dev/shm keeps filling: {size(rise)} so far, {size(slope * 60)} per minute.{besides}"
     locus = Locus(host=host)
     return leak_finding(
         tables, "shm-leak", leak, summary=summary, locus=locus, advice=_LEAK_ADVICE, confidence=confidence
@@ -144,8 +144,8 @@ def _by_level(tables: RunTables, host: str, highest: float, total: float, n: int
             severity="critical" if free < batch else "warning",
             confidence=0.9,
             summary=(
-                f"/dev/shm had {bytes_text(free)} left of {bytes_text(total)} at the peak, and each of {workers} "
-                f"workers hands over batches of {bytes_text(batch)}: who finds no room fails, or dies of SIGBUS."
+                f"/dev/shm had {size(free)} left of {size(total)} at the peak, and each of {workers} "
+                f"workers hands over batches of {size(batch)}: who finds no room fails, or dies of SIGBUS."
             ),
             locus=Locus(host=host),
             evidence=(
@@ -195,7 +195,7 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.95,
         summary=(
             f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
-            f"{bytes_text(used)} of {bytes_text(total)} were in use at the tick before."
+            f"{size(used)} of {size(total)} were in use at the tick before."
         ),
         locus=victim.locus,
         since_step=last_step(tables, victim.main),

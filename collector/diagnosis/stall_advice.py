@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from collector.diagnosis.findings import Advice
-from collector.diagnosis.frames import bytes_text
 from collector.diagnosis.limits import WorkerLimit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
 from collector.diagnosis.tuning import Forecast, Option
+from collector.quantities import duration, number, percent, size
 
 #: What it costs to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
@@ -31,8 +31,8 @@ def advise_inline(
                 text="Keep num_workers=0 and make the batch cheaper: hold the data as one tensor and "
                 "index whole batches "
                 "(`__getitems__` or your own slicing), or use a larger batch",
-                expected=f"up to {steady.wait_ratio:.0%} less time per step; workers would add about "
-                f"{HAND_OVER_SECONDS * 1e3:.0f} ms to each batch of {steady.fetch_mean * 1e3:.2f} ms",
+                expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
+                f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
             ),
         )
     if limit.by == "cpu" and cores < 2:
@@ -56,7 +56,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             Advice(
                 text="Let the workers use all cores: reset the CPU affinity in worker_init_fn "
                 "(os.sched_setaffinity(0, range(os.cpu_count())))",
-                expected=f"the workers share {cores:.0f} cores instead of queueing for a few",
+                expected=f"the workers share {number(cores)} cores instead of queueing for a few",
             ),
         )
     if isinstance(outlook, Forecast) and outlook.measured.common:
@@ -70,7 +70,8 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
-                expected=f"more workers only lengthen each wait: it gives all of them about {rate:.3g} batches/s",
+                expected=f"more workers only lengthen each wait: it gives all of them about "
+                f"{number(rate)} batches/s",
             ),
             *((measure,) if outlook.is_undecided else ()),
         )
@@ -121,24 +122,25 @@ def _by_replay(outlook: Forecast | str, *, also: str = "") -> tuple[Advice, ...]
 
 def _expected(outlook: Forecast, option: Option) -> str:
     words = (
-        f"about {option.batches_per_second:.3g} batches/s ({option.low:.3g} to {option.high:.3g}) instead of "
-        f"{outlook.measured.batches_per_second:.3g}, {option.wait_ratio:.0%} of the time waiting"
+        f"about {number(option.batches_per_second)} batches/s ({number(option.low)} to {number(option.high)}) "
+        f"instead of {number(outlook.measured.batches_per_second)}, {percent(option.wait_ratio)} of the "
+        "time waiting"
     )
     if outlook.is_undecided and not outlook.measured.common:
         words += " (if they wait for one thing in common, which this run does not tell, more workers give no more)"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):
-        most = f"up to {bytes_text(option.most_bytes)} with full queues"
-        return f"{words}; host memory about {bytes_text(option.memory_bytes)} ({most}) instead of {bytes_text(now)}"
+        most = f"up to {size(option.most_bytes)} with full queues"
+        return f"{words}; host memory about {size(option.memory_bytes)} ({most}) instead of {size(now)}"
     if math.isfinite(now):
-        return f"{words}; host memory {bytes_text(now)} and what each worker takes, which is not known yet"
+        return f"{words}; host memory {size(now)} and what each worker takes, which is not known yet"
     return words
 
 
 def advise_slow_worker(loop: Loop, steady: Pace, worker: int, usual_seconds: float) -> tuple[Advice, ...]:
     """Heal the worker, or let the others overtake it."""
     pace = max(steady.consumer, usual_seconds / loop.num_workers)
-    healed = f"about {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f}"
+    healed = f"about {number(1 / max(pace, 1e-6))} batches/s instead of {number(1 / steady.interval)}"
     return (
         Advice(
             text=f"Look at what worker {worker} alone does: its shard or files, its mount, its CPU "
@@ -163,12 +165,12 @@ def advise_tail(loop: Loop, steady: Pace) -> tuple[Advice, ...]:
     return (
         Advice(
             text=f"Set prefetch_factor={depth}",
-            expected=f"a batch may then take {depth * slots * steady.consumer * 1e3:.0f} ms before the loop waits "
-            f"(now {loop.prefetch_factor * slots * steady.consumer * 1e3:.0f} ms); host memory holds up to "
+            expected=f"a batch may then take {duration(depth * slots * steady.consumer)} before the loop waits "
+            f"(now {duration(loop.prefetch_factor * slots * steady.consumer)}); host memory holds up to "
             f"{depth * slots + 1} batches",
         ),
         Advice(
             text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
-            expected=f"up to {steady.tail_wait_ratio:.0%} of the waiting goes",
+            expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting goes",
         ),
     )

@@ -16,6 +16,7 @@ from collector.diagnosis.sharing import Sharing
 from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
+from collector.quantities import duration, number, percent
 
 _SPARE_IDLE = 0.10
 _LISTED = 50  # of the slow batches
@@ -24,17 +25,16 @@ _LISTED = 50  # of the slow batches
 def hand_over(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The waiting lies between worker and loop, and neither sampler nor the bytes of a batch explain it."""
     missing = (
-        f"it waits {steady.wait_ratio:.0%} of its time for batches that the workers have made already "
-        f"({steady.hand_over * 1e3:.1f} ms per batch between worker and loop), and the bytes of a batch do not "
-        f"explain that; a fetch takes {steady.fetch_mean * 1e3:.1f} ms"
+        f"it waits {percent(steady.wait_ratio)} of its time for batches that the workers have made already "
+        f"({duration(steady.hand_over)} per batch between worker and loop), and the bytes of a batch do not "
+        f"explain that; a fetch takes {duration(steady.fetch_mean)}"
     )
     advice: tuple[Advice, ...] = ()
     if steady.fetch_mean < steady.hand_over:
         advice = (
             Advice(
                 text="Set num_workers=0",
-                expected=f"about {steady.fetch_mean * 1e3:.1f} ms per batch instead of "
-                f"{steady.hand_over * 1e3:.1f} ms",
+                expected=f"about {duration(steady.fetch_mean)} per batch instead of {duration(steady.hand_over)}",
             ),
         )
     found = no_cause(tables, loop, steady, missing)
@@ -74,18 +74,18 @@ def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Fi
 def compute_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The loop does not starve."""
     if loop.num_workers:
-        how = f"and its workers have time to spare ({steady.idle_ratio:.0%} idle)"
+        how = f"and its workers have time to spare ({percent(steady.idle_ratio)} idle)"
         second = _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables)
         if steady.idle_ratio < _SPARE_IDLE:
-            how = f"and its workers just keep up ({steady.idle_ratio:.0%} idle)"
+            how = f"and its workers just keep up ({percent(steady.idle_ratio)} idle)"
     else:
-        how = f"and a batch is made in {steady.fetch_mean * 1e3:.1f} ms"
+        how = f"and a batch is made in {duration(steady.fetch_mean)}"
         second = _seconds("fetch_seconds", steady.fetch_mean, steady, tables)
     return Finding(
         kind="compute-bound",
         severity="info",
         confidence=_confidence(steady),
-        summary=f"Data loading keeps up: {steady.starved_ratio:.1%} of the loop's time goes into waiting "
+        summary=f"Data loading keeps up: {percent(steady.starved_ratio)} of the loop's time goes into waiting "
         "for batches "
         f"of loader {loop.loader} that are not made yet, {how}.",
         locus=_locus(loop),
@@ -104,9 +104,9 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         severity="info" if small else _severity(tables, loop, steady),
         confidence=_confidence(steady),
         summary=(
-            f"The training process makes its batches itself (num_workers=0): {steady.wait_ratio:.0%} of "
+            f"The training process makes its batches itself (num_workers=0): {percent(steady.wait_ratio)} of "
             "the loop's time, "
-            f"{steady.fetch_mean * 1e3:.1f} ms per batch"
+            f"{duration(steady.fetch_mean)} per batch"
             + (
                 ". Workers would not help: handing a batch over costs as much."
                 if small
@@ -136,8 +136,8 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         confidence=_confidence(steady),
         summary=(
             f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
-            f"{steady.wait_ratio:.0%} of "
-            f"its time and the workers idle {steady.idle_ratio:.0%}; {limit.because}."
+            f"{percent(steady.wait_ratio)} of "
+            f"its time and the workers idle {percent(steady.idle_ratio)}; {limit.because}."
             + (f" They{likely} wait for one thing in common: {common.because}." if common else "")
         ),
         locus=_locus(loop, role="worker"),
@@ -166,8 +166,8 @@ def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         kind="collate-bound",
         summary=(
             f"Putting the samples of a batch together (collate_fn) takes the workers of loader {loop.loader} "
-            f"{steady.collate_mean * 1e3:.0f} of {steady.fetch_mean * 1e3:.0f} ms per batch, and the loop waits "
-            f"{steady.wait_ratio:.0%} of its time; {limit.because}."
+            f"{duration(steady.collate_mean)} of {duration(steady.fetch_mean)} per batch, and the loop waits "
+            f"{percent(steady.wait_ratio)} of its time; {limit.because}."
         ),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -180,7 +180,7 @@ def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             Advice(
                 text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket "
                 "samples of like length, call torch.stack once instead of loops over samples",
-                expected=f"up to {1 / max(pace, 1e-6):.1f} batches/s instead of {1 / steady.interval:.1f} "
+                expected=f"up to {number(1 / max(pace, 1e-6))} batches/s instead of {number(1 / steady.interval)} "
                 "without it",
             ),
             *found.advice,
@@ -201,8 +201,8 @@ def slow_worker(tables: RunTables, loop: Loop, steady: Pace, worker: WorkerPace)
         confidence=_confidence(steady),
         summary=(
             f"Worker {worker.worker} of loader {loop.loader} holds up the training: its fetch takes "
-            f"{ratio:.1f} times "
-            f"the others' ({worker.fetch_median * 1e3:.0f} against {usual * 1e3:.0f} ms), which idle {idle:.0%}; "
+            f"{number(ratio)} times "
+            f"the others' ({duration(worker.fetch_median)} against {duration(usual)}), which idle {percent(idle)}; "
             f"{limit.because}."
         ),
         locus=_locus(loop, role="worker", worker=worker.worker),
@@ -231,9 +231,9 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         severity=_severity(tables, loop, steady),
         confidence=_confidence(steady),
         summary=(
-            f"A few batches hold up the training: {steady.tail_ratio:.0%} of the batches of loader "
-            f"{loop.loader} take over 3 "
-            f"times the usual and cause {steady.tail_wait_ratio:.0%} of the waiting; no worker is slow in itself."
+            f"A few batches hold up the training: {percent(steady.tail_ratio)} of the batches of loader "
+            f"{loop.loader} take over 3 times the usual and cause {percent(steady.tail_wait_ratio)} of the "
+            "waiting; no worker is slow in itself."
         ),
         locus=_locus(loop, role="worker"),
         since_step=_since(tables, loop, steady),

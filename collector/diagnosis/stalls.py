@@ -31,6 +31,7 @@ from collector.diagnosis.stall_findings import (
     too_slow,
 )
 from collector.diagnosis.tables import RunTables
+from collector.quantities import duration, percent
 
 MIN_BATCHES = 10
 MIN_FETCHES = 2  # per worker
@@ -82,9 +83,9 @@ def settled(loop: Loop) -> tuple[Loop, str]:
     error = 3 * 1.25 * math.hypot(*(float(part.std()) / math.sqrt(len(part)) for part in (before, since)))
     if abs(change) <= math.log(_REGIME_RATIO) + error:
         return loop, ""
-    usual = [f"{math.exp(float(np.median(part))) / 1e6:.1f}" for part in (before, since)]
+    usual = [duration(math.exp(float(np.median(part))) / 1e9) for part in (before, since)]
     return dataclasses.replace(loop, batches=later, fetches=fetches[~early]), (
-        f" Judged without the first epoch: a fetch took {usual[0]} ms in it and takes {usual[1]} ms since."
+        f" Judged without the first epoch: a fetch took {usual[0]} in it and takes {usual[1]} since."
     )
 
 
@@ -113,9 +114,9 @@ def _starving(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
     if steady.tail_ratio <= _TAIL_RATIO and steady.tail_wait_ratio >= _TAIL_WAIT:
         return [straggler_samples(tables, loop, steady)]
     missing = (
-        f"it starves {steady.starved_ratio:.0%} of its time, yet the workers idle {steady.idle_ratio:.0%} "
-        "and no worker or "
-        "sample stands out; a longer run or a larger prefetch_factor would tell"
+        f"it starves {percent(steady.starved_ratio)} of its time, yet the workers idle "
+        f"{percent(steady.idle_ratio)} and no worker or sample stands out; a longer run or a larger "
+        "prefetch_factor would tell"
     )
     return [no_cause(tables, loop, steady, missing)]
 

@@ -19,6 +19,7 @@ from collector.diagnosis.loader_memory import Memory, memory_of
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.replay import Prediction, Setting, Trace, predict, throughputs
 from collector.diagnosis.tables import RunTables
+from collector.quantities import number
 
 #: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
 OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.07, 0.07, 0.15
@@ -114,8 +115,9 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
     low, high = own.interval(OWN_ERROR)
     if not low <= measured.batches_per_second <= high:
         return (
-            f"the replay gives {own.batches_per_second:.3g} batches/s ({low:.3g} to {high:.3g}) where "
-            f"{measured.batches_per_second:.3g} were measured, so something else than fetching and computing counts"
+            f"the replay gives {number(own.batches_per_second)} batches/s ({number(low)} to {number(high)}) "
+            f"where {number(measured.batches_per_second)} were measured, so something else than "
+            "fetching and computing counts"
         )
     memory = memory_of(tables, loop, own)
     ways = (*_possible(measured, predictions), *_if_equal(measured, settings, cores_per_rank(tables, loop.main[0])))

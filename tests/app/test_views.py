@@ -6,9 +6,9 @@ from opened import drawn, figures, open_view, points, run_of, texts, trace_names
 
 from app.figures.base import MAX_POINTS
 from app.format import plain
-from collector import wording
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
+from collector.quantities import percent, size
 from collector.store.runs import Run, list_runs
 
 
@@ -37,8 +37,8 @@ def test_the_overview_and_the_report_give_the_same_figures(monkeypatch, made):
     summary = diagnose(load_tables(Run(run_of(made["healthy"])))).summary
     at = open_view(monkeypatch, made["healthy"], "overview", window="500steps")
     shown = {metric.label: metric.value for metric in at.metric}
-    assert shown["Data wait"] == wording.percent(summary["data_wait_ratio"])
-    assert shown["Peak host memory (PSS)"].startswith(wording.size(summary["peak"]["run_pss_bytes"]))
+    assert shown["Data wait"] == percent(summary["data_wait_ratio"])
+    assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
 
 
 def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):

@@ -87,8 +87,8 @@ def test_what_each_step_leaks_is_told_rightly_although_steps_become_faster():
     step_times = np.concatenate([part["time_ns"] for part in script.parts["step"]]) / 1e9
     leaked = np.searchsorted(np.sort(step_times), SECONDS) * 2.0  # MiB
     (leak,) = found(memory(script, main=leaked, host=leaked, total=10**14))
-    per_step_kib = float(re.search(r"([\d.]+) KiB per step", leak.summary)[1])
-    assert per_step_kib == pytest.approx(2048, rel=0.15)
+    per_step_mib = float(re.search(r"([\d.]+) MiB per step", leak.summary)[1])
+    assert per_step_mib == pytest.approx(2, rel=0.15)
     assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
     assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
 

@@ -5,6 +5,7 @@ import pytest
 from simulated_runs import MAIN, jittered, per_worker, sample_process, simulate
 
 from collector.diagnosis.stalls import find_stalls
+from collector.quantities import percent
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 
@@ -271,7 +272,7 @@ def test_a_short_validation_loop_does_not_make_a_healthy_run_warn():
 def test_the_sentence_and_the_first_evidence_agree():
     healthy = verdict(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=100)[0]
     assert healthy.evidence[0].name == "starved_ratio"
-    assert f"{healthy.evidence[0].value:.1%} of the loop's time" in healthy.summary
+    assert f"{percent(healthy.evidence[0].value)} of the loop's time" in healthy.summary
 
 
 def test_each_rank_gets_its_own_verdict():

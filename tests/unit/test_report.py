@@ -136,7 +136,7 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert "training process, rank 0, pid 4711" in text
     assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in text
     assert "4 GiB, cgroup" in text
-    assert "in 12 min (10 min to —), about 8,000 steps" in text
+    assert "in 12 min (10 min to never), about 8,000 steps" in text
     assert "Look at what worker 1 reads." in text
     assert text.rstrip().endswith("tidegauge dashboard")
 
