@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import socket
@@ -34,7 +35,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -45,6 +45,7 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.sync.client import connect
 
 from app.pages import PAGES
+from benchmarks import chrome
 from benchmarks.queries import make
 from collector.agent.feed import INGEST_EVERY_NS, pause_ns
 from collector.agent.loop import MAINTAIN_EVERY_NS
@@ -65,6 +66,16 @@ REFRESH_SECONDS = 1.0
 TIMES, REFRESHES = 3, 6
 STEP_MS = 60
 SOAK_VIEW = "overview"
+#: Of JavaScript, in a page.
+_CAPTIONS = "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
+_ANSWERED = f"{_CAPTIONS}.some(each => each.textContent.includes('data as of'))"
+_PAINTED = "document.querySelector('.main-svg, [data-testid=stDataFrame], .stAlert, .stCode')"
+_HEADING = "document.querySelector('h2')?.textContent"
+_CLICKED = f"""(title => {{
+    const before = [{_HEADING}, performance.now() / 1e3];
+    [...document.querySelectorAll('a')].find(link => link.textContent.includes(title)).click();
+    return before;
+}})"""
 MIB = 2**20
 
 
@@ -192,16 +203,16 @@ def _cpu_seconds(server: psutil.Process) -> float:
     return spent.user + spent.system
 
 
-def rows_of(run: Run, base: str, server: psutil.Process, context: Any) -> Iterator[tuple[str, ...]]:
-    """The lines of the table about one run, as a browser (a context of Playwright) sees it."""
+def rows_of(run: Run, base: str, server: psutil.Process, browser: chrome.Chrome) -> Iterator[tuple[str, ...]]:
+    """The lines of the table about one run, as a browser sees it."""
     address = screenshots.address(base, SOAK_VIEW, run=run.run_id)
     for _ in range(TIMES):  # it keeps what it has compiled once a script came again
-        _window(context, address).close()
-    window = _window(context, address)
+        _standing(browser, address).close()
+    window = _standing(browser, address)
     switches = _switches(window)
     window.close()
     for page in PAGES:
-        paints = [_paint(context, screenshots.address(base, page.path, run=run.run_id)) for _ in range(TIMES)]
+        paints = [_paint(browser, screenshots.address(base, page.path, run=run.run_id)) for _ in range(TIMES)]
         viewer = Viewer(base, page.path, run)
         answers = refreshed(viewer, server)
         viewer.close()
@@ -215,11 +226,10 @@ def rows_of(run: Run, base: str, server: psutil.Process, context: Any) -> Iterat
         )
 
 
-def _window(context: Any, address: str) -> Any:
-    page = context.new_page()
-    page.goto(address)
-    screenshots.await_view(page)
-    return page
+def _standing(browser: chrome.Chrome, address: str) -> chrome.Window:
+    window = browser.window(address)
+    window.until(screenshots.STANDS)
+    return window
 
 
 def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
@@ -232,35 +242,21 @@ def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
     )
 
 
-def _paint(context: Any, address: str) -> tuple[float, float]:
-    page = context.new_page()
-    begun = time.perf_counter()
-    page.goto(address, wait_until="commit")
-    page.get_by_text("data as of").wait_for(timeout=120_000)
-    answered = time.perf_counter() - begun
-    page.wait_for_function(
-        "() => document.querySelector("
-        "'.main-svg, [data-testid=stDataFrame], [data-testid=stAlert], [data-testid=stCode]')",
-        timeout=120_000,
-    )
-    painted = time.perf_counter() - begun
-    page.close()
+def _paint(browser: chrome.Chrome, address: str) -> tuple[float, float]:
+    window = browser.window(address)
+    answered, painted = window.until(_ANSWERED), window.until(_PAINTED)
+    window.close()
     return answered, painted
 
 
-def _switches(page: Any) -> dict[str, list[float]]:
+def _switches(window: chrome.Window) -> dict[str, list[float]]:
     """Each page from the one before it, by a click."""
     found: dict[str, list[float]] = {each.path: [] for each in PAGES}
     for _ in range(TIMES):
         for to in (*PAGES[1:], PAGES[0]):
-            before = page.locator("h2").first.inner_text()
-            begun = time.perf_counter()
-            page.get_by_role("link", name=to.title).first.click()
-            page.wait_for_function(
-                "was => document.querySelector('h2')?.innerText != was", arg=before, timeout=120_000
-            )
-            screenshots.await_view(page)
-            found[to.path].append(time.perf_counter() - begun)
+            was, clicked = window.evaluate(f"{_CLICKED}({json.dumps(to.title)})")
+            stood = window.until(f"{_HEADING} !== {json.dumps(was)} && {_ANSWERED} && {screenshots.STANDS}")
+            found[to.path].append(stood - clicked)
     return found
 
 
@@ -346,8 +342,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-bench-")))
         profile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-browser-")))
-        size = {"width": 1440, "height": 900}
-        browser = stack.enter_context(screenshots.chromium_of(profile, viewport=size))
+        words = (*screenshots.ARGUMENTS, "--window-size=1440,900")
+        browser = stack.enter_context(chrome.started(screenshots.executable() or "chromium", profile, words))
         for batches in options.batches:
             made = [run for run in list_runs(home) if f"-pages-{batches}-" in run.run_id]
             ago_ns = time.monotonic_ns() * 9 // 10  # there is no time before the machine's

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlencode
 
 import click
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from app.pages import PAGES
 
@@ -32,13 +32,22 @@ VIEWS = {page.path: "" if page is PAGES[0] else page.path for page in PAGES}
 SIZES = ((1440, 900), (390, 844))
 README_JOB = ("fault", "slow-worker")
 START_SECONDS = 30
-_ARGUMENTS = (
+ARGUMENTS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
     "--disable-background-networking",
     "--disable-component-update",
     "--no-first-run",
+)
+#: Of JavaScript: whether a view stands, with every chart and the verdict, and nothing still runs.
+STANDS = " && ".join(
+    (
+        "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'",
+        "!document.querySelector('[data-testid=stSkeleton]')",
+        "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))",
+        "!document.body.textContent.includes('verdict is being drawn up')",
+    )
 )
 
 
@@ -87,27 +96,15 @@ def dashboard(
 def chromium() -> Iterator[Browser]:
     """A headless Chromium: the system's where there is one, else Playwright's own."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=_executable(), args=_ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=executable(), args=ARGUMENTS)
         try:
             yield browser
         finally:
             browser.close()
 
 
-@contextmanager
-def chromium_of(profile: Path, **options: Any) -> Iterator[BrowserContext]:
-    """The same as somebody's own browser, which keeps in a folder what it has loaded and compiled."""
-    with sync_playwright() as playwright:
-        context = playwright.chromium.launch_persistent_context(
-            profile, executable_path=_executable(), args=_ARGUMENTS, **options
-        )
-        try:
-            yield context
-        finally:
-            context.close()
-
-
-def _executable() -> str | None:
+def executable() -> str | None:
+    """The system's Chromium, if there is one."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -117,13 +114,9 @@ def address(base: str, view: str, **query: str | Sequence[str]) -> str:
 
 
 def await_view(page: Page) -> None:
-    """Wait until the view stands: its status line, every chart, the verdict, and nothing that still runs."""
+    """Wait until the view stands, and its status line."""
     page.get_by_text("data as of").wait_for(timeout=60_000)
-    drawn = "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))"
-    settled = "!document.querySelector('[data-testid=stSkeleton]')"
-    judged = "!document.body.innerText.includes('verdict is being drawn up')"
-    idle = "document.querySelector('.stApp').dataset.testScriptState === 'notRunning'"
-    page.wait_for_function(f"() => {drawn} && {settled} && {judged} && {idle}", timeout=60_000)
+    page.wait_for_function(f"() => {STANDS}", timeout=60_000)
 
 
 @click.command()
