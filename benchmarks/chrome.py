@@ -97,18 +97,19 @@ def started(executable: str, profile: Path, arguments: Sequence[str]) -> Iterato
         TimeoutError: it did not start.
 
     """
+    written = profile / "DevToolsActivePort"
+    written.unlink(missing_ok=True)  # of one that was killed
     words = [executable, *arguments, "--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            with connect(_address(profile), max_size=None) as socket:
+            with connect(_address(written), max_size=None) as socket:
                 yield Chrome(socket)
         finally:
             process.kill()
 
 
-def _address(profile: Path) -> str:
+def _address(written: Path) -> str:
     """Where it listens: it writes that down."""
-    written = profile / "DevToolsActivePort"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, ValueError):

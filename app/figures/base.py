@@ -56,8 +56,9 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
     `revision` is the run: zoom and hidden traces stay as the reader left them while it is the same.
     """
     axis = axis_style(theme)
-    return go.Figure(  # in one piece: each later update would check the whole layout anew
+    figure = go.Figure(  # in one piece: each later update would check the whole layout anew
         layout={
+            "template": "none",
             "height": height,
             "margin": {"l": 56, "r": 16, "t": 12, "b": 44},
             "paper_bgcolor": theme.background,
@@ -79,6 +80,8 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
             "yaxis": {"title": axis_title(y_title), "rangemode": "tozero", "automargin": True, **axis},
         }
     )
+    figure.layout.template = None  # an empty one would be written too, and Plotly draws twice as long with any
+    return figure
 
 
 def axis_style(theme: Theme) -> dict[str, Any]:
