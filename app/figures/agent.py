@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.figures.base import Chart, blank, line, sampled
+from app.figures.base import Chart, blank, sampled
 from app.figures.memory import ELAPSED
+from app.figures.samples import sample_line
 from app.format import MIB
 from app.theme import Theme
 from collector.quantities import quantity, size
@@ -24,7 +25,7 @@ def timing(lines: Mapping[str, Lines], theme: Theme, *, revision: str) -> Chart:
         for host, points in lines[name].points.groupby("series"):
             called = f"{name}, {host}" if several else name
             x, y = points["elapsed_seconds"], points["value"]
-            figure.add_trace(line(called, x, y, colour, "s", line={"dash": dash}))
+            figure.add_trace(sample_line(called, x, y, colour, "s", line={"dash": dash}))
         highest = quantity(lines[name].points["value"].max(), "seconds")
         captions.append(f"longest {name} {highest} of {lines[name].samples_count:,} samples")
     caption = f"{'; '.join(captions).capitalize()}. The lag falls with each commit to the lake."
@@ -38,6 +39,7 @@ def own_memory(lines: Lines, theme: Theme, *, revision: str) -> Chart:
     figure = blank(theme, x_title=ELAPSED, y_title="RSS (MiB)", revision=revision)
     for number, (host, points) in enumerate(lines.points.groupby("series")):
         colour = theme.series[number % len(theme.series)]
-        figure.add_trace(line(str(host), points["elapsed_seconds"], points["value"] / MIB, colour, "MiB"))
+        x, y = points["elapsed_seconds"], points["value"] / MIB
+        figure.add_trace(sample_line(str(host), x, y, colour, "MiB"))
     caption = f"Peak {size(lines.points['value'].max())} of {lines.samples_count:,} samples."
     return Chart(title="What does the collector hold itself?", figure=figure, caption=caption)

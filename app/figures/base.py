@@ -164,13 +164,6 @@ def moment(figure: go.Figure, x: float, text: str, theme: Theme) -> None:
     )
 
 
-def broken(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: list[float]) -> tuple[Any, Any]:
-    """The line with a gap before each moment in `starts`: what follows belongs to another process."""
-    at = np.searchsorted(x, starts)
-    at = at[(at > 0) & (at < len(x))]
-    return np.insert(x, at, np.nan), np.insert(y, at, np.nan)
-
-
 def sampled(lines: Lines) -> str:
     """How a thinned line came about, in words; empty if every sample is drawn."""
     return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""

@@ -8,6 +8,7 @@ import pandas as pd
 
 from app.figures.axis import Axis
 from app.figures.base import Chart, blank, line
+from app.figures.samples import sample_line
 from app.format import byte_axis
 from app.theme import Theme
 from collector.quantities import percent, quantity, size
@@ -59,7 +60,7 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
     for number, (name, total) in enumerate(runs.items()):
         style = {"dash": _DASHES[number % len(_DASHES)]}
         y = total["bytes"] / scale
-        figure.add_trace(line(name, total["x"], y, theme.series[number], unit, line=style))
+        figure.add_trace(sample_line(name, total["x"], y, theme.series[number], unit, line=style))
     peaks = "; ".join(f"{name}: peak {size(total['bytes'].max())}" for name, total in runs.items())
     return Chart(
         title="Does it take less host memory?",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from app.figures.base import MAX_POINTS, Chart, area, blank, limit
+from app.figures.base import MAX_POINTS, Chart, blank, limit
 from app.figures.memory import ELAPSED
+from app.figures.samples import stack
 from app.format import GIB, MIB
 from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
@@ -43,9 +44,8 @@ def account(
     """
     figure = blank(theme, x_title=ELAPSED, y_title="device memory (GiB)", revision=revision, height=400)
     layers = [part for part in (*PARTS, UNATTRIBUTED) if part in parts]
-    for part in layers:
-        colour = getattr(theme, _COLOURS[part])
-        figure.add_trace(area(part, parts["elapsed_seconds"], parts[part].fillna(0) / GIB, colour, "GiB"))
+    drawn = [(part, parts[part].fillna(0) / GIB, getattr(theme, _COLOURS[part])) for part in layers]
+    figure.add_traces(list(stack(parts["elapsed_seconds"], drawn, "GiB")))
     total = parts[layers].sum(axis=1)
     peak = parts.iloc[int(total.to_numpy().argmax())]
     top = max(float(total.max()), capacity_bytes if known(capacity_bytes) else 0.0)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from app.figures.base import Chart, Trace, area, blank, broken, limit, line, moment, sampled
+from app.figures.base import Chart, Trace, blank, limit, line, moment, sampled
+from app.figures.samples import broken, pauses, sample_line, stack
 from app.format import byte_axis
 from app.theme import Theme
 from collector.quantities import count, duration, growth, known, percent, size
@@ -57,8 +58,8 @@ def by_role(
     figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision)
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
     names = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
-    for role in roles:
-        figure.add_trace(area(names[role], totals["elapsed_seconds"], totals[role] / scale, colours[role], unit))
+    layers = [(names[role], totals[role] / scale, colours[role]) for role in roles]
+    figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
     caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)}."
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
@@ -97,7 +98,7 @@ def against_limit(
         for part, points in lines.points.groupby("series"):
             name_of_line = f"{label}, {part!s}" if part else label
             x, y = points["elapsed_seconds"], points["value"] / scale
-            figure.add_trace(line(name_of_line, x, y, colour, unit, showlegend=True))
+            figure.add_trace(sample_line(name_of_line, x, y, colour, unit, showlegend=True))
         values = lines.points["value"]
         captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())}")
         if sampled(lines):
@@ -122,7 +123,8 @@ def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str)
     for place, (name, points) in enumerate(lines.points.groupby("series")):
         style = {"dash": _DASHES[place % len(_DASHES)]}
         colour = theme.series[place % len(theme.series)]
-        figure.add_trace(line(str(name), points["elapsed_seconds"], points["value"], colour, "files", line=style))
+        x, y = points["elapsed_seconds"], points["value"]
+        figure.add_trace(sample_line(str(name), x, y, colour, "files", line=style))
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
         limit(figure, limit_count, f"limit {count(limit_count)}", theme)
@@ -160,8 +162,8 @@ def per_process(
     for number, name in enumerate(name for name in places["series"].unique() if name in by_place):
         points = by_place[name]
         starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
-        gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
-        x, y = broken(points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale, gaps)
+        x, y = points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale
+        x, y = broken(x, y, [*pauses(x), *(starts if len(starts) <= MAX_MARKED_RESTARTS else [])])
         colour = theme.series[number % len(theme.series)]
         dash = _DASHES[number // len(theme.series) % len(_DASHES)]
         figure.add_trace(line(str(name), x, y, colour, unit, line={"dash": dash}))

@@ -70,7 +70,7 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     places = fetches[["worker", "rank"]].drop_duplicates()
     order = [tick(w, r) for w, r in zip(places["worker"], places["rank"], strict=True)]
     row = fetches.groupby(["worker", "rank"], sort=False, dropna=False).ngroup()
-    grid = fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms")
+    grid = _with_gaps(fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms"))
     top = float(np.nanquantile(grid.to_numpy(), 0.99))
     figure.add_trace(
         {
@@ -81,7 +81,6 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
             "z": grid.to_numpy(dtype=np.float32),
             "zmin": 0,
             "zmax": top,
-            "ygap": 2,
             "colorscale": [[0, theme.heat[0]], [1, theme.heat[1]]],
             "colorbar": {
                 "title": {"text": "longest fetch (ms)", "side": "right", "font": {"size": 13}},
@@ -135,6 +134,17 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
         caption += f" Drawn as {sampled(wait)}."
     title = "How long does the training wait for a batch, and what lay ready?"
     return Chart(title=title, figure=figure, caption=caption)
+
+
+def _with_gaps(grid: pd.DataFrame) -> pd.DataFrame:
+    """A grid whose columns begin one step apart: Plotly widens cells until they touch, and would hide a pause."""
+    begins = grid.columns.to_numpy()
+    if len(begins) < 2:
+        return grid
+    step = np.diff(begins).min()
+    places = np.rint((begins - begins[0]) / step).astype(int)
+    whole = grid.set_axis(places, axis="columns").reindex(columns=range(places[-1] + 1))
+    return whole.set_axis(begins[0] + step * whole.columns.to_numpy(), axis="columns")
 
 
 def pattern(shape: str, theme: Theme) -> dict[str, object]:

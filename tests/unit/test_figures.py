@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from app.figures import axis, base, memory, rounds, stages, steps, workers
+from app.figures import axis, base, memory, rounds, samples, stages, steps, workers
 from app.theme import DARK, LIGHT
 from collector.diagnosis.rounds import Lanes
 from collector.store.queries import Lines
@@ -204,6 +204,59 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
     assert (mark.marker.symbol, list(mark.x)) == ("triangle-up", [2.0])
     assert "1 worker restarts" in chart.caption
     assert chart.figure.layout.annotations[0].text == "worker-heap-leak since step 7"
+
+
+def test_a_line_has_a_gap_where_nobody_sampled():
+    x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]  # the collector was down for 70 s
+    lines = Lines(points=pd.DataFrame({"series": "", "elapsed_seconds": x, "value": 1.0}), samples_count=len(x))
+    figure = memory.against_limit({"used": lines}, LIGHT, name="x", capacity_bytes=None, revision="r").figure
+    drawn = figure.data[0]
+    assert np.flatnonzero(np.isnan(drawn.y)).tolist() == [50]
+    assert (drawn.x[49], drawn.x[51]) == (49.0, 120.0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(100.0),
+        np.r_[np.arange(0, 10, 0.5), np.arange(10.0, 100.0, 5.0)],  # sampled less often to stay within a budget
+        np.cumsum(np.tile([0.01, 0.2], 400)),  # the extremes of each piece of a thinned line
+        [0.0, 100.0, 101.0, 102.0],  # no sample is left alone: it would not be seen
+        [0.0, 1.0],
+        [],
+    ],
+)
+def test_samples_that_are_merely_uneven_are_one_line(x):
+    assert samples.pauses(x) == []
+
+
+def test_a_stack_says_nothing_of_the_time_when_nobody_sampled():
+    x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]
+    table = pd.DataFrame({"elapsed_seconds": x, "main": 1.0 * GIB, "worker": 2.0 * GIB})
+    figure = memory.by_role(
+        table, LIGHT, metric="pss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+    ).figure
+    assert [(part.name, len(part.x), part.showlegend) for part in figure.data] == [
+        ("main", 50, True),
+        ("workers", 50, True),
+        ("main", 30, False),
+        ("workers", 30, False),
+    ]
+    assert len({part.stackgroup for part in figure.data}) == 2
+
+
+def test_a_pause_is_empty_between_the_cells_of_the_workers():
+    fetches = pd.DataFrame(
+        {"rank": np.nan, "worker": 0, "elapsed_seconds": [5.0, 5.5, 6.0, 9.0], "fetch_ms": 7.0, "n": 1}
+    )
+    (cells,) = workers.heat(fetches, LIGHT, revision="r").figure.data
+    assert list(cells.x) == [5.0, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0, 8.5, 9.0]
+    assert np.flatnonzero(np.isfinite(cells.z[0])).tolist() == [0, 1, 2, 8]
+
+
+def test_no_figure_has_a_template_which_plotly_takes_long_for():
+    for chart in _charts().values():
+        assert "template" not in chart.figure.to_dict()["layout"], chart.title
 
 
 def test_a_thinned_line_says_so():
