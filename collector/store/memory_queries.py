@@ -60,8 +60,8 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     """A process metric summed by role on one grid of time, of one host or of all.
 
     Returns:
-        elapsed_seconds, and one column (bytes) for each role that occurs. Each process counts with its
-        largest value in a bucket, carried forward while it lives.
+        elapsed_seconds, and one column (bytes) for each role that occurs, of the buckets in which a process was
+        sampled. Each counts with its largest value in a bucket, carried forward while it lives.
 
     """
     source, width = pieces(snapshot, within, "process", GRID_BUCKETS)
@@ -77,7 +77,7 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     totals = _held(table, count, CARRY_NS // width + 1)
     elapsed = (within.from_ns + np.arange(count) * width - within.origin_ns) / 1e9
     grid = pd.DataFrame({"elapsed_seconds": elapsed, **{role: totals[role] for role in ROLES if role in totals}})
-    return grid.iloc[0 if table.empty else int(table["bucket"].min()) :].reset_index(drop=True)
+    return grid.iloc[np.unique(table["bucket"])].reset_index(drop=True)
 
 
 def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:

@@ -46,7 +46,7 @@ class Training:
         noise = self._random.randrange(10**6)
         worker = step % WORKERS
         common = {"time_ns": self.begin_ns + step * self._every_ns + noise, "loader": 0, "epoch": 0, "index": step}
-        wait_ns = 5 * SECOND_NS if step == SPIKE_AT else 10**6 + noise
+        wait_ns = 5 * SECOND_NS - rank if step == SPIKE_AT else 10**6 + noise  # there is one longest
         duration_ns = MISSING["q"] if step == 0 else EVERY_NS + noise
         self._write("step", rank, common | {"step": step, "duration_ns": duration_ns, "data_wait_ns": wait_ns})
         of_batch = {"wait_ns": wait_ns, "ready_count": step % 3, "parked_count": 0, "samples_count": 64}

@@ -119,6 +119,24 @@ def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
     assert (table["main"] > 0).all()
 
 
+def test_memory_by_role_says_nothing_of_the_time_when_nobody_sampled(look):
+    snapshot, within = look("slow-worker")
+    begin = snapshot.query("SELECT min(time_ns) AS t FROM process")["t"].iloc[0]
+
+    class Paused:
+        def query(self, sql, params=None):
+            pause = (
+                f"time_ns NOT BETWEEN {begin} + 4000000000 AND {begin} + 12000000000 AND time_ns BETWEEN $from_ns"
+            )
+            return snapshot.query(sql.replace("time_ns BETWEEN $from_ns", pause), params)
+
+    whole, paused = (memory_queries.memory_by_role(each, within, "pss_bytes") for each in (snapshot, Paused()))
+    after = float(within.elapsed(begin)) + 4
+    assert whole["elapsed_seconds"].between(after + 1, after + 7).sum() >= 5
+    assert paused["elapsed_seconds"].between(after + 1, after + 7).sum() == 0
+    assert paused.iloc[-1].equals(whole.iloc[-1])
+
+
 def test_a_worker_that_was_replaced_is_not_counted_twice(look):
     snapshot, within = look("restarts")
     table = memory_queries.memory_by_role(snapshot, within, "pss_bytes")
