@@ -132,7 +132,7 @@ VIEW = View(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Files and shared memory", build=beside_memory),),
         (Panel(name="Memory per process", build=per_process),),
-        (Panel(name="Total", build=total),),
+        (Panel(name="Total", build=total, turn=1),),
         (Panel(name="Processes", build=table),),
     ),
 )

@@ -173,8 +173,11 @@ VIEW = View(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Limits", build=limits),),
         (Panel(name="GPU memory", build=devices),),
-        (Panel(name="Host memory", build=cgroup_and_host), Panel(name="Shared memory", build=shared_memory)),
-        (Panel(name="Open files", build=open_files),),
+        (
+            Panel(name="Host memory", build=cgroup_and_host, turn=1),
+            Panel(name="Shared memory", build=shared_memory, turn=1),
+        ),
+        (Panel(name="Open files", build=open_files, turn=1),),
     ),
 )
 
