@@ -21,15 +21,18 @@ _EPOCHS = 2_000
 
 
 class _Streams(dict[str, pd.DataFrame]):
-    """The tables, of which those of samples are read when they are first asked for: most looks need none."""
+    """The tables that are there, and others when they are first asked for: those of samples are read then."""
 
     def __init__(self, snapshot: Queryable) -> None:
-        super().__init__({name: pd.DataFrame(columns=_columns(name)) for name in STREAMS if name not in _SAMPLED})
+        super().__init__()
         self._snapshot = snapshot
 
     def __missing__(self, name: str) -> pd.DataFrame:
-        total = totals_of(self._snapshot, [name])[name]
-        self[name] = _rows(self._snapshot, name, newest_since_ns(self._snapshot, name, total, _SAMPLES))
+        if name in _SAMPLED:
+            total = totals_of(self._snapshot, [name])[name]
+            self[name] = _rows(self._snapshot, name, newest_since_ns(self._snapshot, name, total, _SAMPLES))
+        else:
+            self[name] = pd.DataFrame(columns=_columns(name))
         return self[name]
 
 
