@@ -105,7 +105,7 @@ def started(executable: str, profile: Path, arguments: Sequence[str]) -> Iterato
             with connect(_address(written), max_size=None) as socket:
                 yield Chrome(socket)
         finally:
-            process.kill()
+            process.terminate()  # so that it ends its children, which write into the profile
 
 
 def _address(written: Path) -> str:

@@ -341,7 +341,8 @@ def main() -> None:
     console = Console(width=int(os.environ.get("COLUMNS", "110")))
     with contextlib.ExitStack() as stack:
         home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-bench-")))
-        profile = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-browser-")))
+        folder = tempfile.TemporaryDirectory(prefix="tidegauge-browser-", ignore_cleanup_errors=True)
+        profile = Path(stack.enter_context(folder))
         words = (*screenshots.ARGUMENTS, "--window-size=1440,900")
         browser = stack.enter_context(chrome.started(screenshots.executable() or "chromium", profile, words))
         for batches in options.batches:
