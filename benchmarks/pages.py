@@ -67,8 +67,6 @@ TIMES, REFRESHES = 3, 6
 STEP_MS = 60
 SOAK_VIEW = "overview"
 #: Of JavaScript, in a page.
-_CAPTIONS = "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
-_ANSWERED = f"{_CAPTIONS}.some(each => each.textContent.includes('data as of'))"
 _PAINTED = "document.querySelector('.main-svg, [data-testid=stDataFrame], .stAlert, .stCode')"
 _HEADING = "document.querySelector('h2')?.textContent"
 _CLICKED = f"""(title => {{
@@ -244,7 +242,7 @@ def _medians(answers: list[tuple[Answer, float]]) -> tuple[str, str, str]:
 
 def _paint(browser: chrome.Chrome, address: str) -> tuple[float, float]:
     window = browser.window(address)
-    answered, painted = window.until(_ANSWERED), window.until(_PAINTED)
+    answered, painted = window.until(screenshots.ANSWERED), window.until(_PAINTED)
     window.close()
     return answered, painted
 
@@ -255,7 +253,7 @@ def _switches(window: chrome.Window) -> dict[str, list[float]]:
     for _ in range(TIMES):
         for to in (*PAGES[1:], PAGES[0]):
             was, clicked = window.evaluate(f"{_CLICKED}({json.dumps(to.title)})")
-            stood = window.until(f"{_HEADING} !== {json.dumps(was)} && {_ANSWERED} && {screenshots.STANDS}")
+            stood = window.until(f"{_HEADING} !== {json.dumps(was)} && {screenshots.STANDS}")
             found[to.path].append(stood - clicked)
     return found
 

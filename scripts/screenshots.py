@@ -40,9 +40,15 @@ ARGUMENTS = (
     "--disable-component-update",
     "--no-first-run",
 )
-#: Of JavaScript: whether a view stands, with every chart and the verdict, and nothing still runs.
+#: Of JavaScript: whether the status line of a view stands, with the sentence that answers its question below it.
+ANSWERED = (
+    "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
+    ".some(each => each.textContent.includes('data as of'))"
+)
+#: Whether all of the view does, with every chart and the verdict, and nothing still runs.
 STANDS = " && ".join(
     (
+        ANSWERED,
         "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'",
         "!document.querySelector('[data-testid=stSkeleton]')",
         "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))",
@@ -114,8 +120,7 @@ def address(base: str, view: str, **query: str | Sequence[str]) -> str:
 
 
 def await_view(page: Page) -> None:
-    """Wait until the view stands, and its status line."""
-    page.get_by_text("data as of").wait_for(timeout=60_000)
+    """Wait until the view stands."""
     page.wait_for_function(f"() => {STANDS}", timeout=60_000)
 
 

@@ -157,7 +157,7 @@ def _show(rows: list[Row], base: Sized, line: Line | None, effective: int | None
                 cells[2] = f"{size(max(0.0, low))} to {size(high)}"
             if row.measured is not None and row.measured.memory_bytes > 0:
                 cells[4] = f"{middle / row.measured.memory_bytes - 1:+.0%}"
-        table.add_row(f"{count(row.size)}", *cells)
+        table.add_row(count(row.size), *cells)
     show_table(table)
     for row in rows:
         if row.failure:
