@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import streamlit as st
 
 from app.panel import Moment
@@ -15,9 +16,9 @@ from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.recent import BATCHES, longest_waiting, recent_loading
 from collector.diagnosis.speed_ups import in_short
+from collector.diagnosis.stage_costs import stage_costs
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.tuning import Forecast, forecast
-from collector.store.queries import Span
 
 #: What other settings would give takes up to a second, and changes slowly: for a live run it is asked so often. So
 #: is which rank waits longest: of ranks that wait alike, a page would show another one each time.
@@ -35,11 +36,12 @@ class Recent:
     seen: Exposed
     most_batches: int
 
-    def span(self, within: Span) -> Span:
-        """The part of a window that the last batches of the loop are of."""
+    @cached_property
+    def stages(self) -> pd.DataFrame:
+        """What each stage takes per batch: of all that there is, if that is no more than the last batches."""
         is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
-        from_ns = within.from_ns if is_whole else int(self.seen.waits["asked_ns"].iloc[0])
-        return replace(within, from_ns=from_ns, rank=self.seen.loop.rank)
+        since_ns = -np.inf if is_whole else float(self.seen.waits["asked_ns"].iloc[0])
+        return stage_costs(self.tables, loader=self.seen.loop.loader, since_ns=since_ns)
 
     @cached_property
     def stall(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from collector import wording
 from collector.diagnosis.exposed import PARTS
 from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.quantities import MISSING, duration, number, percent, quantity
-from collector.store import loading_queries
 
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 _WAITED = ("seconds", "enough_seconds", "free_wait_ratio")
@@ -40,12 +39,12 @@ def answer(moment: Moment) -> str:
 
 def costs(moment: Moment) -> Iterator[Block]:
     """What each stage takes per batch."""
-    table = _stages(moment)
-    if table.empty:
+    found = recent(moment)
+    if found is None or found.stages.empty:
         yield NO_FETCH
         return
-    yield stages.costs(table, moment.theme, revision=moment.run_id)
-    if set(table["stage"]) <= set(PARTS):
+    yield stages.costs(found.stages, moment.theme, revision=moment.run_id)
+    if set(found.stages["stage"]) <= set(PARTS):
         yield Note(text=UNNAMED)
 
 
@@ -58,14 +57,17 @@ def exposed(moment: Moment) -> Iterator[Block]:
 
 def table(moment: Moment) -> Iterator[Block]:
     """Every stage in numbers."""
-    found, stall = _stages(moment), _stall(moment)
-    waited = pd.DataFrame(stall["stages"] if stall else [], columns=["stage", *_WAITED])
+    found = recent(moment)
+    if found is None:
+        return
+    stall = found.stall
+    waited = pd.DataFrame(stall["stages"], columns=["stage", *_WAITED])
     waited.insert(1, "in_fetch", True)
-    rows = found.merge(waited, how="outer", on=["stage", "in_fetch"], sort=False)
+    rows = found.stages.merge(waited, how="outer", on=["stage", "in_fetch"], sort=False)
     if rows.empty:
         return
     rows = rows.sort_values(["in_fetch", "total_seconds"], ascending=False, na_position="last")
-    total = stall["wait_seconds"] if stall else 0.0
+    total = stall["wait_seconds"]
     yield Table(
         frame=pd.DataFrame(
             {
@@ -89,9 +91,7 @@ def table(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _over(stall: dict[str, Any] | None) -> str:
-    if stall is None:
-        return ""
+def _over(stall: dict[str, Any]) -> str:
     rank = "" if stall["rank"] is None else f" of rank {stall['rank']}, which waited longest of those chosen"
     return f"Over the last {number(stall['batches'])} batches of the window{rank}."
 
@@ -100,12 +100,6 @@ def _where(row: Any) -> str:
     if row.stage in PARTS and pd.isna(row.batch_ms):
         return "around it"
     return "fetch" if row.in_fetch else "training loop"
-
-
-def _stages(moment: Moment) -> pd.DataFrame:
-    found = recent(moment)
-    within = moment.span if found is None else found.span(moment.span)
-    return loading_queries.stage_summary(moment.snapshot, within, moment.loader)
 
 
 def _stall(moment: Moment) -> dict[str, Any] | None:

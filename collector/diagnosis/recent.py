@@ -16,6 +16,9 @@ from training_harness.records import IDENTITY, STREAMS
 #: Of all loops of a rank; each is looked at over its last `exposed.RECENT_BATCHES`.
 BATCHES = 50_000
 _LEAD = 20
+#: Ranks make batches at different rates, and now at another one than before: so many times as many as are wanted
+#: are looked at, for a second look costs more.
+_UNEVEN = 2
 _SAMPLED, _SAMPLES = ("process", "host"), 5_000
 _EPOCHS = 2_000
 
@@ -86,7 +89,7 @@ def longest_waiting(snapshot: Queryable, *, from_ns: int, loader: int | None) ->
 def _newest(snapshot: Queryable, from_ns: int, most: int, of_rank: str, share: int) -> pd.DataFrame:
     """The newest batches of a rank, which made one in `share` of all: looked for further back while too few."""
     total = totals_of(snapshot, ["batch"])["batch"]
-    for begin_ns in look_backs(total, most * share, from_ns=from_ns):
+    for begin_ns in look_backs(total, _UNEVEN * most * share, from_ns=from_ns):
         found = _rows(snapshot, "batch", begin_ns, of_rank, f"DESC LIMIT {most}")
         if len(found) == most:
             break
@@ -107,8 +110,8 @@ def _rows(snapshot: Queryable, name: str, since_ns: int, where: str = "TRUE", or
 def _events(snapshot: Queryable) -> list[dict[str, Any]]:
     """The loaders, who trains, and the last epochs, whose workers are named there."""
     found = snapshot.query(
-        "FROM event WHERE kind IN ('loader', 'process-start') UNION ALL "
-        f"FROM (FROM event WHERE kind = 'epoch-start' ORDER BY time_ns DESC LIMIT {_EPOCHS}) ORDER BY time_ns"
+        "FROM event WHERE kind IN ('loader', 'process-start', 'epoch-start') QUALIFY kind <> 'epoch-start' "
+        f"OR row_number() OVER (PARTITION BY kind ORDER BY time_ns DESC) <= {_EPOCHS} ORDER BY time_ns"
     )
     rows: list[dict[str, Any]] = found.to_dict("records")  # type: ignore[assignment]
     return [{**json.loads(row.pop("body")), **row, "rank": whole(row["rank"])} for row in rows]

@@ -190,7 +190,7 @@ def look_backs(total: Total, most: int, *, from_ns: int | None = None) -> Iterat
     back_ns = max(1, 2 * (last_ns - begun_ns) * most // max(total.rows_count, 1))
     while last_ns - back_ns > first_ns:
         yield last_ns - back_ns
-        back_ns *= 16
+        back_ns *= 4
     yield first_ns
 
 

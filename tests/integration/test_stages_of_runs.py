@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from collector.diagnosis.exposed import UNKNOWN
+from collector.diagnosis.stage_costs import stage_costs
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store import queries
-from collector.store.loading_queries import stage_summary
 from collector.store.reader import read
 from collector.store.runs import Run
 from tests.conftest import REPOSITORY, bare_environment
@@ -167,10 +166,10 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
     assert done.returncode == 0, done.stderr
     (run,) = (home / "runs").iterdir()
     with read(Run(run)) as snapshot:
-        within = queries.span(snapshot, queries.extent(snapshot), origin=0, window="run", rank=None)
-        table = stage_summary(snapshot, within, 0).set_index("stage")
         (waited,) = snapshot.query("SELECT sum(wait_ns) / 1e9 AS seconds FROM batch")["seconds"]
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
+    tables = load_tables(Run(run))
+    table = stage_costs(tables, loader=0, since_ns=0).set_index("stage")
     named = ["read", "decode", "resize", "crop", "augment", "normalise", "convert", "collate"]
     assert {*named, "other"} == set(table.index)
     assert table["in_fetch"].all()
@@ -180,7 +179,7 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
     assert table["batch_ms"].sum() == pytest.approx(fetched * 1e3 / 4)
     assert table.loc["decode", "cpu_ratio"] <= 1
     assert np.isnan(table.loc["other", "cpu_ratio"])
-    (stall,) = diagnose(load_tables(Run(run))).summary["exposed_stall"]
+    (stall,) = diagnose(tables).summary["exposed_stall"]
     seconds = {each["stage"]: each["seconds"] for each in stall["stages"]}
     assert stall["wait_seconds"] == pytest.approx(waited)
     assert sum(seconds.values()) - seconds.get(UNKNOWN, 0) == pytest.approx(waited, rel=0.03)
