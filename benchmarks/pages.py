@@ -6,12 +6,13 @@ The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and the
 such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser in which the
 dashboard was open before, the whole run chosen. Answer is from then until the state of the run stands, with the
 sentence that answers the page's question below it; paint, until the first figure does (or what to type where
-there is none); switch, from the click on a page's name until all its figures do. The rest is measured by clients
-that speak to the server as the browser does, one alone but for the last table: refresh is the time from the
-request to the end of the answer, CPU what the server took for it, sent what came over the WebSocket, uncompressed.
-Medians; a refresh that only repeats what was read before is not counted, and where a page is renewed by turns, each
-has as many. The soak's slope is that of Theil and Sen over all but the first quarter of the readings of the
-server's private dirty memory, with its 95 % interval.
+there is none); switch, from the click on a page's name until all that is in sight of it stands, in a window of
+1440 by 900; whole, until all below does too. The rest is measured by clients that speak to the server as the
+browser does, one alone but for the last table: refresh is the time from the request to the end of the answer, CPU
+what the server took for it, sent what came over the WebSocket, uncompressed. Medians; a refresh that only repeats
+what was read before is not counted, and where a page is renewed by turns, each has as many. The soak's slope is
+that of Theil and Sen over all but the first quarter of the readings of the server's private dirty memory, with its
+95 % interval.
 
 A run cannot be older than the machine's clock, so soon after its start the batches lie closer together than a
 training would make them: `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command gives it
@@ -207,7 +208,7 @@ def rows_of(run: Run, base: str, server: psutil.Process, browser: chrome.Chrome)
     for _ in range(TIMES):  # it keeps what it has compiled once a script came again
         _standing(browser, address).close()
     window = _standing(browser, address)
-    switches = _switches(window)
+    filled, stood = _switches(window)
     window.close()
     for page in PAGES:
         paints = [_paint(browser, screenshots.address(base, page.path, run=run.run_id)) for _ in range(TIMES)]
@@ -219,7 +220,8 @@ def rows_of(run: Run, base: str, server: psutil.Process, browser: chrome.Chrome)
         yield (
             page.title,
             *(f"{statistics.median(each):.2f}" for each in zip(*paints, strict=True)),
-            f"{statistics.median(switches[page.path]):.2f}",
+            f"{statistics.median(filled[page.path]):.2f}",
+            f"{statistics.median(stood[page.path]):.2f}",
             *_medians(answers),
         )
 
@@ -247,15 +249,16 @@ def _paint(browser: chrome.Chrome, address: str) -> tuple[float, float]:
     return answered, painted
 
 
-def _switches(window: chrome.Window) -> dict[str, list[float]]:
-    """Each page from the one before it, by a click."""
-    found: dict[str, list[float]] = {each.path: [] for each in PAGES}
+def _switches(window: chrome.Window) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Each page from the one before it, by a click: until what is in sight stands, and until all of it does."""
+    filled, stood = ({each.path: list[float]() for each in PAGES} for _ in range(2))
     for _ in range(TIMES):
         for to in (*PAGES[1:], PAGES[0]):
             was, clicked = window.evaluate(f"{_CLICKED}({json.dumps(to.title)})")
-            stood = window.until(f"{_HEADING} !== {json.dumps(was)} && {screenshots.STANDS}")
-            found[to.path].append(stood - clicked)
-    return found
+            is_new = f"{_HEADING} !== {json.dumps(was)}"
+            filled[to.path].append(window.until(f"{is_new} && {screenshots.FILLS}") - clicked)
+            stood[to.path].append(window.until(screenshots.STANDS) - clicked)
+    return filled, stood
 
 
 @dataclass
@@ -350,7 +353,7 @@ def main() -> None:
                 made[0] if made else make(home, batches, name="pages", ranks=RANKS, workers=WORKERS, ago_ns=ago_ns)
             )
             table = Table(
-                *("page", "answer s", "paint s", "switch s", "refresh ms", "CPU ms", "sent KiB"),
+                *("page", "answer s", "paint s", "switch s", "whole s", "refresh ms", "CPU ms", "sent KiB"),
                 title=f"{batches:,} batches",
             )
             with fed(run), screenshots.dashboard(home) as base:

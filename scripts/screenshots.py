@@ -45,16 +45,24 @@ ANSWERED = (
     "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
     ".some(each => each.textContent.includes('data as of'))"
 )
+_RESTS = "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'"
 #: Whether all of the view does, with every chart and the verdict, and nothing still runs.
 STANDS = " && ".join(
     (
         ANSWERED,
-        "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'",
+        _RESTS,
         "!document.querySelector('[data-testid=stSkeleton]')",
         "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))",
         "!document.body.textContent.includes('verdict is being drawn up')",
     )
 )
+#: Whether what is in sight does: the page is drawn from its top, so something stands below the window by then.
+FILLS = f"""(() => {{
+    const charts = '[data-testid=stPlotlyChart]:not(:has(.main-svg))';
+    const tops = which => [...document.querySelectorAll(which)].map(each => each.getBoundingClientRect().top);
+    return {ANSWERED} && ({_RESTS} || tops('[data-testid=stElementContainer]').some(top => top >= innerHeight))
+        && !tops('[data-stale=true], [data-testid=stSkeleton], ' + charts).some(top => top < innerHeight);
+}})()"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
