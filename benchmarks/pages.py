@@ -64,7 +64,7 @@ import screenshots  # noqa: E402 - it stands beside the benchmarks
 RANKS = WORKERS = 8
 #: As on a page: whether the run is read anew then, the server decides.
 REFRESH_SECONDS = 1.0
-TIMES, REFRESHES = 3, 6
+TIMES, REFRESHES = 5, 6
 STEP_MS = 60
 SOAK_VIEW = "overview"
 #: Of JavaScript, in a page.
