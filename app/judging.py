@@ -66,10 +66,9 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """A verdict that was asked for, and what was known before."""
+    """A verdict that was asked for, and what was known before; the version of a run that goes on is empty."""
 
     version: tuple[Any, ...]
-    is_left: bool
     asked: float
     future: Future[Judged]
     before: Judged
@@ -80,7 +79,7 @@ class _Order:
 
     @property
     def is_old(self) -> bool:
-        """Whether it is to be asked for anew: that of a run that has ended stays, if there is one."""
+        """Whether it is to be asked for anew: that of a run that is over stays, if there is one."""
         changes = not self.version or not self.newest.verdict
         # The first one tells the least, and pays for what the server loads once.
         lasts_seconds = VERDICT_SECONDS if self.before.is_awaited else self.newest.lasts_seconds
@@ -96,17 +95,18 @@ def judged(run: Run) -> Judged:
     """What the diagnosis says of a run, as far as it is known by now."""
     try:
         manifest = run.manifest
-        version, is_left = _version(run, manifest), _is_left(run, manifest)
+        goes_on = manifest.get("end_time_ns") is None and not _is_left(run, manifest)
+        version = () if goes_on else _version(run)
     except Exception as error:  # noqa: BLE001 - whatever it is, the refresh tells of it
         _log.exception("manifest of %s", run.path)
         return Judged(why_not=one_line(error))
     with _lock:
         order = _orders.get(run.path)
-        if order is None or order.version != version or order.is_left != is_left or order.is_old:
+        if order is None or order.version != version or order.is_old:
             before = order.newest if order and order.version == version else Judged()
             future = _pool.submit(draw_up, run)
             order = _orders[run.path] = _Order(
-                version=version, is_left=is_left, asked=time.monotonic(), future=future, before=before
+                version=version, asked=time.monotonic(), future=future, before=before
             )
             for path in list(_orders)[:-_KEPT]:
                 del _orders[path]
@@ -157,9 +157,7 @@ def _is_left(run: Run, manifest: Mapping[str, Any]) -> bool:
     return bool(keys) and living_processes(run, keys) == frozenset()
 
 
-def _version(run: Run, manifest: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Changes when an old verdict must not be shown any more: at the end of a run, then with its files."""
-    if manifest.get("end_time_ns") is None:
-        return ()
+def _version(run: Run) -> tuple[Any, ...]:
+    """Changes with the files of a run that is over, when an old verdict must not be shown any more."""
     files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir)
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

@@ -131,7 +131,7 @@ VIEW = View(
     rows=(
         (Panel(name="Figures", build=deltas),),
         (Panel(name="Settings", build=settings),),
-        (Panel(name="Step time", build=step_times), Panel(name="Host memory", build=host_memory)),
+        (Panel(name="Step time", build=step_times, turn=1), Panel(name="Host memory", build=host_memory, turn=1)),
     ),
 )
 

@@ -263,13 +263,13 @@ class Snapshot:
         """SQL: a stream as tiles, those of the lake, if it may, and the rows that they lack."""
         rows_count, _, _ = self._reached(stream)
         laid = None
-        if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.SAMPLED_BEYOND:
+        if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.TILED_BEYOND:
             laid = self._laid(stream)
         if laid is None:
             self._add_view(stream)
             return tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
         assert self._opened is not None
-        thinner = rows_count // tiles.SAMPLED_BEYOND
+        thinner = max(1, rows_count // tiles.SAMPLED_BEYOND)
         every = thinner * tiles.SAMPLED
         span_ns = laid.until_ns - laid.first_ns
         older = self._opened.table(tiles.coarser(stream, laid.tiles, span_ns, thinner=thinner))

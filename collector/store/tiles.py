@@ -15,8 +15,10 @@ from collector.store.engine import Ask, rows_of
 _TILE_NS, _WIDE_TILE_NS = 10_000_000_000, 30_000_000_000
 #: One value in so many stays for quantiles.
 SAMPLED = 16
-#: Of no more rows than this they are exact, and there are no tiles.
+#: Of no more rows than this they are exact.
 SAMPLED_BEYOND = 1_000_000
+#: Of no more than this there are no tiles: to read the rows costs little.
+TILED_BEYOND = 100_000
 #: Of what the name of a table of tiles ends with, and that of the view that has tiles where there are any.
 TILE, TILED = "_tile", "_tiled"
 #: The same view of rows alone: for what is shorter than tiles.

@@ -96,7 +96,7 @@ def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: 
     rows, table = f"{lake.LAKE}.{stream}", f"{lake.LAKE}.{stream}{tiles.TILE}"
     found = connection.execute(f"SELECT count(*), min(time_ns), max(time_ns) FROM {rows}").fetchall()
     rows_count, first_ns, last_ns = found[0]
-    if rows_count <= tiles.SAMPLED_BEYOND:
+    if rows_count <= tiles.TILED_BEYOND:
         return
     width_ns = tiles.TILINGS[stream].width_ns
     laid = tiles.find_laid(asking(connection), lake.LAKE, stream)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sqlite3
 import threading
 import time
@@ -230,6 +231,17 @@ def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
     assert newest() is second
     monkeypatch.setattr("app.judging.REST_PER_COST", -1)
     assert newest() is not second
+
+
+def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
+    run = Run(runs.make_run(tmp_path, runs.LIVE))
+    gone = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": 1}
+    layout.write_manifest(run.path, {**run.manifest, "command": gone, "collector": gone})
+    monkeypatch.setattr("app.judging.VERDICT_SECONDS", 0)
+    monkeypatch.setattr("app.judging.REST_PER_COST", -1)
+    found = [judging.judged(run) and judging._orders[run.path].future.result(60) for _ in range(2)]
+    assert found[0].verdict
+    assert found[0] is found[1]
 
 
 def test_an_old_verdict_says_so(monkeypatch, tmp_path):

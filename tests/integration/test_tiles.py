@@ -67,6 +67,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000)
     monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
     training = Training(make_run(tmp_path))
     training.train(range(STEPS))
@@ -142,6 +143,7 @@ def test_tiles_show_what_the_rows_show(training, rank):
 
 
 def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000)
     monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
     training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
     training.train(range(STEPS))
@@ -245,12 +247,14 @@ def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
     assert_same(look(training.run), raw)
 
 
-def test_a_short_run_has_no_tiles_and_exact_quantiles(training, monkeypatch):
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_a_short_run_has_exact_quantiles(training, monkeypatch, has_tiles):
     monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 10**6)
+    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000 if has_tiles else 10**6)
     with Ingester(training.run) as ingester:
         ingester.step()
         assert ingester.maintain() == ()
-    assert in_the_lake(training.run, "step_tile") == 0
+    assert (in_the_lake(training.run, "step_tile") > 0) == has_tiles
     tables, _, _ = look(training.run)
     median = ask_the_lake(training.run, "SELECT quantile_cont(duration_ns, 0.5) / 1e6 FROM lake.step")
     assert tables["step summary"]["p50_ms"].item() == pytest.approx(median)
