@@ -11,7 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from app.panel import Moment
-from collector.diagnosis.exposed import RECENT_BATCHES, Exposed, expose, recent_loops
+from collector.diagnosis.exposed import Exposed, expose, recent_loops
 from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.recent import BATCHES, longest_waiting, recent_loading
@@ -34,14 +34,11 @@ class Recent:
     run_id: str
     tables: RunTables
     seen: Exposed
-    most_batches: int
 
     @cached_property
     def stages(self) -> pd.DataFrame:
-        """What each stage takes per batch: of all that there is, if that is no more than the last batches."""
-        is_whole = len(self.tables.stream("batch")) < self.most_batches and len(self.seen.waits) < RECENT_BATCHES
-        since_ns = -np.inf if is_whole else float(self.seen.waits["asked_ns"].iloc[0])
-        return stage_costs(self.tables, loader=self.seen.loop.loader, since_ns=since_ns)
+        """What each stage takes per batch."""
+        return stage_costs(self.tables, self.seen.loop)
 
     @cached_property
     def stall(self) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def _recent(moment: Moment) -> Recent | None:
         return None
     longest = max(mine, key=lambda loop: np.fmax(floats(loop.batches, "wait_ns"), 0.0).sum())
     seen = expose(longest, tables.stream("stage"))
-    return Recent(run_id=moment.run_id, tables=tables, seen=seen, most_batches=most)
+    return Recent(run_id=moment.run_id, tables=tables, seen=seen)
 
 
 @st.cache_resource(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)  # one object: what hangs on it is kept

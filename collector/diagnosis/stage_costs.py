@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.exposed import COLLATE, OTHER
-from collector.diagnosis.frames import SECOND_NS, floats
+from collector.diagnosis.frames import SECOND_NS, floats, of_process
+from collector.diagnosis.loops import Loop
 from collector.diagnosis.tables import RunTables
 
+_OF_BATCH = ("epoch", "index")
+_OF_FETCH = ("pid", "start_ticks", "time_ns")
 _OF_STAGE = ["stage", "in_fetch"]
 _COLUMNS = [*_OF_STAGE, "calls", "calls_per_batch", "total_seconds", "batch_ms", "cpu_ratio", "fetch_ratio"]
 
 
-def stage_costs(tables: RunTables, *, loader: int | None, since_ns: float) -> pd.DataFrame:
-    """The stages of a loader's pipeline since a time, longest first; empty if nothing was fetched.
+def stage_costs(tables: RunTables, loop: Loop) -> pd.DataFrame:
+    """What a loop's batches took, stage by stage, longest first; empty if nobody recorded how they were made.
 
     What collating and the rest of the fetch took are rows of their own, so that the stages of a fetch add up to it;
     a stage that was called while collating is counted in both. Stages that the training loop calls for no loader's
     batch are left out.
 
     Args:
-        tables: with `batch`, `fetch` and `stage`.
-        loader: its number.
-        since_ns: CLOCK_MONOTONIC.
+        tables: of the run.
+        loop: its batches, and their fetches among others.
 
     Returns:
         stage, in_fetch (false: called by the training loop), calls (NaN: not counted), calls_per_batch,
@@ -31,24 +34,37 @@ def stage_costs(tables: RunTables, *, loader: int | None, since_ns: float) -> pd
         measured), fetch_ratio (of all time spent fetching; NaN outside of it).
 
     """
-    batch, fetch, stage = (_since(tables.stream(name), loader, since_ns) for name in ("batch", "fetch", "stage"))
-    fetch_ns, collate_ns = (float(np.nansum(floats(fetch, name))) for name in ("getitem_ns", "collate_ns"))
-    fetch_ns += collate_ns
-    found = _called(stage[stage["index"].notna()])
-    left_ns = fetch_ns - collate_ns - found.loc[found["in_fetch"], "wall_ns"].sum()
+    fetch = loop.fetches[_among(loop.fetches, loop.batches, _OF_BATCH)]
+    getitem_ns, collate_ns = (float(np.nansum(floats(fetch, name))) for name in ("getitem_ns", "collate_ns"))
+    found = _called(_stages(tables, loop, fetch))
+    left_ns = getitem_ns - found.loc[found["in_fetch"], "wall_ns"].sum()
     rest = ((COLLATE, True, len(fetch), collate_ns, np.nan), (OTHER, True, np.nan, left_ns, np.nan))
     found = pd.concat([found, pd.DataFrame(rest, columns=list(found))], ignore_index=True)
     found = found[found["wall_ns"] > 0]
-    batches_count = np.where(found["in_fetch"], len(fetch), len(batch))
+    batches_count = np.where(found["in_fetch"], len(fetch), len(loop.batches))
     found["calls_per_batch"] = found["calls"] / batches_count
     found["total_seconds"] = found["wall_ns"] / SECOND_NS
     found["batch_ms"] = found["wall_ns"] / batches_count / 1e6
-    found["fetch_ratio"] = np.where(found["in_fetch"], found["wall_ns"] / max(fetch_ns, 1.0), np.nan)
+    of_fetch = found["wall_ns"] / max(getitem_ns + collate_ns, 1.0)
+    found["fetch_ratio"] = np.where(found["in_fetch"], of_fetch, np.nan)
     return found.sort_values(["in_fetch", "total_seconds"], ascending=False, ignore_index=True)[_COLUMNS]
 
 
-def _since(table: pd.DataFrame, loader: int | None, since_ns: float) -> pd.DataFrame:
-    return table[(floats(table, "time_ns") >= since_ns) & (table["loader"] == loader).to_numpy()]
+def _stages(tables: RunTables, loop: Loop, fetch: pd.DataFrame) -> pd.DataFrame:
+    """The stages of these fetches, and those that the loop called for its batches."""
+    stage = tables.stream("stage")
+    in_fetch = stage["worker"].notna().to_numpy()
+    recorded = tables.stream("batch").loc[loop.batches.index]  # loaders of one loop have other numbers there
+    called = of_process(stage[~in_fetch], loop.main)
+    called = called[_among(called, recorded, ("loader", *_OF_BATCH))]
+    return pd.concat([stage[in_fetch & _among(stage, fetch, _OF_FETCH)], called])
+
+
+def _among(rows: pd.DataFrame, others: pd.DataFrame, columns: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+    """Which rows have the same in these columns as one of the others."""
+    mine, theirs = (pd.MultiIndex.from_arrays([floats(each, name) for name in columns]) for each in (rows, others))
+    found: npt.NDArray[np.bool_] = mine.isin(theirs)
+    return found
 
 
 def _called(stage: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from collector.diagnosis.exposed import UNKNOWN
+from collector.diagnosis.exposed import UNKNOWN, recent_loops
 from collector.diagnosis.stage_costs import stage_costs
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
@@ -169,7 +169,8 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
         (waited,) = snapshot.query("SELECT sum(wait_ns) / 1e9 AS seconds FROM batch")["seconds"]
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
     tables = load_tables(Run(run))
-    table = stage_costs(tables, loader=0, since_ns=0).set_index("stage")
+    (loop,) = recent_loops(tables)
+    table = stage_costs(tables, loop).set_index("stage")
     named = ["read", "decode", "resize", "crop", "augment", "normalise", "convert", "collate"]
     assert {*named, "other"} == set(table.index)
     assert table["in_fetch"].all()

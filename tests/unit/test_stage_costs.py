@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from collector.diagnosis.exposed import recent_loops
 from collector.diagnosis.stage_costs import stage_costs
 from tests.unit.simulated_runs import MAIN, jittered, simulate
 
@@ -11,8 +12,11 @@ LOOP = {"workers": 2, "prefetch": 2, "batches": BATCHES, "service": jittered(0.0
 
 
 def pipeline(**more):
-    """A run whose workers decode for half of `__getitem__`, and whose loop computes a loss of 2 ms."""
-    script = simulate(**LOOP, **more)
+    return in_stages(simulate(**LOOP, **more))
+
+
+def in_stages(script):
+    """The workers decode for half of `__getitem__`, and the loop computes a loss of 2 ms."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = fetches[["time_ns", "loader", "epoch", "index", "worker"]].assign(
@@ -22,13 +26,17 @@ def pipeline(**more):
     for batches in script.parts["batch"]:
         rows = batches[["time_ns", "loader", "epoch", "index"]].assign(stage="loss", duration_ns=2e6)
         script.add("stage", rows.to_dict("records"), MAIN)
-    return script.tables()
+    return script
+
+
+def costs(tables):
+    (loop,) = recent_loops(tables)
+    return stage_costs(tables, loop).set_index("stage")
 
 
 def test_the_stages_of_a_fetch_add_up_to_it_and_those_of_the_loop_stand_apart():
-    tables = pipeline(collate_share=0.2)
-    table = stage_costs(tables, loader=0, since_ns=-np.inf).set_index("stage")
-    fetch = tables.stream("fetch")
+    tables = pipeline(collate_share=0.2).tables()
+    table, fetch = costs(tables), tables.stream("fetch")
     fetched = float(fetch["getitem_ns"].sum() + fetch["collate_ns"].sum()) / 1e9
     assert list(table.index) == ["decode", "other", "collate", "loss"]
     assert table.loc[["decode", "collate", "other"], "total_seconds"].sum() == pytest.approx(fetched)
@@ -39,15 +47,29 @@ def test_the_stages_of_a_fetch_add_up_to_it_and_those_of_the_loop_stand_apart():
     assert np.isnan(table.loc["loss", ["calls", "cpu_ratio", "fetch_ratio"]].astype(float)).all()
 
 
-def test_what_was_before_and_what_other_loaders_did_is_left_out():
-    tables = pipeline()
-    half = float(np.sort(tables.stream("fetch")["time_ns"])[BATCHES // 2])
-    table = stage_costs(tables, loader=0, since_ns=half).set_index("stage")
-    assert table.loc["decode", "calls"] == 8 * BATCHES / 2
-    assert stage_costs(tables, loader=1, since_ns=-np.inf).empty
+def test_it_is_that_of_the_batches_that_the_loop_has():
+    tables = pipeline().tables()
+    batch = tables.stream("batch")
+    tables.streams["batch"] = batch[batch["index"] >= BATCHES / 4]
+    table = costs(tables)
+    assert table.loc["decode", "calls"] == 8 * BATCHES * 3 / 4
+    assert table.loc["loss", "total_seconds"] == pytest.approx(0.002 * BATCHES * 3 / 4)
+
+
+def test_a_loader_that_is_made_anew_for_each_epoch_is_one():
+    script = None
+    for epoch in range(3):
+        script = simulate(**LOOP, script=script, loader=epoch, begin=100 + 10 * epoch)
+    table = costs(in_stages(script).tables())
+    assert table.loc["decode", "calls"] == 3 * 8 * BATCHES
+    assert table.loc["loss", "total_seconds"] == pytest.approx(3 * 0.002 * BATCHES)
 
 
 def test_without_named_stages_the_fetch_is_told_as_a_whole():
-    script = simulate(**LOOP, collate_share=0.0)
-    table = stage_costs(script.tables(), loader=0, since_ns=-np.inf)
-    assert table["stage"].tolist() == ["other"]
+    assert list(costs(simulate(**LOOP, collate_share=0.0).tables()).index) == ["other"]
+
+
+def test_loops_whose_fetches_nobody_recorded_have_no_costs():
+    script = simulate(**LOOP)
+    script.parts.pop("fetch")
+    assert costs(script.tables()).empty
