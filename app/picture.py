@@ -37,7 +37,7 @@ Row = Sequence[tuple[str, list[Block] | str]]
 class Picture:
     """What a view shows: all that was read and built at one moment (`now_ns` there, `taken_ns` on this machine).
 
-    `cost_ns` is how long it took, and `turn` whose turn it was (-1: everyone's): what is not of that turn is as old
+    `cost_ns` is what it took, and `turn` whose turn it was (-1: everyone's): what is not of that turn is as old
     as the picture before. It may `await` a verdict, of the run or of one that it is compared with.
     """
 

@@ -27,12 +27,13 @@ NO_FETCH = Note(text="No batch was made in this window by a DataLoader that repo
 
 def in_words(moment: Moment) -> str:
     """The gravest finding, or how much is waited."""
-    found = recent(moment)
+    found, chosen = recent(moment), _chosen(moment)
     if found is None:
-        return answer(_chosen(moment), NOTHING)
+        return answer(chosen, NOTHING)
     waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time"
-    nothing = f"{NOTHING} {waiting}." if found.seen.wait_ratio < KEPT_BUSY else f"{waiting}, and no rule says why."
-    return answer(_chosen(moment), nothing)
+    if found.seen.wait_ratio < KEPT_BUSY:
+        return answer(chosen, f"{NOTHING} {waiting}.")
+    return answer(chosen, f"{waiting}. {chosen[0].summary}" if chosen else f"{waiting}, and no rule says why.")
 
 
 def findings(moment: Moment) -> Iterator[Block]:

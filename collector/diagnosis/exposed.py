@@ -26,7 +26,8 @@ TRANSFER, DISPATCH, UNKNOWN = "transfer", "dispatch", "not recorded"
 PARTS = (START, IDLE, OTHER, COLLATE, TRANSFER, DISPATCH, UNKNOWN)
 #: What a loop waits for now says more than what it waited for, and costs the same however long the run is.
 RECENT_BATCHES = 20_000
-_RESOLUTION_NS = 1e3
+#: What is shorter no clock can tell.
+RESOLUTION_NS = 1e3
 _PROCESS = ["host", "pid", "start_ticks"]
 
 
@@ -71,7 +72,7 @@ class Exposed:
     def by_part(self) -> dict[str, float]:
         """What was waited for, seconds, the most first; without what is less than a clock can tell."""
         total_ns = self.parts.sum().sort_values(ascending=False)
-        return {str(name): ns / SECOND_NS for name, ns in total_ns.items() if ns >= _RESOLUTION_NS}
+        return {str(name): ns / SECOND_NS for name, ns in total_ns.items() if ns >= RESOLUTION_NS}
 
 
 def exposed_stall(tables: RunTables) -> list[Exposed]:

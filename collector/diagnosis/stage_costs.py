@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.exposed import COLLATE, OTHER
+from collector.diagnosis.exposed import COLLATE, OTHER, RESOLUTION_NS
 from collector.diagnosis.frames import SECOND_NS, floats, of_process
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.tables import RunTables
@@ -38,6 +38,8 @@ def stage_costs(tables: RunTables, loop: Loop) -> pd.DataFrame:
     getitem_ns, collate_ns = (float(np.nansum(floats(fetch, name))) for name in ("getitem_ns", "collate_ns"))
     found = _called(_stages(tables, loop, fetch))
     left_ns = getitem_ns - found.loc[found["in_fetch"], "wall_ns"].sum()
+    if left_ns < RESOLUTION_NS * len(fetch):
+        left_ns = 0.0
     rest = ((COLLATE, True, len(fetch), collate_ns, np.nan), (OTHER, True, np.nan, left_ns, np.nan))
     found = pd.concat([found, pd.DataFrame(rest, columns=list(found))], ignore_index=True)
     found = found[found["wall_ns"] > 0]

@@ -273,6 +273,14 @@ def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     assert not figures(open_view(monkeypatch, tmp_path, "overview", window="last 5 min"))
 
 
+def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.LIVE)
+    build, waited = panel.build, []
+    monkeypatch.setattr(panel, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
+    open_view(monkeypatch, tmp_path, "overview")
+    assert [*panel._pictures.values()][-1].cost_ns < 0.5e9 * len(waited)
+
+
 def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     monkeypatch.setattr("app.picture.REST_PER_COST", -1)

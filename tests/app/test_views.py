@@ -97,6 +97,12 @@ def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
     assert at.dataframe[0].value["Worker"].tolist() == [f"worker {n}" for n in range(4)]
 
 
+def test_what_is_waited_is_never_called_unexplained_above_its_explanation(monkeypatch, made):
+    monkeypatch.setattr("app.blocks.needs_attention", lambda findings: [])  # as if it were no more than an advice
+    said = "of its time. Worker 1 of loader 0 holds up the training"
+    assert said in texts(open_view(monkeypatch, made["slow-worker"], "worker_stalls"))
+
+
 def test_the_sliders_say_what_other_settings_would_give(monkeypatch, made):
     at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
     workers, prefetch = at.slider

@@ -15,12 +15,15 @@ def pipeline(**more):
     return in_stages(simulate(**LOOP, **more))
 
 
-def in_stages(script):
-    """The workers decode for half of `__getitem__`, and the loop computes a loss of 2 ms."""
+def in_stages(script, share=0.5):
+    """The workers decode for a part of `__getitem__`, and the loop computes a loss of 2 ms."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = fetches[["time_ns", "loader", "epoch", "index", "worker"]].assign(
-            stage="decode", calls_count=8, duration_ns=fetches["getitem_ns"] / 2, cpu_ns=fetches["getitem_ns"] / 8
+            stage="decode",
+            calls_count=8,
+            duration_ns=fetches["getitem_ns"] * share,
+            cpu_ns=fetches["getitem_ns"] * share / 4,
         )
         script.add("stage", rows.to_dict("records"), who)
     for batches in script.parts["batch"]:
@@ -67,6 +70,11 @@ def test_a_loader_that_is_made_anew_for_each_epoch_is_one():
 
 def test_without_named_stages_the_fetch_is_told_as_a_whole():
     assert list(costs(simulate(**LOOP, collate_share=0.0).tables()).index) == ["other"]
+
+
+def test_what_no_clock_can_tell_is_no_stage():
+    rounded = costs(in_stages(simulate(**LOOP, collate_share=0.0), share=1 - 1e-7).tables())
+    assert list(rounded.index) == ["decode", "loss"]
 
 
 def test_loops_whose_fetches_nobody_recorded_have_no_costs():
