@@ -39,6 +39,8 @@ _OF_KIND = {
     ),
     **dict.fromkeys(("fd-leak", "shm-leak"), pages.OOM_RISK),
 }
+#: What a formula begins with.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 #: A table of more rows scrolls.
 _WHOLE_ROWS = 20
 #: At most so many findings stand open; the rest unfold.
@@ -74,8 +76,8 @@ class Table:
     """A table of texts, ready to be read, with its caption; it can be had as `download`.csv."""
 
     frame: pd.DataFrame
+    download: str
     caption: str = ""
-    download: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,11 @@ def draw(block: Block, key: str) -> None:
             height: Literal["content", "auto"] = "content" if len(block.frame) <= _WHOLE_ROWS else "auto"
             st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
             with st.container(horizontal=True, vertical_alignment="center"):
-                if block.download:
-                    csv, name = block.frame.to_csv(index=False), f"{block.download}.csv"
-                    icon = ":material/download:"
-                    # Nothing on the page changes, so the script need not run.
-                    st.download_button("CSV", csv, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
+                name, icon = f"{block.download}.csv", ":material/download:"
+                # Nothing on the page changes, so the script need not run.
+                st.download_button(
+                    "CSV", sheet(block.frame), name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore"
+                )
                 if block.caption:
                     st.caption(block.caption)
         case Note():
@@ -150,6 +152,18 @@ def draw(block: Block, key: str) -> None:
             _draw_findings(block)
         case Widget():
             st.fragment(block.draw)(key)
+
+
+def sheet(table: pd.DataFrame) -> str:
+    """A table as CSV of which a spreadsheet computes nothing: a text that it would take for a formula is quoted.
+
+    Runs, stages and paths are named by others (https://owasp.org/www-community/attacks/CSV_Injection).
+    """
+
+    def quoted(cell: object) -> str:
+        return f"'{cell}" if str(cell).startswith(_FORMULA) else str(cell)
+
+    return table.map(quoted).rename(columns=quoted).to_csv(index=False)
 
 
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:

@@ -18,6 +18,8 @@ from collector.store.queries import Lines
 ELAPSED = "elapsed (s)"
 #: column of `process` -> how an axis calls it.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
+#: role, as in `memory_queries.memory_by_role` -> how a figure calls the processes that have it.
+ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
 #: limit of `memory_queries.HOST_LIMITS` -> what it is.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: A limit so many times above the peak would press the line flat, and is told in the caption alone.
@@ -57,8 +59,7 @@ def by_role(
     scale, unit = byte_axis(peak)
     figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision)
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
-    names = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
-    layers = [(names[role], totals[role] / scale, colours[role]) for role in roles]
+    layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
     caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)}."
     if metric == "rss_bytes":

@@ -104,6 +104,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
             }
         ),
         caption="The collector of each host.",
+        download=f"{moment.run_id}-collectors",
     )
 
 
@@ -128,6 +129,7 @@ def trouble(moment: Moment) -> Iterator[Block]:
             }
         ),
         caption=f"{len(told):,} events; at: since the run was made.",
+        download=f"{moment.run_id}-trouble",
     )
     yield Note(text="This looks at the machine as it is now:", command=DOCTOR)
 

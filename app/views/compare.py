@@ -40,6 +40,7 @@ def deltas(moment: Moment) -> Iterator[Block]:
         frame=table[(table[list(columns)] != MISSING).any(axis=1)],
         caption=f"In brackets by how much it differs from {moment.run_id}; n: observations in the chosen window. "
         "Peaks and data wait are over the whole run.",
+        download=f"{moment.run_id}-compared",
     )
 
 
@@ -62,7 +63,11 @@ def settings(moment: Moment) -> Iterator[Block]:
             icon=":material/balance:",
         )
     columns = {name: [values[position] for values in unlike.values()] for position, name in enumerate(runs)}
-    yield Table(frame=pd.DataFrame({"Setting": list(unlike), **columns}), caption="The settings that differ.")
+    yield Table(
+        frame=pd.DataFrame({"Setting": list(unlike), **columns}),
+        caption="The settings that differ.",
+        download=f"{moment.run_id}-settings",
+    )
 
 
 def step_times(moment: Moment) -> Iterator[Block]:

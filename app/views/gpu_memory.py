@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -11,7 +12,7 @@ from app.figures import devices
 from app.panel import Moment, Panel, View, show
 from collector.diagnosis.device_account import accounts
 from collector.diagnosis.findings import Finding
-from collector.quantities import number, size
+from collector.quantities import MISSING, duration, known, number, percent, size
 from collector.store import memory_queries
 from collector.store.snapshots import newest_allocator_snapshot
 
@@ -33,23 +34,31 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def account(moment: Moment) -> Iterator[Block]:
     """What takes the memory of each device."""
-    places = memory_queries.device_places(moment.snapshot)
-    if places.empty:
+    gpus = _gpus(moment)
+    if not gpus:
         yield NO_GPU
-    several = places["host"].nunique() > 1
-    for place in places.to_dict("records"):
-        host, device = str(place["host"]), int(place["device"])
-        parts = accounts(*memory_queries.device_grid(moment.snapshot, moment.span, host, device))
-        if parts.empty:
-            yield Note(text=f"GPU {device} has no record in this window: choose a longer one.")
+    for gpu in gpus:
+        if gpu.parts.empty:
+            yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
             continue
         yield devices.account(
-            parts,
-            memory_queries.allocator_trouble(moment.snapshot, moment.span, host, device),
+            gpu.parts,
+            memory_queries.allocator_trouble(moment.snapshot, moment.span, gpu.host, gpu.device),
             moment.theme,
-            name=f"GPU {device} of {host}" if several else f"GPU {device}",
-            capacity_bytes=place["total_bytes"],
+            name=gpu.name,
+            capacity_bytes=gpu.capacity_bytes,
             revision=moment.run_id,
+        )
+
+
+def table(moment: Moment) -> Iterator[Block]:
+    """The same in numbers: of each device at its peak, and at the end of the window."""
+    rows = [row for gpu in _gpus(moment) if not gpu.parts.empty for row in _in_numbers(gpu)]
+    if rows:
+        yield Table(
+            frame=pd.DataFrame(rows).fillna(MISSING),
+            caption="At the peak and at the end of the window. Total: what the parts add up to.",
+            download=f"{moment.run_id}-gpus",
         )
 
 
@@ -81,7 +90,51 @@ def snapshot(moment: Moment) -> Iterator[Block]:
             }
         ),
         caption=f"The lines that hold most, of {len(taken.sites):,}, in snapshots/{taken.name} (pid {taken.pid}).",
+        download=f"{moment.run_id}-sites",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    """A device that the run uses, and what takes its memory (`device_account.accounts`)."""
+
+    host: str
+    device: int
+    name: str
+    capacity_bytes: float
+    parts: pd.DataFrame
+
+
+def _gpus(moment: Moment) -> list[_Gpu]:
+    return moment.once("gpus", lambda: list(_look_at_gpus(moment)))
+
+
+def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
+    places = memory_queries.device_places(moment.snapshot)
+    several = places["host"].nunique() > 1
+    for place in places.to_dict("records"):
+        host, device = str(place["host"]), int(place["device"])
+        yield _Gpu(
+            host=host,
+            device=device,
+            name=f"GPU {device} of {host}" if several else f"GPU {device}",
+            capacity_bytes=place["total_bytes"],
+            parts=accounts(*memory_queries.device_grid(moment.snapshot, moment.span, host, device)),
+        )
+
+
+def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
+    parts = gpu.parts.drop(columns="elapsed_seconds")
+    totals = parts.sum(axis=1)
+    for place, words in ((int(totals.to_numpy().argmax()), "at the peak"), (-1, "last")):
+        total = float(totals.iloc[place])
+        yield {
+            "GPU": gpu.name,
+            "When": f"{words}, {duration(gpu.parts['elapsed_seconds'].iloc[place])}",
+            **{part[:1].upper() + part[1:]: size(parts[part].iloc[place]) for part in parts},
+            "Total": size(total),
+            "Of capacity": percent(total / gpu.capacity_bytes) if known(gpu.capacity_bytes) else MISSING,
+        }
 
 
 def _chosen(moment: Moment) -> list[Finding]:
@@ -102,6 +155,7 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Account", build=account),),
+        (Panel(name="In numbers", build=table),),
         (Panel(name="Snapshot", build=snapshot),),
     ),
 )

@@ -94,7 +94,9 @@ def table(moment: Moment) -> Iterator[Block]:
         }
     )
     yield Table(
-        frame=frame, caption=f"Last values in the window; slope: least squares over the n samples of {word}."
+        frame=frame,
+        caption=f"Last values in the window; slope: least squares over the n samples of {word}.",
+        download=f"{moment.run_id}-processes",
     )
 
 

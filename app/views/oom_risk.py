@@ -39,6 +39,7 @@ def limits(moment: Moment) -> Iterator[Block]:
         frame=pd.DataFrame(rows),
         caption="Peak is over the whole run. The usage of a cgroup counts page cache, most of which the kernel can "
         "drop; its anonymous part can't be dropped.",
+        download=f"{moment.run_id}-limits",
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, answer
+import pandas as pd
+
+from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
 from app.figures import memory, steps
 from app.panel import Moment, Panel, View, show
 from collector.quantities import MISSING, known, number, percent, quantity, size
@@ -68,6 +70,49 @@ def step_time(moment: Moment) -> Iterator[Block]:
         yield Note(text="No optimizer step in this window, so there is no step time to split.")
         return
     yield steps.split(table, moment.theme, revision=moment.run_id)
+
+
+def roles(moment: Moment) -> Iterator[Block]:
+    """Host memory in numbers."""
+    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    if metric is None:
+        return
+    word, host = memory.METRIC_WORDS[metric], (memory_queries.tightest_limit(moment.snapshot) or {}).get("host")
+    held = memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host).drop(columns="elapsed_seconds")
+    held = held.rename(columns=memory.ROLE_WORDS).assign(together=held.sum(axis=1))
+    yield Table(
+        frame=pd.DataFrame(
+            {
+                "Processes": held.columns,
+                f"{word}, last": [size(value) for value in held.iloc[-1]],
+                f"{word}, highest": [size(value) for value in held.max()],
+            }
+        ),
+        caption="In the window. Each is highest at its own time.",
+        download=f"{moment.run_id}-host-memory",
+    )
+
+
+def ranks(moment: Moment) -> Iterator[Block]:
+    """Step time in numbers."""
+    found = queries.rank_steps(moment.snapshot, moment.span)
+    found = found[found["n"] > 0]
+    if found.empty:
+        return
+    frame = pd.DataFrame(
+        {
+            "Rank": [number(rank) for rank in found["rank"]],
+            "Steps": [number(count) for count in found["n"]],
+            "Mean step": [quantity(value, "ns") for value in found["duration_ns"] / found["n"]],
+            "Slowest": [quantity(value, "ns") for value in found["slowest_ns"]],
+            "Data wait": [percent(ratio) for ratio in found["wait_ns"] / found["duration_ns"]],
+        }
+    )
+    yield Table(
+        frame=frame if found["rank"].notna().any() else frame.drop(columns="Rank"),
+        caption="Of the steps in the window that were timed, which the first is not.",
+        download=f"{moment.run_id}-steps",
+    )
 
 
 def no_gpu(moment: Moment) -> Iterator[Block]:
@@ -153,6 +198,7 @@ VIEW = View(
         (Panel(name="Findings", build=headline),),
         (Panel(name="Key figures", build=key_figures),),
         (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time, turn=1)),
+        (Panel(name="Host memory in numbers", build=roles), Panel(name="Steps in numbers", build=ranks, turn=1)),
         (Panel(name="GPU", build=no_gpu),),
     ),
 )

@@ -103,6 +103,7 @@ def table(moment: Moment) -> Iterator[Block]:
             }
         ),
         caption="The processes sampled in the last minute of records, largest first.",
+        download=f"{moment.run_id}-last-minute",
     )
 
 

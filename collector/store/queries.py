@@ -240,9 +240,9 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """
     source, _ = pieces(snapshot, within, "step", 2 * GRID_BUCKETS)
     timed = f"FROM {source} WHERE timed_n > 0 AND {OF_SPAN}"
-    sums = _step_sums(snapshot, within)
-    low = 0 if pd.isna(sums["low"]) else int(sums["low"])
-    width = 1 if pd.isna(sums["step"]) else (int(sums["step"]) - low) // (2 * GRID_BUCKETS) + 1
+    reach = rank_steps(snapshot, within)
+    low = 0 if reach["low"].isna().all() else int(reach["low"].min())
+    width = 1 if reach.empty else (int(reach["step"].max()) - low) // (2 * GRID_BUCKETS) + 1
     return snapshot.query(
         "SELECT min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
         "coalesce(sum(wait_ns), 0) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "
@@ -253,8 +253,9 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
 
 def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
     """Of the steps in the span: n, newest step, p50_ms, p95_ms, wait_ratio."""
-    sums = _step_sums(snapshot, within)[["n", "step", "wait_ratio"]]
-    count = int(sums["n"])
+    ranks = rank_steps(snapshot, within)
+    count, (waited, took) = int(ranks["n"].sum()), ranks[["wait_ns", "duration_ns"]].sum(min_count=1)
+    sums = pd.Series({"n": count, "step": ranks["step"].max(), "wait_ratio": waited / took})
     quantiles = snapshot.query(
         f"SELECT q[1] / 1e6 p50_ms, q[2] / 1e6 p95_ms FROM (SELECT {quantile(within, count)}(value, [0.5, 0.95]) q "
         f"FROM {sampled(within, 'step', OF_SPAN, count)})",
@@ -264,14 +265,20 @@ def step_summary(snapshot: Queryable, within: Span) -> pd.Series:
     return told
 
 
-def _step_sums(snapshot: Queryable, within: Span) -> pd.Series:
-    """Of the steps in the span: n, lowest timed and newest step, wait_ratio."""
+def rank_steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """Of the steps in the span, by rank (NaN outside a distributed job).
+
+    Returns:
+        rank, n (those that are timed), low (the first of them), step (the newest), duration_ns and wait_ns (sums),
+        slowest_ns.
+
+    """
     return snapshot.query(
-        "SELECT coalesce(sum(timed_n), 0)::BIGINT n, min(timed_step_low) AS low, "
-        "max(step_high) AS step, sum(wait_ns) / sum(duration_ns) wait_ratio "
-        f"FROM {tiled(within, 'step')} WHERE {OF_SPAN}",
+        "SELECT rank, sum(timed_n)::BIGINT n, min(timed_step_low) AS low, max(step_high) AS step, "
+        "sum(duration_ns)::DOUBLE duration_ns, sum(wait_ns)::DOUBLE wait_ns, max(slowest_ns) slowest_ns "
+        f"FROM {tiled(within, 'step')} WHERE {OF_SPAN} GROUP BY rank ORDER BY rank",
         within.params,
-    ).iloc[0]
+    )
 
 
 def tiled(within: Span, stream: str) -> str:

@@ -1,5 +1,7 @@
 """Every view of a home, of runs and of a store in every state that they can be in."""
 
+import csv
+import io
 import os
 import shutil
 import socket
@@ -13,11 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import make_run as runs
+import pandas as pd
 import pytest
 import streamlit as st
 from opened import drawn, figures, open_view, run_of, texts, walk
 
 from app import judging, panel, picture
+from app.blocks import sheet
 from app.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
 from collector.store.ingest import Ingester
@@ -152,6 +156,13 @@ def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
     assert figures(at)
 
 
+def test_a_spreadsheet_computes_nothing_of_a_table():
+    texts = ["=1+1", "+347 MiB/min", "-3%", "@SUM(A1)", "\t=2", 'say "a, b"']
+    (header, *rows) = csv.reader(io.StringIO(sheet(pd.DataFrame({"=cmd|' /C calc'!A0": texts}))))
+    assert [row[0].lstrip("'") for row in rows] == texts
+    assert all(cell.startswith("'") for cell in (*header, *(row[0] for row in rows[:-1])))
+
+
 def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     def fail(*_):
         raise RuntimeError("a defect")
@@ -195,10 +206,10 @@ def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_pa
     monkeypatch.setattr(picture, "time", pause)
     monkeypatch.setattr(picture, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
     at = open_view(monkeypatch, tmp_path, "overview")
-    assert order == ["Findings", "Metrics", "pause", "Chart", "Chart", "Note"]
+    assert order == ["Findings", "Metrics", "pause", "Chart", "Chart", "Table", "Table", "Note"]
     order.clear()
     at.run()
-    assert order == ["Findings", "Metrics", "Chart", "Chart", "Note"]
+    assert order == ["Findings", "Metrics", "Chart", "Chart", "Table", "Table", "Note"]
 
 
 def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):

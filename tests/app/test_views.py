@@ -173,8 +173,39 @@ def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made)
     assert "non-PyTorch 588 MiB, other processes 300 MiB, unattributed 124 MiB" in said
     assert "Cache flushed: 2 times" in said
     assert trace_names(segments) == ["free", "in use"]
-    assert at.dataframe[0].value["Allocated at"].tolist() == ["/home/me/train.py:30 step"]
-    assert at.dataframe[0].value["In use"].tolist() == ["1000 MiB"]
+    account, sites = (table.value for table in at.dataframe)
+    at_peak = account.iloc[0]
+    assert at_peak[["GPU", *(part[:1].upper() + part[1:] for part in parts), "Total"]].tolist() == [
+        "GPU 0",
+        "7.55 GiB",
+        "1.9 GiB",
+        "100 MiB",
+        "588 MiB",
+        "300 MiB",
+        "124 MiB",
+        "10.5 GiB",
+    ]
+    assert at_peak["Of capacity"] == "44%"
+    assert account["When"].iloc[1].startswith("last, ")
+    assert sites["Allocated at"].tolist() == ["/home/me/train.py:30 step"]
+    assert sites["In use"].tolist() == ["1000 MiB"]
+
+
+def test_each_view_has_its_figures_as_a_table_to_read_and_to_take_along(monkeypatch, made):
+    for view, at in walk(monkeypatch, made["cuda"]):
+        taken = [button.proto.label for button in at.get("download_button")]
+        assert len(taken) == len(at.dataframe), view
+        assert at.dataframe or view == "compare", view
+
+
+def test_host_memory_and_step_time_are_told_in_numbers_too(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "overview")
+    memory, steps = (table.value for table in at.dataframe)
+    assert memory["Processes"].tolist() == ["main", "workers", "together"]
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Peak host memory (PSS)"].startswith(memory["PSS, highest"].iloc[-1])
+    assert steps.columns.tolist() == ["Steps", "Mean step", "Slowest", "Data wait"]
+    assert steps["Data wait"].tolist() == [shown["Data wait"]]
 
 
 def test_every_chart_over_time_can_be_drawn_over_steps(monkeypatch, made):
