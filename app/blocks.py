@@ -166,6 +166,11 @@ def sheet(table: pd.DataFrame) -> str:
     return table.map(quoted).rename(columns=quoted).to_csv(index=False)
 
 
+def evidence_page(kind: str) -> pages.Page:
+    """Where the evidence of a kind of finding is to be seen."""
+    return _OF_KIND.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
+
+
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
     """The findings that ask for something to be done."""
     return [finding for finding in findings if finding.severity != "info"]
@@ -230,8 +235,8 @@ def _draw_finding(finding: Finding, *, link: bool, said: bool) -> None:
         if not said:
             st.markdown(plain(finding.summary))
         _draw_body(finding)
-        page = _OF_KIND.get(finding.kind) or EVIDENCE_PAGES[KINDS[finding.kind]]
         if link:
+            page = evidence_page(finding.kind)
             st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
 
 

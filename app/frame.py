@@ -7,11 +7,13 @@ from pathlib import Path
 import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
+from app import terms
 from app.figures.axis import AXES
 from app.format import one_line, plain
 from app.judging import ranks_of, status_of
+from app.moment import WINDOW_WORDS, Selection
 from app.pages import COMPARE, PAGES, Page
-from app.panel import SELECTION, Selection
+from app.panel import SELECTION
 from app.visitors import is_expected
 from collector.store import queries
 from collector.store.runs import LATEST, Run, list_runs
@@ -19,7 +21,6 @@ from training_harness.layout import home_path
 
 #: At most so many runs stand beside the chosen one.
 MAX_OTHERS = 3
-WINDOW_WORDS = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
 QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
 tidegauge job images                 # or a built-in job
 tidegauge report                     # the verdict in the terminal"""
@@ -32,8 +33,10 @@ def main() -> None:
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
     if not _may_enter():
         return
-    page = st.navigation([_page(page) for page in PAGES], position="top")
-    st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
+    words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
+    page = st.navigation([*(_page(page) for page in PAGES), words], position="top")
+    if page.url_path != terms.PATH:
+        st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
 
 

@@ -15,8 +15,8 @@ from plotly.offline import get_plotlyjs
 
 from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, grown
 from app.figures.base import Chart
+from app.moment import Selection, View, answer_of, build, moment_of
 from app.pages import COMPARE, PAGES, Page
-from app.panel import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
 from collector.diagnosis.findings import Finding
 from collector.diagnosis.verdict import Verdict
@@ -75,7 +75,16 @@ def render(run: Run, verdict: Verdict) -> str:
 def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: Verdict) -> str:
     view: View = importlib.import_module(f"app.views.{page.module}").VIEW
     selection = Selection(run=run, rank=None, window="run", live=False)
-    moment = moment_of(view, selection, run, queries.Memo(snapshot), reach, verdict=verdict, theme=LIGHT)
+    moment = moment_of(
+        view,
+        selection,
+        run,
+        queries.Memo(snapshot),
+        reach,
+        verdict=verdict,
+        theme=LIGHT,
+        address=lambda page: f"#{page.path}",
+    )
     parts = [
         f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(answer_of(view, moment))}</b></p>'
     ]

@@ -18,7 +18,7 @@ from app.format import one_line
 from collector.diagnosis.frames import key_of
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import Verdict, diagnose
-from collector.store import queries
+from collector.store import moment_queries
 from collector.store.reader import read
 from collector.store.runs import Run, living_processes
 
@@ -134,7 +134,8 @@ def ranks_of(path: Path) -> tuple[int, ...]:
     """The ranks that said hello, ascending; none outside a distributed job, or if the run cannot be read."""
     try:
         with read(Run(path)) as snapshot:
-            return tuple(sorted({int(rank) for rank in queries.told(snapshot, "process-start")["rank"].dropna()}))
+            started = moment_queries.told(snapshot, "process-start")
+            return tuple(sorted({int(rank) for rank in started["rank"].dropna()}))
     except Exception:  # noqa: BLE001 - the refresh tells of it
         _log.exception("ranks of %s", path)
         return ()

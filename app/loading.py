@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app.panel import Moment
+from app.moment import Moment
 from collector.diagnosis.exposed import Exposed, expose, recent_loops
 from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit

@@ -5,30 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from app.blocks import Block
-from app.figures.axis import Axis, along, in_unit, own_axis
-from app.figures.base import Chart
 from app.format import one_line
 from app.judging import judged, status_of
+from app.moment import Selection, View, address_of, answer_of, build, moment_of
 from app.picture import LOADER, Drawing, Picture
 from app.status import draw_failure
 from app.theme import Theme, theme_of
-from collector.diagnosis.verdict import Verdict
-from collector.store import loading_queries, queries
-from collector.store.queries import Extent, Queryable, Span, Window
+from collector.store import queries
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
 
-Found = TypeVar("Found")
 REFRESH_SECONDS = 1
 SELECTION = "tidegauge-selection"
 _PICTURE = "tidegauge-picture"
@@ -54,79 +50,6 @@ _taking: dict[tuple[Any, ...], threading.Lock] = {}
 _sharing = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What the frame's controls say; `others` are the runs to compare with."""
-
-    run: Run
-    rank: int | None
-    window: Window
-    live: bool
-    axis: Axis = "elapsed"
-    others: tuple[Run, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """Everything that a panel may look at: one run at one moment, and beside it those it is compared with."""
-
-    run: Run
-    manifest: Mapping[str, Any]
-    snapshot: Queryable
-    span: Span
-    whole: Span
-    verdict: Verdict | None
-    theme: Theme
-    axis: Axis
-    loaders: tuple[int, ...]
-    loader: int | None
-    others: tuple[Moment, ...] = ()
-    _found: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def run_id(self) -> str:
-        """Of the run."""
-        return self.run.run_id
-
-    def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
-        """What several panels want, looked for when the first of them asks."""
-        if what not in self._found:
-            self._found[what] = find()
-        found: Found = self._found[what]
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One panel of a view: its name, and the pure function that gives its blocks.
-
-    A refresh of a live page builds the panels of one turn anew and leaves the others for the next.
-    """
-
-    name: str
-    build: Callable[[Moment], Iterator[Block]]
-    turn: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A view: the question, the sentence that answers it, and rows of panels that stand side by side.
-
-    The answer is of the first turn.
-    """
-
-    name: str
-    rows: Sequence[Sequence[Panel]]
-    question: str = ""
-    answer: Callable[[Moment], str] = lambda _: ""
-    by_loader: bool = False
-
-    @property
-    def turns_count(self) -> int:
-        """How many refreshes it takes until all panels are new."""
-        return 1 + max(panel.turn for row in self.rows for panel in row)
-
-
 def show(view: View) -> None:
     """Draw a view for the frame's selection, again and again while the run is live."""
     selection: Selection | None = st.session_state.get(SELECTION)
@@ -140,62 +63,6 @@ def show(view: View) -> None:
     if live:  # below the rest, which must not move when it goes
         with st.container(key="follows"):
             st.html(_PAUSE_ON_TOUCH, unsafe_allow_javascript=True)
-
-
-def moment_of(
-    view: View,
-    selection: Selection,
-    run: Run,
-    kept: queries.Memo,
-    reach: Extent,
-    *,
-    verdict: Verdict | None,
-    theme: Theme,
-    loader: int | None = None,
-) -> Moment:
-    """A run at the moment of a snapshot, as the selection wants to see it; `loader`, or the busiest one."""
-    manifest = run.manifest
-    origin = queries.origin_ns(manifest) or reach.first_ns
-    span = queries.span(kept, reach, origin=origin, window=selection.window, rank=selection.rank)
-    loaders = loading_queries.used_loaders(kept, span) if view.by_loader else []
-    return Moment(
-        run=run,
-        manifest=manifest,
-        snapshot=kept,
-        span=span,
-        whole=queries.whole(span, reach),
-        verdict=verdict,
-        theme=theme,
-        axis=selection.axis,
-        loaders=tuple(loaders),
-        loader=loader if loader in loaders else loaders[0] if loaders else None,
-    )
-
-
-def build(panel: Panel, moment: Moment) -> list[Block] | str:
-    """The blocks of a panel along the chosen axis, or the line that says why there are none."""
-    try:
-        return [_along(block, moment) for block in panel.build(moment)]
-    except Exception as error:  # noqa: BLE001 - one panel must not take the others along
-        _log.exception("panel %s", panel.name)
-        return one_line(error)
-
-
-def answer_of(view: View, moment: Moment) -> str:
-    """The sentence of a view, empty if there is no verdict to say it from."""
-    try:
-        return view.answer(moment) if moment.verdict else ""
-    except Exception:  # noqa: BLE001 - the figures below are worth more than the sentence
-        _log.exception("answer of %s", view.name)
-        return ""
-
-
-def _along(block: Block, moment: Moment) -> Block:
-    if not isinstance(block, Chart):
-        return block
-    if own_axis(block) not in (None, moment.axis):
-        block = along(block, moment.axis, queries.step_clock(moment.snapshot, moment.span))
-    return in_unit(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 
 def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None:
@@ -302,13 +169,23 @@ def _take(
             return
         own, *others = [judged(run) for run in (selection.run, *selection.others)]
         moment = moment_of(
-            view, selection, selection.run, kept, reach, verdict=own.verdict, theme=theme, loader=loader
+            view,
+            selection,
+            selection.run,
+            kept,
+            reach,
+            verdict=own.verdict,
+            theme=theme,
+            address=partial(address_of, selection),
+            loader=loader,
         )
         for run, of_other in zip(selection.others, others, strict=True):
             _, other = stack.enter_context(_look(run))
             if (other_reach := queries.extent(other)) is not None:
                 verdict = of_other.verdict
-                one = moment_of(view, selection, run, other, other_reach, verdict=verdict, theme=theme)
+                one = moment_of(
+                    view, selection, run, other, other_reach, verdict=verdict, theme=theme, address=moment.address
+                )
                 moment = replace(moment, others=(*moment.others, one))
         picture = replace(
             picture,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+#: Of the page of all, in the address.
+PATH = "terms"
 TERMS = {
     "allocated": "what live tensors hold, of what PyTorch's allocator has from the driver",
     "reserved": "what PyTorch's caching allocator holds from the driver: allocated, and cached for later",
@@ -20,9 +22,19 @@ TERMS = {
 }
 
 
+def anchor(term: str) -> str:
+    """Where a term stands on the page of all."""
+    return re.sub(r"\W+", "-", term.lower())
+
+
 def explained(text: str) -> str | None:
-    """Each term of a text with its meaning, for a tooltip in Markdown; None if there is none."""
+    """Each term of a text with its meaning, for a tooltip in Markdown; None if there is none.
+
+    The term is a link to the page of all, from any other page.
+    """
     found = [
-        f"**{term}**: {meaning}" for term, meaning in TERMS.items() if re.search(rf"\b{re.escape(term)}\b", text)
+        f"[**{term}**]({PATH}#{anchor(term)}): {meaning}"
+        for term, meaning in TERMS.items()
+        if re.search(rf"\b{re.escape(term)}\b", text)
     ]
-    return "\n\n".join([*found, "More in docs/views.md, under Terms."]) if found else None
+    return "\n\n".join(found) or None

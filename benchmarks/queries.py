@@ -41,6 +41,8 @@ from training_harness import layout
 
 STEP_NS = 60_000_000
 WORKERS = 4
+#: Batches of a rank.
+EPOCH = 1_000
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
 TIMES = 3
@@ -68,14 +70,7 @@ def make(
         for begin in range(0, ticks, at_once):
             insert(connection, "process", begin, min(begin + at_once, ticks), 10**9, origin_ns, **many)
         insert(connection, "host", 0, ticks, 10**9, origin_ns)
-        loader = json.dumps({"loader": 0, "num_workers": workers, "prefetch_factor": 2, "batch_size": 64})
-        for rank in range(ranks):
-            for kind, body in (("process-start", '{"torch": "2", "capabilities": {}}'), ("loader", loader)):
-                connection.execute(
-                    f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {origin_ns} AS time_ns, ? AS kind, ? AS body, "
-                    f"'node' AS host, {1 + rank} AS pid, 1 AS start_ticks, ? AS rank",
-                    [kind, body, rank if ranks > 1 else None],
-                )
+        tell(connection, origin_ns, every_ns, epochs_count=batches // ranks // EPOCH + 1, **many)
         connection.execute(
             f"INSERT INTO {lake.LAKE}.journal_offset SELECT 'node.1.' || s || '.0.journal', 1, NULL, 0, 0 "
             "FROM (VALUES ('step'), ('batch'), ('fetch'), ('process'), ('host')) t(s) "
@@ -84,6 +79,24 @@ def make(
     with Ingester(run) as ingester:
         assert ingester.maintain() == ()
     return run
+
+
+def tell(connection: Any, origin_ns: int, every_ns: int, *, ranks: int, workers: int, epochs_count: int) -> None:
+    """What each rank says of itself, of its loader, and of each epoch."""
+    loader = {"loader": 0, "num_workers": workers, "prefetch_factor": 2, "batch_size": 64}
+    pids = f"range(101 + rank * {1 + workers}, {101 + workers} + rank * {1 + workers})"
+    begins = f"{origin_ns} + (epoch * {EPOCH * ranks} + rank) * {every_ns}"
+    for kind, body, count in (
+        ("process-start", """'{"torch": "2", "capabilities": {}}'""", 1),
+        ("loader", f"'{json.dumps(loader)}'", 1),
+        ("epoch-start", f"json_object('loader', 0, 'epoch', epoch, 'worker_pids', {pids})", epochs_count),
+    ):
+        connection.execute(
+            f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {begins} AS time_ns, ? AS kind, {body} AS body, "
+            f"'node' AS host, 1 + rank AS pid, 1 AS start_ticks, {'rank' if ranks > 1 else 'NULL'} AS rank "
+            f"FROM range({ranks}) r(rank), range({count}) e(epoch)",
+            [kind],
+        )
 
 
 def begin_earlier(run: Run, by_ns: int) -> None:
@@ -117,8 +130,8 @@ def insert(
         # The samples of one tick have one time.
         "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns != 10**9 else ""),
         "step": f"i // {ranks}",
-        "epoch": f"i // {ranks} // 1000",
-        "index": f"i // {ranks} % 1000",
+        "epoch": f"i // {ranks} // {EPOCH}",
+        "index": f"i // {ranks} % {EPOCH}",
         "worker": f"CASE WHEN {place_role} = 1 THEN {worker} END" if of_process else f"i // {ranks} % {workers}",
         "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
@@ -202,14 +215,11 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # Streamlit's, about running without a browser
     if page == REFRESH:
         return of_a_refresh(run)
-    from app import panel
+    from app import moment
     from app.blocks import Chart
     from app.theme import LIGHT
 
-    views: list[panel.View] = []
-    panel.show = views.append  # type: ignore[assignment]
-    module = importlib.import_module(f"app.views.{page}")
-    view = views[0] if views else module.VIEW
+    view = importlib.import_module(f"app.views.{page}").VIEW
     points = 0
     for _ in range(2):
         costs.clear()
@@ -218,9 +228,11 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
             memo = queries.Memo(measured)
             reach = queries.extent(memo)
             assert reach is not None
-            selection = panel.Selection(run=run, rank=None, window=window, live=False)
-            moment = panel.moment_of(view, selection, run, measured, reach, verdict=None, theme=LIGHT)
-            blocks = [block for row in view.rows for each in row for block in each.build(moment)]
+            selection = moment.Selection(run=run, rank=None, window=window, live=False)
+            now = moment.moment_of(
+                view, selection, run, measured, reach, verdict=None, theme=LIGHT, address=lambda page: page.path
+            )
+            blocks = [block for row in view.rows for each in row for block in moment.build(each, now)]
         charts = [block for block in blocks if isinstance(block, Chart)]
         points = max(
             (len(trace.x) for chart in charts for trace in chart.figure.data if trace.x is not None), default=0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from app.figures.base import HOVERED_SECONDS, Chart
 from app.figures.memory import ELAPSED
@@ -25,7 +23,7 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     Args:
         chart: a figure over elapsed seconds or steps.
         axis: what its x is to be.
-        clock: `queries.step_clock`, whose columns are called as the axes. What lies before the first step or
+        clock: `moment_queries.step_clock`, whose columns are called as the axes. What lies before the first step or
             after the last has no step, and is not drawn then.
 
     """
@@ -34,7 +32,6 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
         return chart
     for trace in chart.figure.data:
         trace.x = moved(trace.x, own, axis, clock)
-    _move(chart.figure, lambda x: float(np.interp(x, clock[own].to_numpy(float), clock[axis].to_numpy(float))))
     chart.figure.layout.xaxis.title.text = _TITLES[axis]
     return chart
 
@@ -50,7 +47,10 @@ def in_unit(chart: Chart, seconds: float) -> Chart:
         trace.x = np.asarray(trace.x, dtype=np.float64) / length
         if trace.hovertemplate:
             trace.hovertemplate = trace.hovertemplate.replace(HOVERED_SECONDS, f"%{{x:,.2f}} {name}")
-    _move(chart.figure, lambda x: x / length)
+    for mark in (*chart.figure.layout.shapes, *chart.figure.layout.annotations):
+        if mark.xref == "x":
+            for place in {"x", "x0", "x1"} & set(mark):
+                mark[place] /= length
     title.text = title.text.replace("(s)", f"({name})")
     return chart
 
@@ -68,12 +68,3 @@ def own_axis(chart: Chart) -> Axis | None:
     """What the x of a chart is; None if it is no time."""
     own = chart.figure.layout.xaxis.title.text
     return next((axis for axis, title in _TITLES.items() if title == own), None)
-
-
-def _move(figure: go.Figure, place: Callable[[float], float]) -> None:
-    """Put the marks of a figure elsewhere along x."""
-    for mark in (*figure.layout.shapes, *figure.layout.annotations):
-        if not str(mark.xref).endswith(("domain", "paper")):
-            for name in ("x", "x0", "x1"):
-                if name in mark and mark[name] is not None:
-                    mark[name] = place(mark[name])

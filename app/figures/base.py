@@ -146,24 +146,6 @@ def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
     )
 
 
-def moment(figure: go.Figure, x: float, text: str, theme: Theme) -> None:
-    """A moment worth a word, as the step since which something grows."""
-    of_line = {"xref": "x", "yref": "y domain"}
-    style = {"color": theme.quiet, "width": 1.4, "dash": "dot"}
-    figure.add_shape(type="line", x0=x, x1=x, y0=0, y1=1, line=style, **of_line)
-    figure.add_annotation(
-        text=text,
-        font={"color": theme.text, "size": 12},
-        bgcolor=theme.background,
-        x=x,
-        xanchor="left",
-        y=1,
-        yanchor="top",
-        showarrow=False,
-        **of_line,
-    )
-
-
 def sampled(lines: Lines) -> str:
     """How a thinned line came about, in words; empty if every sample is drawn."""
     return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""

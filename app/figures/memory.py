@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from app.figures.base import Chart, Trace, blank, limit, line, moment, sampled
+from app.figures.base import Chart, Trace, blank, limit, line, sampled
 from app.figures.samples import broken, pauses, sample_line, stack
 from app.format import byte_axis
 from app.theme import Theme
@@ -139,7 +139,6 @@ def per_process(
     theme: Theme,
     *,
     metric: str,
-    notes: Sequence[tuple[float, str]],
     revision: str,
     title: str = "Which process grows, and since when?",
 ) -> Chart:
@@ -150,7 +149,6 @@ def per_process(
         places: `queries.processes`.
         theme: colours.
         metric: the column of `process` that is drawn.
-        notes: (elapsed seconds, words) to mark.
         revision: the run.
         title: the question that the figure answers.
 
@@ -171,8 +169,6 @@ def per_process(
         restarts += len(starts)
         if 0 < len(starts) <= MAX_MARKED_RESTARTS:
             figure.add_trace(_restarts(str(name), starts, x, y, colour))
-    for at, text in notes:
-        moment(figure, at, text, theme)
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
         caption += " (private dirty could not be read; RSS is blind to copy-on-read growth)"

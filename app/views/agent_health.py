@@ -9,10 +9,11 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
 from app.figures import agent
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, number, percent, quantity, size
-from collector.store import queries
+from collector.store import moment_queries, queries
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.
@@ -110,7 +111,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
 
 def trouble(moment: Moment) -> Iterator[Block]:
     """What failed and was taken out, newest first."""
-    told = queries.told(moment.snapshot, *TROUBLE)
+    told = moment_queries.told(moment.snapshot, *TROUBLE)
     if told.empty:
         yield Note(
             text="No part of Tidegauge failed in this run. This looks at the machine as it is now:", command=DOCTOR

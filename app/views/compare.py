@@ -11,11 +11,12 @@ from app.blocks import Block, Note, Table
 from app.figures import comparison
 from app.figures.axis import Axis, moved
 from app.figures.memory import METRIC_WORDS
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.comparison import Measure, change_ratio, differing, measures, words
 from collector.comparison import settings as settings_of
 from collector.quantities import MISSING
-from collector.store import memory_queries, queries
+from collector.store import memory_queries, moment_queries, queries
 
 NO_OTHER = Note(
     text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
@@ -103,7 +104,7 @@ def host_memory(moment: Moment) -> Iterator[Block]:
 
 
 def _place(moment: Moment, own: Axis, x: pd.Series) -> Any:
-    return moved(x, own, moment.axis, queries.step_clock(moment.snapshot, moment.span))
+    return moved(x, own, moment.axis, moment_queries.step_clock(moment.snapshot, moment.span))
 
 
 def _measures(moment: Moment) -> dict[str, Measure]:

@@ -9,7 +9,8 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import devices
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.diagnosis.device_account import accounts
 from collector.diagnosis.findings import Finding
 from collector.quantities import MISSING, duration, known, number, percent, size
@@ -131,7 +132,7 @@ def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
         yield {
             "GPU": gpu.name,
             "When": f"{words}, {duration(gpu.parts['elapsed_seconds'].iloc[place])}",
-            **{part[:1].upper() + part[1:]: size(parts[part].iloc[place]) for part in parts},
+            **{name[:1].upper() + name[1:]: size(parts[name].iloc[place]) for name in map(str, parts)},
             "Total": size(total),
             "Of capacity": percent(total / gpu.capacity_bytes) if known(gpu.capacity_bytes) else MISSING,
         }

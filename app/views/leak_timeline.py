@@ -8,11 +8,12 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from app.views.oom_risk import open_files, shared_memory
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, duration, growth, number, size
-from collector.store import memory_queries, queries
+from collector.store import memory_queries
 
 #: More lines than this can't be told apart; the steepest are drawn.
 MAX_LINES = 12
@@ -49,7 +50,6 @@ def per_process(moment: Moment) -> Iterator[Block]:
         places[places["series"].isin(shown)],
         moment.theme,
         metric=metric,
-        notes=_notes(moment),
         revision=moment.run_id,
     )
     if len(shown) == MAX_LINES:
@@ -102,18 +102,6 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def _leaks(moment: Moment) -> list[Finding]:
     return [f for f in moment.verdict.findings if KINDS[f.kind] == "memory leak"] if moment.verdict else []
-
-
-def _notes(moment: Moment) -> list[tuple[float, str]]:
-    """Since when each leak of a process's memory grows, once per kind: workers mostly leak together."""
-    first: dict[str, tuple[float, str]] = {}
-    for finding in _leaks(moment):
-        if finding.since_step is None or finding.kind in ELSEWHERE or finding.kind.startswith("gpu-"):
-            continue
-        at = queries.step_elapsed(moment.snapshot, moment.span, finding.since_step, finding.locus.rank)
-        if at is not None and (finding.kind not in first or at < first[finding.kind][0]):
-            first[finding.kind] = (at, f"{finding.kind} since step {finding.since_step:,}")
-    return list(first.values())
 
 
 def _steepest(places: pd.DataFrame, metric: str) -> list[str]:

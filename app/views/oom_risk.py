@@ -8,7 +8,8 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, known, number, percent, size
 from collector.store import memory_queries

@@ -9,7 +9,8 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
 from app.figures import memory, steps
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.quantities import MISSING, known, number, percent, quantity, size
 from collector.store import loading_queries, memory_queries, queries
 from collector.store.tiles import SAMPLED_BEYOND
@@ -42,14 +43,14 @@ def key_figures(moment: Moment) -> Iterator[Block]:
 
 def host_memory(moment: Moment) -> Iterator[Block]:
     """PSS by role against the limit that binds."""
-    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric, held = _held(moment)
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
     tightest = memory_queries.tightest_limit(moment.snapshot) or {}
     host = tightest.get("host")
     yield memory.by_role(
-        memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host),
+        held,
         moment.theme,
         metric=metric,
         capacity_bytes=tightest.get("capacity_bytes"),
@@ -74,12 +75,14 @@ def step_time(moment: Moment) -> Iterator[Block]:
 
 def roles(moment: Moment) -> Iterator[Block]:
     """Host memory in numbers."""
-    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric, found = _held(moment)
     if metric is None:
         return
-    word, host = memory.METRIC_WORDS[metric], (memory_queries.tightest_limit(moment.snapshot) or {}).get("host")
-    held = memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host).drop(columns="elapsed_seconds")
-    held = held.rename(columns=memory.ROLE_WORDS).assign(together=held.sum(axis=1))
+    word, held = (
+        memory.METRIC_WORDS[metric],
+        found.drop(columns="elapsed_seconds").rename(columns=memory.ROLE_WORDS),
+    )
+    held = held.assign(together=held.sum(axis=1))
     yield Table(
         frame=pd.DataFrame(
             {
@@ -88,7 +91,7 @@ def roles(moment: Moment) -> Iterator[Block]:
                 f"{word}, highest": [size(value) for value in held.max()],
             }
         ),
-        caption="In the window. Each is highest at its own time.",
+        caption="As drawn above. Each is highest at its own time.",
         download=f"{moment.run_id}-host-memory",
     )
 
@@ -119,6 +122,19 @@ def no_gpu(moment: Moment) -> Iterator[Block]:
     """One note in place of the GPU cards of a run without CUDA."""
     if memory_queries.devices(moment.snapshot).empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
+
+
+def _held(moment: Moment) -> tuple[str | None, pd.DataFrame]:
+    """What is drawn of host memory, and by role: of several hosts, on the one that came nearest to its limit."""
+    return moment.once("held by role", lambda: _hold(moment))
+
+
+def _hold(moment: Moment) -> tuple[str | None, pd.DataFrame]:
+    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    if metric is None:
+        return None, pd.DataFrame()
+    host = (memory_queries.tightest_limit(moment.snapshot) or {}).get("host")
+    return metric, memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host)
 
 
 def _next(step: float) -> float | None:

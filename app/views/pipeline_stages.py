@@ -10,7 +10,8 @@ import pandas as pd
 from app.blocks import Block, Note, Table
 from app.figures import stages
 from app.loading import recent
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector import wording
 from collector.diagnosis.exposed import PARTS
 from collector.diagnosis.speed_ups import KEPT_BUSY

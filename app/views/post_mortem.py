@@ -9,7 +9,8 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, needs_attention
 from app.figures import memory
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.last_minute import WINDOW_SECONDS
 from collector.quantities import MISSING, duration, known, number, size
@@ -62,7 +63,6 @@ def processes(moment: Moment) -> Iterator[Block]:
         places[places["series"].isin(largest)],
         moment.theme,
         metric=metric,
-        notes=(),
         revision=moment.run_id,
         title="What did each process hold in the last minute?",
     )

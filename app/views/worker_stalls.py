@@ -9,7 +9,8 @@ import pandas as pd
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, Widget, answer
 from app.figures import rounds, workers
 from app.loading import recent
-from app.panel import Moment, Panel, View, show
+from app.moment import Moment, Panel, View
+from app.panel import show
 from app.what_if import what_if
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.rounds import fold, lanes

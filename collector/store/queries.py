@@ -324,15 +324,6 @@ def _is_sampled(within: Span, rows_count: int) -> bool:
     return within.is_whole and rows_count > tiles.SAMPLED_BEYOND
 
 
-def step_elapsed(snapshot: Queryable, within: Span, step: int, rank: int | None) -> float | None:
-    """When a step ended, in seconds since the run was made; None if it was not recorded."""
-    found = snapshot.query(
-        "SELECT min(time_ns) t FROM step WHERE step >= $step AND ($rank IS NULL OR rank = $rank)",
-        {"step": step, "rank": rank},
-    )["t"].iloc[0]
-    return None if pd.isna(found) else (int(found) - within.origin_ns) / 1e9
-
-
 def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """How the collector of each host fared in the span.
 
@@ -353,33 +344,6 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "FROM agent WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
         only(within.params, "from_ns", "to_ns"),
     )
-
-
-def told(snapshot: Queryable, *kinds: str) -> pd.DataFrame:
-    """The events of these kinds, newest first: time_ns, kind, host, pid, rank, body (JSON)."""
-    return snapshot.query(
-        f"SELECT time_ns, kind, host, pid, rank, body FROM event WHERE kind IN ({', '.join('?' * len(kinds))}) "
-        "ORDER BY time_ns DESC",
-        list(kinds),
-    )
-
-
-def step_clock(snapshot: Queryable, within: Span) -> pd.DataFrame:
-    """When the run was at which step, on a grid of time.
-
-    Returns:
-        elapsed, step: both rise from row to row. The ranks step together; steps that an attempt made anew stay
-        at the highest reached.
-
-    """
-    source, width = pieces(snapshot, within, "step", LINE_BUCKETS)
-    table = snapshot.query(
-        "SELECT max(time_ns + last_after_ns) time_ns, max(step_high)::DOUBLE AS step "
-        f"FROM {source} WHERE {OF_SPAN} GROUP BY (time_ns - $from_ns) // {width} ORDER BY 1",
-        within.params,
-    )
-    clock = pd.DataFrame({"elapsed": within.elapsed(table["time_ns"]), "step": table["step"].cummax()})
-    return clock.drop_duplicates("step", ignore_index=True)
 
 
 def whole(within: Span, reach: Extent) -> Span:

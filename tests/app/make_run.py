@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,11 +149,21 @@ def _begin(events: _Events, script: Script, main: Identity, begin: int) -> None:
         dataset="Photographs",
         iterable=False,
     )
-    pids = [worker_id(main.host, worker, 0).pid for worker in range(script.workers)]
-    events.append(main, begin, "epoch-start", loader=0, epoch=0, worker_pids=pids)
+    if script.workers:
+        pids = [worker_id(main.host, worker, 0).pid for worker in range(script.workers)]
+        events.append(main, begin, "epoch-start", loader=0, epoch=0, worker_pids=pids, begun_ns=begin)
     for worker in range(script.workers):
         who = worker_id(main.host, worker, 0)
         events.append(who, begin, "worker-start", loader=0, epoch=0, worker=worker, parent_pid=main.pid)
+
+
+def begin_epochs(run_dir: Path, who: Identity, begun_seconds: Mapping[int, float], *, loader: int = 0) -> None:
+    """Tell of more epochs, by number, that began so long after the run was made; to make an iterator took 0.5 s."""
+    origin_ns = layout.read_manifest(run_dir)["anchors"][socket.gethostname()]["time_ns"]
+    for epoch, seconds in begun_seconds.items():
+        begun_ns = origin_ns + int(seconds * 1e9)
+        told = {"loader": loader, "epoch": epoch, "worker_pids": [], "begun_ns": begun_ns}
+        _Events(run_dir / "events").append(who, begun_ns + 500 * MS, "epoch-start", **told)
 
 
 class _Events:

@@ -52,6 +52,11 @@ def test_it_has_the_figures_and_words_of_every_view(html):
     assert "cannot be shown" not in html
 
 
+def test_what_is_marked_leads_to_the_section_that_has_its_evidence(html):
+    assert 'href=\\"#oom-risk\\"' in html or "href=\\u0022#oom-risk" in html
+    assert '<h2 id="oom-risk">' in html
+
+
 def test_hostile_names_are_text(html):
     assert "&lt;script&gt;alert(1)" in html
     assert "<script>alert(1)" not in html

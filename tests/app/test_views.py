@@ -35,7 +35,7 @@ def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch,
 
 def test_the_overview_and_the_report_give_the_same_figures(monkeypatch, made):
     summary = diagnose(load_tables(Run(run_of(made["healthy"])))).summary
-    at = open_view(monkeypatch, made["healthy"], "overview", window="500steps")
+    at = open_view(monkeypatch, made["healthy"], "overview", window="last 500 steps")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Data wait"] == percent(summary["data_wait_ratio"])
     assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
@@ -77,7 +77,12 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
-    assert "copy-on-read-growth since step" in lines["layout"]["annotations"][0]["text"]
+    assert lines["layout"]["annotations"][0]["text"] == "copy-on-read-growth since step 0"
+    overview = open_view(monkeypatch, made["killed"], "overview", window="last 500 steps")
+    run_id = run_of(made["killed"]).name
+    (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
+    assert f'href="post-mortem?run={run_id}&amp;window=last+500+steps"' in killed
+    assert "killed since step 1,199" in killed
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
 
 
@@ -263,4 +268,15 @@ def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
 def test_each_figure_explains_its_terms(monkeypatch, made):
     at = open_view(monkeypatch, made["cuda"], "gpu_memory")
     helps = [markdown.proto.help for markdown in at.markdown]
-    assert any("**fragmentation**: free pieces" in text for text in helps)
+    assert any("[**fragmentation**](terms#fragmentation): free pieces" in text for text in helps)
+
+
+def test_the_page_of_terms_explains_each_of_them_without_a_run(monkeypatch, tmp_path):
+    at = open_view(monkeypatch, tmp_path, "terms")
+    assert [(term.value, term.anchor) for term in at.subheader][:2] == [
+        ("allocated", "allocated"),
+        ("reserved", "reserved"),
+    ]
+    assert ("private dirty", "private-dirty") in [(term.value, term.anchor) for term in at.subheader]
+    assert "Batches that have arrived before their turn" in texts(at)
+    assert "No runs yet" not in texts(at)

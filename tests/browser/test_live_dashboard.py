@@ -219,6 +219,19 @@ def test_who_clicks_gets_what_is_asked_for(live):
     with page.expect_download() as got:
         page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert got.value.suggested_filename == f"{slow}-workers.csv"
+    page.goto(screenshots.address(base, "overview", run=slow))
+    screenshots.await_view(page)
+    page.get_by_test_id("stMain").get_by_test_id("stTooltipIcon").last.hover()
+    with page.expect_popup() as opened:
+        page.get_by_test_id("stTooltipContent").get_by_role("link", name="PSS").click()
+    opened.value.get_by_role("heading", name="What do the words mean?").wait_for()
+    assert opened.value.url.endswith("/terms#pss")
+    opened.value.close()
+    page.locator(".annotation a", has_text="slow-worker since step").last.click()
+    page.wait_for_url(f"**/worker-stalls?run={slow}")
+    page.get_by_role("heading", name="What does the training wait for").wait_for()
+    screenshots.await_view(page)
+    assert page.locator(".annotation", has_text="slow-worker since step").count() > 0
     runs = page.get_by_role("combobox", name="Run")
     runs.scroll_into_view_if_needed()
     page.wait_for_function(_FRAMES)  # the list closes on scrolling, which is told a frame later

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from store_world import ask_the_lake, in_the_lake, make_run
 
-from collector.store import lake, loading_queries, memory_queries, queries, tiles
+from collector.store import lake, loading_queries, memory_queries, moment_queries, queries, tiles
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from training_harness.journal import Identity, JournalWriter
@@ -86,7 +86,11 @@ def look(run, rank=None):
             "steps": queries.steps(snapshot, within),
             "step summary": queries.step_summary(snapshot, within).to_frame().T.astype("float64"),
             "throughput": loading_queries.throughput(snapshot, within).to_frame().T.astype("float64"),
-            "clock": queries.step_clock(snapshot, within),
+            "ranks": queries.rank_steps(snapshot, within),
+            "made": pd.Series(
+                moment_queries.steps_elapsed(snapshot, within, [0, STEPS // 2, STEPS - 1])
+            ).to_frame(),
+            "clock": moment_queries.step_clock(snapshot, within),
             "split": loading_queries.worker_split(snapshot, within, 0),
             "heat": loading_queries.fetch_heat(snapshot, within, 0),
             **{f"line {name}": each.points for name, each in lines.items()},
@@ -107,8 +111,10 @@ def assert_same(found, expected):
     """Sums, extremes and their times are the same; what is of one bucket may be of its neighbour, by one tile."""
     (tables, counts, _), (raw_tables, raw_counts, _) = found, expected
     assert counts == raw_counts
-    for name in ("throughput", "processes", "open files"):
+    for name in ("throughput", "processes", "open files", "ranks"):
         pd.testing.assert_frame_equal(tables[name], raw_tables[name], check_dtype=False, rtol=1e-6)
+    tile_seconds = tiles.TILINGS["step"].width_ns / 1e9
+    assert tables["made"][0].tolist() == pytest.approx(raw_tables["made"][0].tolist(), abs=tile_seconds)
     for name in ("step summary", "split"):
         exact = [column for column in tables[name] if column[:2] not in ("p5", "p9", "me")]
         pd.testing.assert_frame_equal(tables[name][exact], raw_tables[name][exact], check_dtype=False)

@@ -7,11 +7,13 @@ import pandas as pd
 import pytest
 
 from app.figures import axis, base, memory, rounds, samples, stages, steps, workers
+from app.figures.marks import Mark, marked
 from app.theme import DARK, LIGHT
 from collector.diagnosis.rounds import Lanes
 from collector.store.queries import Lines
 
 GIB = 2**30
+CLOCK = pd.DataFrame({"elapsed": [10.0, 20.0], "step": [0.0, 10.0]})
 
 
 def _lines(values, *, series="", samples=None):
@@ -92,7 +94,6 @@ def _charts():
             _places(),
             LIGHT,
             metric="private_dirty_bytes",
-            notes=[],
             revision="r1",
         ),
         "steps": steps.split(step, LIGHT, revision="r1"),
@@ -196,14 +197,12 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
         places,
         LIGHT,
         metric="private_dirty_bytes",
-        notes=[(1.0, "worker-heap-leak since step 7")],
         revision="r",
     )
     line, mark = chart.figure.data
     assert np.isnan(line.x[2])
     assert (mark.marker.symbol, list(mark.x)) == ("triangle-up", [2.0])
     assert "1 worker restarts" in chart.caption
-    assert chart.figure.layout.annotations[0].text == "worker-heap-leak since step 7"
 
 
 def test_a_line_has_a_gap_where_nobody_sampled():
@@ -291,24 +290,82 @@ def test_no_trace_exceeds_the_budget_of_points():
             assert len(trace.x) <= base.MAX_POINTS
 
 
-def test_a_chart_over_time_moves_to_steps_with_its_marks():
+def _used(seconds=30.0):
+    figure = base.blank(LIGHT, x_title=memory.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure.add_trace(base.line("used", np.linspace(0.0, seconds, 7), [1.0] * 7, "#000000", "GiB"))
+    return base.Chart(title="", figure=figure, caption="")
+
+
+def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
+    """The lines over the figure as (place, height, dash), and its labels as (place, text)."""
+    begun = [Mark(at_seconds=at, words=f"epoch {n}") for n, at in enumerate(epochs)]
+    since = [Mark(at_seconds=at, words=words, address=address) for at, words, address in findings]
+    chart = marked(chart, begun, since, LIGHT, clock)
+    layout = chart.figure.layout
+    return chart, [(line.x0, line.y1, line.line.dash) for line in layout.shapes], layout.annotations
+
+
+def test_epochs_are_ticks_with_their_names_where_there_is_room():
+    chart, lines, labels = _marked(_used(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
+    assert [at for at, *_ in lines] == [1.0, 2.0, 20.0, 29.9]  # where the figure begins, one parts nothing
+    assert {height for _, height, _ in lines} == {lines[0][1]}
+    assert lines[0][1] < 0.1
+    assert [(label.x, label.text) for label in labels] == [(1.0, "epoch 2"), (20.0, "epoch 4")]
+    assert chart.caption == ""
+
+
+def test_more_epochs_than_can_be_told_apart_are_counted():
+    chart, lines, labels = _marked(_used(), epochs=np.linspace(1, 30, 300))
+    assert not lines
+    assert not labels
+    assert "300 epochs began" in chart.caption
+
+
+def test_a_finding_is_a_line_that_leads_to_its_evidence_and_is_told_to_who_cannot_see_it():
+    chart, lines, labels = _marked(
+        _used(),
+        findings=[(10.0, "leak since step 5", "leak-timeline?run=a&rank=0"), (25.0, "<b>oom</b> since step 9", "")],
+    )
+    assert lines == [(10.0, 1.0, "dot"), (25.0, 1.0, "dot")]
+    assert 'href="leak-timeline?run=a&amp;rank=0"' in labels[0].text
+    assert labels[1].text == "&lt;b&gt;oom&lt;/b&gt; since step 9"
+    assert [label.xanchor for label in labels] == ["left", "right"]  # towards the middle
+    assert labels[0].y > labels[1].y
+    limited = _used()
+    base.limit(limited.figure, 1.0, "limit 1 GiB", LIGHT)
+    _, leak = _marked(limited, findings=[(0.0, "leak", "")])[2]
+    assert leak.y < 0.9  # the limit has its name at the top
+    assert "Marked: leak since step 5." in chart.alt
+
+
+def test_marks_of_a_figure_over_steps_stand_at_their_steps():
+    chart = axis.along(_used(), "step", CLOCK)
+    _, lines, _ = _marked(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
+    assert sorted(at for at, *_ in lines) == [5.0, 10.0]  # the first epoch began before the first step
+
+
+def test_a_figure_over_steps_of_a_run_that_made_none_is_not_marked():
+    steps_of = base.blank(LIGHT, x_title="step", y_title="ms", revision="r1")
+    steps_of.add_trace(base.line("step", [0.0], [1.0], "#000000", "ms"))
+    chart = base.Chart(title="", figure=steps_of, caption="")
+    assert not _marked(chart, epochs=[0.0], clock=CLOCK[:0])[1]
+
+
+def test_a_chart_over_time_moves_to_steps():
     figure = base.blank(LIGHT, x_title=memory.ELAPSED, y_title="used (GiB)", revision="r1")
     figure.add_trace(base.line("used", [0.0, 10.0, 15.0, 20.0, 30.0], [1.0] * 5, "#000000", "GiB"))
-    base.moment(figure, 15.0, "leak since step 5", LIGHT)
     base.limit(figure, 4.0, "limit 4 GiB", LIGHT)
-    clock = pd.DataFrame({"elapsed": [10.0, 20.0], "step": [0.0, 10.0]})
-    moved = axis.along(base.Chart(title="", figure=figure, caption=""), "step", clock).figure
+    moved = axis.along(base.Chart(title="", figure=figure, caption=""), "step", CLOCK).figure
     assert np.array_equal(moved.data[0].x, [np.nan, 0.0, 5.0, 10.0, np.nan], equal_nan=True)
     assert moved.layout.xaxis.title.text == "step"
-    assert moved.layout.shapes[0].x0 == 5.0
-    assert (moved.layout.shapes[1].x0, moved.layout.shapes[1].x1) == (0, 1)  # the limit spans the figure
+    assert (moved.layout.shapes[0].x0, moved.layout.shapes[0].x1) == (0, 1)  # the limit spans the figure
 
 
 @pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
 def test_time_is_told_in_a_unit_that_fits_the_window(seconds, unit, at):
-    figure = base.blank(LIGHT, x_title=memory.ELAPSED, y_title="used (GiB)", revision="r1")
-    figure.add_trace(base.line("used", [0.0, 1800.0], [1.0, 2.0], "#000000", "GiB"))
-    base.moment(figure, 1800.0, "leak since step 5", LIGHT)
-    told = axis.in_unit(base.Chart(title="", figure=figure, caption=""), seconds).figure
+    chart, _, _ = _marked(_used(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
+    told = axis.in_unit(chart, seconds).figure
     assert told.layout.xaxis.title.text == f"elapsed ({unit})"
-    assert (told.data[0].x[1], told.layout.shapes[0].x0) == (at, at)
+    assert told.data[0].x[-1] == at
+    assert [mark.x0 for mark in told.layout.shapes] == [at, at]
+    assert told.layout.annotations[0].x == at

@@ -1,5 +1,6 @@
 """The dashboard's queries, on real journals."""
 
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "app"))
 
 import make_run as runs
 
-from collector.store import loading_queries, memory_queries, queries
+from collector.store import loading_queries, memory_queries, moment_queries, queries, tiles
 from collector.store.reader import read
 from collector.store.runs import Run
+from training_harness.journal import Identity
 
 MIB = runs.MIB
 
@@ -82,6 +84,54 @@ def test_the_same_question_is_asked_once_and_each_answer_is_ones_own(look):
     first["capacity_bytes"] = 0
     assert (memory_queries.host_limits(memo)["capacity_bytes"] > 0).all()
     assert len(asked) == 1
+
+
+def _epochs(run, *, window="run", rank=None):
+    with read(run) as snapshot:
+        reach = queries.extent(snapshot)
+        within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window=window, rank=rank)
+        table = moment_queries.epoch_starts(snapshot, within)
+    return [(round(at, 3), loader, epoch) for at, loader, epoch in table.itertuples(index=False)]
+
+
+def test_an_epoch_begins_before_its_workers_are_started(tmp_path):
+    run = Run(runs.make_run(tmp_path, runs.COPY_ON_READ))
+    trainer = Identity(socket.gethostname(), runs.NO_SUCH_PID, 1000)
+    runs.begin_epochs(run.path, trainer, {1: 40.0, 2: 80.0})
+    runs.begin_epochs(run.path, trainer, {0: 41.0}, loader=1)
+    assert _epochs(run) == [(2.0, 0, 0), (40.0, 0, 1), (41.0, 1, 0), (80.0, 0, 2)]
+    assert _epochs(run, window="500steps") == [(80.0, 0, 2)]
+
+
+def test_of_many_ranks_one_tells_of_epochs(tmp_path):
+    run = Run(runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0)))  # says nothing itself
+    for rank in (1, 2):
+        who = Identity(socket.gethostname(), runs.NO_SUCH_PID + rank, 1000, rank=rank)
+        runs.begin_epochs(run.path, who, {0: 5.0 + rank, 1: 15.0 + rank})
+    assert _epochs(run) == [(6.0, 0, 0), (16.0, 0, 1)]
+    assert _epochs(run, rank=2) == [(7.0, 0, 0), (17.0, 0, 1)]
+
+
+def test_without_workers_an_epoch_begins_with_its_first_batch(tmp_path, monkeypatch):
+    run = Run(runs.make_run(tmp_path, runs.INLINE))
+    ((began, loader, epoch),) = _epochs(run)
+    assert (loader, epoch) == (0, 0)
+    assert began == pytest.approx(2.0, abs=0.1)
+    monkeypatch.setattr(tiles, "TILED_BEYOND", 100)
+    assert _epochs(run) == []
+
+
+def test_when_a_step_was_made(look):
+    snapshot, within = look("copy-on-read")
+    assert moment_queries.steps_elapsed(snapshot, within, [0, 100, 5000]) == [
+        pytest.approx(2.1, abs=0.01),
+        pytest.approx(2.1 + 100 * 0.1, abs=0.01),
+        None,
+    ]
+    snapshot, within = look("copy-on-read", "500steps")
+    before, first = moment_queries.steps_elapsed(snapshot, within, [100, 900])
+    assert before is None
+    assert first == pytest.approx(2.1 + 90, abs=0.01)
 
 
 def test_steps_split_adds_up_to_their_duration(look):

@@ -1,0 +1,112 @@
+"""What happened beside the figures over time: epochs as ticks, and what began to go wrong as lines that lead on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from app.figures.axis import moved, own_axis
+from app.figures.base import Chart
+from app.theme import Theme
+
+#: More epochs than this would be a bar of ticks.
+MAX_EPOCHS = 100
+#: Of the height: a tick, how far below another a label stands, and what is below a limit at the top.
+_TICK, _BELOW, _UNDER_LIMIT = 0.04, 0.09, 0.86
+#: Of the width: a letter of a tick's label, in the narrowest figures, and the edge, where an epoch parts nothing.
+_LETTER, _EDGE = 0.016, 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A moment, in elapsed seconds; `address` is where it leads, empty if nowhere."""
+
+    at_seconds: float
+    words: str
+    address: str = ""
+
+
+def marked(
+    chart: Chart, epochs: Sequence[Mark], findings: Sequence[Mark], theme: Theme, clock: pd.DataFrame
+) -> Chart:
+    """The chart itself with what happened while it lasted; one whose x is no time stays as it is.
+
+    Args:
+        chart: a figure over elapsed seconds or steps.
+        epochs: their begins, in order.
+        findings: since when something is wrong, the gravest first.
+        theme: colours.
+        clock: `moment_queries.step_clock`, of which a figure over steps has need.
+
+    """
+    axis = own_axis(chart)
+    if axis is None or (axis == "step" and len(clock) < 2):
+        return chart
+    drawn = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
+    x = np.concatenate(drawn) if drawn else np.empty(0)
+    if not np.isfinite(x).any():
+        return chart
+    low, high = float(np.nanmin(x)), float(np.nanmax(x))
+
+    def placed(marks: Sequence[Mark]) -> list[tuple[float, Mark]]:
+        places = moved([mark.at_seconds for mark in marks], "elapsed", axis, clock)
+        return [(float(at), mark) for at, mark in zip(places, marks, strict=True) if low <= at <= high]
+
+    begun = [(at, mark) for at, mark in placed(epochs) if at > low + _EDGE * (high - low)]
+    told = placed(findings)
+    top = _UNDER_LIMIT if chart.figure.layout.annotations else 1.0
+    shapes = [_line(at, 1.0, theme, width=1.4, dash="dot") for at, _ in told]
+    labels = [_label(mark, at, top - _BELOW * place, low, high, theme) for place, (at, mark) in enumerate(told)]
+    caption = chart.caption
+    if len(begun) > MAX_EPOCHS:
+        caption += f" {len(begun):,} epochs began meanwhile, too many to mark."
+    else:
+        shapes += [_line(at, _TICK, theme, width=1.0) for at, _ in begun]
+        labels += _named(begun, low, high, theme)
+    layout = chart.figure.layout
+    layout.shapes, layout.annotations = (*layout.shapes, *shapes), (*layout.annotations, *labels)
+    takeaway = " ".join([chart.takeaway, *(f"Marked: {mark.words}." for _, mark in told)]).strip()
+    return replace(chart, caption=caption, takeaway=takeaway)
+
+
+def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "x",
+        "yref": "y domain",
+        "x0": at,
+        "x1": at,
+        "y0": 0,
+        "y1": height,
+        "line": {"color": theme.quiet, **style},
+    }
+
+
+def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Theme) -> dict[str, Any]:
+    """Towards the middle, so that the edge cuts none. Plotly makes HTML of it."""
+    words = escape(mark.words, quote=False)
+    link = f'<a href="{escape(mark.address)}" target="_self"><u>{words}</u></a>' if mark.address else words
+    anchor = "left" if at - low < (high - low) / 2 else "right"
+    style = {"size": 12, "color": theme.text}
+    return _text(at, link, theme, font=style, xanchor=anchor, y=y, yanchor="top")
+
+
+def _named(begun: Sequence[tuple[float, Mark]], low: float, high: float, theme: Theme) -> Iterator[dict[str, Any]]:
+    """The names of those ticks that have the room for it."""
+    free = low
+    for at, mark in begun:
+        width = len(mark.words) * _LETTER * (high - low)
+        if free <= at <= high - width:
+            style = {"size": 10, "color": theme.quiet}
+            yield _text(at, escape(mark.words), theme, font=style, xanchor="left", y=0, yanchor="bottom")
+            free = at + width
+
+
+def _text(at: float, text: str, theme: Theme, **more: Any) -> dict[str, Any]:
+    about = {"xref": "x", "yref": "y domain", "showarrow": False, "borderpad": 1, "bgcolor": theme.background}
+    return {"x": at, "text": text, **about, **more}
