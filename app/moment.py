@@ -140,13 +140,12 @@ def moment_of(
 
 
 def address_of(selection: Selection, page: Page) -> str:
-    """The address of a page, from that of another, for the same selection; as the frame writes it."""
+    """The address of a page, from that of another, for the same selection, as the frame writes it; it is live."""
     chosen = {
         "run": selection.run.run_id,
         "rank": selection.rank,
         "window": None if selection.window == "run" else WINDOW_WORDS[selection.window],
         "x": None if selection.axis == "elapsed" else selection.axis,
-        "live": None if selection.live else "false",
     }
     return f"{page.path}?{urlencode({name: value for name, value in chosen.items() if value is not None})}"
 
@@ -170,9 +169,7 @@ def answer_of(view: View, moment: Moment) -> str:
 
 
 def _along(block: Block, moment: Moment) -> Block:
-    if not isinstance(block, Chart):
-        return block
-    if own_axis(block) is None:
+    if not isinstance(block, Chart) or own_axis(block) is None:
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
     if {own_axis(block), moment.axis} != {"elapsed"}:

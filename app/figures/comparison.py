@@ -61,7 +61,9 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
         style = {"dash": _DASHES[number % len(_DASHES)]}
         y = total["bytes"] / scale
         figure.add_trace(sample_line(name, total["x"], y, theme.series[number], unit, line=style))
-    peaks = "; ".join(f"{name}: peak {size(total['bytes'].max())}" for name, total in runs.items())
+    peaks = "; ".join(
+        f"{name}: peak {size(total['bytes'].max())} of {len(total):,} moments" for name, total in runs.items()
+    )
     return Chart(
         title="Does it take less host memory?",
         figure=figure,

@@ -65,7 +65,7 @@ def account(
                 }
             )
     told = ", ".join(f"{part} {size(peak[part])}" for part in layers if known(peak[part]) and peak[part] > 0)
-    caption = f"At the peak of {size(float(total.max()))}: {told}."
+    caption = f"At the peak of {size(float(total.max()))}, of {len(parts):,} moments: {told}."
     if known(capacity_bytes):
         limit(figure, capacity_bytes / GIB, f"capacity {size(capacity_bytes)}", theme)
         figure.update_yaxes(range=[0, top / GIB * 1.12])

@@ -61,7 +61,7 @@ def by_role(
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
     layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
-    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)}."
+    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)} of {len(totals):,} moments."
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
     if capacity_bytes is not None and known(capacity_bytes):
@@ -101,9 +101,8 @@ def against_limit(
             x, y = points["elapsed_seconds"], points["value"] / scale
             figure.add_trace(sample_line(name_of_line, x, y, colour, unit, showlegend=True))
         values = lines.points["value"]
-        captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())}")
-        if sampled(lines):
-            captions[-1] += f" ({sampled(lines)})"
+        of = sampled(lines) or f"n = {lines.samples_count:,}"
+        captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())} ({of})")
     caption = "; ".join(captions) + "." if captions else "No samples in this window."
     if capacity_bytes is not None and known(capacity_bytes):
         caption += f" Limit {size(capacity_bytes)}"
@@ -172,9 +171,8 @@ def per_process(
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
         caption += " (private dirty could not be read; RSS is blind to copy-on-read growth)"
-    caption += f". {restarts:,} worker restarts (▲)." if restarts else "."
-    if sampled(lines):
-        caption += f" Drawn as {sampled(lines)}."
+    caption += f", drawn as {sampled(lines)}." if sampled(lines) else f", n = {lines.samples_count:,} samples."
+    caption += f" {restarts:,} worker restarts (▲)." if restarts else ""
     return Chart(
         title=title,
         figure=figure,

@@ -16,8 +16,8 @@ from collector.quantities import duration, number, percent, quantity
 from collector.wording import part
 
 
-def costs(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """What a batch takes in each stage, on the CPU and not."""
+def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: str) -> Chart:
+    """What a batch takes in each stage, on the CPU and not, over so many batches."""
     cpu = (table["batch_ms"] * table["cpu_ratio"]).to_numpy(dtype=np.float32)
     rest = (table["batch_ms"] * (1 - table["cpu_ratio"])).to_numpy(dtype=np.float32)
     unknown = table["batch_ms"].where(table["cpu_ratio"].isna()).to_numpy(dtype=np.float32)
@@ -34,7 +34,7 @@ def costs(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         title="What does each stage cost?",
         figure=figure,
         caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
-        "stages called within.",
+        f"stages called within. Over the last {number(batches_count)} batches.",
         takeaway=f"{part(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} per batch.",
     )
 

@@ -58,7 +58,8 @@ def stages(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
 def causes(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     """Share of each worker's fetch time on the CPU, waiting for a core, and blocked."""
-    caption = "Split of the time in the dataset and in collate. Blocked: on I/O, a lock or a sleep."
+    caption = f"Split of the time in the dataset and in collate (n = {int(split['n'].sum()):,} batches). "
+    caption += "Blocked: on I/O, a lock or a sleep."
     if split["run_queue_ms"].isna().all():
         caption += " The kernel gives no run-queue time here: waiting for a core counts as blocked."
     return _shares(split, _CAUSES, theme, "Are fetches short of CPU, of cores, or of I/O?", caption, revision)

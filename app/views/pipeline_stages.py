@@ -44,7 +44,8 @@ def costs(moment: Moment) -> Iterator[Block]:
     if found is None or found.stages.empty:
         yield NO_FETCH
         return
-    yield stages.costs(found.stages, moment.theme, revision=moment.run_id)
+    batches_count = found.stall["batches"]
+    yield stages.costs(found.stages, moment.theme, batches_count=batches_count, revision=moment.run_id)
     if set(found.stages["stage"]) <= set(PARTS):
         yield Note(text=UNNAMED)
 

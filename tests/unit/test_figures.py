@@ -1,6 +1,7 @@
 """Figures: names, units, the budget of points, and the words."""
 
 import functools
+import re
 
 import numpy as np
 import pandas as pd
@@ -75,7 +76,7 @@ def _charts():
     return {
         "lanes": rounds.lanes(_lanes(), LIGHT, begin_seconds=7.0, revision="r1"),
         "fold": rounds.fold(fold.assign(ratio=[0.1, 0.9]), LIGHT, revision="r1"),
-        "costs": stages.costs(costs, LIGHT, revision="r1"),
+        "costs": stages.costs(costs, LIGHT, batches_count=1200, revision="r1"),
         "exposed": stages.exposed(_STALL, LIGHT, revision="r1"),
         "by role": memory.by_role(
             table,
@@ -157,6 +158,11 @@ def test_every_figure_keeps_the_readers_zoom_for_its_run_and_asks_a_question():
         assert chart.figure.layout.uirevision == "r1", name
         assert chart.title.endswith("?"), name
         assert chart.caption in chart.alt
+
+
+def test_every_figure_says_of_how_many_it_is():
+    for name, chart in _charts().items():
+        assert re.search(r"\d (samples|batches|steps|moments)\b|n = \d", chart.caption), (name, chart.caption)
 
 
 def test_trace_names():
