@@ -76,9 +76,12 @@ class Picture:
     whole: bool = True
 
 
+#: As high as it takes to see charts.
 README_PICTURES = {
-    ROOT / "docs" / "dashboard.png": Picture(view="overview", whole=False),
-    ROOT / "docs" / "worker-stalls.png": Picture(view="worker-stalls", theme="dark", whole=False),
+    ROOT / "docs" / "dashboard.png": Picture(view="overview", size=(1280, 1560), whole=False),
+    ROOT / "docs" / "worker-stalls.png": Picture(
+        view="worker-stalls", theme="dark", size=(1280, 1285), whole=False
+    ),
 }
 
 
