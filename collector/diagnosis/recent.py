@@ -20,7 +20,8 @@ _LEAD = 20
 #: are looked at, for a second look costs more.
 _UNEVEN = 2
 _SAMPLED, _SAMPLES = ("process", "host"), 5_000
-_EPOCHS = 2_000
+#: Before the batches that are looked at, of each loader: the epoch that they are in, and the one before.
+_EPOCHS_BEFORE = 2
 
 
 class _Streams(dict[str, pd.DataFrame]):
@@ -52,18 +53,19 @@ def recent_loading(
     Without `rank` it is of all. Of `process` and `host` there are the last samples of all, to be had as long as the
     snapshot is; the other streams are empty.
     """
-    streams, events = _Streams(snapshot), _events(snapshot)
+    streams, events = _Streams(snapshot), _events(snapshot, "kind IN ('loader', 'process-start')")
     ranks_count = len({event["rank"] for event in events if event["kind"] == "process-start"})
     of_rank, share = ("TRUE", 1) if rank is None else (f"rank = {rank:d}", max(1, ranks_count))
     batch = _newest(snapshot, from_ns, batches_count, of_rank, share)
     streams["batch"] = batch
     now_ns = int(batch["time_ns"].iloc[-1]) if len(batch) else from_ns
     since_ns = int(batch["time_ns"].iloc[0]) if len(batch) == batches_count else from_ns
-    for name in ("fetch", "stage"):  # batches that lay ready were made before
-        streams[name] = _rows(snapshot, name, since_ns - (now_ns - since_ns) // _LEAD, of_rank)
+    made_ns = since_ns - (now_ns - since_ns) // _LEAD  # batches that lay ready were made before
+    for name in ("fetch", "stage"):
+        streams[name] = _rows(snapshot, name, made_ns, of_rank)
     return RunTables(
         manifest=manifest,
-        events=events,
+        events=sorted([*events, *_epochs(snapshot, made_ns, of_rank)], key=lambda event: event["time_ns"]),
         streams=streams,
         living=None,
         now_ns=now_ns,
@@ -107,11 +109,14 @@ def _rows(snapshot: Queryable, name: str, since_ns: int, where: str = "TRUE", or
     )
 
 
-def _events(snapshot: Queryable) -> list[dict[str, Any]]:
-    """The loaders, who trains, and the last epochs, whose workers are named there."""
-    found = snapshot.query(
-        "FROM event WHERE kind IN ('loader', 'process-start', 'epoch-start') QUALIFY kind <> 'epoch-start' "
-        f"OR row_number() OVER (PARTITION BY kind ORDER BY time_ns DESC) <= {_EPOCHS} ORDER BY time_ns"
-    )
+def _epochs(snapshot: Queryable, since_ns: int, of_rank: str) -> list[dict[str, Any]]:
+    """The epochs of a rank since then, whose workers are named there, and the last ones that began before."""
+    of_loader = f"host, pid, start_ticks, body->>'$.loader', time_ns >= {since_ns}"
+    newest = f"row_number() OVER (PARTITION BY {of_loader} ORDER BY time_ns DESC) <= {_EPOCHS_BEFORE}"
+    return _events(snapshot, f"kind = 'epoch-start' AND {of_rank} QUALIFY time_ns >= {since_ns} OR {newest}")
+
+
+def _events(snapshot: Queryable, where: str) -> list[dict[str, Any]]:
+    found = snapshot.query(f"FROM event WHERE {where} ORDER BY time_ns")
     rows: list[dict[str, Any]] = found.to_dict("records")  # type: ignore[assignment]
     return [{**json.loads(row.pop("body")), **row, "rank": whole(row["rank"])} for row in rows]

@@ -6,7 +6,7 @@ from store_world import make_run
 from collector.diagnosis.exposed import recent_loops
 from collector.diagnosis.recent import longest_waiting, recent_loading
 from collector.store.reader import read
-from training_harness.journal import Identity, JournalWriter
+from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
 
 MS = 10**6
@@ -52,6 +52,26 @@ def test_batches_of_a_rank_that_has_all_but_stopped_are_looked_for_further_back(
         within = recent_loading(snapshot, run.manifest, from_ns=BEGIN_NS + 10**12, rank=LATE, batches_count=100)
     assert tables.stream("batch")["index"].tolist() == list(range(BATCHES - 100, BATCHES))
     assert len(within.stream("batch")) == 5
+
+
+def test_of_thousands_of_epochs_those_are_read_whose_workers_made_the_batches(run):
+    """One loader goes on with the workers of its first epoch; another had new ones for each of 3,000 passes."""
+    first_ns = BEGIN_NS + 10**12
+    for rank in (0, 1):
+        events = EventLog(run.path / "events", Identity("node", 100 + rank, 1, rank))
+        events.append("epoch-start", time_ns=BEGIN_NS, loader=0, epoch=0, worker_pids=[7000 + rank])
+        for epoch in range(3000):
+            at_ns = first_ns + (epoch - 2990) * 1900 * MS  # the last ones while the batches were made
+            events.append("epoch-start", time_ns=at_ns, loader=1, epoch=epoch, worker_pids=[10_000 + epoch])
+    with read(run) as snapshot:
+        tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=1, batches_count=100)
+    begun = tables.events_of("epoch-start")
+    assert [event["worker_pids"] for event in begun if event["loader"] == 0] == [[7001]]
+    since_ns = tables.stream("fetch")["time_ns"].min()
+    (before, *meanwhile) = [event["epoch"] for event in begun if event["loader"] == 1][1:]
+    assert first_ns + (before - 2990) * 1900 * MS < since_ns
+    assert [before, *meanwhile] == list(range(before, 3000))
+    assert len(begun) < 10
 
 
 def test_a_run_without_ranks_has_none_that_waits_longest(tmp_path):
