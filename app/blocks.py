@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pandas as pd
@@ -138,10 +139,9 @@ def draw(block: Block, key: str) -> None:
             st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
             with st.container(horizontal=True, vertical_alignment="center"):
                 name, icon = f"{block.download}.csv", ":material/download:"
-                # Nothing on the page changes, so the script need not run.
-                st.download_button(
-                    "CSV", sheet(block.frame), name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore"
-                )
+                # It is made when it is asked for, and nothing on the page changes, so the script need not run.
+                made = partial(sheet, block.frame)
+                st.download_button("CSV", made, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
                     st.caption(block.caption)
         case Note():

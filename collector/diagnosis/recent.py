@@ -10,6 +10,7 @@ import pandas as pd
 
 from collector.diagnosis.frames import whole
 from collector.diagnosis.tables import RunTables, look_backs, newest_since_ns, totals_of
+from collector.store import loading_queries
 from collector.store.queries import Queryable
 from training_harness.records import IDENTITY, STREAMS
 
@@ -53,7 +54,7 @@ def recent_loading(
     Without `rank` it is of all. Of `process` and `host` there are the last samples of all, to be had as long as the
     snapshot is; the other streams are empty.
     """
-    streams, events = _Streams(snapshot), _events(snapshot, "kind IN ('loader', 'process-start')")
+    streams, events = _Streams(snapshot), _bodies(loading_queries.starts(snapshot))
     ranks_count = len({event["rank"] for event in events if event["kind"] == "process-start"})
     of_rank, share = ("TRUE", 1) if rank is None else (f"rank = {rank:d}", max(1, ranks_count))
     batch = _newest(snapshot, from_ns, batches_count, of_rank, share)
@@ -113,10 +114,13 @@ def _epochs(snapshot: Queryable, since_ns: int, of_rank: str) -> list[dict[str, 
     """The epochs of a rank since then, whose workers are named there, and the last ones that began before."""
     of_loader = f"host, pid, start_ticks, body->>'$.loader', time_ns >= {since_ns}"
     newest = f"row_number() OVER (PARTITION BY {of_loader} ORDER BY time_ns DESC) <= {_EPOCHS_BEFORE}"
-    return _events(snapshot, f"kind = 'epoch-start' AND {of_rank} QUALIFY time_ns >= {since_ns} OR {newest}")
+    return _bodies(
+        snapshot.query(
+            f"FROM event WHERE kind = 'epoch-start' AND {of_rank} QUALIFY time_ns >= {since_ns} OR {newest}"
+        )
+    )
 
 
-def _events(snapshot: Queryable, where: str) -> list[dict[str, Any]]:
-    found = snapshot.query(f"FROM event WHERE {where} ORDER BY time_ns")
+def _bodies(found: pd.DataFrame) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = found.to_dict("records")  # type: ignore[assignment]
     return [{**json.loads(row.pop("body")), **row, "rank": whole(row["rank"])} for row in rows]

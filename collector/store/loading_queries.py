@@ -26,9 +26,15 @@ _PARTS = ("idle_ms", "getitem_ms", "collate_ms", "cpu_ms", "run_queue_ms", "bloc
 _OF_LOADER = f"{OF_SPAN} AND loader = $loader"
 
 
+def starts(snapshot: Queryable) -> pd.DataFrame:
+    """The events of who trains and of which loaders there are, in order of time."""
+    return snapshot.query("FROM event WHERE kind IN ('loader', 'process-start') ORDER BY time_ns")
+
+
 def loaders(snapshot: Queryable) -> pd.DataFrame:
     """The DataLoaders of the run: loader, rank, num_workers, prefetch_factor, batch_size, dataset."""
-    table = snapshot.query("SELECT rank, body FROM event WHERE kind = 'loader' ORDER BY time_ns")
+    told = starts(snapshot)
+    table = told[told["kind"] == "loader"].reset_index(drop=True)
     fields = ("loader", "num_workers", "prefetch_factor", "batch_size", "dataset")
     rows = [{key: json.loads(body).get(key) for key in fields} for body in table["body"]]
     frame = pd.DataFrame(rows, columns=list(fields))
