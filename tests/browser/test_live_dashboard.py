@@ -15,7 +15,7 @@ import screenshots
 from playwright.sync_api import expect
 
 from app.html_report import render
-from app.pages import COMPARE, GPU_MEMORY, PAGES, PIPELINE_STAGES, POST_MORTEM, WORKER_STALLS
+from app.pages import COMPARE, GPU_MEMORY, PAGES, POST_MORTEM, WORKER_STALLS
 from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.store import queries
@@ -28,8 +28,8 @@ ARTIFACTS = ROOT / "test-artifacts"
 START_SECONDS = 60
 #: From a step's end to its point in the dashboard.
 FRESH_SECONDS = 2.0
-#: The pages that read most rest in proportion, and tests on the other core make them slower still.
-HEAVY = {WORKER_STALLS: 6.0, PIPELINE_STAGES: 6.0}
+#: The page that reads most rests in proportion, and tests on the other core make it slower still.
+HEAVY = {WORKER_STALLS: 6.0}
 #: Of a job that has no GPU, has not died, and is beside no other.
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
@@ -38,6 +38,9 @@ LIVE = "browser"
 ENDED = (make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
 #: Streamlit looks for its server beside the page before it looks at the root.
 PROBES = ("/_stcore/health", "/_stcore/host-config")
+
+#: Pages have a time to be fresh in, which other tests on the same cores would take.
+pytestmark = pytest.mark.alone
 
 
 @contextmanager
