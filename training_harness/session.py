@@ -49,6 +49,8 @@ class Session:
         self.process_started = False
         #: Turns what the training loop has logged into records, once there is one.
         self.before_flush: Callable[[], None] = _nothing
+        #: Says what is known of the workers by the end of the process, once there is a loader.
+        self.before_farewell: Callable[[], None] = _nothing
 
     @property
     def lost_count(self) -> int:
@@ -69,7 +71,7 @@ class Session:
 
 
 def _nothing() -> None:
-    """No training loop was met in this process."""
+    """No training loop or loader was met in this process."""
 
 
 #: The session of this process; None when Tidegauge is off or the run directory is gone.

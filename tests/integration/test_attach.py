@@ -58,6 +58,30 @@ def test_a_killed_worker_is_named(attached):
     assert all(re.search(rf"^{kind}: ", run.done.stderr, re.MULTILINE) for kind in raised), run.done.stderr
 
 
+def test_a_killed_worker_is_named_though_its_iterator_is_kept(attached, tmp_path):
+    script = tmp_path / "keeps.py"
+    script.write_text(
+        "import os, signal, time, torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "def main():\n"
+        "    rows = TensorDataset(torch.ones(64, 2))\n"
+        "    batches = iter(DataLoader(rows, num_workers=2, multiprocessing_context='fork'))\n"
+        "    next(batches)\n"
+        "    os.kill(batches._workers[1].pid, signal.SIGKILL)\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except RuntimeError as error:\n"
+        "        kept = error  # and with it this frame, until the interpreter is gone\n"
+        "        raise\n"
+        "main()\n"
+    )
+    run = attached(script)
+    assert run.done.returncode == 1
+    assert "killed by signal" in run.done.stderr
+    (died,) = map(json.loads, run.events("worker-died").body)
+    assert (died["worker"], died["exit_code"]) == (1, -9)
+
+
 def test_an_uncaught_exception_and_the_exit_are_recorded(attached):
     run = attached(TRAIN, "--crash-at-step=5")
     assert run.done.returncode == 1

@@ -47,6 +47,7 @@ def farewell(begun: session.Session | None) -> None:
     if not current.process_started:
         return
     try:
+        current.before_farewell()
         stages.flush()
         current.close()
         current.events.append("process-exit", lost_count=current.lost_count)

@@ -90,6 +90,7 @@ class LoaderHook(Hook):
         follow_batches(self.progress)
         if self._register is None or self._register.session is not current:
             self._register = Register(current)
+            current.before_farewell = self.note_last_deaths
         info = self._register.info(loader, iterator)
         state = IterState(info, loader, begun_ns)
         state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
@@ -209,6 +210,15 @@ class LoaderHook(Hook):
         """The same once all have ended: those that hung were terminated by DataLoader itself."""
         self._note_deaths(iterator, (None, 0, -signal.SIGTERM))
 
+    def note_last_deaths(self) -> None:
+        """The same of iterators that whoever keeps them, or a traceback, holds until the process ends."""
+        for state in list(states.values()):
+            if self.active and (iterator := state.iterator()) is not None:
+                try:
+                    self.note_late_deaths(iterator)
+                except Exception as error:
+                    self.fail(error)
+
     def _note_deaths(self, iterator: Any, good: tuple[int | None, ...]) -> None:
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None:
@@ -219,7 +229,6 @@ class LoaderHook(Hook):
             exit_code = process.exitcode
             if exit_code in good or worker_id in state.dead:
                 continue
-            state.dead.add(worker_id)
             lost = [index for index, task in iterator._task_info.items() if task == (worker_id,)]
             current.events.append(
                 "worker-died",
@@ -230,6 +239,7 @@ class LoaderHook(Hook):
                 exit_code=exit_code,
                 last_index=min(lost, default=None),
             )
+            state.dead.add(worker_id)  # not before: torch's signal handler may raise in between
 
     def look_for_books(self, iterator: Any, state: IterState) -> None:
         """Find out what an iterator with workers knows of its queues, once there are any."""
