@@ -66,7 +66,7 @@ METRICS: dict[str, Declared] = {
         ("allocator_allocated_bytes", _ALLOCATOR, "Device memory that PyTorch's tensors have."),
         ("allocator_reserved_bytes", _ALLOCATOR, "Device memory that PyTorch's allocator holds."),
         ("records_lost_total", _ALL, "Records that could not be written."),
-        ("ingest_lag_seconds", _ALL, "Age of the oldest record when the lake last took some in."),
+        ("ingest_lag_seconds", _ALL, "Age of the oldest record that is not in the lake yet."),
         ("collector_cpu_seconds_total", _ALL, "CPU time of the collector."),
         ("collector_resident_bytes", _ALL, "Resident memory of the collector."),
         (

@@ -8,8 +8,12 @@ from typing import TypeGuard
 MISSING = "—"
 _SIZES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SPANS = (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
-_SMALL_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_SMALL_TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _BARE_UNITS = ("count", "status", "text", "id")
+#: From here on three digits round to 1000, which Python would write as 1e+03.
+_ROUNDS_UP = 999.5
+#: Of a unit of bytes: from here on there would be 1024 of the next smaller one.
+_ROUNDS_UP_TO_1024 = 1023.5 / 1024
 _TIME_UNITS = {"seconds": 1.0, "s": 1.0, "milliseconds": 1e-3, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -35,7 +39,7 @@ def quantity(value: float | str | None, unit: str) -> str:
     elif base in _TIME_UNITS:
         text = duration(value * _TIME_UNITS[base])
     elif base == "ratio":
-        return percent(value) if abs(value) < 1.005 else f"{value:.3g}x"
+        return percent(value) if abs(value) < 1.005 else f"{number(value)}x"
     else:
         text = f"{number(value)} {'' if base in _BARE_UNITS else base}".rstrip()
     return f"{text}/{'s' if per in ('second', 'seconds') else per}" if per else text
@@ -45,7 +49,7 @@ def number(value: float | None) -> str:
     """Three significant digits, all digits of whole numbers, thousands apart."""
     if not known(value):
         return MISSING
-    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= _ROUNDS_UP else f"{value:.3g}"
 
 
 def count(value: float | None) -> str:
@@ -57,7 +61,7 @@ def percent(ratio: float | None) -> str:
     """0.31 is 31%; one decimal below 10%."""
     if not known(ratio):
         return MISSING
-    return f"{ratio:.0%}" if abs(ratio) >= 0.1 or ratio == 0 else f"{ratio:.1%}"
+    return f"{ratio:.0%}" if abs(ratio) >= 0.0995 or ratio == 0 else f"{ratio:.1%}"
 
 
 def size(value_bytes: float | None) -> str:
@@ -65,7 +69,7 @@ def size(value_bytes: float | None) -> str:
     if not known(value_bytes):
         return MISSING
     for unit, unit_bytes in _SIZES:
-        if abs(value_bytes) >= unit_bytes:
+        if abs(value_bytes) >= unit_bytes * _ROUNDS_UP_TO_1024:
             scaled = value_bytes / unit_bytes
             return f"{scaled:.0f} {unit}" if abs(scaled) >= 100 else f"{scaled:.3g} {unit}"
     return f"{value_bytes:.0f} B"
@@ -79,7 +83,7 @@ def growth(bytes_per_second: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`640 us`, `12.3 ms`, `48 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
+    """`640 µs`, `12.3 ms`, `48 s`, `3 min 20 s`, `5 h 12 min`, `3 d 4 h`."""
     if not known(seconds):
         return MISSING
     if seconds < 0:
@@ -102,7 +106,8 @@ def until(seconds: float) -> str:
 def _small_time(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
+    rounded = float(f"{seconds:.3g}")  # 0.9996 ms is 1 ms, not 1000 µs
     for unit, unit_seconds in _SMALL_TIMES:
-        if seconds >= unit_seconds:
-            return f"{seconds / unit_seconds:.3g} {unit}"
+        if rounded >= unit_seconds:
+            return f"{rounded / unit_seconds:.3g} {unit}"
     return f"{seconds / 1e-9:.2g} ns"

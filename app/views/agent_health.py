@@ -19,6 +19,9 @@ NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.
 TROUBLE = ("collector-problem", "hook-disabled", "records-lost")
 MAX_EVENTS = 50
+#: How a collector begins and ends, and what it says of a part that failed.
+_LIFE = ("collector-start", "collector-stop", "collector-problem")
+NO_LAG = "none"
 DOCTOR = "tidegauge doctor"
 
 
@@ -56,8 +59,9 @@ def key_figures(moment: Moment) -> Iterator[Block]:
             Metric(label="Interval p50 / p95", value=both, help=f"Achieved between two samples, {n}"),
             Metric(
                 label="Lag",
-                value=quantity(table["lag_seconds"].max(), "seconds"),
-                help="Age of the oldest record that is not in the lake yet; the dashboard shows it all the same",
+                value=_lag(table, _done(moment)),
+                help="At its newest sample, age of the oldest record that is not in the lake; none once it has "
+                "ended and stored all. The dashboard shows such records all the same",
             ),
             Metric(label="Records lost", value=number(table["lost_count"].max()), help="That could not be written"),
             Metric(
@@ -96,7 +100,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
                 "Samples": [number(count) for count in table["n"]],
                 "Interval p50": [quantity(value, "ms") for value in table["interval_ms"]],
                 "Interval p95": [quantity(value, "ms") for value in table["interval_p95_ms"]],
-                "Lag": [quantity(value, "seconds") for value in table["lag_seconds"]],
+                "Lag": [_lag(table[table["host"] == host], _done(moment)) for host in table["host"]],
                 "Records in the lake": [number(count) for count in table["ingested_count"]],
                 "Records lost": [number(count) for count in table["lost_count"]],
                 "CPU": [percent(ratio) for ratio in table["cpu_ratio"]],
@@ -133,6 +137,29 @@ def trouble(moment: Moment) -> Iterator[Block]:
         download=f"{moment.run_id}-trouble",
     )
     yield Note(text="This looks at the machine as it is now:", command=DOCTOR)
+
+
+def _done(moment: Moment) -> frozenset[str]:
+    """Hosts whose collector has ended and stored all: it does so last, and tells of every ingest that fails."""
+    if moment.run.is_shared and not moment.manifest.get("is_stored"):
+        return frozenset()
+    told = moment_queries.told(moment.snapshot, *_LIFE)
+    return frozenset(str(host) for host, events in told.groupby("host") if _ended_well(events))
+
+
+def _ended_well(events: pd.DataFrame) -> bool:
+    """Whether a host's newest collector has stopped, and had no trouble to store; its events, newest first."""
+    begins = (events["kind"] == "collector-start").to_numpy()
+    newest = events.iloc[: int(begins.argmax())] if begins.any() else events
+    problems = newest["body"][newest["kind"] == "collector-problem"]
+    failed = any(json.loads(body).get("part") == "ingest" for body in problems)
+    return bool((newest["kind"] == "collector-stop").any()) and not failed
+
+
+def _lag(table: pd.DataFrame, done: frozenset[str]) -> str:
+    """The longest of these hosts' collectors."""
+    behind = table[~table["host"].isin(done)]
+    return quantity(behind["lag_seconds"].max(), "seconds") if len(behind) else NO_LAG
 
 
 def _first(body: dict[str, object], *names: str) -> str:

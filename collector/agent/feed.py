@@ -107,13 +107,20 @@ class Feed:
         self._is_remote = run.is_shared
         self._under_way: threading.Thread | None = None
         self._fails_since_ns: int | None = None
+        self._stored_ns: int | None = None
         self.why = ""
 
     def lag_ns(self, now_ns: int) -> int | None:
-        """Age of the oldest record that the last ingest found, or since when none goes well; None if unknown."""
-        last_ns = self.last.lag_ns if self.last else None
-        since_ns = self._fails_since_ns
-        return last_ns if since_ns is None else max(now_ns - since_ns, last_ns or 0)
+        """Age of the oldest record that is not in the lake; None until an ingest has begun.
+
+        The lake has all that was written before its last whole ingest began, and records are written all the time,
+        the collector's own among them: the oldest one outside is as old as that.
+        """
+        if self._stored_ns is not None:
+            return max(0, now_ns - self._stored_ns)
+        if self._fails_since_ns is None:
+            return None
+        return max(0, now_ns - self._fails_since_ns, (self.last and self.last.lag_ns) or 0)
 
     @property
     def is_busy(self) -> bool:
@@ -168,8 +175,9 @@ class Feed:
         return self._fails_since_ns is None
 
     def _ingest(self) -> None:
+        began_ns = self._clock_ns()
         if self._fails_since_ns is None:  # until it goes well
-            self._fails_since_ns = self._clock_ns()
+            self._fails_since_ns = began_ns
         with self._problems.guard("ingest"), self._remembering():
             if self._ingester is None:
                 # Imported here, so that a command neither waits for this second of imports nor fails with it.
@@ -180,7 +188,7 @@ class Feed:
             self.last = self._ingester.step()
             self.records_count += self.last.records_count
             if self.last.is_whole:
-                self._fails_since_ns = None
+                self._stored_ns, self._fails_since_ns = began_ns, None
             else:
                 self.why = self.last.problems[-1]
             self._tell(self.last.problems)
