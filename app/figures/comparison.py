@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
 from app.figures.axis import Axis
-from app.figures.base import Chart, blank, line
+from app.figures.base import Chart, Trace, blank, faint, line
 from app.figures.samples import sample_line
+from app.figures.steps import above, bound_ms
 from app.format import byte_axis
 from app.theme import Theme
 from collector.quantities import percent, quantity, size
 
 #: Each run has its own clock, so these axes are not exchanged as those of one run are.
 X_TITLES: dict[Axis, str] = {"elapsed": "elapsed in each run (s)", "step": "step of each run"}
+#: Through a band one sees the lines of the other runs: in hexadecimal, a fifth.
+_BAND_ALPHA = "33"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -29,19 +32,40 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, re
 
     """
     figure = blank(theme, x_title=X_TITLES[axis], y_title="time per step (ms)", revision=revision)
-    captions = []
     for number, (name, steps) in enumerate(runs.items()):
-        total = steps["wait_ms"] + steps["rest_ms"]
-        style = {"dash": _DASHES[number % len(_DASHES)]}
-        figure.add_trace(line(name, steps["x"], total, theme.series[number], "ms", line=style))
-        mean, wait = ((part * steps["n"]).sum() / steps["n"].sum() for part in (total, steps["wait_ms"]))
-        captions.append(
-            f"{name}: mean {quantity(mean, 'ms')}, {percent(wait / mean)} of it data wait "
-            f"(n = {int(steps['n'].sum()):,})"
+        for trace in _of_steps(name, steps, theme.series[number], _DASHES[number % len(_DASHES)]):
+            figure.add_trace(trace)
+    caption = f"{'; '.join(_in_words(name, steps) for name, steps in runs.items())}."
+    most = max(int(steps["n"].max()) for steps in runs.values())
+    if most > 1:
+        caption += (
+            f" Each line is the mean of up to {most:,} steps, and the band above it reaches to the slowest of them."
         )
-    highest = max(float((steps["wait_ms"] + steps["rest_ms"]).quantile(0.99)) for steps in runs.values())
-    figure.update_yaxes(range=[0, 1.3 * highest])
-    return Chart(title="Is a step faster?", figure=figure, caption=f"{'; '.join(captions)}.")
+    if (bound := bound_ms(runs.values())) is not None:
+        figure.update_yaxes(range=[0, bound])
+        cut = [points for name, steps in runs.items() if (points := above(steps, bound, of=f" of {name}"))]
+        caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {', '.join(cut)}."
+    return Chart(title="Is a step faster?", figure=figure, caption=caption)
+
+
+def _of_steps(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterator[Trace]:
+    """The mean, and where a point stands for several steps, a band from there to the slowest."""
+    mean = steps["wait_ms"] + steps["rest_ms"]
+    yield line(name, steps["x"], mean, colour, "ms", line={"dash": dash}, legendgroup=name)
+    if int(steps["n"].max()) > 1:
+        band = {"fill": "tonexty", "fillcolor": f"{colour}{_BAND_ALPHA}", "line": {"width": 1}}
+        of_run = {"legendgroup": name, "showlegend": False}
+        yield line(f"{name}, slowest", steps["x"], steps["slowest_ms"], faint(colour), "ms", **band, **of_run)
+
+
+def _in_words(name: str, steps: pd.DataFrame) -> str:
+    weights = steps["n"]
+    wait = (steps["wait_ms"] * weights).sum()
+    total = wait + (steps["rest_ms"] * weights).sum()
+    return (
+        f"{name}: mean {quantity(total / weights.sum(), 'ms')}, {percent(wait / total)} of it data wait, slowest "
+        f"{quantity(steps['slowest_ms'].max(), 'ms')} (n = {int(weights.sum()):,})"
+    )
 
 
 def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, metric: str, revision: str) -> Chart:

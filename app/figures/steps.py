@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
-import plotly.graph_objects as go
 
 from app.figures.base import Chart, area, blank, line
 from app.theme import Theme
 from collector.quantities import percent, quantity
+
+#: At most so many points of a run are cut off, each of which is named.
+_MOST_ABOVE = 3
+#: Of no more points than this, none is.
+_FEWEST = 20
+#: The axis is cut where the slowest is so many times as slow as the rest, and ends so much above these.
+_TIMES_SLOWER, _ROOM = 4, 1.25
 
 
 def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
@@ -39,19 +47,34 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     total = wait + (steps["rest_ms"] * weights).sum()
     caption = f"{percent(wait / total)} of the time in {int(weights.sum()):,} steps is data wait."
     if grouped:
-        caption += f" Each point is the mean of up to {int(steps['n'].max()):,} steps."
-    caption += _cut(figure, steps)
+        caption += (
+            f" Each point is the mean of up to {int(weights.max()):,} steps, the dotted line the slowest of them."
+        )
+    if (bound := bound_ms([steps])) is not None:
+        figure.update_yaxes(range=[0, bound])
+        caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
     return Chart(title="How much of a step is waiting for data?", figure=figure, caption=caption)
 
 
-def _cut(figure: go.Figure, steps: pd.DataFrame) -> str:
-    """Cut the axis if a few slow steps (the first, mostly) would press the others flat, and say so."""
-    usual = float(steps["slowest_ms"].quantile(0.95))
-    slowest = steps.iloc[int(steps["slowest_ms"].to_numpy().argmax())]
-    if len(steps) < 20 or slowest["slowest_ms"] <= 4 * usual:
-        return ""
-    figure.update_yaxes(range=[0, 1.6 * usual])
-    return (
-        f" The axis is cut: the slowest step took {quantity(slowest['slowest_ms'], 'ms')}, at step "
-        f"{int(slowest['step']):,}."
-    )
+def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
+    """Where to cut the axis (ms) if a few slow steps, the first mostly, would press the others flat; else None.
+
+    Args:
+        runs: `queries.steps` of each run on the axis. Of none more than a handful of points is lost.
+
+    """
+    tops = [steps["slowest_ms"] for steps in runs]
+    rest = max(float(top.nlargest(_MOST_ABOVE + 1).iloc[-1] if len(top) >= _FEWEST else top.max()) for top in tops)
+    slowest = max(float(top.max()) for top in tops)
+    return _ROOM * rest if slowest > _TIMES_SLOWER * rest else None
+
+
+def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
+    """The points above a bound (ms): `2 of 50 points (3 s, at step 0; 1 s, at step 12)`; empty if none is."""
+    over = steps[steps["slowest_ms"] > bound]
+    named = [
+        # what stands for several steps is named by the first of them
+        f"{quantity(slowest, 'ms')}, {'at' if count == 1 else 'about'} step {int(step):,}"
+        for step, count, slowest in over[["step", "n", "slowest_ms"]].itertuples(index=False)
+    ]
+    return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(named)})" if named else ""

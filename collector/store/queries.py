@@ -30,6 +30,8 @@ GRID_BUCKETS = 400
 _FEWEST_BUCKETS = 40
 #: No grid is finer than the fastest sampling, else it would have holes.
 GRID_STEP_NS = 500_000_000
+#: So many of the newest steps tell how many samples one is made of.
+_NEWEST_STEPS = 100
 
 
 #: A row or a tile is of the span.
@@ -249,6 +251,42 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
         f"max(slowest_ns) / 1e6 slowest_ms {timed} GROUP BY (timed_step_low - {low}) // {width} ORDER BY 1",
         within.params,
     )
+
+
+def step_samples(snapshot: Queryable, within: Span) -> float | None:
+    """How many samples a step is made of, of the chosen ranks together: the median of the newest steps in the span.
+
+    None where that was not recorded.
+    """
+    newest = rank_steps(snapshot, within)["step"].max()
+    if pd.isna(newest):
+        return None
+    # With the number itself DuckDB skips the files of the steps before.
+    newest_steps = f"FROM step WHERE {OF_SPAN} AND step > {int(newest) - _NEWEST_STEPS}"
+    of_ranks = f"SELECT step, max(samples_count) n {newest_steps} GROUP BY step, rank"
+    samples = snapshot.query(
+        f"SELECT median(n) n FROM (SELECT sum(n) n FROM ({of_ranks}) GROUP BY step)", within.params
+    )["n"].iloc[0]
+    return None if pd.isna(samples) else float(samples)
+
+
+def observed(snapshot: Queryable, most: int) -> dict[str, int]:
+    """Of how many records of the whole run each figure of a verdict is, which looks at no more than about `most`.
+
+    Returns:
+        data_wait (timed steps, or batches where there are none), shm_peak (samples of hosts), allocated_peak and
+        reserved_peak (steps with a device); and of however many, host_peak (samples of processes) and steps.
+
+    """
+    reaches = {"shm_peak": "host", "allocated_peak": "device_memory", "reserved_peak": "device_memory"}
+    counts = (f", (SELECT n FROM {stream}_reach) {name}" for name, stream in {**reaches, "steps": "step"}.items())
+    found = snapshot.query(
+        "SELECT coalesce((SELECT sum(timed_n) FILTER (wait_ns IS NOT NULL) "
+        f"FROM step{tiles.TILED}), (SELECT n FROM batch_reach))::BIGINT data_wait{''.join(counts)}, "
+        f"(SELECT sum(pss_bytes_n) FROM process{tiles.TILED})::BIGINT host_peak"
+    ).fillna(0)
+    every = {str(name): int(n) for name, n in found.iloc[0].items()}  # the largest process is never thinned out
+    return {name: n if name in ("host_peak", "steps") else min(n, most) for name, n in every.items()}
 
 
 def step_summary(snapshot: Queryable, within: Span) -> pd.Series:

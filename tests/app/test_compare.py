@@ -1,0 +1,150 @@
+"""What Compare says of runs beside each other: every run, of how many, and no slow step that goes unsaid."""
+
+import base64
+from dataclasses import replace
+
+import make_run as runs
+import numpy as np
+import pytest
+from make_records import MISSING_INT32, MS, Writers
+from opened import figures, open_view, texts, trace_names
+
+SHORT = replace(runs.HEALTHY, name="short", steps=60)
+#: So many steps that a point of the chart stands for several.
+LONG = replace(runs.HEALTHY, name="long", steps=1700, step_ms=10.0)
+#: One in each hundred, as where a worker hangs again and again.
+HUNG = range(50, 1700, 100)
+
+
+@pytest.fixture
+def record(monkeypatch, tmp_path):
+    """Writes a run into the same home; records have other values where `change` says so, or are left out (None)."""
+    append = Writers.append
+
+    def write(script, change=lambda stream, values: {}, *, batch_size=64):
+        def changed(to, stream, **values):
+            if (others := change(stream, values)) is not None:
+                append(to, stream, **values | others)
+
+        monkeypatch.setattr(Writers, "append", changed)
+        run_dir = runs.make_run(tmp_path, script)
+        for path in (run_dir / "events").iterdir():
+            told = path.read_text()
+            path.write_text(told.replace('"batch_size": 64', f'"batch_size": {batch_size}'))
+        return run_dir.name
+
+    return write
+
+
+@pytest.fixture
+def compare(monkeypatch, tmp_path):
+    """Opens the page on a run and others."""
+
+    def look(run, *others, **query):
+        return open_view(monkeypatch, tmp_path, "compare", run=run, compare=list(others), **query)
+
+    return look
+
+
+def samples(count):
+    return lambda stream, values: {"samples_count": count} if stream in ("batch", "step") else {}
+
+
+def slow(steps):
+    def change(stream, values):
+        return {"duration_ns": 1160 * MS} if stream == "step" and values["step"] in steps else {}
+
+    return change
+
+
+def values_of(trace, axis="y"):
+    return np.frombuffer(base64.b64decode(trace[axis]["bdata"]), dtype=np.dtype(trace[axis]["dtype"]))
+
+
+def answer(at):
+    return next(text.value for text in at.markdown if "gainst" in text.value).replace("\\", "").strip("*")
+
+
+def test_waits_within_a_group_of_steps_reach_the_top_of_the_picture(record, compare):
+    calm, hung = record(LONG), record(LONG, slow(HUNG))
+    at = compare(hung, calm)
+    chart = figures(at)[0]
+    assert trace_names(chart) == [hung, f"{hung}, slowest", calm, f"{calm}, slowest"]
+    mean, slowest = (values_of(trace) for trace in chart["data"][:2])
+    assert mean.max() < 600
+    assert (slowest == 1160).sum() == len(HUNG)
+    assert "range" not in chart["layout"]["yaxis"]
+    said = texts(at)
+    assert "slowest 1.16 s (n = 1,699)" in said
+    assert "Each line is the mean of up to 3 steps, and the band above it reaches to the slowest of them." in said
+
+
+def test_what_is_above_the_end_of_the_axis_is_named_run_by_run(record, compare):
+    calm, hung = record(LONG), record(LONG, slow((700, 1300)))
+    at = compare(calm, hung)
+    top = figures(at)[0]["layout"]["yaxis"]["range"][1]
+    assert 16 < top < 50
+    said = texts(at)
+    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 567 points of {hung} (1.16 s, about step 7" in said
+    assert f"points of {calm}" not in said
+
+
+def test_the_first_steps_of_a_long_run_are_drawn_over_time_too(record, compare):
+    steps = replace(LONG, steps=5000, step_ms=1.7)
+    at = compare(record(steps, slow((1,))), record(steps))
+    mean, first, *_ = figures(at)[0]["data"]
+    assert np.isfinite(values_of(mean, "x")).all()
+    assert values_of(first)[0] == 1160
+
+
+def test_the_answer_names_each_run_and_compares_samples_where_steps_are_not_alike(record, compare):
+    large = record(replace(SHORT, step_ms=200.0), samples(64))
+    small = record(SHORT, samples(4), batch_size=4)
+    twin = record(replace(SHORT, step_ms=200.0, name="twin"), samples(64))
+    quick = record(SHORT, samples(64))
+    at = compare(small, large, quick, twin)
+    of_large, of_quick, of_twin = answer(at).split("; ")
+    assert of_large.startswith(f"Against {large} (4 samples per step, there 64): ")
+    assert "87.5% fewer samples per second" in of_large
+    assert of_quick.startswith(f"against {quick} (4 samples per step, there 64): 93.8% fewer samples per second")
+    assert of_twin.startswith(f"against {twin} ")
+    assert "per step," not in answer(at).replace("samples per step,", "")
+    assert f"batches of {large}, {quick}, {twin} are of another number of samples" in texts(at).replace("\\", "")
+    alike = answer(compare(large, quick, twin))
+    assert alike.startswith(f"Against {quick}: 50.0% fewer samples per second, ")
+    assert f"; against {twin}: as many samples per second, as much host memory." in alike
+
+
+def test_steps_of_several_batches_are_not_compared_with_those_of_one(record, compare):
+    once = record(SHORT)
+    often = record(SHORT, lambda stream, values: {"samples_count": 256} if stream == "step" else {})
+    at = compare(once, often)
+    assert f"Against {often} (64 samples per step, there 256): as many samples per second" in answer(at)
+    assert "compare samples per second rather than steps" in texts(at)
+
+
+def test_batches_of_another_size_tell_it_where_samples_are_not_counted(record, compare):
+    four, other = record(SHORT, samples(MISSING_INT32), batch_size=4), record(SHORT, samples(MISSING_INT32))
+    assert answer(compare(four, other)) == (
+        f"Against {other} (with another batch size): no samples per second to compare, as much host memory."
+    )
+
+
+def test_every_figure_has_its_n(record, compare):
+    cuda = replace(runs.CUDA, steps=100)
+    run, other = record(cuda), record(SHORT)
+    at = compare(run, other)
+    table = at.dataframe[0].value.set_index("Figure")
+    assert all("n = " in cell for cell in table.to_numpy().ravel() if cell != "—"), table.to_string()
+    assert table.loc["Data wait", run].endswith("(n = 99)")
+    assert table.loc["Peak GPU allocated"].tolist()[0].endswith("(n = 100)")
+    assert table.loc["Peak GPU allocated", other] == "—"
+    # main and two workers each half a second
+    assert table.loc["Peak host memory (PSS)"].tolist()[0].endswith("n = 60)")
+    assert table.loc["Peak /dev/shm", other].endswith("n = 12)")
+
+
+def test_of_a_loop_without_steps_the_wait_is_of_its_batches(record, compare):
+    evaluation = record(SHORT, lambda stream, values: None if stream == "step" else {})
+    table = compare(evaluation, record(SHORT)).dataframe[0].value.set_index("Figure")
+    assert table.loc["Data wait", evaluation].endswith("(n = 60)")
