@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -28,8 +31,29 @@ _COLOURS = {
 _TROUBLE = {"retries": ("cache flushed", "triangle-up", "reserved"), "ooms": ("out of memory", "x", "limit")}
 
 
+def named(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
+    """`GPU 0` for each row of `memory_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
+    several = gpus["host"].nunique() > 1
+    places = zip(gpus["host"], gpus["device"], strict=True)
+    return [f"{word} {int(device)} of {host}" if several else f"{word} {int(device)}" for host, device in places]
+
+
+def own_peaks(gpu: Mapping[Any, Any]) -> str:
+    """What PyTorch counted at most, of a row of `memory_queries.devices`: more than was there at any record."""
+    peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
+    told = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if known(peak))
+    return f" PyTorch's own peaks in one process, over the whole run, between samples too: {told}." if told else ""
+
+
 def account(
-    parts: pd.DataFrame, trouble: pd.DataFrame, theme: Theme, *, name: str, capacity_bytes: float, revision: str
+    parts: pd.DataFrame,
+    trouble: pd.DataFrame,
+    theme: Theme,
+    *,
+    name: str,
+    capacity_bytes: float,
+    revision: str,
+    more: str = "",
 ) -> Chart:
     """What takes the memory of a device, stacked up to its capacity, with retries and OOMs as marks.
 
@@ -40,6 +64,7 @@ def account(
         name: of the device.
         capacity_bytes: of the device, NaN if it is not known.
         revision: the run.
+        more: what the caption ends with.
 
     """
     figure = blank(theme, x_title=ELAPSED, y_title="device memory (GiB)", revision=revision, height=400)
@@ -76,7 +101,7 @@ def account(
     for kind, (words, _, _) in _TROUBLE.items():
         count = int(trouble[kind].clip(lower=0).sum())
         caption += f" {words.capitalize()}: {count:,} times." if count else ""
-    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
+    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption + more)
 
 
 def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from app.figures.base import Chart, Trace, blank, limit, line, sampled
 from app.figures.samples import broken, pauses, sample_line, stack
 from app.format import byte_axis
 from app.theme import Theme
-from collector.quantities import count, duration, growth, known, percent, size
+from collector.quantities import count, growth, known, percent, size
 from collector.store.queries import Lines
 
 ELAPSED = "elapsed (s)"
@@ -26,6 +26,10 @@ LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/sh
 FARTHEST_LIMIT = 10
 #: More restarts of one worker than this would hide its line.
 MAX_MARKED_RESTARTS = 200
+#: A restart stands on its line where a sample is so near (s), or within this share of the line; else on the axis.
+_NEAR_SECONDS, _NEAR_RATIO = 2.0, 0.01
+#: More places than this are counted in a caption, not named.
+_NAMED_PLACES = 4
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -38,6 +42,7 @@ def by_role(
     capacity_name: str,
     title: str,
     revision: str,
+    lacking: str = "",
 ) -> Chart:
     """Process memory stacked by role, under the limit that binds.
 
@@ -50,6 +55,7 @@ def by_role(
         capacity_name: what the limit is.
         title: the question that the figure answers.
         revision: the run.
+        lacking: the processes that are not in the sums, since the metric was not read of them (`unread`).
 
     """
     word = METRIC_WORDS[metric]
@@ -61,11 +67,13 @@ def by_role(
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
     layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
-    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)} of {len(totals):,} moments."
+    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)} of {len(totals):,} moments"
+    caption += f", without {lacking}, of which no {word} was read." if lacking else "."
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
     if capacity_bytes is not None and known(capacity_bytes):
-        caption += f" {capacity_name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
+        name = f"{capacity_name[:1].upper()}{capacity_name[1:]}"
+        caption += f" {name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
         if peak * 3 > capacity_bytes:
             limit(figure, capacity_bytes / scale, f"{capacity_name} {size(capacity_bytes)}", theme)
     return Chart(title=title, figure=figure, caption=caption)
@@ -139,6 +147,7 @@ def per_process(
     *,
     metric: str,
     revision: str,
+    resident: Lines | None = None,
     title: str = "Which process grows, and since when?",
 ) -> Chart:
     """One line per place in the run; a restarted worker starts a new stretch, marked with a triangle.
@@ -149,29 +158,35 @@ def per_process(
         theme: colours.
         metric: the column of `process` that is drawn.
         revision: the run.
+        resident: the RSS of processes of which the metric was never read, which would not be seen else.
         title: the question that the figure answers.
 
     """
     word = METRIC_WORDS[metric]
-    scale, unit = byte_axis(float(lines.points["value"].max()))
-    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision, height=400)
+    parts = {"": dict(iter(lines.points.groupby("series")))}
+    if resident is not None and not resident.points.empty:
+        parts["RSS"] = dict(iter(resident.points.groupby("series")))
+    drawn = [points for part in parts.values() for points in part.values()]
+    scale, unit = byte_axis(max((float(points["value"].max()) for points in drawn), default=0.0))
+    y_title = f"{word}, dashed RSS ({unit})" if "RSS" in parts else f"{word} ({unit})"
+    figure = blank(theme, x_title=ELAPSED, y_title=y_title, revision=revision, height=400)
     restarts = 0
-    by_place = dict(iter(lines.points.groupby("series")))
-    for number, name in enumerate(name for name in places["series"].unique() if name in by_place):
-        points = by_place[name]
+    names = [name for name in places["series"].unique() if any(name in part for part in parts.values())]
+    for number, name in enumerate(names):
         starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
-        x, y = points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale
-        x, y = broken(x, y, [*pauses(x), *(starts if len(starts) <= MAX_MARKED_RESTARTS else [])])
         colour = theme.series[number % len(theme.series)]
         dash = _DASHES[number // len(theme.series) % len(_DASHES)]
-        figure.add_trace(line(str(name), x, y, colour, unit, line={"dash": dash}))
+        of_place = {kind: part[name] for kind, part in parts.items() if name in part}
+        figure.add_traces([*_place(str(name), of_place, starts, scale, unit, {"color": colour, "dash": dash})])
         restarts += len(starts)
-        if 0 < len(starts) <= MAX_MARKED_RESTARTS:
-            figure.add_trace(_restarts(str(name), starts, x, y, colour))
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
         caption += " (private dirty could not be read; RSS is blind to copy-on-read growth)"
     caption += f", drawn as {sampled(lines)}." if sampled(lines) else f", n = {lines.samples_count:,} samples."
+    if "RSS" in parts:
+        caption += (
+            f" No {word} was read of {unread(places, metric)}: RSS is drawn, which counts shared pages fully."
+        )
     caption += f" {restarts:,} worker restarts (▲)." if restarts else ""
     return Chart(
         title=title,
@@ -181,6 +196,60 @@ def per_process(
     )
 
 
+def unread(places: pd.DataFrame, metric: str) -> str:
+    """The places in the run with a process whose RSS was read and this metric never, in words; empty if none has.
+
+    Args:
+        places: `queries.processes`.
+        metric: a column of it.
+
+    """
+    lacks = places[metric].isna() & places["rss_bytes"].notna()
+    of_places = [
+        (str(name), int(each.sum()), len(each)) for name, each in lacks.groupby(places["series"], sort=False)
+    ]
+    names = [
+        name if lacking == all_count else f"{lacking:,} of {all_count:,} processes of {name}"
+        for name, lacking, all_count in of_places
+        if lacking
+    ]
+    if len(names) > _NAMED_PLACES:
+        return f"{int(lacks.sum()):,} of {len(places):,} processes"
+    return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
+
+
+def _place(
+    name: str,
+    parts: Mapping[str, pd.DataFrame],
+    starts: list[float],
+    scale: int,
+    unit: str,
+    style: dict[str, str],
+) -> Iterator[Trace]:
+    """The lines of one place, its samples that stand alone as dots, and its restarts."""
+    gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
+    everything = []
+    for kind, points in parts.items():
+        x, y = points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale
+        everything.append((x, y))
+        x, y = broken(x, y, [*pauses(x), *gaps])
+        shown, look = (f"{name} ({kind})", {"dash": "dash"}) if kind else (name, {"dash": style["dash"]})
+        yield line(shown, x, y, style["color"], unit, line=look, legendgroup=shown)
+        if (alone := _alone(x)).any():  # a line through one point is not seen
+            dots = line(shown, x[alone], y[alone], style["color"], unit, mode="markers", legendgroup=shown)
+            yield dots | {"marker": {"size": 5, "color": style["color"]}, "showlegend": False, "hoverinfo": "skip"}
+    if gaps:
+        x, y = (np.concatenate(each) for each in zip(*everything, strict=True))
+        yield _restarts(name, gaps, x, y, style["color"])
+
+
+def _alone(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which points of a line have a gap, or nothing, on either side."""
+    gap = np.isnan(np.r_[np.nan, x, np.nan])
+    alone: np.ndarray[Any, Any] = ~gap[1:-1] & gap[:-2] & gap[2:]
+    return alone
+
+
 def _restarts(
     name: str,
     starts: list[float],
@@ -188,12 +257,16 @@ def _restarts(
     y: np.ndarray[Any, Any],
     colour: str,
 ) -> Trace:
-    at = np.searchsorted(x[~np.isnan(x)], starts).clip(max=np.count_nonzero(~np.isnan(x)) - 1)
+    """Each at its time, as high as the sample that is nearest, if one is near."""
+    at = np.asarray(starts)
+    apart = np.abs(at[:, np.newaxis] - x)
+    nearest = apart.argmin(axis=1)
+    is_near = apart.min(axis=1) <= max(_NEAR_SECONDS, _NEAR_RATIO * float(np.ptp(x)))
     return {
         "type": "scatter",
         "name": f"{name} restarted",
-        "x": x[~np.isnan(x)][at],
-        "y": y[~np.isnan(x)][at],
+        "x": at,
+        "y": np.where(is_near, y[nearest], 0.0),
         "mode": "markers",
         "marker": {"symbol": "triangle-up", "size": 9, "color": colour},
         "hovertemplate": "restarted",
@@ -203,9 +276,8 @@ def _restarts(
 
 def _fastest(places: pd.DataFrame, metric: str) -> str:
     slope = f"{metric.removesuffix('_bytes')}_slope"
-    rising = places.dropna(subset=slope) if slope in places else places[:0]
+    rising = places[places[slope] > 0] if slope in places else places[:0]
     if rising.empty:
         return ""
     first = rising.iloc[int(rising[slope].to_numpy().argmax())]
-    seconds = first["last_seconds"] - first["first_seconds"]
-    return f"Fastest: {first['series']}, {growth(first[slope])} over {duration(seconds)}."
+    return f"Fastest: {first['series']}, {growth(first[slope])}."

@@ -29,7 +29,7 @@ NO_GPU = Note(
 
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about GPUs."""
-    if moment.verdict is not None and not memory_queries.device_places(moment.snapshot).empty:
+    if moment.verdict is not None and not memory_queries.devices(moment.snapshot).empty:
         yield Findings(findings=_chosen(moment))
 
 
@@ -49,6 +49,7 @@ def account(moment: Moment) -> Iterator[Block]:
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
             revision=moment.run_id,
+            more=gpu.own_peaks,
         )
 
 
@@ -58,14 +59,15 @@ def table(moment: Moment) -> Iterator[Block]:
     if rows:
         yield Table(
             frame=pd.DataFrame(rows).fillna(MISSING),
-            caption="At the peak and at the end of the window. Total: what the parts add up to.",
+            caption="At the peak of the samples and at the end of the window. Total: what the parts add up to, "
+            "and at least so much if one of them was not known then.",
             download=f"{moment.run_id}-gpus",
         )
 
 
 def snapshot(moment: Moment) -> Iterator[Block]:
     """The newest allocator snapshot: its segments, and the lines that hold most."""
-    if memory_queries.device_places(moment.snapshot).empty:
+    if memory_queries.devices(moment.snapshot).empty:
         return
     taken = newest_allocator_snapshot(moment.run)
     if taken is None:
@@ -103,6 +105,7 @@ class _Gpu:
     device: int
     name: str
     capacity_bytes: float
+    own_peaks: str
     parts: pd.DataFrame
 
 
@@ -111,15 +114,15 @@ def _gpus(moment: Moment) -> list[_Gpu]:
 
 
 def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
-    places = memory_queries.device_places(moment.snapshot)
-    several = places["host"].nunique() > 1
-    for place in places.to_dict("records"):
-        host, device = str(place["host"]), int(place["device"])
+    found = memory_queries.devices(moment.snapshot)
+    for name, row in zip(devices.named(found), found.to_dict("records"), strict=True):
+        host, device = str(row["host"]), int(row["device"])
         yield _Gpu(
             host=host,
             device=device,
-            name=f"GPU {device} of {host}" if several else f"GPU {device}",
-            capacity_bytes=place["total_bytes"],
+            name=name,
+            capacity_bytes=row["total_bytes"],
+            own_peaks=devices.own_peaks(row),
             parts=accounts(*memory_queries.device_grid(moment.snapshot, moment.span, host, device)),
         )
 
@@ -144,7 +147,7 @@ def _chosen(moment: Moment) -> list[Finding]:
 
 
 def _answer(moment: Moment) -> str:
-    if memory_queries.device_places(moment.snapshot).empty:
+    if memory_queries.devices(moment.snapshot).empty:
         return "This run uses no GPU."
     return answer(_chosen(moment), NOTHING)
 

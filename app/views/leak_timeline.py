@@ -12,8 +12,10 @@ from app.moment import Moment, Panel, View
 from app.panel import show
 from app.views.oom_risk import open_files, shared_memory
 from collector.diagnosis.findings import KINDS, Finding
+from collector.diagnosis.trends import MIN_POINTS
 from collector.quantities import MISSING, duration, growth, number, size
 from collector.store import memory_queries
+from training_harness.records import ROLE_COLLECTOR
 
 #: More lines than this can't be told apart; the steepest are drawn.
 MAX_LINES = 12
@@ -42,7 +44,7 @@ def per_process(moment: Moment) -> Iterator[Block]:
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
-    places = memory_queries.processes(moment.snapshot, moment.span)
+    places = _processes(moment)
     shown = _steepest(places, metric)
     lines = memory_queries.process_lines(moment.snapshot, moment.span, metric, shown)
     yield memory.per_process(
@@ -68,36 +70,60 @@ def total(moment: Moment) -> Iterator[Block]:
             capacity_name="",
             title="Does the total grow?",
             revision=moment.run_id,
+            lacking=memory.unread(_processes(moment), metric),
         )
 
 
 def table(moment: Moment) -> Iterator[Block]:
-    """One row per process, steepest first."""
-    found = memory_queries.processes(moment.snapshot, moment.span)
+    """One row per process, steepest first, Tidegauge's own last."""
+    found = _processes(moment)
     if found.empty:
         return
-    smaps = found["private_dirty_count"].sum() > 0
-    base, word = ("private_dirty", "private dirty") if smaps else ("rss", "RSS")
     alive = "alive" if moment.verdict is not None and moment.verdict.status == "running" else MISSING
-    found = found.sort_values(f"{base}_slope", ascending=False, na_position="last").head(50)
+    found["own"] = found["role"] == ROLE_COLLECTOR
+    # Smaps are read as often as the budget allows, RSS at each tick: it tells of a trend before they do.
+    found["by_rss"] = found["private_dirty_slope"].isna() & found["rss_slope"].notna()
+    for what in ("slope", "count"):
+        found[what] = found[f"private_dirty_{what}"].where(~found["by_rss"], found[f"rss_{what}"])
+    found = found.sort_values(["own", "slope"], ascending=[True, False], na_position="last").head(50)
+    slopes = zip(found["slope"], found["by_rss"], strict=True)
     frame = pd.DataFrame(
         {
             "Process": found["series"],
+            "Slope": [f"{growth(slope)} (RSS)" if by_rss else growth(slope) for slope, by_rss in slopes],
+            "n": [number(count) for count in found["count"]],
             "Pid": found["pid"].astype(str),
             "Seen for": [duration(s) for s in found["last_seconds"] - found["first_seconds"]],
             "State": ["ended" if ended else alive for ended in found["ended"].fillna(False)],
-            f"Slope of {word}": [growth(value) for value in found[f"{base}_slope"]],
-            "n": [number(count) for count in found[f"{base}_count"]],
             "Private dirty": [size(value) for value in found["private_dirty_bytes"]],
             "PSS": [size(value) for value in found["pss_bytes"]],
             "RSS": [size(value) for value in found["rss_bytes"]],
         }
     )
-    yield Table(
-        frame=frame,
-        caption=f"Last values in the window; slope: least squares over the n samples of {word}.",
-        download=f"{moment.run_id}-processes",
+    yield Table(frame=frame, caption=_caption(moment), download=f"{moment.run_id}-processes")
+
+
+def _caption(moment: Moment) -> str:
+    return (
+        f"Slope: least squares over the n samples of private dirty {_when(moment)}; of RSS, called so, where fewer "
+        f"than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: last values in "
+        "the window."
     )
+
+
+def _processes(moment: Moment) -> pd.DataFrame:
+    """With slopes of as many samples as the diagnosis asks for."""
+    return memory_queries.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
+
+
+def _when(moment: Moment) -> str:
+    """Of which time the slopes are: to start is no trend, and to end neither."""
+    training = memory_queries.training(moment.snapshot, moment.span)
+    if training is None:
+        return "in the window"
+    begin, end = ((ns - training.origin_ns) / 1e9 for ns in (training.from_ns, training.to_ns))
+    began = "the first step" if training.from_ns > moment.span.from_ns else "the window's begin"
+    return f"from {began} on, {duration(begin)} to {duration(end)} after the run was made"
 
 
 def _leaks(moment: Moment) -> list[Finding]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
+from app.figures.devices import named, own_peaks
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
@@ -20,6 +23,10 @@ FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exh
 #: As many processes are drawn with their open files.
 MAX_PROCESSES = 4
 NOTHING = "No limit is forecast to be met."
+OF_GPU = (
+    "That of a GPU is the largest sample of the driver or, if it is more, what PyTorch reserved at its own peak, "
+    "which it knows between samples too: what lay outside PyTorch then leaves still less headroom."
+)
 #: Findings beside the forecasts whose evidence is here.
 SEEN_HERE = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
 
@@ -36,30 +43,33 @@ def limits(moment: Moment) -> Iterator[Block]:
     if not rows:
         yield Note(text="No host or device sample yet: only the collector takes them.")
         return
+    caption = (
+        "Peak is over the whole run. The usage of a cgroup counts page cache, most of which the kernel can "
+        "drop; its anonymous part can't be dropped."
+    )
     yield Table(
         frame=pd.DataFrame(rows),
-        caption="Peak is over the whole run. The usage of a cgroup counts page cache, most of which the kernel can "
-        "drop; its anonymous part can't be dropped.",
+        caption=caption if memory_queries.devices(moment.snapshot).empty else f"{caption} {OF_GPU}",
         download=f"{moment.run_id}-limits",
     )
 
 
 def devices(moment: Moment) -> Iterator[Block]:
-    """One chart per GPU; one note where there is none."""
+    """One chart per GPU of each host; one note where there is none."""
     table = memory_queries.devices(moment.snapshot)
     if table.empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
-    for _, row in table.iterrows():
-        device = int(row["device"])
-        lines = memory_queries.device_lines(moment.snapshot, moment.span, device)
-        names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
-        yield memory.against_limit(
+    names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
+    for name, row in zip(named(table), table.to_dict("records"), strict=True):
+        lines = memory_queries.device_lines(moment.snapshot, moment.span, row["host"], int(row["device"]))
+        chart = memory.against_limit(
             {names[key]: value for key, value in lines.items()},
             moment.theme,
-            name=f"GPU {device}",
+            name=name,
             capacity_bytes=row["total_bytes"],
             revision=moment.run_id,
         )
+        yield replace(chart, caption=chart.caption + own_peaks(row))
 
 
 def cgroup_and_host(moment: Moment) -> Iterator[Block]:
@@ -110,26 +120,27 @@ def _limit_name(row: pd.Series, table: pd.DataFrame) -> str:
 
 
 def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
-    for _, row in memory_queries.devices(moment.snapshot).iterrows():
-        device = int(row["device"])
+    table = memory_queries.devices(moment.snapshot)
+    for gpu, row in zip(named(table), table.to_dict("records"), strict=True):
         by_driver = known(row["used_bytes"])
-        now, peak = ("used_bytes", "used_peak_bytes") if by_driver else ("reserved_bytes", "reserved_peak_bytes")
-        finding = _forecast(moment, "gpu-oom-risk", device)
-        name = f"GPU {device}" if by_driver else f"GPU {device} (reserved by PyTorch)"
-        yield _row(name, row[now], row[peak], row["total_bytes"], finding, moment)
+        name, now = (gpu, "used_bytes") if by_driver else (f"{gpu} (reserved by PyTorch)", "reserved_bytes")
+        # The driver is asked twice a second, and misses what PyTorch held in between.
+        peak = float(np.fmax(row["used_peak_bytes"], row["reserved_peak_bytes"]))
+        finding = _forecast(moment, "gpu-oom-risk", row["host"], int(row["device"]))
+        yield _row(name, row[now], peak, row["total_bytes"], finding, moment)
 
 
 def _host_rows(moment: Moment) -> Iterator[dict[str, str]]:
     table = memory_queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         name = _limit_name(row, table)
-        finding = _forecast(moment, FORECASTS[row["limit"]], None)
+        finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
         yield _row(name, row["now_bytes"], row["peak_bytes"], row["capacity_bytes"], finding, moment)
 
 
 def _file_rows(moment: Moment) -> Iterator[dict[str, str]]:
     for row in memory_queries.open_files(moment.snapshot).head(1).to_dict("records"):
-        finding = _forecast(moment, "fd-exhaustion-risk", None)
+        finding = _forecast(moment, "fd-exhaustion-risk")
         yield {
             "Limit": f"open files, {row['series']}",
             "Capacity": number(row["limit_count"]),
@@ -141,9 +152,12 @@ def _file_rows(moment: Moment) -> Iterator[dict[str, str]]:
         }
 
 
-def _forecast(moment: Moment, kind: str, device: int | None) -> Finding | None:
-    found = moment.verdict.findings if moment.verdict else ()
-    return next((f for f in found if f.kind == kind and (device is None or f.locus.device in (None, device))), None)
+def _forecast(moment: Moment, kind: str, host: str | None = None, device: int | None = None) -> Finding | None:
+    for finding in moment.verdict.findings if moment.verdict else ():
+        here = ((host, finding.locus.host), (device, finding.locus.device))
+        if finding.kind == kind and all(None in pair or pair[0] == pair[1] for pair in here):
+            return finding
+    return None
 
 
 def _row(

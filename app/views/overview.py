@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
-from app.figures import memory, steps
+from app.figures import devices, memory, steps
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.quantities import MISSING, known, number, percent, quantity, size
@@ -187,12 +187,13 @@ def _gpu_peak(moment: Moment) -> Metric | None:
     if table.empty:
         return None
     ratio = table["reserved_peak_bytes"] / table["total_bytes"]
-    worst = table.iloc[int(ratio.fillna(-1).to_numpy().argmax())]
+    place = int(ratio.fillna(-1).to_numpy().argmax())
+    worst, name = table.iloc[place], devices.named(table, word="Device")[place]
     share = worst["reserved_peak_bytes"] / worst["total_bytes"]
     return Metric(
         label="GPU reserved peak",
         value=percent(share) if known(share) else size(worst["reserved_peak_bytes"]),
-        help=f"Device {int(worst['device'])}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
+        help=f"{name}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
         "held by PyTorch's caching allocator, whole run",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ _SERIES = (
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
 )
 _PLACE = ("role", "loader", "worker", "process_rank")
+_OF_DEVICE = "time_ns BETWEEN $from_ns AND $to_ns AND host = $host AND device = $device"
 
 
 def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None:
@@ -80,32 +82,80 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     return grid.iloc[np.unique(table["bucket"])].reset_index(drop=True)
 
 
-def processes(snapshot: Queryable, within: Span) -> pd.DataFrame:
+def processes(snapshot: Queryable, within: Span, *, fewest: int = 2) -> pd.DataFrame:
     """One row per process of the span.
+
+    Args:
+        snapshot: of the run.
+        within: the span.
+        fewest: samples that make a slope; of fewer it is NaN.
 
     Returns:
         series (`main`, `loader 0 worker 2`, …), pid, role, first_seconds, last_seconds, ended, restart
-        (there was another process in this place before), and for each of private_dirty, pss, rss the
-        last and the largest value (bytes) and, of private_dirty and rss, the slope (bytes per second)
-        with the number of samples.
+        (there was another process in this place before), the last value (bytes) of private_dirty, pss and rss,
+        the largest of pss and rss, and, of private_dirty and rss while it trains (`training`), the slope (bytes
+        per second) with the number of samples.
 
     """
     table = snapshot.query(
         f"SELECT {_PROCESS}, {_PROCESS_KEY}, min(time_ns) first_ns, max(time_ns + last_after_ns) last_ns, "
         "min(alive_low) = 0 ended, arg_max(private_dirty_bytes_newest, time_ns) private_dirty_bytes, "
-        f"{tiles.slope('private_dirty_bytes')} private_dirty_slope, "
-        "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
         "arg_max(pss_bytes_newest, time_ns) pss_bytes, max(pss_bytes_high) pss_peak_bytes, "
-        f"arg_max(rss_bytes_newest, time_ns) rss_bytes, {tiles.slope('rss_bytes')} rss_slope, "
-        f"sum(rss_bytes_n)::BIGINT rss_count FROM {tiled(within, 'process')} "
+        "arg_max(rss_bytes_newest, time_ns) rss_bytes, max(rss_bytes_high) rss_peak_bytes "
+        f"FROM {tiled(within, 'process')} "
         "WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY ALL ORDER BY first_ns, process_pid",
         only(within.params, "from_ns", "to_ns"),
     )
-    table = table.merge(_places(snapshot, within), on="process").drop(columns="process")
+    table = table.merge(_places(snapshot, within), on="process")
+    table = table.merge(_slopes(snapshot, within, fewest), on="process", how="left").drop(columns="process")
+    counts = ["private_dirty_count", "rss_count"]
+    table[counts] = table[counts].fillna(0).astype("int64")
     table = table.rename(columns={"process_pid": "pid", "process_start_ticks": "ticks"})
     table["restart"] = table.duplicated("series") & table["role"].isin([0, 1])
     table["first_seconds"] = within.elapsed(table["first_ns"])
     table["last_seconds"] = within.elapsed(table["last_ns"])
+    return table
+
+
+def training(snapshot: Queryable, within: Span) -> Span | None:
+    """The part of the span from the run's first step (or batch) to its last one; None if it has none.
+
+    Before and after, what is used is that of starting and of tidying up, and no trend.
+    """
+    reach = snapshot.query(
+        "SELECT (SELECT first_ns FROM step_reach) step_ns, (SELECT first_ns FROM batch_reach) batch_ns, "
+        "greatest((SELECT last_ns FROM step_reach), (SELECT last_ns FROM batch_reach)) last_ns"
+    )
+    step_ns, batch_ns, last_ns = (reach[name].iloc[0] for name in ("step_ns", "batch_ns", "last_ns"))
+    first_ns = batch_ns if pd.isna(step_ns) else step_ns
+    if pd.isna(first_ns) or first_ns > within.to_ns or last_ns < within.from_ns:
+        return None
+    return replace(within, from_ns=max(within.from_ns, int(first_ns)), to_ns=min(within.to_ns, int(last_ns)))
+
+
+def _slopes(snapshot: Queryable, within: Span, fewest: int) -> pd.DataFrame:
+    """Of each process the slopes while it trains, or over the span where nothing tells of training."""
+    # The tiles of the whole are taken for its part too, without the one in which the first step lies.
+    table = snapshot.query(
+        f"SELECT {_PROCESS_KEY}, {tiles.slope('private_dirty_bytes')} private_dirty_slope, "
+        "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
+        f"{tiles.slope('rss_bytes')} rss_slope, sum(rss_bytes_n)::BIGINT rss_count "
+        f"FROM {tiled(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY {_PROCESS}",
+        only((training(snapshot, within) or within).params, "from_ns", "to_ns"),
+    )
+    for name in ("private_dirty", "rss"):
+        table[f"{name}_slope"] = table[f"{name}_slope"].where(table[f"{name}_count"] >= fewest)
+    return table
+
+
+def last_alive(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """When each process was last sampled alive in a short span: host, pid, ticks, alive_seconds."""
+    table = snapshot.query(
+        "SELECT host, process_pid pid, process_start_ticks ticks, max(time_ns) last_ns FROM process "
+        "WHERE time_ns BETWEEN $from_ns AND $to_ns AND alive IS DISTINCT FROM 0 GROUP BY ALL",
+        only(within.params, "from_ns", "to_ns"),
+    )
+    table["alive_seconds"] = within.elapsed(table.pop("last_ns"))
     return table
 
 
@@ -129,11 +179,21 @@ def _placed(source: str) -> str:
     return f"(SELECT *, {_SERIES} AS series FROM {of_each})"
 
 
-def process_lines(snapshot: Queryable, within: Span, metric: str, series: list[str]) -> Lines:
-    """A line per place (main, worker k of loader l) of a process metric, thinned."""
+def process_lines(
+    snapshot: Queryable, within: Span, metric: str, series: list[str], *, lacking: str | None = None
+) -> Lines:
+    """A line per place (main, worker k of loader l) of a process metric, thinned.
+
+    With `lacking`, another metric, of those processes alone of which that one was never read in the span.
+    """
     names = ", ".join(quoted(name) for name in series) or "''"
     source, width = pieces(snapshot, within, "process", GRID_BUCKETS)
     of_each = f"{source} JOIN {_placed(tiled(within, 'process'))} USING ({_PROCESS})"
+    if lacking is not None:
+        of_each += (
+            f" JOIN (SELECT {_PROCESS} FROM {tiled(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns "
+            f"GROUP BY {_PROCESS} HAVING sum({lacking}_n) = 0) USING ({_PROCESS})"
+        )
     where = f"series IN ({names})"
     return tiled_lines(snapshot, within, of_each, [metric], where=where, series="series", width=width)[metric]
 
@@ -186,26 +246,26 @@ def host_lines(snapshot: Queryable, within: Span, limit: str, host: str) -> dict
 
 
 def devices(snapshot: Queryable) -> pd.DataFrame:
-    """Usage now, peak and capacity (bytes) per GPU over the whole run.
+    """Usage now, peak and capacity (bytes) of each GPU of each host that the run uses, over the whole run.
 
     Returns:
-        device, used_bytes and used_peak_bytes (the driver's figure, all processes), total_bytes,
-        reserved_peak_bytes and allocated_peak_bytes (the caching allocator's, worst rank).
+        host, device, used_bytes and used_peak_bytes (the driver's samples, all processes), total_bytes, and
+        reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the worst rank, between records too).
 
     """
     return snapshot.query(
-        "WITH driver AS (SELECT device, arg_max(used_bytes, time_ns) used_bytes, max(used_bytes) used_peak_bytes, "
-        "max(total_bytes) total_bytes FROM device GROUP BY device), "
-        "torch AS (SELECT device, max(greatest(reserved_bytes, reserved_peak_bytes)) reserved_peak_bytes, "
+        "WITH driver AS (SELECT host, device, arg_max(used_bytes, time_ns) used_bytes, "
+        "max(used_bytes) used_peak_bytes, max(total_bytes) total_bytes FROM device GROUP BY ALL), "
+        "torch AS (SELECT host, device, max(greatest(reserved_bytes, reserved_peak_bytes)) reserved_peak_bytes, "
         "max(greatest(allocated_bytes, allocated_peak_bytes)) allocated_peak_bytes, "
-        "arg_max(reserved_bytes, time_ns) reserved_bytes FROM device_memory GROUP BY device) "
-        "SELECT * FROM driver FULL JOIN torch USING (device) ORDER BY device"
+        "arg_max(reserved_bytes, time_ns) reserved_bytes FROM device_memory GROUP BY ALL) "
+        "SELECT * FROM driver FULL JOIN torch USING (host, device) ORDER BY host, device"
     )
 
 
-def device_lines(snapshot: Queryable, within: Span, device: int) -> dict[str, Lines]:
+def device_lines(snapshot: Queryable, within: Span, host: str, device: int) -> dict[str, Lines]:
     """What the caching allocator of each rank has allocated and reserved, and what the driver says is used."""
-    of_device = f"device = {device:d}"
+    of_device = f"host = {quoted(host)} AND device = {device:d}"
     of_rank = f"{of_device} AND ($rank IS NULL OR rank = $rank)"
     by_rank = "coalesce('rank ' || rank, '')"
     allocator = {name: f"{name}_bytes" for name in ("allocated", "reserved")}
@@ -233,38 +293,70 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
     )
 
 
-def device_places(snapshot: Queryable) -> pd.DataFrame:
-    """The GPUs that the run uses: host, device, and total_bytes (NaN where the driver was not asked)."""
+def device_grid(snapshot: Queryable, within: Span, host: str, device: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The records of a GPU when most of it was taken in each bucket of time, and the newest.
+
+    Returns:
+        Two tables, both of the same moments, with `bucket`, elapsed_seconds (its begin; the newest their own time)
+        and what the account of a device takes of `device` (process_used_bytes NaN where the allocators held more)
+        and, with pid, of `device_memory`. Every rank counts.
+
+    """
+    params = {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device}
+    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
+    largest = snapshot.query(
+        f"WITH asked AS (SELECT time_ns, used_bytes FROM device WHERE {_OF_DEVICE} AND used_bytes IS NOT NULL) "
+        f"SELECT arg_max(time_ns, used_bytes) at_ns FROM asked GROUP BY (time_ns - $from_ns) // {width} "
+        "UNION SELECT max(time_ns) FROM asked HAVING count(*) > 0",
+        params,
+    )["at_ns"]
+    records = _allocator_records(snapshot, {**params, "largest_ns": largest.tolist()}, width)
+    driver = _driver_at(snapshot, {**params, "times_ns": np.union1d(largest, records.pop("at_ns")).tolist()})
+    of_each = [pd.merge_asof(driver[["time_ns"]], mine, on="time_ns") for _, mine in records.groupby("pid")]
+    allocators = pd.concat([records[:0], *of_each]).dropna(subset="pid")
+    held = driver[["time_ns"]].join(allocators.groupby("time_ns").sum(), on="time_ns").fillna(0)
+    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"], "process_used_bytes"] = np.nan
+    chosen = _fullest(driver, held, within, width)
+    return driver.dropna(subset="used_bytes").merge(chosen, on="time_ns"), allocators.merge(chosen, on="time_ns")
+
+
+def _allocator_records(snapshot: Queryable, params: dict[str, Any], width: int) -> pd.DataFrame:
+    """Each process's newest record when one, or the driver, had most in a bucket, and at its end (at_ns)."""
+    bucket = f"(time_ns - $from_ns) // {width} AS bucket"
+    # A tensor out of the cache adds nothing to what is reserved: of equal records the one of most allocated.
+    most = "reserved_bytes / 512.0 + allocated_bytes / (reserved_bytes + 1.0)"
     return snapshot.query(
-        "SELECT host, device, max(total_bytes) total_bytes FROM (SELECT host, device, NULL AS total_bytes FROM "
-        "device_memory UNION ALL SELECT host, device, total_bytes FROM device) GROUP BY ALL ORDER BY host, device"
+        f"WITH torch AS (SELECT {bucket}, pid, time_ns, allocated_bytes, reserved_bytes, inactive_split_bytes "
+        f"FROM device_memory WHERE {_OF_DEVICE}), moment AS (SELECT bucket, "
+        f"unnest([arg_max(time_ns, {most}), max(time_ns)]) at_ns FROM torch GROUP BY bucket, pid "
+        f"UNION SELECT {bucket}, time_ns FROM (SELECT unnest($largest_ns::BIGINT[]) AS time_ns)) "
+        "SELECT * EXCLUDE (bucket) FROM (SELECT at_ns, unnest(arg_max(torch, time_ns), recursive := true) "
+        "FROM torch JOIN moment USING (bucket) WHERE time_ns <= at_ns GROUP BY at_ns, pid) ORDER BY time_ns",
+        params,
     )
 
 
-def device_grid(snapshot: Queryable, within: Span, host: str, device: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The newest record of a GPU in each bucket of time: the driver's, and of each process the allocator's.
+def _driver_at(snapshot: Queryable, params: dict[str, Any]) -> pd.DataFrame:
+    """The driver's sample at `$times_ns`: between two of them, the lower one."""
+    return snapshot.query(
+        "WITH asked AS (SELECT time_ns asked_ns, used_bytes, process_used_bytes, other_used_bytes FROM device "
+        f"WHERE {_OF_DEVICE} AND used_bytes IS NOT NULL) SELECT time_ns, "
+        "unnest(CASE WHEN later.used_bytes < newest.used_bytes THEN later ELSE newest END) "
+        "FROM (SELECT unnest($times_ns::BIGINT[]) AS time_ns) ASOF LEFT JOIN asked AS newest ON time_ns >= "
+        "newest.asked_ns ASOF LEFT JOIN asked AS later ON time_ns <= later.asked_ns ORDER BY time_ns",
+        params,
+    )
 
-    Returns:
-        Two tables with `bucket` and elapsed_seconds (its end), the second with pid too; and the columns of the
-        streams `device` and `device_memory` that the account of a device takes. Every rank counts.
 
-    """
-    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
-    bucket = f"((time_ns - $from_ns) // {width})::INTEGER"
-    found = []
-    for stream, writer, columns in (
-        ("device", "", ("used_bytes", "process_used_bytes", "other_used_bytes")),
-        ("device_memory", "pid, ", ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")),
-    ):
-        newest = ", ".join(f"arg_max({column}, time_ns) {column}" for column in columns)
-        table = snapshot.query(
-            f"SELECT {bucket} bucket, {writer}{newest} FROM {stream} WHERE time_ns BETWEEN $from_ns AND $to_ns "
-            f"AND host = $host AND device = $device GROUP BY ALL ORDER BY ALL",
-            {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device},
-        )
-        ends_ns = (within.from_ns + (table["bucket"].astype("int64") + 1) * width).clip(upper=within.to_ns)
-        found.append(table.assign(elapsed_seconds=within.elapsed(ends_ns)))
-    return found[0], found[1]
+def _fullest(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: int) -> pd.DataFrame:
+    """Of each bucket the moment at which most was taken, as far as was seen, and the newest."""
+    table = driver[["time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
+    table["elapsed_seconds"] = within.elapsed(within.from_ns + table["bucket"] * width)
+    taken = np.fmax(driver["used_bytes"], held["reserved_bytes"] + driver["other_used_bytes"].fillna(0))
+    order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
+    newest = table[-1:].assign(bucket=table["bucket"] + 1, elapsed_seconds=within.elapsed(table["time_ns"]))
+    chosen = pd.concat([table.iloc[order].drop_duplicates("bucket", keep="last"), newest])
+    return chosen.drop_duplicates("time_ns", keep="last")
 
 
 def allocator_trouble(snapshot: Queryable, within: Span, host: str, device: int) -> pd.DataFrame:

@@ -1,0 +1,241 @@
+"""GPUs of one host and of several: no spike is lost, and each has its own chart and row."""
+
+import socket
+
+import make_run as runs
+import numpy as np
+import pytest
+from make_records import GIB, MIB, NO_SUCH_PID, Writers
+from opened import figures, open_view, texts, trace_names
+
+from collector.diagnosis.device_account import accounts
+from collector.quantities import size
+from collector.store import memory_queries, queries
+from collector.store.reader import read
+from collector.store.runs import Run
+from training_harness import layout
+from training_harness.journal import EventLog, Identity
+
+HERE = socket.gethostname()
+SECOND_NS = 10**9
+TOTAL, OTHER = 24 * GIB, 300 * MIB
+PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
+
+
+def begin_ns(run_dir):
+    """When the first step of a run began; its steps take 40 s."""
+    return layout.read_manifest(run_dir)["anchors"][HERE]["time_ns"] + 2 * SECOND_NS
+
+
+def train(run_dir, reserved, allocated=None, *, host=HERE, pid=0, rank=None, every=0.02, peaks=None):
+    """An allocator's record for each step on GPU 0; `peaks` is what it counted at most, allocated and reserved."""
+    begin, process = begin_ns(run_dir), Writers(run_dir / "journal", Identity(host, NO_SUCH_PID + pid, 2000, rank))
+    for step, held in enumerate(reserved):
+        of_tensors = held - 2 * GIB if allocated is None else allocated[step]
+        most = dict(zip(("allocated_peak_bytes", "reserved_peak_bytes"), peaks or (of_tensors, held), strict=True))
+        process.append(
+            "device_memory",
+            time_ns=begin + int((step + 1) * every * SECOND_NS),
+            step=step,
+            device=0,
+            allocated_bytes=int(of_tensors),
+            reserved_bytes=int(held),
+            inactive_split_bytes=0,
+            alloc_retry_count=0,
+            oom_count=0,
+            **most,
+        )
+    process.close()
+
+
+def ask_driver(run_dir, used, *, host=HERE, every=0.5):
+    """Samples of GPU 0, of which other processes have 300 MiB and nobody 100 MiB."""
+    begin, agent = begin_ns(run_dir), Writers(run_dir / "journal", Identity(host, NO_SUCH_PID + 900, 900))
+    for place, value in enumerate(used):
+        agent.append(
+            "device",
+            time_ns=begin + int((place + 0.4) * every * SECOND_NS),
+            device=0,
+            used_bytes=int(value),
+            total_bytes=TOTAL,
+            process_used_bytes=int(value) - OTHER - 100 * MIB,
+            other_used_bytes=OTHER,
+        )
+    agent.close()
+
+
+def grid(run_dir, host=HERE):
+    run = Run(run_dir)
+    with read(run) as snapshot:
+        reach = queries.extent(snapshot)
+        within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
+        return (*memory_queries.device_grid(snapshot, within, host, 0), within)
+
+
+def spiked(held, at, by):
+    values = np.full(2000, held)
+    values[at] += by
+    return values
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Of 400 steps on the CPU, for GPUs to be added."""
+    return runs.make_run(tmp_path, runs.HEALTHY)
+
+
+def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_moment(run_dir):
+    train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    parts = accounts(*grid(run_dir)[:2])
+    totals = parts.drop(columns="elapsed_seconds").sum(axis=1)
+    peak = parts.loc[totals.idxmax()]
+    assert totals.max() == 20 * GIB + OTHER
+    assert (peak["allocated"], peak["cached"], peak["other processes"]) == (18 * GIB, 2 * GIB, OTHER)
+    assert np.isnan(peak["non-PyTorch"])  # the driver was not asked then
+    assert (parts["allocated"] > 6 * GIB).sum() == 1
+    assert (totals.drop(totals.idxmax()) == 9 * GIB).all()
+    assert abs(peak["elapsed_seconds"] - (2 + 778 * 0.02)) <= 0.5
+
+
+def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir):
+    train(run_dir, np.full(2000, 8 * GIB), spiked(3 * GIB, 777, 4 * GIB))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    parts = accounts(*grid(run_dir)[:2])
+    assert parts["allocated"].max() == 7 * GIB
+    assert (parts.drop(columns="elapsed_seconds").sum(axis=1) == 9 * GIB).all()
+
+
+def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir):
+    reserved = np.where(np.arange(2000) % 25 < 12, 4 * GIB, 8 * GIB)  # at each sample of the driver the lower one
+    train(run_dir, reserved)
+    ask_driver(run_dir, np.where(np.arange(80) == 31, 16 * GIB, 9 * GIB))
+    parts = accounts(*grid(run_dir)[:2])
+    peak = parts.loc[parts.drop(columns="elapsed_seconds").sum(axis=1).idxmax()]
+    assert peak["allocated"] + peak["cached"] == 4 * GIB
+    assert peak["non-PyTorch"] == 12 * GIB - OTHER - 100 * MIB
+
+
+def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
+    random = np.random.default_rng(3)
+    reserved = random.integers(4, 12, 2000) * GIB
+    allocated = (reserved * random.uniform(0.2, 0.9, 2000)).astype(np.int64)
+    used = random.integers(6, 14, 80) * GIB
+    train(run_dir, reserved, allocated)
+    ask_driver(run_dir, used)
+    driver, allocators, within = grid(run_dir)
+
+    steps_ns, asked_ns = (
+        np.array([begin_ns(run_dir) + int(s * SECOND_NS) for s in seconds])
+        for seconds in ((np.arange(2000) + 1) * 0.02, (np.arange(80) + 0.4) * 0.5)
+    )
+    most = {}
+    for now in sorted({*steps_ns, *asked_ns}):
+        asked, step = np.searchsorted(asked_ns, now, "right") - 1, np.searchsorted(steps_ns, now, "right") - 1
+        around = used[asked : asked + (1 if asked_ns[asked] == now else 2)]
+        of_driver = around.min() if asked >= 0 else 0
+        seen = max(of_driver, reserved[step] + (OTHER if asked >= 0 else 0)) if step >= 0 else of_driver
+        bucket = (now - within.from_ns) // queries.GRID_STEP_NS
+        most[bucket] = max(most.get(bucket, 0), seen)
+    both = allocators.merge(driver, on="bucket")
+    taken = both[["used_bytes"]].assign(held=both["reserved_bytes"] + OTHER).max(axis=1)
+    found = dict(zip(both["bucket"], taken, strict=True))
+    assert len(found) > 75
+    assert all(most[bucket] == value for bucket, value in list(found.items())[:-1])
+    written = dict(zip(steps_ns.tolist(), zip(reserved.tolist(), allocated.tolist(), strict=True), strict=True))
+    for row in allocators.itertuples():
+        step_ns = steps_ns[np.searchsorted(steps_ns, row.time_ns, "right") - 1]
+        assert (row.reserved_bytes, row.allocated_bytes) == written[step_ns]
+
+
+def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir):
+    train(run_dir, spiked(8 * GIB, 1990, GIB))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    parts = accounts(*grid(run_dir)[:2])
+    assert parts["allocated"].iloc[-2:].tolist() == [7 * GIB, 6 * GIB]
+    assert parts["elapsed_seconds"].iloc[-1] == pytest.approx(42)
+
+
+def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir):
+    train(run_dir, spiked(3 * GIB, 300, 5 * GIB), pid=1, rank=0)
+    train(run_dir, spiked(4 * GIB, 310, 3 * GIB), pid=2, rank=1)
+    train_at = accounts(*grid(run_dir)[:2])  # without a driver: what the allocators hold
+    totals = train_at["allocated"] + train_at["cached"]
+    assert totals.max() == 12 * GIB  # the first one's 8, with the other's 4 of that moment
+    assert set(totals) >= {7 * GIB, 12 * GIB}
+    driver, allocators, _ = grid(run_dir)
+    assert driver.empty
+    assert allocators.groupby("bucket").size().unique().tolist() == [2]
+
+
+def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, run_dir):
+    train(run_dir, np.full(400, 8 * GIB), every=0.1, peaks=(18 * GIB, 20 * GIB))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
+    assert (row["Last"], row["Peak"], row["Headroom at peak"]) == (size(9 * GIB), size(20 * GIB), size(4 * GIB))
+    told = f"between samples too: allocated {size(18 * GIB)}, reserved {size(20 * GIB)}."
+    assert told in texts(at)
+    assert "what PyTorch reserved at its own peak" in texts(at)
+    assert told in texts(open_view(monkeypatch, tmp_path, "gpu_memory"))
+
+
+def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir):
+    train(run_dir, np.full(400, 8 * GIB), every=0.1)
+    ask_driver(run_dir, np.where(np.arange(80) == 40, 15 * GIB, 9 * GIB))
+    row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
+    assert (row["Peak"], row["Headroom at peak"]) == (size(15 * GIB), size(9 * GIB))
+
+
+def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir):
+    train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    assert f"allocated: last {size(6 * GIB)}, peak {size(18 * GIB)}" in texts(
+        open_view(monkeypatch, tmp_path, "oom_risk")
+    )
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    assert f"At the peak of {size(20 * GIB + OTHER)}" in texts(at)
+    rows = at.dataframe[0].value
+    assert rows["Allocated"].tolist() == [size(18 * GIB), size(6 * GIB)]
+    assert rows["Non-PyTorch"].tolist()[0] == "—"
+
+
+def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.CUDA)
+    train(run_dir, np.full(400, 21 * GIB), host="node-b", every=0.1)
+    ask_driver(run_dir, [22 * GIB] * 80, host="node-b")
+    names = [f"GPU 0 of {host}" for host in sorted((HERE, "node-b"))]
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    for name in names:
+        assert f"How near is {name} to its limit?" in texts(at)
+    gpus = dict(zip(names, figures(at), strict=False))
+    assert all(trace_names(gpu) == ["allocated", "reserved", "used, all processes"] for gpu in gpus.values())
+    table = at.dataframe[0].value.set_index("Limit")
+    assert [limit for limit in table.index if limit.startswith("GPU")] == names
+    assert table.loc["GPU 0 of node-b", ["Last", "Peak"]].tolist() == [size(22 * GIB)] * 2
+    assert table.loc["GPU 0 of node-b", "Limit met"] == "no risk found"
+    assert table.loc[f"GPU 0 of {HERE}", "Limit met"].startswith("in")
+    overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
+    assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {size(21 * GIB)}")
+
+
+def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
+    for rank, host in enumerate((HERE, "node-b")):
+        told = {"argv": ["train.py"], "torch": "2.13.0", "parent_pid": 1, "capabilities": {}}
+        who = Identity(host, NO_SUCH_PID, 2000, rank)
+        EventLog(run_dir / "events", who).append("process-start", time_ns=begin_ns(run_dir), **told)
+        train(run_dir, np.full(400, 8 * GIB), host=host, rank=rank, every=0.1)
+        ask_driver(run_dir, [9 * GIB] * 80, host=host)
+    at = open_view(monkeypatch, tmp_path, "oom_risk", rank="1")
+    shown = dict(zip(sorted((HERE, "node-b")), figures(at), strict=False))
+    assert trace_names(shown["node-b"]) == ["allocated, rank 1", "reserved, rank 1", "used, all processes"]
+    assert trace_names(shown[HERE]) == ["used, all processes"]
+
+
+def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.CUDA)
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    assert "How near is GPU 0 to its limit?" in texts(at)
+    assert at.dataframe[0].value["Limit"].iloc[0] == "GPU 0"
+    overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
+    assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")

@@ -1,0 +1,173 @@
+"""What the pages on memory say of processes that start, that die young, and that still run."""
+
+import re
+import socket
+
+import make_run as runs
+import numpy as np
+import pandas as pd
+import pytest
+from make_records import GIB, MIB, NO_SUCH_PID, Writers
+from opened import figures, open_view, texts, trace_names
+
+from app.figures import memory
+from app.theme import LIGHT
+from collector.store.queries import Lines
+from training_harness import layout
+from training_harness.journal import Identity
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
+
+SECOND_NS = 10**9
+MAIN, VICTIM, COLLECTOR = ((NO_SUCH_PID + number, 1000 + number) for number in (0, 50, 60))
+
+
+def sample(run_dir, who, begin_seconds, *values, role=ROLE_MAIN, every=0.5, **more):
+    """More samples of a process; seconds since the first step began, which the run takes 40 s to end from."""
+    host = socket.gethostname()
+    begin_ns = layout.read_manifest(run_dir)["anchors"][host]["time_ns"] + 2 * SECOND_NS
+    agent = Writers(run_dir / "journal", Identity(host, who[0] + 500, 901))
+    for place, value in enumerate(values):
+        sizes = value if isinstance(value, dict) else {"private_dirty_bytes": value, "rss_bytes": value}
+        agent.append(
+            "process",
+            time_ns=begin_ns + int((begin_seconds + place * every) * SECOND_NS),
+            process_pid=who[0],
+            process_start_ticks=who[1],
+            role=role,
+            **{"alive": 1, **more, **sizes},
+        )
+    agent.close()
+
+
+@pytest.fixture(scope="module")
+def peaked(tmp_path_factory):
+    """A healthy run whose main process took 4 GiB to start, with its collector, which grows, and a short worker."""
+    home = tmp_path_factory.mktemp("peaked")
+    run_dir = runs.make_run(home, runs.HEALTHY)
+    sample(run_dir, MAIN, -1.5, *[4 * GIB] * 3)
+    grown = [(100 + each) * MIB for each in range(60)]
+    sample(run_dir, COLLECTOR, 5, *grown, role=ROLE_COLLECTOR)
+    sample(run_dir, VICTIM, 20, 50 * MIB, 90 * MIB, role=ROLE_WORKER, loader=0, worker=2)
+    return home
+
+
+@pytest.fixture(scope="module")
+def bereft(tmp_path_factory):
+    """A killed run with a worker of which RSS alone was read, last 5 s before the end, and gone at the end."""
+    home = tmp_path_factory.mktemp("bereft")
+    run_dir = runs.make_run(home, runs.replace(runs.HEALTHY, exit_status=-9))
+    place = {"role": ROLE_WORKER, "loader": 0, "worker": 2}
+    sample(run_dir, VICTIM, 34, *[{"rss_bytes": 237 * MIB}] * 3, {"alive": 0}, {"alive": 0}, **place)
+    return home
+
+
+def per_minute(text):
+    found = re.fullmatch(r"([+-]?[\d.]+) (KiB|MiB|GiB|B)/min", text)
+    assert found, text
+    return float(found[1]) * {"B": 1 / MIB, "KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
+
+
+def test_to_start_is_no_leak_and_two_samples_are_no_slope(monkeypatch, peaked):
+    at = open_view(monkeypatch, peaked, "leak_timeline")
+    table = at.dataframe[0].value
+    assert table.columns[:2].tolist() == ["Process", "Slope"]
+    slopes = table.set_index("Process")["Slope"]
+    assert abs(per_minute(slopes["main"])) < 5
+    assert slopes["loader 0 worker 2"] == "—"
+    assert per_minute(slopes["collector"]) == pytest.approx(120, rel=0.02)
+    assert table["Process"].iloc[-1] == "collector"
+    assert "from the first step on, 2.1 s to 42 s after the run was made" in texts(at)
+    assert "fewer than 12" in texts(at)
+
+
+def test_a_trend_that_only_rss_tells_of_is_called_so(monkeypatch, made):
+    table = open_view(monkeypatch, made["no-smaps"], "leak_timeline").dataframe[0].value
+    assert table["Slope"].str.endswith("/min (RSS)").all()
+
+
+def test_the_total_says_whom_it_lacks(monkeypatch, bereft):
+    at = open_view(monkeypatch, bereft, "leak_timeline")
+    assert "moments, without loader 0 worker 2, of which no PSS was read." in texts(at)
+
+
+def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
+    at = open_view(monkeypatch, bereft, "post_mortem")
+    lines = figures(at)[0]
+    assert trace_names(lines)[-1] == "loader 0 worker 2 (RSS)"
+    assert [trace["line"]["dash"] for trace in lines["data"]] == ["solid", "solid", "solid", "dash"]
+    assert lines["layout"]["yaxis"]["title"]["text"].startswith("PSS, dashed RSS")
+    assert "No PSS was read of loader 0 worker 2: RSS is drawn, which counts shared pages fully." in texts(at)
+    victim = at.dataframe[0].value.set_index("Process").loc["loader 0 worker 2"]
+    assert victim[["PSS, highest", "PSS, last"]].tolist() == ["237 MiB (RSS)"] * 2
+    assert "(RSS): no PSS was read of it" in texts(at)
+
+
+def test_last_seen_is_when_it_lived_to_a_tenth_of_a_second(monkeypatch, bereft):
+    table = open_view(monkeypatch, bereft, "post_mortem").dataframe[0].value.set_index("Process")
+    assert table["Last seen before the end"].str.fullmatch(r"\d+\.\d s").all()
+    assert table.loc["loader 0 worker 2", ["Last seen before the end", "Exit seen"]].tolist() == ["5.0 s", "yes"]
+
+
+def test_a_run_that_goes_on_has_no_end(monkeypatch, tmp_path):
+    runs.make_run(tmp_path, runs.LIVE)
+    at = open_view(monkeypatch, tmp_path, "post_mortem")
+    labels = [metric.label for metric in at.metric]
+    assert "So far" in labels
+    assert not {"Lasted", "Ended with"} & {*labels}
+    table = at.dataframe[0].value
+    assert table["Last seen"].str.fullmatch(r"\d+\.\d s ago").all()
+    assert set(table["State"]) == {"alive"}
+    assert not [column for column in table.columns if "end" in column.lower() or "Exit" in column]
+
+
+def _per_process(seconds, starts, *, resident=None):
+    places = pd.DataFrame(
+        {
+            "series": "w",
+            "restart": [False] + [True] * len(starts),
+            "first_seconds": [0.0, *starts],
+            "pss_bytes": np.nan if resident else 1.0,
+            "rss_bytes": 1.0,
+        }
+    )
+    points = pd.DataFrame({"series": "w", "elapsed_seconds": seconds, "value": 3.0 * MIB})
+    lines = Lines(points=points, samples_count=len(points))
+    none = Lines(points=points[:0], samples_count=0)
+    drawn = (none, lines) if resident else (lines, None)
+    return memory.per_process(drawn[0], places, LIGHT, metric="pss_bytes", revision="r", resident=drawn[1])
+
+
+def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
+    chart = _per_process([0.0, 1.0, 2.0, 40.0], [2.0, 10.0, 20.0, 40.0])
+    line, alone, restarted = chart.figure.data
+    assert list(restarted.x) == [2.0, 10.0, 20.0, 40.0]
+    assert list(restarted.y) == [3.0, 0.0, 0.0, 3.0]  # nobody sampled near the second and the third
+    assert (alone.mode, list(alone.x), alone.showlegend) == ("markers", [2.0, 40.0], False)
+    assert alone.legendgroup == line.legendgroup
+    assert line.showlegend is not False
+
+
+def test_a_line_without_a_gap_has_no_dots():
+    assert len(_per_process([0.0, 1.0, 2.0, 3.0], []).figure.data) == 1
+
+
+def test_a_chart_of_rss_alone_has_its_scale_and_its_words():
+    chart = _per_process([0.0, 1.0, 2.0], [], resident=True)
+    (line,) = chart.figure.data
+    assert (line.name, line.line.dash, line.y[0]) == ("w (RSS)", "dash", 3.0)
+    assert "No PSS was read of w: RSS is drawn" in chart.caption
+
+
+def test_many_are_counted_and_part_of_a_place_is_told():
+    places = pd.DataFrame({"series": list("aabc"), "pss_bytes": [1.0, np.nan, np.nan, 2.0], "rss_bytes": 1.0})
+    assert memory.unread(places, "pss_bytes") == "1 of 2 processes of a and b"
+    many = pd.DataFrame({"series": [f"w{n}" for n in range(9)], "pss_bytes": np.nan, "rss_bytes": 1.0})
+    assert memory.unread(many, "pss_bytes") == "9 of 9 processes"
+    assert memory.unread(places.assign(pss_bytes=1.0), "pss_bytes") == ""
+
+
+def test_each_sentence_of_the_stack_begins_with_a_capital():
+    table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [1.0 * GIB]})
+    more = {"capacity_bytes": 24 * GIB, "capacity_name": "host memory", "title": "?", "revision": "r"}
+    caption = memory.by_role(table, LIGHT, metric="pss_bytes", **more).caption
+    assert "moments. Host memory: 24 GiB" in caption
