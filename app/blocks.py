@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explained
 from collector.diagnosis.findings import KINDS, Finding, Holder
 from collector.quantities import percent, quantity
-from collector.wording import eta, kept, label, locus, more, title
+from collector.wording import eta, kept, label, locus, more, since, title
 
 #: severity -> (icon, word, badge colour): never a colour alone.
 SEVERITY = {
@@ -129,11 +129,11 @@ def draw(block: Block, key: str) -> None:
                         alt=block.alt,
                     )
                 if block.caption:
-                    st.caption(block.caption)
+                    st.caption(plain(block.caption))
         case Metrics():
             with st.container(horizontal=True):
                 for item in block.items:
-                    st.metric(item.label, item.value, help=item.help, border=True)
+                    st.metric(plain(item.label), plain(item.value), help=plain(item.help), border=True)
         case Table():
             height: Literal["content", "auto"] = "content" if len(block.frame) <= _WHOLE_ROWS else "auto"
             st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
@@ -143,11 +143,11 @@ def draw(block: Block, key: str) -> None:
                 made = partial(sheet, block.frame)
                 st.download_button("CSV", made, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
-                    st.caption(block.caption)
+                    st.caption(plain(block.caption))
         case Note():
             st.caption(f"{block.icon} {plain(block.text)}")
             if block.command:
-                st.code(block.command, language="bash")
+                st.code(block.command, language="bash", wrap_lines=True)
         case Findings():
             _draw_findings(block)
         case Widget():
@@ -225,10 +225,13 @@ def _draw_finding(finding: Finding, *, link: bool, said: bool) -> None:
             st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
             st.markdown(f"**{title(finding)}**", width="content")
             where = locus(finding.locus)
-            since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
             st.caption(
                 plain(
-                    " · ".join(part for part in (where, since, f"confidence {percent(finding.confidence)}") if part)
+                    " · ".join(
+                        part
+                        for part in (where, since(finding), f"confidence {percent(finding.confidence)}")
+                        if part
+                    )
                 ),
                 width="content",
             )
@@ -244,9 +247,9 @@ def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
     for holder in finding.held_by:
-        st.markdown(f":material/code: Held by `{holder.site}` {plain(grown(holder))}")
+        st.markdown(f":material/code: {plain(f'Held by `{holder.site}` {grown(holder)}')}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")
-    if measured := [f"{name} **{plain(value)}** ({plain(seen)})" for name, value, seen in evidence(finding)]:
+    if measured := [f"{plain(name)} **{plain(value)}** ({plain(seen)})" for name, value, seen in evidence(finding)]:
         st.caption("Measured: " + "; ".join(measured))

@@ -7,8 +7,14 @@ from datetime import UTC, datetime, tzinfo
 
 GIB = 2**30
 MIB = 2**20
-#: A piece of code, which stays one, or what Markdown and Streamlit's directives make something of.
-_MARKUP = re.compile(r"(?<!`)`(?!`)[^`]+`(?!`)|([\\`*\[\]<$~&]|(?<![^\W_])_|_(?![^\W_])|:(?=[a-z]))")
+#: A piece of code, which stays one; an address, which becomes one, since Markdown makes it a link however it is
+#: escaped; or what Markdown and Streamlit's directives make something of.
+_MARKUP = re.compile(
+    r"(?<!`)`(?!`)[^`]+`(?!`)"
+    r"|(?P<address>(?:https?://|www\.)[^\s`]+|[-.+\w]+@[-\w]+(?:\.[-\w]+)+)"
+    r"|(?P<sign>[\\`*\[\]<$~&]|(?<![^\W_])_|_(?![^\W_])|:(?=[a-z]))",
+    re.IGNORECASE,
+)
 
 
 def byte_axis(top_bytes: float) -> tuple[int, str]:
@@ -29,4 +35,10 @@ def one_line(error: BaseException) -> str:
 
 def plain(text: str) -> str:
     """A text that others had a part in, for Markdown: no link, image or heading comes of it; `code` stays code."""
-    return _MARKUP.sub(lambda found: f"\\{found[1]}" if found[1] else found[0], " ".join(text.split()))
+
+    def inert(found: re.Match[str]) -> str:
+        if found["address"]:
+            return f"`{found[0]}`"
+        return f"\\{found[0]}" if found["sign"] else found[0]
+
+    return _MARKUP.sub(inert, " ".join(text.split()))

@@ -64,15 +64,13 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
     try:
         found = list_runs(home)
     except Exception as error:  # noqa: BLE001 - whatever it is, the reader needs one line, not a traceback
-        st.error(
-            f"Cannot read the runs in {home}: {one_line(error)}. Mend it, or set TIDEGAUGE_HOME to another home.",
-            icon=":material/error:",
-        )
+        why = f"Cannot read the runs in {home}: {one_line(error)}."
+        st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
         st.code("tidegauge doctor", language="bash")
         return None
     if not found:
         st.subheader("No runs yet", anchor=False)
-        st.markdown(f"Nothing has been recorded in `{home}`. Start a training under Tidegauge:")
+        st.markdown(plain(f"Nothing has been recorded in `{home}`. Start a training under Tidegauge:"))
         st.code(QUICK_START, language="bash")
         return None
     with st.container(horizontal=True, vertical_alignment="bottom"):

@@ -25,7 +25,7 @@ from collector.store import queries
 from collector.store.queries import Extent
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run
-from collector.wording import eta, locus, title
+from collector.wording import eta, locus, since, title
 
 _STYLE = """
 :root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;
@@ -39,6 +39,18 @@ dl { display: flex; flex-wrap: wrap; gap: .75rem } dl div { border: 1px solid #E
 dd { margin: 0; font-size: 1.25rem } table { border-collapse: collapse; display: block; overflow-x: auto }
 th, td { border: 1px solid #E5E7EB; padding: .25rem .5rem; text-align: left }
 pre { background: #F4F6F8; padding: .5rem }
+"""
+#: Plotly leaves out where a mark leads in a page that comes from a file (its svg_text_utils.js knows no `file:`).
+_LINKS = """
+function tidegaugeLinks(id) {
+  const plot = document.getElementById(id);
+  const link = () => plot.querySelectorAll(".annotation a").forEach(mark => {
+    const text = plot.layout.annotations[mark.closest(".annotation").dataset.index].text;
+    mark.setAttribute("href", /href="(#[^"]+)"/.exec(text)[1]);
+  });
+  plot.on("plotly_afterplot", link);
+  link();
+}
 """
 #: Nothing is fetched from anywhere.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -65,7 +77,8 @@ def render(run: Run, verdict: Verdict) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tidegauge: {name}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>"
+        f"<title>Tidegauge: {name}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
+        f"<script>{_LINKS}</script></head><body>"
         f"<h1>{name}: {verdict.status}</h1>"
         + "".join(f"<p>Not read: {_text(problem)}</p>" for problem in problems)
         + f"<nav>{links}</nav>{nothing}{''.join(sections)}</body></html>\n"
@@ -100,7 +113,10 @@ def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: V
 def _block(block: Block) -> Iterator[str]:
     match block:
         case Chart():
-            figure = plotly.io.to_html(block.figure, full_html=False, include_plotlyjs=False, config=CONFIG)
+            links = "tidegaugeLinks('{plot_id}')"
+            figure = plotly.io.to_html(
+                block.figure, full_html=False, include_plotlyjs=False, config=CONFIG, post_script=links
+            )
             yield f'<article><h3>{escape(block.title)}</h3><figure role="img" aria-label="{escape(block.alt)}">'
             yield f'{figure}</figure><p class="quiet">{_text(block.caption)}</p></article>'
         case Metrics():
@@ -123,8 +139,7 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _finding(finding: Finding, *, said: bool) -> str:
-    since = "" if finding.since_step is None else f"since step {finding.since_step:,}"
-    where = [locus(finding.locus), since, f"confidence {percent(finding.confidence)}"]
+    where = [locus(finding.locus), since(finding), f"confidence {percent(finding.confidence)}"]
     parts = [
         f'<article class="{finding.severity}"><h3>{SEVERITY[finding.severity][1]}: {escape(title(finding))}</h3>',
         f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p>',

@@ -1,18 +1,20 @@
-"""What is marked on the figures over time: where epochs begin, and since when a finding holds."""
+"""What is marked on the figures over time: epochs, restarts of the job, and since when a finding holds."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from app.blocks import evidence_page, needs_attention
 from app.figures.marks import Mark
-from app.pages import Page
+from app.pages import POST_MORTEM, Page
 from collector.diagnosis.findings import Finding
-from collector.store import moment_queries
+from collector.store import loading_queries, moment_queries
 from collector.store.queries import Queryable, Span
+from collector.wording import since as words_since
 
-#: More labels would hide the figure.
-MAX_FINDINGS = 4
+#: More labels would leave the figure no room: of findings the gravest, of restarts the last.
+MAX_FINDINGS, MAX_RESTARTS = 4, 2
 
 
 def epochs(snapshot: Queryable, within: Span) -> list[Mark]:
@@ -23,6 +25,20 @@ def epochs(snapshot: Queryable, within: Span) -> list[Mark]:
         Mark(at_seconds=at, words=f"loader {loader} epoch {epoch}" if several else f"epoch {epoch}")
         for at, loader, epoch in begun.itertuples(index=False)
     ]
+
+
+def restarts(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
+    """When a launcher began the job anew, with the way to what ended the attempt before."""
+    begun: dict[int, int] = {}
+    for event in loading_queries.starts(snapshot).query("kind == 'process-start'").to_dict("records"):
+        attempt = json.loads(event["body"]).get("attempt")
+        if attempt is not None:
+            begun.setdefault(int(attempt), int(event["time_ns"]))  # in order of time
+    later = sorted(begun.items())[1:]
+    return [
+        Mark(at_seconds=(time_ns - within.origin_ns) / 1e9, words=f"restart {number}", address=address(POST_MORTEM))
+        for number, (_, time_ns) in enumerate(later, start=1)
+    ][-MAX_RESTARTS:]
 
 
 def since(
@@ -44,7 +60,7 @@ def since(
     return [
         Mark(
             at_seconds=at,
-            words=f"{finding.kind} since step {finding.since_step:,}",
+            words=f"{finding.kind} {words_since(finding)}",
             address=address(evidence_page(finding.kind)),
         )
         for finding, at in zip(chosen, times, strict=True)

@@ -183,7 +183,6 @@ def _along(block: Block, moment: Moment) -> Block:
 
 def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
     findings = moment.verdict.findings if moment.verdict else ()
-    return (
-        marks.epochs(moment.snapshot, moment.span),
-        marks.since(findings, moment.snapshot, moment.span, moment.address),
-    )
+    what = moment.snapshot, moment.span
+    told = [*marks.restarts(*what, moment.address), *marks.since(findings, *what, moment.address)]
+    return marks.epochs(*what), told

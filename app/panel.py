@@ -28,14 +28,21 @@ from collector.store.runs import Run
 REFRESH_SECONDS = 1
 SELECTION = "tidegauge-selection"
 _PICTURE = "tidegauge-picture"
-#: A chart whose data change is a new chart to Streamlit, and its zoom is gone: so who takes hold of one pauses.
+#: A chart whose data change is a new chart to Streamlit: its zoom, what was hidden and the focus are gone. So who
+#: takes hold of one, or comes to it by the keyboard, pauses. A finger may be about to scroll.
 _PAUSE_ON_TOUCH = """<script>
 if (!window.tidegaugePauses) {
   window.tidegaugePauses = true;
-  document.addEventListener("pointerdown", (event) => {
+  const pause = () => {
     const live = document.querySelector(".st-key-live input");
-    if (event.pointerType === "mouse" && event.target.closest(".js-plotly-plot .draglayer") && live?.checked
-        && document.querySelector(".st-key-follows")) live.click();
+    if (live?.checked && document.querySelector(".st-key-follows")) live.click();
+  };
+  document.addEventListener("pointerdown", (event) => {
+    const held = event.target.closest(".js-plotly-plot :is(.draglayer, .legend)");
+    if (held && (event.pointerType === "mouse" || held.matches(".legend"))) pause();
+  }, true);
+  document.addEventListener("focusin", (event) => {
+    if (event.target.matches(".js-plotly-plot :focus-visible")) pause();
   }, true);
 }
 </script>"""
@@ -70,7 +77,7 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
     status, awaits_still = status_of(run), _awaits(selection)
     if (live and status != "running") or (awaits and not awaits_still and not live):
         st.rerun()  # the whole page, without the timer
-    loader = st.session_state.get(LOADER)
+    loader = st.session_state.get(LOADER, _asked_loader())  # the control comes with the first picture
     asked = (view.name, replace(selection, live=False), theme, loader)
     picture, was_live = _kept(asked)
     if picture is None or picture.awaits != awaits_still:
@@ -95,6 +102,12 @@ def _refresh(view: View, selection: Selection, live: bool, awaits: bool) -> None
         drawing.go_on(picture)
         drawing.end(picture)
         st.session_state[_PICTURE] = asked, picture, live
+
+
+def _asked_loader() -> int | None:
+    """The DataLoader of the address."""
+    asked = st.query_params.get(LOADER, "")
+    return int(asked) if asked.isdecimal() else None
 
 
 def _awaits(selection: Selection) -> bool:

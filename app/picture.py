@@ -117,8 +117,8 @@ class Drawing:
                 sorted(picture.loaders),
                 default=picture.loaders[0],
                 required=True,
-                format_func=lambda number: f"loader {number}",
                 key=LOADER,
+                bind="query-params",
             )
         return problems
 

@@ -91,7 +91,7 @@ def draw_status(
         say, command = _NEXT[state]
         with st.popover("Terminal", icon=":material/terminal:", type="tertiary"):
             st.caption(say)
-            st.code(command.format(run=shlex.quote(run_id)), language="bash")
+            st.code(command.format(run=shlex.quote(run_id)), language="bash", wrap_lines=True)
 
 
 def draw_problems(problems: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ def draw_problems(problems: Sequence[str]) -> None:
 def draw_failure(what: str, run_id: str) -> None:
     """Why a run cannot be shown, and what tells more."""
     st.error(plain(what), icon=":material/error:")
-    st.code(f"{_DOCTOR}\ntidegauge report {shlex.quote(run_id)}", language="bash")
+    st.code(f"{_DOCTOR}\ntidegauge report {shlex.quote(run_id)}", language="bash", wrap_lines=True)
 
 
 def draw_no_records(status: str) -> None:

@@ -13,20 +13,26 @@ from app.figures.base import Chart
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
-from collector.quantities import known, number, percent, quantity, size
+from collector.quantities import number, percent, size
 
 _MOST_PREFETCH = 8
 _LINE_WORKERS = 16
 _KEPT = 8
 
 
-def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None:
-    """Draw the sliders, and below them the throughput, the waiting and the host memory of what they say."""
+def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str) -> None:
+    """Draw the sliders, and below them the throughput, the waiting and the host memory of what they say.
+
+    `of` says of which rank (` of rank 1`), empty where there are none.
+    """
     own = outlook.measured.setting
     most = max(8, 2 * own.num_workers, *(option.setting.num_workers for option in outlook.options))
     start = outlook.best.setting if outlook.best else own
     st.subheader("What would other settings give?", anchor=False)
-    st.caption("By a replay of the last batches of this run: docs/tuning.md says what it cannot know.")
+    st.caption(
+        f"By a replay of the last batches{of or ' of this run'}: docs/tuning.md says what it cannot know. "
+        + _begin(outlook)
+    )
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
         workers = st.slider("num_workers", 1, most, max(1, start.num_workers), key=f"{key}-workers", width=320)
         depth = max(_MOST_PREFETCH, own.prefetch_factor)
@@ -36,7 +42,7 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None
         )
         in_order = st.toggle("in order", own.in_order, key=f"{key}-order", help=help)
     chosen = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
-    metrics, by_workers, front = _predicted(outlook, chosen, most, theme, revision)
+    metrics, by_workers, front = _predicted(outlook, chosen, most, theme, of, revision)
     draw(metrics, f"{key}-figures")
     left, right = st.columns(2)
     with left:
@@ -47,15 +53,23 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, revision: str) -> None
 
 @lru_cache(_KEPT)
 def _predicted(
-    outlook: Forecast, setting: Setting, most: int, theme: Theme, revision: str
+    outlook: Forecast, setting: Setting, most: int, theme: Theme, of: str, revision: str
 ) -> tuple[Metrics, Chart, Chart]:
     """What a setting gives, kept: most refreshes have the same forecast, and the replay takes long."""
     chosen, *line = outlook.at([setting, *_beside(setting, most)])
     return (
-        Metrics(items=_metrics(outlook, chosen)),
-        figures.by_workers(line, chosen, outlook, theme, revision=revision),
+        Metrics(items=_metrics(outlook, chosen, of)),
+        figures.by_workers(line, chosen, outlook, theme, of=of, revision=revision),
         figures.front(outlook, chosen, theme, revision=revision),
     )
+
+
+def _begin(outlook: Forecast) -> str:
+    """Where the sliders stand before anybody moves them."""
+    if outlook.best is not None:
+        return f"The sliders begin at what is recommended: {figures.words(outlook.best.setting)}."
+    start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
+    return f"Nothing better was found than the setting of this run: the sliders begin at {start}."
 
 
 def _beside(setting: Setting, most: int) -> list[Setting]:
@@ -65,25 +79,20 @@ def _beside(setting: Setting, most: int) -> list[Setting]:
     return [replace(setting, num_workers=number) for number in numbers]
 
 
-def _metrics(outlook: Forecast, chosen: Option) -> list[Metric]:
-    own, samples = outlook.own, outlook.measured.samples_per_batch
-    per_batch, unit = (samples, "samples") if known(samples) else (1.0, "batches")
+def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
+    own, (per_batch, unit) = outlook.own, figures.rate_unit(outlook)
     rates = [rate * per_batch for rate in (chosen.batches_per_second, chosen.low, chosen.high)]
+    interval = f"{number(rates[1])} to {number(rates[2])} {unit}"
     fits = "" if chosen.fits else " It does not fit into what is free."
     return [
         Metric(
-            label="Throughput",
-            value=quantity(rates[0], f"{unit}/second"),
-            help=f"90 % interval {number(rates[1])} to {number(rates[2])}; now "
-            f"{quantity(outlook.measured.batches_per_second * per_batch, f'{unit}/second')}",
+            label=f"Throughput{of}",
+            value=f"{number(rates[0])} {unit}",
+            help=f"90 % interval {interval}; now {number(outlook.measured.batches_per_second * per_batch)} {unit}",
         ),
+        Metric(label="90 % interval", value=interval, help="Of the throughput"),
         Metric(
-            label="90 % interval",
-            value=f"{number(rates[1])} to {number(rates[2])}",
-            help=f"Of the {unit} per second",
-        ),
-        Metric(
-            label="Waiting",
+            label="Waiting, predicted",
             value=percent(chosen.wait_ratio),
             help=f"Share of the loop's time in the DataLoader; now {percent(outlook.measured.wait_ratio)}",
         ),

@@ -183,8 +183,7 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
 
 
 def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
-    where = wording.locus(finding.locus)
-    since = "" if finding.since_step is None else f"since step {number(finding.since_step)}"
+    where, since = wording.locus(finding.locus), wording.since(finding)
     if where or since:
         yield "where", ", ".join(part for part in (where, since) if part)
     if finding.evidence:

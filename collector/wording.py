@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from collector.diagnosis.findings import Eta, Finding, Holder, Locus
+from collector.diagnosis.findings import KINDS, Eta, Finding, Holder, Locus
 from collector.quantities import MISSING, duration, number, percent, size, until
 
 _UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
@@ -107,7 +107,7 @@ def stall(exposed: Mapping[str, Any]) -> str:
     enough = next((each for each in stages if each["enough_seconds"] is not None), None)
     if enough is not None:
         now, then = duration(enough["batch_seconds"]), duration(enough["enough_seconds"])
-        return f"{words}, hardly any if {part(enough['stage'])} took {then} per batch instead of {now}"
+        return f"{words}, hardly any if {subject(enough['stage'])} took {then} per batch instead of {now}"
     free = min(
         (each for each in stages if each["free_wait_ratio"] is not None),
         key=lambda each: each["free_wait_ratio"],
@@ -115,12 +115,17 @@ def stall(exposed: Mapping[str, Any]) -> str:
     )
     if free is None:
         return words
-    return f"{words}, still {percent(free['free_wait_ratio'])} of the time if {part(free['stage'])} took nothing"
+    return f"{words}, still {percent(free['free_wait_ratio'])} of the time if {subject(free['stage'])} took nothing"
 
 
 def part(name: str) -> str:
     """A stage or another part of a wait, in words."""
     return _PARTS.get(name, name)
+
+
+def subject(name: str) -> str:
+    """The same as the subject of a sentence."""
+    return f"the {part(name)}" if name == "other" else part(name)
 
 
 def title(finding: Finding) -> str:
@@ -135,3 +140,10 @@ def label(name: str) -> str:
     for unit in _UNITS_IN_NAMES:
         name = name.removesuffix(unit)
     return " ".join(_WRITTEN.get(word, word) for word in name.split("_"))
+
+
+def since(finding: Finding) -> str:
+    """From which step on it holds, or at which one a process died of it; empty if no step is known."""
+    if finding.since_step is None:
+        return ""
+    return f"{'at' if KINDS[finding.kind] == 'death' else 'since'} step {finding.since_step:,}"

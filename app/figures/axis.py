@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from app.figures.base import HOVERED_SECONDS, Chart
+from app.figures.base import HOVERED_SECONDS, Chart, hovered
 from app.figures.memory import ELAPSED
 
 Axis = Literal["elapsed", "step"]
@@ -30,9 +30,14 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     own = own_axis(chart)
     if own is None or own == axis or len(clock) < 2:
         return chart
+    known = clock[own]
     for trace in chart.figure.data:
-        trace.x = moved(trace.x, own, axis, clock)
+        x = np.asarray(trace.x, dtype=np.float64)
+        if own == "step":  # of a long run the clock begins after some steps, the slowest perhaps among them
+            x = x.clip(known.iloc[0], known.iloc[-1])
+        trace.x = moved(x, own, axis, clock)
     chart.figure.layout.xaxis.title.text = _TITLES[axis]
+    chart.figure.layout.xaxis.unifiedhovertitle.text = hovered(_TITLES[axis])
     return chart
 
 
@@ -51,6 +56,7 @@ def in_unit(chart: Chart, seconds: float) -> Chart:
         if mark.xref == "x":
             for place in {"x", "x0", "x1"} & set(mark):
                 mark[place] /= length
+    chart.figure.layout.xaxis.unifiedhovertitle.text = f"%{{x:,.2f}} {name}"
     title.text = title.text.replace("(s)", f"({name})")
     return chart
 

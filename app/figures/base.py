@@ -70,18 +70,24 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
                 "orientation": "h",
                 "x": 0,
                 "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
+                "yref": "container",
+                "y": 1,
+                "yanchor": "top",
                 "traceorder": "normal",
                 "bgcolor": "rgba(0, 0, 0, 0)",  # of several rows it may reach into the figure: it hides no line
             },
             "uirevision": revision,
-            "xaxis": {"title": axis_title(x_title), **axis},
+            "xaxis": {"title": axis_title(x_title), "unifiedhovertitle": {"text": hovered(x_title)}, **axis},
             "yaxis": {"title": axis_title(y_title), "rangemode": "tozero", "automargin": True, **axis},
         }
     )
     figure.layout.template = None  # an empty one would be written too, and Plotly draws twice as long with any
     return figure
+
+
+def hovered(x_title: str) -> str:
+    """What stands above the values on hover: x with its unit, which the title has."""
+    return HOVERED_SECONDS if x_title.endswith("(s)") else "step %{x:,.0f}" if x_title == "step" else "%{x}"
 
 
 def axis_style(theme: Theme) -> dict[str, Any]:

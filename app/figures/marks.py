@@ -16,8 +16,10 @@ from app.theme import Theme
 
 #: More epochs than this would be a bar of ticks.
 MAX_EPOCHS = 100
-#: Of the height: a tick, how far below another a label stands, and what is below a limit at the top.
-_TICK, _BELOW, _UNDER_LIMIT = 0.04, 0.09, 0.86
+#: Of the height: a tick.
+_TICK = 0.04
+#: Pixels: what a label takes of the height, above the figure, where it hides nothing.
+_ROW = 19
 #: Of the width: a letter of a tick's label, in the narrowest figures, and the edge, where an epoch parts nothing.
 _LETTER, _EDGE = 0.016, 0.01
 
@@ -59,9 +61,10 @@ def marked(
 
     begun = [(at, mark) for at, mark in placed(epochs) if at > low + _EDGE * (high - low)]
     told = placed(findings)
-    top = _UNDER_LIMIT if chart.figure.layout.annotations else 1.0
-    shapes = [_line(at, 1.0, theme, width=1.4, dash="dot") for at, _ in told]
-    labels = [_label(mark, at, top - _BELOW * place, low, high, theme) for place, (at, mark) in enumerate(told)]
+    row = _make_room(chart.figure.layout, len(told))
+    tops = [1 + row * (len(told) - 1 - place) for place in range(len(told))]
+    shapes = [_line(at, top, theme, width=1.4, dash="dot") for top, (at, _) in zip(tops, told, strict=True)]
+    labels = [_label(mark, at, top, low, high, theme) for top, (at, mark) in zip(tops, told, strict=True)]
     caption = chart.caption
     if len(begun) > MAX_EPOCHS:
         caption += f" {len(begun):,} epochs began meanwhile, too many to mark."
@@ -72,6 +75,14 @@ def marked(
     layout.shapes, layout.annotations = (*layout.shapes, *shapes), (*layout.annotations, *labels)
     takeaway = " ".join([chart.takeaway, *(f"Marked: {mark.words}." for _, mark in told)]).strip()
     return replace(chart, caption=caption, takeaway=takeaway)
+
+
+def _make_room(layout: Any, rows_count: int) -> float:
+    """Lower the top of the figure by so many rows of labels, and give the height of one, of what is left."""
+    low, high = layout.yaxis.domain or (0.0, 1.0)
+    row: float = _ROW / (layout.height - layout.margin.t - layout.margin.b)
+    layout.yaxis.domain = (low, high - rows_count * row)
+    return row / (high - rows_count * row - low)
 
 
 def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any]:
@@ -90,10 +101,11 @@ def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any
 def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Theme) -> dict[str, Any]:
     """Towards the middle, so that the edge cuts none. Plotly makes HTML of it."""
     words = escape(mark.words, quote=False)
-    link = f'<a href="{escape(mark.address)}" target="_self"><u>{words}</u></a>' if mark.address else words
+    style = f"color:{theme.text}"  # Plotly's own blue is too faint for small letters
+    link = f'<a href="{escape(mark.address)}" target="_self" style="{style}"><u>{words}</u></a>'
     anchor = "left" if at - low < (high - low) / 2 else "right"
-    style = {"size": 12, "color": theme.text}
-    return _text(at, link, theme, font=style, xanchor=anchor, y=y, yanchor="top")
+    font = {"size": 12, "color": theme.text}
+    return _text(at, link if mark.address else words, theme, font=font, xanchor=anchor, y=y, yanchor="bottom")
 
 
 def _named(begun: Sequence[tuple[float, Mark]], low: float, high: float, theme: Theme) -> Iterator[dict[str, Any]]:
@@ -102,7 +114,7 @@ def _named(begun: Sequence[tuple[float, Mark]], low: float, high: float, theme: 
     for at, mark in begun:
         width = len(mark.words) * _LETTER * (high - low)
         if free <= at <= high - width:
-            style = {"size": 10, "color": theme.quiet}
+            style = {"size": 10, "color": theme.text}
             yield _text(at, escape(mark.words), theme, font=style, xanchor="left", y=0, yanchor="bottom")
             free = at + width
 

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.figures.base import Chart, Trace, blank, faint, line
-from app.format import GIB
+from app.format import byte_axis
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
-from collector.quantities import known, percent, quantity, size
+from collector.quantities import known, number, percent, size
 
 
 def by_workers(
-    options: Sequence[Option], chosen: Option, outlook: Forecast, theme: Theme, *, revision: str
+    options: Sequence[Option], chosen: Option, outlook: Forecast, theme: Theme, *, of: str = "", revision: str
 ) -> Chart:
-    """Throughput by number of workers, everything else as chosen, with its interval."""
-    figure = blank(theme, x_title="num_workers", y_title="throughput (batches/s)", revision=revision)
+    """Throughput by number of workers, everything else as chosen, with its interval; `of` says of which rank."""
+    per_batch, unit = rate_unit(outlook)
+    figure = blank(theme, x_title="num_workers", y_title=f"throughput{of} ({unit})", revision=revision)
     x = np.array([option.setting.num_workers for option in options], dtype=np.float64)
-    low, high = (np.array([getattr(option, name) for option in options]) for name in ("low", "high"))
+    low, high = (per_batch * np.array([getattr(option, name) for option in options]) for name in ("low", "high"))
     figure.add_trace(
         {
             "type": "scatter",
@@ -31,34 +32,37 @@ def by_workers(
             "mode": "lines",
             "fillcolor": faint(theme.allocated),
             "line": {"width": 0},
-            "hoverinfo": "skip",
+            "hoverinfo": "skip",  # an outline has no value at x: the line below says the interval
         }
     )
-    rates = [option.batches_per_second for option in options]
-    figure.add_trace(line("predicted", x, rates, theme.allocated, "batches/s", mode="lines+markers"))
+    rates = [option.batches_per_second * per_batch for option in options]
+    predicted = line("predicted", x, rates, theme.allocated, unit, mode="lines+markers")
+    figure.add_trace(_said(predicted, [_interval(option, per_batch) for option in options]))
     measured = outlook.measured
-    now = [float(measured.setting.num_workers)], [measured.batches_per_second]
-    figure.add_trace(_mark("measured", *now, theme.reserved, "diamond", "batches/s"))
-    then = [float(chosen.setting.num_workers)], [chosen.batches_per_second]
-    figure.add_trace(_mark("chosen", *then, theme.host, "circle", "batches/s"))
+    now = [float(measured.setting.num_workers)], [measured.batches_per_second * per_batch]
+    figure.add_trace(_mark("measured", *now, theme.reserved, "diamond", unit))
+    then = [float(chosen.setting.num_workers)], [chosen.batches_per_second * per_batch]
+    figure.add_trace(_said(_mark("chosen", *then, theme.host, "circle", unit), [_interval(chosen, per_batch)]))
     figure.update_xaxes(dtick=1 if x.max() <= 16 else None)
     return Chart(
         title="How much faster would it be?",
         figure=figure,
         caption=f"By the replay, with {words(chosen.setting, workers=False)}.",
-        takeaway=f"{_rate(chosen)} with {words(chosen.setting)}, {_rate(outlook.own)} as it is.",
+        takeaway=f"{number(chosen.batches_per_second * per_batch)} {unit} with {words(chosen.setting)}, "
+        f"{number(outlook.own.batches_per_second * per_batch)} {unit} as it is.",
     )
 
 
 def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> Chart:
     """Waiting against host memory; in batches in flight where the memory is not known."""
     in_bytes = known(outlook.own.memory_bytes)
-    unit = "GiB" if in_bytes else "batches"
-    title = "host memory of the loop (GiB)" if in_bytes else "batches in flight (count)"
+    shown = [*outlook.options, outlook.own, chosen]
+    unit_bytes, unit = byte_axis(max((o.memory_bytes for o in shown if known(o.memory_bytes)), default=0.0))
+    title = f"host memory of the loop ({unit})" if in_bytes else "batches in flight (count)"
     figure = blank(theme, x_title=title, y_title="waiting (% of the time)", revision=revision)
 
     def place(options: Sequence[Option]) -> tuple[list[float], list[float]]:
-        x = [o.memory_bytes / GIB if in_bytes else float(o.setting.in_flight) for o in options]
+        x = [o.memory_bytes / unit_bytes if in_bytes else float(o.setting.in_flight) for o in options]
         return x, [o.wait_ratio * 100 for o in options]
 
     for name, options, colour, symbol in (
@@ -67,7 +71,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> 
     ):
         if options:
             trace = _mark(name, *place(options), colour, symbol, "%", size=8)
-            figure.add_trace({**trace, "text": [words(o.setting) for o in options]})
+            figure.add_trace(_said(trace, [words(o.setting) for o in options]))
     best = outlook.front
     figure.add_trace(line("least waiting for the memory", *place(best), theme.allocated, "%", line={"dash": "dot"}))
     figure.add_trace(_mark("as it is", *place([outlook.own]), theme.reserved, "diamond", "%"))
@@ -77,7 +81,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> 
     return Chart(
         title="How much waiting does memory buy off?",
         figure=figure,
-        caption=f"Each point is a setting of num_workers and prefetch_factor; in {unit}.",
+        caption="Each point is a setting of num_workers and prefetch_factor.",
         takeaway=f"Chosen: {percent(chosen.wait_ratio)} waiting, {size(chosen.memory_bytes)}.",
     )
 
@@ -89,8 +93,19 @@ def words(setting: Setting, *, workers: bool = True) -> str:
     return ", ".join(parts if setting.in_order else [*parts, "in_order = False"])
 
 
-def _rate(option: Option) -> str:
-    return quantity(option.batches_per_second, "batches/second")
+def rate_unit(outlook: Forecast) -> tuple[float, str]:
+    """How many of what throughput counts are in a batch, and its unit: samples, where their number is known."""
+    samples = outlook.measured.samples_per_batch
+    return (samples, "samples/s") if known(samples) else (1.0, "batches/s")
+
+
+def _interval(option: Option, per_batch: float) -> str:
+    return f"(90 % interval {number(option.low * per_batch)} to {number(option.high * per_batch)})"
+
+
+def _said(trace: Trace, texts: Sequence[str]) -> Trace:
+    """The same with a text behind each value on hover; Plotly would show the name of one that is not there."""
+    return {**trace, "text": list(texts), "hovertemplate": f"{trace['hovertemplate']} %{{text}}"}
 
 
 def _mark(
@@ -103,5 +118,5 @@ def _mark(
         "y": np.asarray(y, dtype=np.float32),
         "mode": "markers",
         "marker": {"color": colour, "symbol": symbol, "size": size},
-        "hovertemplate": f"%{{y:,.4~g}} {unit} %{{text}}",
+        "hovertemplate": f"%{{y:,.4~g}} {unit}",
     }

@@ -13,7 +13,7 @@ from app.figures.base import Chart, Trace, blank
 from app.figures.workers import pattern
 from app.theme import Theme
 from collector.quantities import duration, number, percent, quantity
-from collector.wording import part
+from collector.wording import part, subject
 
 
 def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: str) -> Chart:
@@ -29,13 +29,14 @@ def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: st
     ):
         if np.isfinite(values).any():
             figure.add_trace(_bar(name, table["stage"], values, "ms", theme, colour, shape))
+    figure.update_layout(showlegend=True)  # also of a single one, whose pattern nothing else explains
     longest = table.iloc[int(table["batch_ms"].to_numpy().argmax())]
     return Chart(
         title="What does each stage cost?",
         figure=figure,
         caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
         f"stages called within. Over the last {number(batches_count)} batches.",
-        takeaway=f"{part(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} per batch.",
+        takeaway=f"{subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} per batch.",
     )
 
 

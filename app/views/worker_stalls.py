@@ -8,7 +8,7 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, Widget, answer
 from app.figures import rounds, workers
-from app.loading import recent
+from app.loading import Recent, recent
 from app.moment import Moment, Panel, View
 from app.panel import show
 from app.what_if import what_if
@@ -18,23 +18,24 @@ from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.quantities import duration, number, percent, quantity
 from collector.store import loading_queries
 from collector.store.tiles import SAMPLED_BEYOND
-from collector.wording import part
+from collector.wording import part, title
 from training_harness.records import INLINE_WORKER
 
 GROUPS = ("data loading", "training")
+OF_WORKERS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 
 
 def in_words(moment: Moment) -> str:
-    """The gravest finding, or how much is waited."""
+    """The gravest finding, or how much is waited, and the name of the finding below that is about that."""
     found, chosen = recent(moment), _chosen(moment)
     if found is None:
         return answer(chosen, NOTHING)
-    waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time"
+    waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time over {_batches(found)}"
     if found.seen.wait_ratio < KEPT_BUSY:
         return answer(chosen, f"{NOTHING} {waiting}.")
-    return answer(chosen, f"{waiting}. {chosen[0].summary}" if chosen else f"{waiting}, and no rule says why.")
+    return answer(chosen, f"{waiting}{_why(found, chosen)}.")
 
 
 def findings(moment: Moment) -> Iterator[Block]:
@@ -69,11 +70,15 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     found = recent(moment)
     if found is None:
         return
-    seen, over = found.seen, f"over the last {len(found.seen.waits):,} batches"
+    seen = found.seen
     most, seconds = next(iter(seen.by_part.items()), ("—", 0.0))
     waited = max(seen.wait_seconds, 1e-9)
     items = [
-        Metric(label="Waiting", value=percent(seen.wait_ratio), help=f"{duration(seen.wait_seconds)} {over}"),
+        Metric(
+            label=f"Waiting, last {len(seen.waits):,} batches",
+            value=percent(seen.wait_ratio),
+            help=f"{duration(seen.wait_seconds)} over {_batches(found)}. The Overview has it over the whole run",
+        ),
         Metric(
             label="Mostly for",
             value=f"{part(most)} {percent(seconds / waited)}",
@@ -101,10 +106,21 @@ def in_lanes(moment: Moment) -> Iterator[Block]:
 
 
 def folded(moment: Moment) -> Iterator[Block]:
-    """The waits by position in the round."""
+    """The waits by position in the round, or why there are none: beside them stands a chart."""
     found = recent(moment)
-    if found is not None and found.seen.loop.num_workers and len(table := fold(found.seen)):
+    if found is None:
+        return
+    loop = found.seen.loop
+    if not loop.num_workers:
+        yield Note(text="No worker is waited for: the training process makes its batches itself (num_workers = 0).")
+    elif len(table := fold(found.seen)):
         yield rounds.fold(table, moment.theme, revision=moment.run_id)
+    else:
+        text = (
+            f"Which worker of a round is waited for cannot be told: the first {number(loop.ramp)} batches of an "
+            "epoch do not count, for nothing was ready yet, and this window has no others."
+        )
+        yield Note(text=text)
 
 
 def other_settings(moment: Moment) -> Iterator[Block]:
@@ -116,7 +132,7 @@ def other_settings(moment: Moment) -> Iterator[Block]:
     if isinstance(outlook, str):
         yield Note(text=f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
         return
-    yield Widget(draw=lambda key: what_if(key, outlook, moment.theme, revision=moment.run_id))
+    yield Widget(draw=lambda key: what_if(key, outlook, moment.theme, of=_rank(found), revision=moment.run_id))
 
 
 def stages(moment: Moment) -> Iterator[Block]:
@@ -190,7 +206,35 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def _chosen(moment: Moment) -> list[Finding]:
     found = moment.verdict.findings if moment.verdict else ()
-    return [f for f in found if KINDS[f.kind] in GROUPS or f.kind in ("workers-not-reporting", "worker-killed")]
+    return [f for f in found if KINDS[f.kind] in GROUPS or f.kind in OF_WORKERS or _cannot_tell(f)]
+
+
+def _cannot_tell(finding: Finding) -> bool:
+    """Whether it says why nothing can be said of a loader; what grows in a worker belongs to the leaks."""
+    return finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
+
+
+def _why(found: Recent, chosen: list[Finding]) -> str:
+    """Which finding is about the waiting of this loop, as the end of a sentence; what it says stands below."""
+    loop = found.seen.loop
+    mine = [f for f in chosen if f.locus.loader in (None, loop.loader) and f.locus.rank in (None, loop.rank)]
+    if not mine:
+        return ", and no rule says why"
+    if mine[0].kind == "cannot-tell":
+        return ", and why cannot be told: see the reason below"
+    if mine[0].kind == "compute-bound":  # which is said of the whole run
+        return f", but in the run as a whole hardly for batches that are not made yet: see {title(mine[0])} below"
+    return f": see {title(mine[0])} below"
+
+
+def _batches(found: Recent) -> str:
+    return f"the last {len(found.seen.waits):,} batches{_rank(found)}"
+
+
+def _rank(found: Recent) -> str:
+    """` of rank 1` where there are ranks: what is of one loop is of one rank."""
+    rank = found.seen.loop.rank
+    return "" if rank is None else f" of rank {rank}"
 
 
 def _split(moment: Moment) -> pd.DataFrame | None:

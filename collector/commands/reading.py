@@ -105,10 +105,9 @@ def _html(run: Run, verdict: Verdict) -> str:
         raise TidegaugeError("the HTML report needs the dashboard; install it with: pip install 'tidegauge[app]'")
     logging.disable(logging.WARNING)  # Streamlit warns that it serves nobody
     try:
-        module = importlib.import_module("app.html_report")
+        rendered: str = importlib.import_module("app.html_report").render(run, verdict)
     finally:
         logging.disable(logging.NOTSET)
-    rendered: str = module.render(run, verdict)
     return rendered
 
 

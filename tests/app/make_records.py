@@ -34,6 +34,8 @@ class Script:
     living: bool = False
     silent_seconds: float = 0.0
     killed_worker: int | None = None
+    dataset: str = "Photographs"
+    stages: tuple[tuple[str, float], ...] = (("read", 0.25), ("decode", 0.75))
 
 
 @dataclass
@@ -136,7 +138,7 @@ def write_fetch(worker: Writers, number: int, step: int, end: int, fetch_ms: flo
         read_bytes=24 * MIB,
         samples_count=64,
     )
-    for stage, share in (("read", 0.25), ("decode", 0.75)):
+    for stage, share in script.stages:
         worker.append(
             "stage",
             time_ns=end,

@@ -146,7 +146,7 @@ def _begin(events: _Events, script: Script, main: Identity, begin: int) -> None:
         persistent_workers=False,
         in_order=True,
         start_method="fork",
-        dataset="Photographs",
+        dataset=script.dataset,
         iterable=False,
     )
     if script.workers:
@@ -164,6 +164,15 @@ def begin_epochs(run_dir: Path, who: Identity, begun_seconds: Mapping[int, float
         begun_ns = origin_ns + int(seconds * 1e9)
         told = {"loader": loader, "epoch": epoch, "worker_pids": [], "begun_ns": begun_ns}
         _Events(run_dir / "events").append(who, begun_ns + 500 * MS, "epoch-start", **told)
+
+
+def begin_attempts(run_dir: Path, who: Identity, begun_seconds: Mapping[int, float]) -> None:
+    """Tell of processes that a launcher started, by the number of the attempt, so long after the run was made."""
+    origin_ns = layout.read_manifest(run_dir)["anchors"][socket.gethostname()]["time_ns"]
+    for attempt, seconds in begun_seconds.items():
+        time_ns = origin_ns + int(seconds * 1e9)
+        told = {"argv": ["train.py"], "torch": "2.13.0", "attempt": attempt, "parent_pid": 1, "capabilities": {}}
+        _Events(run_dir / "events").append(who, time_ns, "process-start", **told)
 
 
 class _Events:
@@ -206,5 +215,12 @@ LIVE = replace(HEALTHY, name="live", living=True)
 STARTING = replace(LIVE, name="starting", steps=0)
 STALE = replace(LIVE, name="stale", silent_seconds=60)
 KILLED = replace(COPY_ON_READ, name="killed", exit_status=-9, killed_worker=None)
+#: What stands in a log must not become a link, a picture or a colour.
+HOSTILE = replace(
+    SLOW_WORKER,
+    name="hostile",
+    dataset="<img src=http://e.st/d>[x](http://e.st/l)",
+    stages=(("![x](http://e.st/p)", 0.25), ("www.e.st :red[x]", 0.75)),
+)
 RESTARTS = replace(HEALTHY, name="restarts", restart_every=100)
 NO_SMAPS = replace(HEALTHY, name="no-smaps", smaps=False)

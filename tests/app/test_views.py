@@ -1,9 +1,11 @@
 """What the views say and draw of runs of every kind."""
 
 import re
+import socket
 
 import make_run as runs
 import pytest
+from make_records import NO_SUCH_PID
 from opened import drawn, figures, open_view, points, run_of, texts, trace_names, walk
 
 from app.figures.base import MAX_POINTS
@@ -12,6 +14,7 @@ from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.quantities import percent, size
 from collector.store.runs import Run, list_runs
+from training_harness.journal import Identity
 
 
 def test_every_view_draws_a_run_with_a_gpu_within_the_budget_of_points(monkeypatch, made):
@@ -84,8 +87,18 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
     run_id = run_of(made["killed"]).name
     (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
     assert f'href="post-mortem?run={run_id}&amp;window=last+500+steps"' in killed
-    assert "killed since step 1,199" in killed
+    assert "killed at step 1,199" in killed
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
+
+
+def test_a_restart_of_the_job_is_marked_on_what_runs_over_time(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
+    runs.begin_attempts(run_dir, Identity(socket.gethostname(), NO_SUCH_PID, 1000), {0: 2.0, 1: 21.0})
+    for view in ("overview", "oom_risk", "leak_timeline", "worker_stalls"):
+        for figure in figures(open_view(monkeypatch, tmp_path, view)):
+            marked = [mark for mark in figure["layout"].get("annotations", ()) if "restart 1" in mark["text"]]
+            assert [mark["x"] for mark in marked] == ([21.0] if "elapsed" in str(figure["layout"]["xaxis"]) else [])
+            assert all("post-mortem?run=" in mark["text"] for mark in marked)
 
 
 def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
@@ -106,7 +119,7 @@ def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
 
 def test_what_is_waited_is_never_called_unexplained_above_its_explanation(monkeypatch, made):
     monkeypatch.setattr("app.blocks.needs_attention", lambda findings: [])  # as if it were no more than an advice
-    said = "of its time. Worker 1 of loader 0 holds up the training"
+    said = "of its time over the last 400 batches: see slow-worker"
     assert said in texts(open_view(monkeypatch, made["slow-worker"], "worker_stalls"))
 
 
@@ -148,7 +161,8 @@ def test_loading_without_workers_is_called_inline(monkeypatch, made):
     ("text", "shown"),
     [
         ("see `![x](u)` in\nmy_set", "see `![x](u)` in my_set"),
-        ("![x](http://h) :red[a] $b$ _c_", "!\\[x\\](http://h) \\:red\\[a\\] \\$b\\$ \\_c\\_"),
+        ("![x](http://h) :red[a] $b$ _c_", "!\\[x\\](`http://h)` \\:red\\[a\\] \\$b\\$ \\_c\\_"),
+        ("see www.h/_p_ or a@b.cd", "see `www.h/_p_` or `a@b.cd`"),
         ("in __getitem__ of my_set", "in \\_\\_getitem\\_\\_ of my_set"),
         ("```![x](u)` <b>&lt;", "\\`\\`\\`!\\[x\\](u)\\` \\<b>\\&lt;"),
     ],

@@ -35,7 +35,7 @@ WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
 #: Recorded beside the live job, the death last, so that it is the newest.
-ENDED = (make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
+ENDED = (make_run.HOSTILE, make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
 #: Streamlit looks for its server beside the page before it looks at the root.
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 
@@ -186,7 +186,7 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
     ended = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
     died = next(run_id for run_id in ended if "-killed-" in run_id)
     page.emulate_media(color_scheme=theme)
-    others = [run_id for run_id in ended if run_id != died]
+    others = [run_id for run_id in ended if run_id != died and "-hostile-" not in run_id]
     page.goto(screenshots.address(base, "compare", run=died, compare=others))
     page.locator(".legendtext", has_text=others[-1]).first.wait_for(timeout=30_000)
     _photograph(page, f"ended-three-{theme}")
@@ -245,10 +245,36 @@ def test_who_clicks_gets_what_is_asked_for(live):
     assert complaints == []
 
 
+@pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
+def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
+    page, run, complaints = live
+    hostile = next(other.run_id for other in list_runs(run.path.parents[1]) if "-hostile-" in other.run_id)
+    page.goto(screenshots.address("/".join(page.url.split("/")[:3]), view, run=hostile))
+    screenshots.await_view(page)
+    assert page.get_by_text("e.st").count() > 0
+    assert page.locator("a[href*='e.st'], img[src*='e.st']").count() == 0
+    assert complaints == []
+
+
+def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
+    page, run, complaints = live
+    page.goto(screenshots.address("/".join(page.url.split("/")[:3]), "overview", run=run.run_id))
+    screenshots.await_view(page)
+    page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
+    page.get_by_text("Who holds the host memory?").click()  # from here on
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.url.find("live=false") >= 0:
+            break
+    page.locator(".stMarkdownBadge", has_text="paused").first.wait_for(timeout=15_000)
+    assert page.evaluate("() => document.activeElement.closest('.js-plotly-plot') !== null")
+    assert complaints == []
+
+
 def test_the_html_report_opens_without_a_network(live, tmp_path):
     page, run, _ = live
-    died = next(other for other in list_runs(run.path.parents[1]) if other.path != run.path)
-    (tmp_path / "report.html").write_text(render(died, diagnose(load_tables(died))))
+    slow = next(other for other in list_runs(run.path.parents[1]) if "-slow-worker-" in other.run_id)
+    (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
     alone = page.context.browser.new_page()
     complaints = []
     alone.on("pageerror", lambda error: complaints.append(str(error)))
@@ -257,6 +283,8 @@ def test_the_html_report_opens_without_a_network(live, tmp_path):
     alone.goto(f"file://{tmp_path}/report.html")
     alone.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 10")
     alone.screenshot(path=ARTIFACTS / "report.png", full_page=True)
+    alone.locator("#overview ~ article .annotation text a").first.click()
+    assert alone.url.endswith("#worker-stalls")
     assert complaints == []
 
 

@@ -30,6 +30,22 @@ def test_a_forecast_has_its_range():
     assert wording.eta(late) == "in 12 min (10 min to never)"
 
 
+def test_a_sentence_about_the_rest_of_a_dataset_is_one():
+    stage = {
+        "stage": "other",
+        "seconds": 4.0,
+        "free_wait_ratio": 0.1,
+        "enough_seconds": None,
+        "batch_seconds": 0.03,
+    }
+    stall = {"wait_seconds": 5.0, "stages": [stage]}
+    assert wording.stall(stall).endswith("still 10% of the time if the rest of the dataset took nothing")
+    enough = {**stage, "enough_seconds": 0.01}
+    assert "hardly any if the rest of the dataset took 10 ms" in wording.stall({**stall, "stages": [enough]})
+    decode = {**stage, "stage": "decode"}
+    assert wording.stall({**stall, "stages": [decode]}).endswith("if decode took nothing")
+
+
 def test_no_change_is_never_a_negative_zero():
     def share(value):
         return Measure(label="Data wait", value=value, unit="ratio")

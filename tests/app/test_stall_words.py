@@ -1,0 +1,228 @@
+"""The words about waiting and lag: how much, of what, in which unit, and why."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import make_run as runs
+import pandas as pd
+import pytest
+from opened import figures, open_view, texts, trace_names
+
+from app.figures import outlook as outlook_figures
+from app.figures import stages
+from app.loading import Recent
+from app.theme import LIGHT
+from app.views import agent_health, worker_stalls
+from app.what_if import _begin, _metrics
+from collector.agent.feed import Feed, Problems
+from collector.diagnosis.exposed import exposed_stall
+from collector.diagnosis.findings import Evidence, Finding, Locus, Rate
+from collector.diagnosis.tuning import forecast
+from collector.store.ingest import IngestResult
+from collector.store.runs import Run
+from tests.unit.simulated_runs import jittered, simulate
+from training_harness.journal import EventLog, Identity
+
+MEASURED = tuple(Evidence(name=name, value=0.5, unit="ratio", n=9, window="run") for name in ("one", "two"))
+FEW = replace(runs.SLOW_WORKER, name="few", steps=6)
+
+
+def recent_of(**script):
+    slow = {"workers": 2, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 200}
+    tables = simulate(**slow | script).tables()
+    (seen,) = exposed_stall(tables)
+    return Recent(run_id="r1", tables=tables, seen=seen)
+
+
+def said(recent, *findings):
+    """The headline of a page on which nothing asks for something to be done."""
+    return worker_stalls.in_words(moment(recent, *findings))
+
+
+def moment(recent, *findings):
+    return SimpleNamespace(
+        verdict=SimpleNamespace(findings=findings), once=lambda what, find: recent, run_id="r1", theme=LIGHT
+    )
+
+
+def info(kind, summary, *, loader=0, **more):
+    return Finding(
+        kind=kind,
+        severity="info",
+        confidence=1.0,
+        summary=summary,
+        evidence=MEASURED,
+        locus=Locus(loader=loader, rank=more.pop("rank", None)),
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def outlook():
+    recent = recent_of(workers=1)
+    found = forecast(recent.tables, recent.seen.loop)
+    assert not isinstance(found, str)
+    return found
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    home = tmp_path_factory.mktemp("few")
+    runs.make_run(home, FEW)
+    return home
+
+
+def test_the_headline_names_the_finding_below_and_neither_repeats_nor_contradicts_it():
+    crowded = info(
+        "compute-bound",
+        "The training process waits for a core 20% of its time. Data loading keeps up.",
+        limited_by="oversubscribed",
+    )
+    headline = said(recent_of(), crowded)
+    assert "of its time over the last 200 batches, but in the run as a whole hardly for batches" in headline
+    assert headline.endswith("see compute-bound (oversubscribed) below.")
+    assert "keeps up" not in headline
+    assert said(recent_of(), info("epoch-refill", "?")).endswith(
+        "over the last 200 batches: see epoch-refill below."
+    )
+
+
+def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reason():
+    reason = info("cannot-tell", "Whether loader 0 keeps up cannot be told: too few batches.")
+    growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
+    headline = said(recent_of(), growth, reason)
+    assert headline.endswith("and why cannot be told: see the reason below.")
+    (block,) = worker_stalls.findings(moment(recent_of(), growth, reason))
+    assert block.findings == [reason]
+    assert said(recent_of()).endswith("and no rule says why.")
+    other = info("straggler-samples", "?", loader=7)
+    assert said(recent_of(), other).endswith("and no rule says why.")
+
+
+def test_a_page_says_of_which_batches_and_of_which_rank_it_is():
+    ranked = recent_of(rank=3)
+    assert "over the last 200 batches of rank 3" in said(ranked)
+    (block,) = worker_stalls.key_figures(moment(ranked))
+    assert block.items[0].label == "Waiting, last 200 batches"
+    assert "over the last 200 batches of rank 3" in block.items[0].help
+
+
+def test_a_run_of_few_batches_says_why_figures_are_not_there(monkeypatch, few):
+    at = open_view(monkeypatch, few, "worker_stalls")
+    page = texts(at)
+    assert "of its time over the last 6 batches, and why cannot be told" in page
+    assert page.count("Whether loader 0 keeps up cannot be told") == 1
+    assert "Which worker of a round is waited for cannot be told" in page
+
+
+def test_loading_without_workers_says_that_there_is_no_round(monkeypatch, made):
+    at = open_view(monkeypatch, made["inline"], "worker_stalls")
+    assert "No worker is waited for: the training process makes its batches itself" in texts(at)
+
+
+def test_the_what_if_has_one_unit_for_throughput_and_says_where_it_begins(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+    shown = {metric.label: metric.value for metric in at.metric}
+    assert shown["Throughput"].endswith(" samples/s")
+    assert shown["90 % interval"].endswith(" samples/s")
+    by_workers = next(figure for figure in figures(at) if "predicted" in trace_names(figure))
+    assert by_workers["layout"]["yaxis"]["title"]["text"] == "throughput (samples/s)"
+    workers, prefetch = at.slider
+    start = f"num_workers = {workers.value}, prefetch_factor = {prefetch.value}"
+    assert f"The sliders begin at what is recommended: {start}" in texts(at)
+
+
+def test_the_sliders_of_a_good_setting_say_that_they_begin_there(outlook):
+    assert "sliders begin at the setting of this run" in _begin(replace(outlook, best=None))
+
+
+def test_samples_per_second_are_those_of_a_rank(outlook):
+    assert _metrics(outlook, outlook.own, " of rank 3")[0].label == "Throughput of rank 3"
+    chart = outlook_figures.by_workers([outlook.own], outlook.own, outlook, LIGHT, of=" of rank 3", revision="r1")
+    assert chart.figure.layout.yaxis.title.text.startswith("throughput of rank 3 (")
+
+
+def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
+    measured = replace(outlook.measured, samples_per_batch=64.0)
+    sampled = replace(outlook, measured=measured)
+    own = outlook.own
+    chart = outlook_figures.by_workers([own], own, sampled, LIGHT, revision="r1")
+    traces = {trace.name: trace for trace in chart.figure.data}
+    assert traces["predicted"].y[0] == pytest.approx(64 * own.batches_per_second)
+    assert max(traces["90 % interval"].y) == pytest.approx(64 * own.high)
+    for name in ("predicted", "chosen"):
+        assert "%{text}" in traces[name].hovertemplate
+        assert traces[name].text[0] == outlook_figures._interval(own, 64.0)
+    assert "text" not in traces["measured"].hovertemplate  # Plotly would show the name of what is not there
+
+
+@pytest.mark.parametrize(("size", "unit", "x"), [(2**28, "MiB", 256.0), (2**31, "GiB", 2.0)])
+def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
+    own = replace(outlook.own, memory_bytes=float(size))
+    of_size = replace(outlook, own=own, options=(own,))
+    chart = outlook_figures.front(of_size, own, LIGHT, revision="r1")
+    assert chart.figure.layout.xaxis.title.text == f"host memory of the loop ({unit})"
+    assert chart.figure.data[0].x[0] == x
+
+
+def test_a_pattern_that_is_alone_has_a_legend():
+    unmeasured = pd.DataFrame({"stage": ["other"], "batch_ms": [2.0], "cpu_ratio": [float("nan")]})
+    chart = stages.costs(unmeasured, LIGHT, batches_count=9, revision="r1")
+    assert [trace.name for trace in chart.figure.data] == ["CPU time not measured"]
+    assert chart.figure.layout.showlegend
+    assert chart.takeaway.startswith("the rest of the dataset takes")
+
+
+class FakeIngester:
+    """Takes all, or what it is told to."""
+
+    whole = True
+
+    def step(self):
+        problems = () if self.whole else ("no",)
+        return IngestResult(
+            records_count=1, lag_ns=20_000_000_000, lost_count=0, is_whole=self.whole, problems=problems
+        )
+
+
+def test_the_lag_grows_from_commit_to_commit_and_falls_with_each(tmp_path):
+    now = {"seconds": 100}
+    log = EventLog(tmp_path, Identity(host="here", pid=1, start_ticks=2))
+    ingester = FakeIngester()
+    run = Run(tmp_path)
+    feed = Feed(run, Problems(log), ingester, clock_ns=lambda: now["seconds"] * 10**9)
+
+    def lag_seconds(at):
+        now["seconds"] = at
+        return feed.lag_ns(at * 10**9) / 1e9
+
+    assert feed.lag_ns(0) is None
+    feed.step()
+    assert [lag_seconds(at) for at in (100, 107)] == [0, 7]
+    feed.step()
+    assert lag_seconds(107) == 0
+    ingester.whole = False
+    lag_seconds(117)
+    feed.step()
+    assert lag_seconds(120) == 13
+
+
+def test_a_run_that_has_ended_and_is_stored_has_no_lag(monkeypatch, made):
+    at = open_view(monkeypatch, made["slow-worker"], "agent_health")
+    assert {metric.label: metric.value for metric in at.metric}["Lag"] == "none"
+    assert at.dataframe[0].value["Lag"].tolist() == ["none"]
+
+
+def test_a_collector_that_had_trouble_to_store_or_is_not_over_has_a_lag():
+    def events(*kinds):
+        rows = [{"kind": kind, "body": f'{{"part": "{part}"}}'} for kind, part in kinds]
+        return agent_health._ended_well(pd.DataFrame(rows[::-1]))
+
+    start, stop = ("collector-start", ""), ("collector-stop", "")
+    assert events(start, stop)
+    assert events(start, ("collector-problem", "ingest"), stop, start, stop)
+    assert events(start, ("collector-problem", "devices"), stop)
+    assert not events(start, ("collector-problem", "ingest"), stop)
+    assert not events(start, stop, ("collector-problem", "ingest"))
+    assert not events(start, stop, start)
+    assert not events(start)
