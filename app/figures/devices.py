@@ -32,14 +32,14 @@ _TROUBLE = {"retries": ("cache flushed", "triangle-up", "reserved"), "ooms": ("o
 
 
 def named(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
-    """`GPU 0` for each row of `memory_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
+    """`GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
     several = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
     return [f"{word} {int(device)} of {host}" if several else f"{word} {int(device)}" for host, device in places]
 
 
 def own_peaks(gpu: Mapping[Any, Any]) -> str:
-    """What PyTorch counted at most, of a row of `memory_queries.devices`: more than was there at any record."""
+    """What PyTorch counted at most, of a row of `device_queries.devices`: more than was there at any record."""
     peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
     told = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if known(peak))
     return f" PyTorch's own peaks in one process, over the whole run, between samples too: {told}." if told else ""
@@ -59,7 +59,7 @@ def account(
 
     Args:
         parts: `device_account.accounts`.
-        trouble: `memory_queries.allocator_trouble`.
+        trouble: `device_queries.allocator_trouble`.
         theme: colours.
         name: of the device.
         capacity_bytes: of the device, NaN if it is not known.

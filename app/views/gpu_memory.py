@@ -14,7 +14,7 @@ from app.panel import show
 from collector.diagnosis.device_account import accounts
 from collector.diagnosis.findings import Finding
 from collector.quantities import MISSING, duration, known, number, percent, size
-from collector.store import memory_queries
+from collector.store import device_queries
 from collector.store.snapshots import newest_allocator_snapshot
 
 NOTHING = "Nothing is wrong with the memory of a GPU, as far as was seen."
@@ -29,7 +29,7 @@ NO_GPU = Note(
 
 def findings(moment: Moment) -> Iterator[Block]:
     """What was found about GPUs."""
-    if moment.verdict is not None and not memory_queries.devices(moment.snapshot).empty:
+    if moment.verdict is not None and not device_queries.devices(moment.snapshot).empty:
         yield Findings(findings=_chosen(moment))
 
 
@@ -44,7 +44,7 @@ def account(moment: Moment) -> Iterator[Block]:
             continue
         yield devices.account(
             gpu.parts,
-            memory_queries.allocator_trouble(moment.snapshot, moment.span, gpu.host, gpu.device),
+            device_queries.allocator_trouble(moment.snapshot, moment.span, gpu.host, gpu.device),
             moment.theme,
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
@@ -67,7 +67,7 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def snapshot(moment: Moment) -> Iterator[Block]:
     """The newest allocator snapshot: its segments, and the lines that hold most."""
-    if memory_queries.devices(moment.snapshot).empty:
+    if device_queries.devices(moment.snapshot).empty:
         return
     taken = newest_allocator_snapshot(moment.run)
     if taken is None:
@@ -114,7 +114,7 @@ def _gpus(moment: Moment) -> list[_Gpu]:
 
 
 def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
-    found = memory_queries.devices(moment.snapshot)
+    found = device_queries.devices(moment.snapshot)
     for name, row in zip(devices.named(found), found.to_dict("records"), strict=True):
         host, device = str(row["host"]), int(row["device"])
         yield _Gpu(
@@ -123,7 +123,7 @@ def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
             name=name,
             capacity_bytes=row["total_bytes"],
             own_peaks=devices.own_peaks(row),
-            parts=accounts(*memory_queries.device_grid(moment.snapshot, moment.span, host, device)),
+            parts=accounts(*device_queries.device_grid(moment.snapshot, moment.span, host, device)),
         )
 
 
@@ -147,7 +147,7 @@ def _chosen(moment: Moment) -> list[Finding]:
 
 
 def _answer(moment: Moment) -> str:
-    if memory_queries.devices(moment.snapshot).empty:
+    if device_queries.devices(moment.snapshot).empty:
         return "This run uses no GPU."
     return answer(_chosen(moment), NOTHING)
 

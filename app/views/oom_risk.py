@@ -15,7 +15,7 @@ from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, known, number, percent, size
-from collector.store import memory_queries
+from collector.store import device_queries, memory_queries
 from collector.wording import eta
 
 #: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
@@ -49,19 +49,19 @@ def limits(moment: Moment) -> Iterator[Block]:
     )
     yield Table(
         frame=pd.DataFrame(rows),
-        caption=caption if memory_queries.devices(moment.snapshot).empty else f"{caption} {OF_GPU}",
+        caption=caption if device_queries.devices(moment.snapshot).empty else f"{caption} {OF_GPU}",
         download=f"{moment.run_id}-limits",
     )
 
 
 def devices(moment: Moment) -> Iterator[Block]:
     """One chart per GPU of each host; one note where there is none."""
-    table = memory_queries.devices(moment.snapshot)
+    table = device_queries.devices(moment.snapshot)
     if table.empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
     names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
     for name, row in zip(named(table), table.to_dict("records"), strict=True):
-        lines = memory_queries.device_lines(moment.snapshot, moment.span, row["host"], int(row["device"]))
+        lines = device_queries.device_lines(moment.snapshot, moment.span, row["host"], int(row["device"]))
         chart = memory.against_limit(
             {names[key]: value for key, value in lines.items()},
             moment.theme,
@@ -120,7 +120,7 @@ def _limit_name(row: pd.Series, table: pd.DataFrame) -> str:
 
 
 def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
-    table = memory_queries.devices(moment.snapshot)
+    table = device_queries.devices(moment.snapshot)
     for gpu, row in zip(named(table), table.to_dict("records"), strict=True):
         by_driver = known(row["used_bytes"])
         name, now = (gpu, "used_bytes") if by_driver else (f"{gpu} (reserved by PyTorch)", "reserved_bytes")

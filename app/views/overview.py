@@ -12,7 +12,7 @@ from app.figures import devices, memory, steps
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.quantities import MISSING, known, number, percent, quantity, size
-from collector.store import loading_queries, memory_queries, queries
+from collector.store import device_queries, loading_queries, memory_queries, queries
 from collector.store.tiles import SAMPLED_BEYOND
 
 NOTHING = "No rule has found anything wrong so far."
@@ -120,7 +120,7 @@ def ranks(moment: Moment) -> Iterator[Block]:
 
 def no_gpu(moment: Moment) -> Iterator[Block]:
     """One note in place of the GPU cards of a run without CUDA."""
-    if memory_queries.devices(moment.snapshot).empty:
+    if device_queries.devices(moment.snapshot).empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
 
 
@@ -183,7 +183,7 @@ def _host_peak(moment: Moment) -> Metric:
 
 
 def _gpu_peak(moment: Moment) -> Metric | None:
-    table = memory_queries.devices(moment.snapshot)
+    table = device_queries.devices(moment.snapshot)
     if table.empty:
         return None
     ratio = table["reserved_peak_bytes"] / table["total_bytes"]

@@ -64,7 +64,7 @@ def account(
 
 
 def accounts(driver: pd.DataFrame, allocators: pd.DataFrame) -> pd.DataFrame:
-    """The account of one device over time, from `memory_queries.device_grid`. Pure.
+    """The account of one device over time, from `device_queries.device_grid`. Pure.
 
     Where the driver was not asked, the account is of what the allocators hold.
 

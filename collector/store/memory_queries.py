@@ -1,4 +1,4 @@
-"""The named queries about memory: of processes, of the host's limits, of GPUs."""
+"""The named queries about memory: of processes, and of the host's limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from collector.store.queries import (
     pieces,
     tiled,
     tiled_lines,
-    width_ns,
 )
 from training_harness.records import ROLES
 
@@ -43,7 +42,6 @@ _SERIES = (
     "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
 )
 _PLACE = ("role", "loader", "worker", "process_rank")
-_OF_DEVICE = "time_ns BETWEEN $from_ns AND $to_ns AND host = $host AND device = $device"
 
 
 def process_metric(snapshot: Queryable, within: Span, wanted: str) -> str | None:
@@ -245,36 +243,6 @@ def host_lines(snapshot: Queryable, within: Span, limit: str, host: str) -> dict
     return lines(snapshot, within, "host", values, where=where)
 
 
-def devices(snapshot: Queryable) -> pd.DataFrame:
-    """Usage now, peak and capacity (bytes) of each GPU of each host that the run uses, over the whole run.
-
-    Returns:
-        host, device, used_bytes and used_peak_bytes (the driver's samples, all processes), total_bytes, and
-        reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the worst rank, between records too).
-
-    """
-    return snapshot.query(
-        "WITH driver AS (SELECT host, device, arg_max(used_bytes, time_ns) used_bytes, "
-        "max(used_bytes) used_peak_bytes, max(total_bytes) total_bytes FROM device GROUP BY ALL), "
-        "torch AS (SELECT host, device, max(greatest(reserved_bytes, reserved_peak_bytes)) reserved_peak_bytes, "
-        "max(greatest(allocated_bytes, allocated_peak_bytes)) allocated_peak_bytes, "
-        "arg_max(reserved_bytes, time_ns) reserved_bytes FROM device_memory GROUP BY ALL) "
-        "SELECT * FROM driver FULL JOIN torch USING (host, device) ORDER BY host, device"
-    )
-
-
-def device_lines(snapshot: Queryable, within: Span, host: str, device: int) -> dict[str, Lines]:
-    """What the caching allocator of each rank has allocated and reserved, and what the driver says is used."""
-    of_device = f"host = {quoted(host)} AND device = {device:d}"
-    of_rank = f"{of_device} AND ($rank IS NULL OR rank = $rank)"
-    by_rank = "coalesce('rank ' || rank, '')"
-    allocator = {name: f"{name}_bytes" for name in ("allocated", "reserved")}
-    return {
-        **lines(snapshot, within, "device_memory", allocator, series=by_rank, where=of_rank),
-        **lines(snapshot, within, "device", {"used": "used_bytes"}, where=of_device),
-    }
-
-
 def open_files(snapshot: Queryable) -> pd.DataFrame:
     """Open file descriptors of each place in the run, over the whole run, the nearest to its limit first.
 
@@ -291,90 +259,6 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
         "HAVING limit_count > 0 AND peak_count > 0 ORDER BY peak_count / limit_count DESC, series",
         {"from_ns": 0},
     )
-
-
-def device_grid(snapshot: Queryable, within: Span, host: str, device: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The records of a GPU when most of it was taken in each bucket of time, and the newest.
-
-    Returns:
-        Two tables, both of the same moments, with `bucket`, elapsed_seconds (its begin; the newest their own time)
-        and what the account of a device takes of `device` (process_used_bytes NaN where the allocators held more)
-        and, with pid, of `device_memory`. Every rank counts.
-
-    """
-    params = {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device}
-    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
-    largest = snapshot.query(
-        f"WITH asked AS (SELECT time_ns, used_bytes FROM device WHERE {_OF_DEVICE} AND used_bytes IS NOT NULL) "
-        f"SELECT arg_max(time_ns, used_bytes) at_ns FROM asked GROUP BY (time_ns - $from_ns) // {width} "
-        "UNION SELECT max(time_ns) FROM asked HAVING count(*) > 0",
-        params,
-    )["at_ns"]
-    records = _allocator_records(snapshot, {**params, "largest_ns": largest.tolist()}, width)
-    driver = _driver_at(snapshot, {**params, "times_ns": np.union1d(largest, records.pop("at_ns")).tolist()})
-    of_each = [pd.merge_asof(driver[["time_ns"]], mine, on="time_ns") for _, mine in records.groupby("pid")]
-    allocators = pd.concat([records[:0], *of_each]).dropna(subset="pid")
-    held = driver[["time_ns"]].join(allocators.groupby("time_ns").sum(), on="time_ns").fillna(0)
-    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"], "process_used_bytes"] = np.nan
-    chosen = _fullest(driver, held, within, width)
-    return driver.dropna(subset="used_bytes").merge(chosen, on="time_ns"), allocators.merge(chosen, on="time_ns")
-
-
-def _allocator_records(snapshot: Queryable, params: dict[str, Any], width: int) -> pd.DataFrame:
-    """Each process's newest record when one, or the driver, had most in a bucket, and at its end (at_ns)."""
-    bucket = f"(time_ns - $from_ns) // {width} AS bucket"
-    # A tensor out of the cache adds nothing to what is reserved: of equal records the one of most allocated.
-    most = "reserved_bytes / 512.0 + allocated_bytes / (reserved_bytes + 1.0)"
-    return snapshot.query(
-        f"WITH torch AS (SELECT {bucket}, pid, time_ns, allocated_bytes, reserved_bytes, inactive_split_bytes "
-        f"FROM device_memory WHERE {_OF_DEVICE}), moment AS (SELECT bucket, "
-        f"unnest([arg_max(time_ns, {most}), max(time_ns)]) at_ns FROM torch GROUP BY bucket, pid "
-        f"UNION SELECT {bucket}, time_ns FROM (SELECT unnest($largest_ns::BIGINT[]) AS time_ns)) "
-        "SELECT * EXCLUDE (bucket) FROM (SELECT at_ns, unnest(arg_max(torch, time_ns), recursive := true) "
-        "FROM torch JOIN moment USING (bucket) WHERE time_ns <= at_ns GROUP BY at_ns, pid) ORDER BY time_ns",
-        params,
-    )
-
-
-def _driver_at(snapshot: Queryable, params: dict[str, Any]) -> pd.DataFrame:
-    """The driver's sample at `$times_ns`: between two of them, the lower one."""
-    return snapshot.query(
-        "WITH asked AS (SELECT time_ns asked_ns, used_bytes, process_used_bytes, other_used_bytes FROM device "
-        f"WHERE {_OF_DEVICE} AND used_bytes IS NOT NULL) SELECT time_ns, "
-        "unnest(CASE WHEN later.used_bytes < newest.used_bytes THEN later ELSE newest END) "
-        "FROM (SELECT unnest($times_ns::BIGINT[]) AS time_ns) ASOF LEFT JOIN asked AS newest ON time_ns >= "
-        "newest.asked_ns ASOF LEFT JOIN asked AS later ON time_ns <= later.asked_ns ORDER BY time_ns",
-        params,
-    )
-
-
-def _fullest(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: int) -> pd.DataFrame:
-    """Of each bucket the moment at which most was taken, as far as was seen, and the newest."""
-    table = driver[["time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
-    table["elapsed_seconds"] = within.elapsed(within.from_ns + table["bucket"] * width)
-    taken = np.fmax(driver["used_bytes"], held["reserved_bytes"] + driver["other_used_bytes"].fillna(0))
-    order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
-    newest = table[-1:].assign(bucket=table["bucket"] + 1, elapsed_seconds=within.elapsed(table["time_ns"]))
-    chosen = pd.concat([table.iloc[order].drop_duplicates("bucket", keep="last"), newest])
-    return chosen.drop_duplicates("time_ns", keep="last")
-
-
-def allocator_trouble(snapshot: Queryable, within: Span, host: str, device: int) -> pd.DataFrame:
-    """The steps in which an allocator had to give its cache back, or ran out of memory.
-
-    Returns:
-        elapsed_seconds, rank, step, retries, ooms: how many of each since the step before.
-
-    """
-    table = snapshot.query(
-        "SELECT time_ns, rank, step, retries, ooms FROM (SELECT time_ns, rank, step, "
-        "alloc_retry_count - lag(alloc_retry_count, 1, 0) OVER w retries, "
-        "oom_count - lag(oom_count, 1, 0) OVER w ooms FROM device_memory WHERE host = $host AND device = $device "
-        "WINDOW w AS (PARTITION BY pid, start_ticks ORDER BY time_ns)) "
-        "WHERE (retries > 0 OR ooms > 0) AND time_ns BETWEEN $from_ns AND $to_ns ORDER BY time_ns",
-        {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device},
-    )
-    return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))
 
 
 def _held(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.ndarray[Any, Any]]:

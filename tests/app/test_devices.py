@@ -10,7 +10,7 @@ from opened import figures, open_view, texts, trace_names
 
 from collector.diagnosis.device_account import accounts
 from collector.quantities import size
-from collector.store import memory_queries, queries
+from collector.store import device_queries, queries
 from collector.store.reader import read
 from collector.store.runs import Run
 from training_harness import layout
@@ -69,7 +69,7 @@ def grid(run_dir, host=HERE):
     with read(run) as snapshot:
         reach = queries.extent(snapshot)
         within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
-        return (*memory_queries.device_grid(snapshot, within, host, 0), within)
+        return (*device_queries.device_grid(snapshot, within, host, 0), within)
 
 
 def spiked(held, at, by):

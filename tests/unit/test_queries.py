@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "app"))
 
 import make_run as runs
 
-from collector.store import loading_queries, memory_queries, moment_queries, queries, tiles
+from collector.store import device_queries, loading_queries, memory_queries, moment_queries, queries, tiles
 from collector.store.reader import read
 from collector.store.runs import Run
 from training_harness.journal import Identity
@@ -219,7 +219,7 @@ def test_limits_have_usage_peak_and_capacity(look):
     table = memory_queries.host_limits(snapshot).set_index("limit")
     assert table["capacity_bytes"].to_dict() == {"cgroup": 8 * 2**30, "host": 16 * 2**30, "shm": 2 * 2**30}
     assert (table["peak_bytes"] >= table["now_bytes"]).all()
-    device = memory_queries.devices(snapshot).iloc[0]
+    device = device_queries.devices(snapshot).iloc[0]
     assert device["total_bytes"] == 24 * 2**30
     assert device["reserved_peak_bytes"] == (8 * 2**30 + 399 * 4 * MIB)
 
