@@ -30,12 +30,8 @@ def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     own = own_axis(chart)
     if own is None or own == axis or len(clock) < 2:
         return chart
-    known = clock[own]
     for trace in chart.figure.data:
-        x = np.asarray(trace.x, dtype=np.float64)
-        if own == "step":  # of a long run the clock begins after some steps, the slowest perhaps among them
-            x = x.clip(known.iloc[0], known.iloc[-1])
-        trace.x = moved(x, own, axis, clock)
+        trace.x = moved(trace.x, own, axis, clock)
     chart.figure.layout.xaxis.title.text = _TITLES[axis]
     chart.figure.layout.xaxis.unifiedhovertitle.text = hovered(_TITLES[axis])
     return chart
@@ -62,11 +58,16 @@ def in_unit(chart: Chart, seconds: float) -> Chart:
 
 
 def moved(x: Any, own: Axis, axis: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
-    """Places along one axis as places along another, NaN before the first step and after the last."""
+    """Places along one axis as places along another, NaN before the first step and after the last.
+
+    Of a long run the clock begins after some steps, the slowest perhaps among them: these stand where it begins.
+    """
     values = np.asarray(x, dtype=np.float64)
     if own == axis or len(clock) < 2:
         return values
     known, wanted = clock[own].to_numpy(float), clock[axis].to_numpy(float)
+    if own == "step":
+        values = values.clip(known[0], known[-1])
     return np.asarray(np.interp(values, known, wanted, left=np.nan, right=np.nan))
 
 

@@ -46,14 +46,7 @@ def own_peaks(gpu: Mapping[Any, Any]) -> str:
 
 
 def account(
-    parts: pd.DataFrame,
-    trouble: pd.DataFrame,
-    theme: Theme,
-    *,
-    name: str,
-    capacity_bytes: float,
-    revision: str,
-    more: str = "",
+    parts: pd.DataFrame, trouble: pd.DataFrame, theme: Theme, *, name: str, capacity_bytes: float, revision: str
 ) -> Chart:
     """What takes the memory of a device, stacked up to its capacity, with retries and OOMs as marks.
 
@@ -64,7 +57,6 @@ def account(
         name: of the device.
         capacity_bytes: of the device, NaN if it is not known.
         revision: the run.
-        more: what the caption ends with.
 
     """
     figure = blank(theme, x_title=ELAPSED, y_title="device memory (GiB)", revision=revision, height=400)
@@ -101,7 +93,7 @@ def account(
     for kind, (words, _, _) in _TROUBLE.items():
         count = int(trouble[kind].clip(lower=0).sum())
         caption += f" {words.capitalize()}: {count:,} times." if count else ""
-    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption + more)
+    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
 
 
 def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:

@@ -93,6 +93,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
     table = queries.agent_summary(moment.snapshot, moment.span)
     if table.empty:
         return
+    done = _done(moment)
     yield Table(
         frame=pd.DataFrame(
             {
@@ -100,7 +101,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
                 "Samples": [number(count) for count in table["n"]],
                 "Interval p50": [quantity(value, "ms") for value in table["interval_ms"]],
                 "Interval p95": [quantity(value, "ms") for value in table["interval_p95_ms"]],
-                "Lag": [_lag(table[table["host"] == host], _done(moment)) for host in table["host"]],
+                "Lag": [_lag(table[table["host"] == host], done) for host in table["host"]],
                 "Records in the lake": [number(count) for count in table["ingested_count"]],
                 "Records lost": [number(count) for count in table["lost_count"]],
                 "CPU": [percent(ratio) for ratio in table["cpu_ratio"]],

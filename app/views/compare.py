@@ -121,10 +121,7 @@ def host_memory(moment: Moment) -> Iterator[Block]:
 
 
 def _place(moment: Moment, own: Axis, x: pd.Series) -> Any:
-    clock = moment_queries.step_clock(moment.snapshot, moment.span)
-    if own == "step" and len(clock):  # of a long run it begins after some steps, the slowest perhaps among them
-        x = x.clip(clock["step"].min(), clock["step"].max())
-    return moved(x, own, moment.axis, clock)
+    return moved(x, own, moment.axis, moment_queries.step_clock(moment.snapshot, moment.span))
 
 
 def _measures(moment: Moment) -> dict[str, Measure]:

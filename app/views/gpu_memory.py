@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -42,15 +42,15 @@ def account(moment: Moment) -> Iterator[Block]:
         if gpu.parts.empty:
             yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
             continue
-        yield devices.account(
+        chart = devices.account(
             gpu.parts,
             device_queries.allocator_trouble(moment.snapshot, moment.span, gpu.host, gpu.device),
             moment.theme,
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
             revision=moment.run_id,
-            more=gpu.own_peaks,
         )
+        yield replace(chart, caption=chart.caption + gpu.own_peaks)
 
 
 def table(moment: Moment) -> Iterator[Block]:

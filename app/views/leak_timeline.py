@@ -70,7 +70,7 @@ def total(moment: Moment) -> Iterator[Block]:
             capacity_name="",
             title="Does the total grow?",
             revision=moment.run_id,
-            lacking=memory.unread(_processes(moment), metric),
+            lacking=memory.unread(memory_queries.processes(moment.snapshot, moment.span, fewest=None), metric),
         )
 
 

@@ -98,7 +98,7 @@ def limits(moment: Moment) -> Iterator[Block]:
 def table(moment: Moment) -> Iterator[Block]:
     """The same in numbers."""
     within = last_minute(moment)
-    found = memory_queries.processes(moment.snapshot, within)
+    found = memory_queries.processes(moment.snapshot, within, fewest=None)
     if found.empty:
         return
     # The last record of a process may be the one that found it gone.

@@ -80,13 +80,13 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     return grid.iloc[np.unique(table["bucket"])].reset_index(drop=True)
 
 
-def processes(snapshot: Queryable, within: Span, *, fewest: int = 2) -> pd.DataFrame:
+def processes(snapshot: Queryable, within: Span, *, fewest: int | None = 2) -> pd.DataFrame:
     """One row per process of the span.
 
     Args:
         snapshot: of the run.
         within: the span.
-        fewest: samples that make a slope; of fewer it is NaN.
+        fewest: samples that make a slope; of fewer it is NaN. None: slopes are not asked for, and not there.
 
     Returns:
         series (`main`, `loader 0 worker 2`, …), pid, role, first_seconds, last_seconds, ended, restart
@@ -105,10 +105,11 @@ def processes(snapshot: Queryable, within: Span, *, fewest: int = 2) -> pd.DataF
         only(within.params, "from_ns", "to_ns"),
     )
     table = table.merge(_places(snapshot, within), on="process")
-    table = table.merge(_slopes(snapshot, within, fewest), on="process", how="left").drop(columns="process")
-    counts = ["private_dirty_count", "rss_count"]
-    table[counts] = table[counts].fillna(0).astype("int64")
-    table = table.rename(columns={"process_pid": "pid", "process_start_ticks": "ticks"})
+    if fewest is not None:
+        table = table.merge(_slopes(snapshot, within, fewest), on="process", how="left")
+        counts = ["private_dirty_count", "rss_count"]
+        table[counts] = table[counts].fillna(0).astype("int64")
+    table = table.drop(columns="process").rename(columns={"process_pid": "pid", "process_start_ticks": "ticks"})
     table["restart"] = table.duplicated("series") & table["role"].isin([0, 1])
     table["first_seconds"] = within.elapsed(table["first_ns"])
     table["last_seconds"] = within.elapsed(table["last_ns"])
