@@ -182,7 +182,7 @@ def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
     page, run, complaints = live
-    base = "/".join(page.url.split("/")[:3])
+    base = _base(page)
     ended = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
     died = next(run_id for run_id in ended if "-killed-" in run_id)
     page.emulate_media(color_scheme=theme)
@@ -208,11 +208,8 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
 
 def test_who_clicks_gets_what_is_asked_for(live):
     page, run, complaints = live
-    base = "/".join(page.url.split("/")[:3])
-    slow, well = (
-        next(other.run_id for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
-        for script in (make_run.SLOW_WORKER, make_run.HEALTHY)
-    )
+    base = _base(page)
+    slow, well = (_ended(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
     page.goto(screenshots.address(base, "worker-stalls", run=slow))
     screenshots.await_view(page)
     memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
@@ -248,8 +245,8 @@ def test_who_clicks_gets_what_is_asked_for(live):
 @pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
 def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
     page, run, complaints = live
-    hostile = next(other.run_id for other in list_runs(run.path.parents[1]) if "-hostile-" in other.run_id)
-    page.goto(screenshots.address("/".join(page.url.split("/")[:3]), view, run=hostile))
+    hostile = _ended(run, make_run.HOSTILE).run_id
+    page.goto(screenshots.address(_base(page), view, run=hostile))
     screenshots.await_view(page)
     assert page.get_by_text("e.st").count() > 0
     assert page.locator("a[href*='e.st'], img[src*='e.st']").count() == 0
@@ -258,7 +255,7 @@ def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
 
 def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
     page, run, complaints = live
-    page.goto(screenshots.address("/".join(page.url.split("/")[:3]), "overview", run=run.run_id))
+    page.goto(screenshots.address(_base(page), "overview", run=run.run_id))
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
     page.get_by_text("Who holds the host memory?").click()  # from here on
@@ -273,7 +270,7 @@ def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
 
 def test_the_html_report_opens_without_a_network(live, tmp_path):
     page, run, _ = live
-    slow = next(other for other in list_runs(run.path.parents[1]) if "-slow-worker-" in other.run_id)
+    slow = _ended(run, make_run.SLOW_WORKER)
     (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
     alone = page.context.browser.new_page()
     complaints = []
@@ -286,6 +283,15 @@ def test_the_html_report_opens_without_a_network(live, tmp_path):
     alone.locator("#overview ~ article .annotation text a").first.click()
     assert alone.url.endswith("#worker-stalls")
     assert complaints == []
+
+
+def _base(page):
+    return "/".join(page.url.split("/")[:3])
+
+
+def _ended(run, script):
+    """The run of a script of `ENDED`, beside the live one."""
+    return next(other for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
 
 
 _FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
