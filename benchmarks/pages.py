@@ -47,7 +47,7 @@ from websockets.sync.client import connect
 
 from app.pages import PAGES
 from benchmarks import chrome
-from benchmarks.queries import make
+from benchmarks.queries import GIB, make
 from collector.agent.feed import INGEST_EVERY_NS, pause_ns
 from collector.agent.loop import MAINTAIN_EVERY_NS
 from collector.agent.procfs import read_rollup
@@ -68,6 +68,8 @@ TIMES = 5
 #: Each verdict, every minute or so, makes a few of them slow: of six, chance would decide whether one is met.
 REFRESHES = 16
 STEP_MS = 60
+#: As often as the collector asks the driver.
+DEVICE_EVERY_STEPS = 8
 SOAK_VIEW = "overview"
 #: Of JavaScript, in a page.
 _PAINTED = "document.querySelector('.main-svg, [data-testid=stDataFrame], .stAlert, .stCode')"
@@ -87,7 +89,7 @@ def feed(run: Run) -> None:
     layout.write_manifest(run.path, {**manifest, "command": me, "collector": me})
     writers = {
         (name, rank): JournalWriter(run.journal_dir, STREAMS[name], Identity("node", 1000 + rank, 1, rank))
-        for name in ("step", "batch", "fetch")
+        for name in ("step", "batch", "fetch", "device_memory", "device")
         for rank in range(RANKS)
     }
     with Ingester(run) as ingester:
@@ -96,8 +98,9 @@ def feed(run: Run) -> None:
         taken_ns = tidied_ns = time.monotonic_ns()
         rest_ns, step = INGEST_EVERY_NS, 10**9
         while True:
-            for (name, _), writer in writers.items():
-                writer.append(*_record(name, step))
+            for (name, rank), writer in writers.items():
+                if name != "device" or step % DEVICE_EVERY_STEPS == 0:
+                    writer.append(*_record(name, step, rank))
             step += 1
             now_ns = time.monotonic_ns()
             if now_ns - taken_ns > rest_ns:
@@ -111,7 +114,7 @@ def feed(run: Run) -> None:
             time.sleep(STEP_MS / 1e3)
 
 
-def _record(name: str, step: int) -> list[float]:
+def _record(name: str, step: int, rank: int) -> list[float]:
     known = {
         "time_ns": time.monotonic_ns(),
         "step": step,
@@ -123,6 +126,12 @@ def _record(name: str, step: int) -> list[float]:
         "wait_ns": 10**6,
         "getitem_ns": STEP_MS * 10**6,
         "samples_count": 64,
+        "device": rank,
+        "used_bytes": 40 * GIB,
+        "process_used_bytes": 39 * GIB,
+        "total_bytes": 80 * GIB,
+        "allocated_bytes": 30 * GIB,
+        "reserved_bytes": 37 * GIB,
     }
     return [known.get(column.name, MISSING[column.code]) for column in STREAMS[name].columns]
 

@@ -3,7 +3,8 @@
     python -m benchmarks.queries [--batches 100000 1000000 10000000] [--window run] [--home DIR] [--full]
 
 The runs are made in the lake itself, with plausible values: steps of 60 ms, four workers, a sample of six processes
-each second, compacted as the collector does. Each page is built by a process of its own, as the dashboard builds
+each second and of a GPU for each rank twice as often, whose cache is flushed once an epoch, compacted as the
+collector does. Each page is built by a process of its own, as the dashboard builds
 it, the second time of two: the median of three such processes. Peak is the memory (VmHWM) of that process, read is
 what it took from files (rchar of /proc/self/io). The verdict is that of a process that has made none before; *of
 it a refresh* is what each second of a live page pays for those that the server draws up, and for looking at the
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collector.store import lake, queries
+from collector.store.engine import quoted
 from collector.store.ingest import Ingester
 from collector.store.reader import Snapshot, read
 from collector.store.runs import Run, list_runs
@@ -43,10 +45,14 @@ STEP_NS = 60_000_000
 WORKERS = 4
 #: Batches of a rank.
 EPOCH = 1_000
+#: How often each stream of samples is written.
+SAMPLED_NS = {"process": 10**9, "host": 10**9, "device": 10**9 // 2}
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
 TIMES = 3
-PAGES = ("overview", "oom_risk", "leak_timeline", "worker_stalls", "pipeline_stages")
+STREAMS = ("step", "batch", "fetch", "device_memory", *SAMPLED_NS)
+GIB = 2**30
+PAGES = ("overview", "oom_risk", "leak_timeline", "gpu_memory", "worker_stalls", "pipeline_stages")
 REFRESH = "of it a refresh"
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
@@ -60,20 +66,17 @@ def make(
     if ago_ns:
         begin_earlier(run, batches * every_ns)
     origin_ns = queries.origin_ns(run.manifest) or 0
-    ticks = batches * every_ns // 10**9
     many = {"ranks": ranks, "workers": workers}
     with lake.writable(run) as connection:
-        for name in ("step", "batch", "fetch"):
-            for begin in range(0, batches, INSERT_ROWS):
-                insert(connection, name, begin, min(begin + INSERT_ROWS, batches), every_ns, origin_ns, **many)
-        at_once = INSERT_ROWS // (ranks * (1 + workers) + 1)
-        for begin in range(0, ticks, at_once):
-            insert(connection, "process", begin, min(begin + at_once, ticks), 10**9, origin_ns, **many)
-        insert(connection, "host", 0, ticks, 10**9, origin_ns)
+        for name in STREAMS:
+            rows_every_ns = SAMPLED_NS.get(name, every_ns)
+            times, at_once = batches * every_ns // rows_every_ns, INSERT_ROWS // places_of(name, **many)
+            for begin in range(0, times, at_once):
+                insert(connection, name, begin, min(begin + at_once, times), rows_every_ns, origin_ns, **many)
         tell(connection, origin_ns, every_ns, epochs_count=batches // ranks // EPOCH + 1, **many)
         connection.execute(
             f"INSERT INTO {lake.LAKE}.journal_offset SELECT 'node.1.' || s || '.0.journal', 1, NULL, 0, 0 "
-            "FROM (VALUES ('step'), ('batch'), ('fetch'), ('process'), ('host')) t(s) "
+            f"FROM (VALUES {', '.join(f'({quoted(name)})' for name in STREAMS)}) t(s) "
             "UNION ALL SELECT 'node.1.jsonl', 1, NULL, 0, 0"
         )
     with Ingester(run) as ingester:
@@ -108,6 +111,11 @@ def begin_earlier(run: Run, by_ns: int) -> None:
     layout.write_manifest(run.path, manifest)
 
 
+def places_of(stream: str, *, ranks: int, workers: int) -> int:
+    """How many rows of a stream have one time: processes are those of the ranks, their workers, the collector."""
+    return {"process": ranks * (1 + workers) + 1, "device": ranks}.get(stream, 1)
+
+
 def insert(
     connection: Any,
     table: str,
@@ -116,19 +124,19 @@ def insert(
     every_ns: int,
     origin_ns: int,
     *,
-    ranks: int = 1,
-    workers: int = WORKERS,
+    ranks: int,
+    workers: int,
 ) -> None:
     """Records `begin` to `end` of a stream: what matters for the queries is right, the rest is noise.
 
     The processes of a rank have places in a row: its main process, then its workers. The collector is last.
     """
-    of_process, several = table == "process", ranks > 1
+    of_process, several, is_sampled = table == "process", ranks > 1, table in SAMPLED_NS
     place_rank, worker = f"place // {1 + workers}", f"place % {1 + workers} - 1"
     place_role = f"CASE WHEN {place_rank} = {ranks} THEN 3 WHEN {worker} >= 0 THEN 1 ELSE 0 END"
     known = {
         # The samples of one tick have one time.
-        "time_ns": f"{origin_ns} + i * {every_ns}" + (" + (random() * 1e6)::BIGINT" if every_ns != 10**9 else ""),
+        "time_ns": f"{origin_ns} + i * {every_ns}" + ("" if is_sampled else " + (random() * 1e6)::BIGINT"),
         "step": f"i // {ranks}",
         "epoch": f"i // {ranks} // {EPOCH}",
         "index": f"i // {ranks} % {EPOCH}",
@@ -136,9 +144,10 @@ def insert(
         "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
         "host": "'node'",
-        "pid": "1" if of_process or table == "host" else f"1 + i % {ranks}",
+        "pid": "1" if is_sampled else f"1 + i % {ranks}",
         "start_ticks": "1",
-        "rank": f"i % {ranks}" if several and not of_process and table != "host" else "NULL",
+        "rank": f"i % {ranks}" if several and not is_sampled else "NULL",
+        "device": "place" if table == "device" else f"i % {ranks}",
         "role": place_role,
         "process_pid": "100 + place",
         "process_start_ticks": "1",
@@ -147,7 +156,19 @@ def insert(
         "memory_total_bytes": "68719476736",
         "cgroup_limit_bytes": "34359738368",
         "duration_ns": f"{ranks * every_ns} + {LOGNORMAL_NS}" if table == "step" else LOGNORMAL_NS,
+        "total_bytes": f"{80 * GIB}",
+        "used_bytes": f"{40 * GIB} + (random() * {GIB})::BIGINT",
+        "process_used_bytes": f"{38 * GIB} + (random() * {GIB})::BIGINT",
+        "alloc_retry_count": f"i // {ranks} // {EPOCH}",
+        "oom_count": "0",
     }
+    if table == "device_memory":
+        known |= {
+            "allocated_bytes": f"{24 * GIB} + (random() * {8 * GIB})::BIGINT",
+            "reserved_bytes": f"{36 * GIB} + i // {ranks} % {EPOCH} * {GIB // EPOCH}",
+            "allocated_peak_bytes": f"{34 * GIB}",
+            "reserved_peak_bytes": f"{37 * GIB}",
+        }
     values = []
     for name, kind in lake.TABLES[table]:
         if name in known:
@@ -159,7 +180,8 @@ def insert(
         else:
             value = "random() * 8"
         values.append(f'({value})::{kind} AS "{name}"')
-    places = f", range({ranks * (1 + workers) + 1}) u(place) ORDER BY i" if of_process else ""
+    places_count = places_of(table, ranks=ranks, workers=workers)
+    places = f", range({places_count}) u(place) ORDER BY i" if places_count > 1 else ""
     rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}"
     connection.execute(f"INSERT INTO {lake.LAKE}.{table} BY NAME {rows}")
 

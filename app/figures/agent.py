@@ -10,7 +10,7 @@ from app.figures.samples import sample_line
 from app.format import MIB
 from app.theme import Theme
 from collector.quantities import quantity, size
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 
 #: name -> SQL over `agent`, in seconds.
 LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}

@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from app.theme import Theme
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 
 #: As Plotly takes one: it checks a trace when it joins a figure, and would check one of its own classes twice.
 Trace = dict[str, Any]

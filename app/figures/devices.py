@@ -16,6 +16,8 @@ from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
 from collector.quantities import known, percent, size
 
+#: So many devices are drawn anew in one refresh.
+AT_ONCE = 4
 #: The segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
@@ -77,8 +79,8 @@ def account(
                     "y": np.full(len(at), top / GIB),
                     "mode": "markers",
                     "marker": {"symbol": symbol, "size": 11, "color": getattr(theme, colour)},
-                    "customdata": at["step"].to_numpy(),
-                    "hovertemplate": f"{words} in step %{{customdata:,}}<extra></extra>",
+                    "text": [_when(*each) for each in zip(at[kind], at["step"], strict=True)],
+                    "hovertemplate": f"{words} %{{text}}<extra></extra>",
                 }
             )
     told = ", ".join(f"{part} {size(peak[part])}" for part in layers if known(peak[part]) and peak[part] > 0)
@@ -94,6 +96,10 @@ def account(
         count = int(trouble[kind].clip(lower=0).sum())
         caption += f" {words.capitalize()}: {count:,} times." if count else ""
     return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
+
+
+def _when(count: float, step: float) -> str:
+    return f"in step {step:,.0f}" if count == 1 else f"{count:,.0f} times, last in step {step:,.0f}"
 
 
 def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:

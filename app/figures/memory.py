@@ -13,7 +13,7 @@ from app.figures.samples import broken, pauses, sample_line, stack
 from app.format import byte_axis
 from app.theme import Theme
 from collector.quantities import count, growth, known, percent, size
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 
 ELAPSED = "elapsed (s)"
 #: column of `process` -> how an axis calls it.

@@ -11,7 +11,7 @@ from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, bla
 from app.figures.memory import ELAPSED
 from app.theme import Theme
 from collector.quantities import quantity
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 from training_harness.records import INLINE_WORKER
 
 #: column -> (name in the legend, attribute of the theme, pattern of the bar)

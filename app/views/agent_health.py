@@ -13,7 +13,7 @@ from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, number, percent, quantity, size
-from collector.store import moment_queries, queries
+from collector.store import line_queries, moment_queries, queries
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.
@@ -76,14 +76,14 @@ def key_figures(moment: Moment) -> Iterator[Block]:
 
 def charts(moment: Moment) -> Iterator[Block]:
     """Interval and lag over time."""
-    lines = queries.lines(moment.snapshot, moment.span, "agent", agent.LINES, series="host")
+    lines = line_queries.lines(moment.snapshot, moment.span, "agent", agent.LINES, series="host")
     if not lines["interval"].points.empty:
         yield agent.timing(lines, moment.theme, revision=moment.run_id)
 
 
 def own_memory(moment: Moment) -> Iterator[Block]:
     """The collector's own memory over time."""
-    lines = queries.lines(moment.snapshot, moment.span, "agent", {"rss": "rss_bytes"}, series="host")["rss"]
+    lines = line_queries.lines(moment.snapshot, moment.span, "agent", {"rss": "rss_bytes"}, series="host")["rss"]
     if not lines.points.empty:
         yield agent.own_memory(lines, moment.theme, revision=moment.run_id)
 

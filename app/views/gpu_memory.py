@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 
@@ -35,16 +36,24 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def account(moment: Moment) -> Iterator[Block]:
     """What takes the memory of each device."""
-    gpus = _gpus(moment)
-    if not gpus:
+    if not _gpus(moment):
         yield NO_GPU
+    yield from _charts(moment, _gpus(moment)[: devices.AT_ONCE])
+
+
+def further_accounts(moment: Moment) -> Iterator[Block]:
+    """The same of the devices that have their turn later."""
+    yield from _charts(moment, _gpus(moment)[devices.AT_ONCE :])
+
+
+def _charts(moment: Moment, gpus: list[_Gpu]) -> Iterator[Block]:
     for gpu in gpus:
         if gpu.parts.empty:
             yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
             continue
         chart = devices.account(
             gpu.parts,
-            device_queries.allocator_trouble(moment.snapshot, moment.span, gpu.host, gpu.device),
+            gpu.trouble,
             moment.theme,
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
@@ -99,14 +108,13 @@ def snapshot(moment: Moment) -> Iterator[Block]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gpu:
-    """A device that the run uses, and what takes its memory (`device_account.accounts`)."""
+    """A device that the run uses, what takes its memory (`device_account.accounts`), when it was short of it."""
 
-    host: str
-    device: int
     name: str
     capacity_bytes: float
     own_peaks: str
     parts: pd.DataFrame
+    trouble: pd.DataFrame
 
 
 def _gpus(moment: Moment) -> list[_Gpu]:
@@ -115,16 +123,22 @@ def _gpus(moment: Moment) -> list[_Gpu]:
 
 def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
     found = device_queries.devices(moment.snapshot)
+    parts = accounts(*device_queries.device_grid(moment.snapshot, moment.span))
+    trouble = device_queries.allocator_trouble(moment.snapshot, moment.span)
     for name, row in zip(devices.named(found), found.to_dict("records"), strict=True):
-        host, device = str(row["host"]), int(row["device"])
         yield _Gpu(
-            host=host,
-            device=device,
             name=name,
             capacity_bytes=row["total_bytes"],
             own_peaks=devices.own_peaks(row),
-            parts=accounts(*device_queries.device_grid(moment.snapshot, moment.span, host, device)),
+            parts=_of(parts, row).dropna(axis=1, how="all"),
+            trouble=_of(trouble, row),
         )
+
+
+def _of(table: pd.DataFrame, gpu: Mapping[Any, Any]) -> pd.DataFrame:
+    is_its = (table["host"] == gpu["host"]) & (table["device"] == gpu["device"])
+    its: pd.DataFrame = table[is_its].drop(columns=["host", "device"])
+    return its
 
 
 def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
@@ -159,6 +173,7 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Account", build=account),),
+        (Panel(name="Account of further GPUs", build=further_accounts, turn=1),),
         (Panel(name="In numbers", build=table),),
         (Panel(name="Snapshot", build=snapshot),),
     ),

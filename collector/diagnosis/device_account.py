@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
+
+from collector.quantities import known
 
 #: In the order in which they are shown; each is taken out of what the driver says is used.
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes")
 #: What the driver names no process for: its own tables, graphics, memory that is being given back.
 UNATTRIBUTED = "unattributed"
+#: What they are made of: of the records of the allocators, and of the driver's sample.
+_HELD = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+_TOLD = ("process_used_bytes", "other_used_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +57,9 @@ def account(
     if used is None:
         return None
     ranks = list(allocators)
-    allocated, reserved = _sum(ranks, "allocated_bytes"), _sum(ranks, "reserved_bytes")
-    holes, own = _sum(ranks, "inactive_split_bytes"), device.get("process_used_bytes")
-    cached = None if allocated is None or reserved is None else reserved - allocated - (holes or 0)
-    outside = None if own is None or reserved is None else own - reserved
-    values = (allocated, cached, holes, outside, device.get("other_used_bytes"))
-    parts = {name: value for name, value in zip(PARTS, values, strict=True) if value is not None}
+    held = (_sum(ranks, name) for name in _HELD)
+    told = (_number(device.get(name)) for name in _TOLD)
+    parts = {name: float(value) for name, value in _split(*held, *told).items() if known(value)}
     return DeviceAccount(
         parts=parts,
         residual_bytes=used - sum(parts.values()),
@@ -64,38 +68,40 @@ def account(
 
 
 def accounts(driver: pd.DataFrame, allocators: pd.DataFrame) -> pd.DataFrame:
-    """The account of one device over time, from `device_queries.device_grid`. Pure.
+    """The account of each device over time, from `device_queries.device_grid`. Pure.
 
     Where the driver was not asked, the account is of what the allocators hold.
 
     Returns:
-        elapsed_seconds, a column of bytes for each of `PARTS` that is known anywhere, and `UNATTRIBUTED`; a value
-        that is not known is NaN. Of each process the newest record stands until the next.
+        host, device, elapsed_seconds, a column of bytes for each of `PARTS` and `UNATTRIBUTED`: NaN where it is not
+        known. Of each process the newest record stands until the next.
 
     """
-    rows: list[dict[str, Any]] = []
-    held: dict[int, Mapping[str, float | None]] = {}
-    told: Mapping[Any, Any] = {}
-    of_driver = {row["bucket"]: row for row in driver.to_dict("records")}
-    of_ranks: dict[Any, Any] = {bucket: table.to_dict("records") for bucket, table in allocators.groupby("bucket")}
-    for bucket in sorted({*of_driver, *of_ranks}):
-        told = of_driver.get(bucket, told)
-        held |= {record["pid"]: _known(record) for record in of_ranks.get(bucket, ())}
-        ranks = list(held.values())
-        found = account(_known(told) if told else {"used_bytes": _sum(ranks, "reserved_bytes")}, ranks)
-        now = of_ranks[bucket][0] if bucket in of_ranks else told
-        if found is not None:
-            parts = {**found.parts, UNATTRIBUTED: found.residual_bytes}
-            # The driver and the allocator are read some ms apart: what is negative by that is nothing.
-            rows.append({"elapsed_seconds": now["elapsed_seconds"], **{k: max(0.0, v) for k, v in parts.items()}})
-    return pd.DataFrame(rows, columns=["elapsed_seconds", *PARTS, UNATTRIBUTED]).dropna(axis=1, how="all")
+    moments = pd.concat([allocators, driver])[["gpu", "host", "device", "bucket", "elapsed_seconds"]]
+    moments = moments.drop_duplicates(["gpu", "bucket"]).sort_values("bucket", ignore_index=True)
+    told = pd.merge_asof(moments, driver.sort_values("bucket"), on="bucket", by="gpu")
+    of_each = moments[["gpu", "bucket"]].merge(allocators[["gpu", "pid"]].drop_duplicates(), on="gpu")
+    records = allocators.sort_values("bucket").assign(is_known=True)
+    lasting = pd.merge_asof(of_each, records, on="bucket", by=["gpu", "pid"]).dropna(subset="is_known")
+    sums = lasting.groupby(["gpu", "bucket"])[list(_HELD)].sum(skipna=False)
+    held = moments[["gpu", "bucket"]].join(sums, on=["gpu", "bucket"])
+    parts = pd.DataFrame(_split(*(held[name] for name in _HELD), *(told[name] for name in _TOLD)))
+    parts[UNATTRIBUTED] = told["used_bytes"].fillna(held["reserved_bytes"]) - parts.sum(axis=1)
+    # The driver and the allocator are read some ms apart: what is negative by that is nothing.
+    found = pd.concat([moments[["host", "device", "elapsed_seconds"]], parts.clip(lower=0)], axis=1)
+    return found.dropna(subset=UNATTRIBUTED, ignore_index=True)
 
 
-def _known(record: Mapping[Any, Any]) -> dict[str, float | None]:
-    return {name: None if pd.isna(value) else value for name, value in record.items()}
+def _split(allocated: Any, reserved: Any, holes: Any, own: Any, other: Any) -> dict[str, Any]:
+    """Of each of `PARTS` the bytes, of numbers or of columns of them; NaN where it is not known."""
+    values = allocated, reserved - allocated - np.nan_to_num(holes), holes, own - reserved, other
+    return dict(zip(PARTS, values, strict=True))
 
 
-def _sum(rows: list[Mapping[str, float | None]], name: str) -> float | None:
-    """None if a row lacks it, or there is none: a part of a sum is no sum."""
-    values = [value for row in rows if (value := row.get(name)) is not None]
-    return sum(values) if values and len(values) == len(rows) else None
+def _sum(rows: list[Mapping[str, float | None]], name: str) -> float:
+    """NaN if a row lacks it, or there is none: a part of a sum is no sum."""
+    return sum(_number(row.get(name)) for row in rows) if rows else math.nan
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

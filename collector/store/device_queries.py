@@ -1,18 +1,21 @@
-"""The named queries about GPUs: what allocators and drivers say of each, at which moments."""
+"""The named queries about GPUs: what allocators and drivers say of each, at which moments.
+
+Each asks for all GPUs at once, and gives what belongs to one of them.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from collector.store.engine import quoted
-from collector.store.queries import GRID_BUCKETS, GRID_STEP_NS, Lines, Queryable, Span, lines, only, width_ns
+from collector.store.fullest import COLUMNS, DRIVER, kept
+from collector.store.line_queries import LINE_BUCKETS, Lines, lines_of, tiled_extremes
+from collector.store.queries import GRID_BUCKETS, GRID_STEP_NS, Queryable, Span, only, pieces, tiled, width_ns
 
-_OF_DEVICE = "time_ns BETWEEN $from_ns AND $to_ns AND host = $host AND device = $device"
-_ASKED = f"{_OF_DEVICE} AND used_bytes IS NOT NULL"
-_BUCKET = "(time_ns - $from_ns) // $width AS bucket"
+_IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns"
+_FEWEST_BUCKETS = 200
+#: More marks than this would be a line.
+_TROUBLE_BUCKETS = 200
 
 
 def devices(snapshot: Queryable) -> pd.DataFrame:
@@ -24,106 +27,118 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
 
     """
     return snapshot.query(
-        "WITH driver AS (SELECT host, device, arg_max(used_bytes, time_ns) used_bytes, "
-        "max(used_bytes) used_peak_bytes, max(total_bytes) total_bytes FROM device GROUP BY ALL), "
-        "torch AS (SELECT host, device, max(greatest(reserved_bytes, reserved_peak_bytes)) reserved_peak_bytes, "
-        "max(greatest(allocated_bytes, allocated_peak_bytes)) allocated_peak_bytes, "
-        "arg_max(reserved_bytes, time_ns) reserved_bytes FROM device_memory GROUP BY ALL) "
+        "WITH driver AS (SELECT host, device, arg_max(used_bytes_newest, time_ns) used_bytes, "
+        "max(used_bytes_high) used_peak_bytes, max(total_bytes) total_bytes FROM device_tiled GROUP BY ALL), "
+        "torch AS (SELECT host, device, max(reserved_peak_bytes) reserved_peak_bytes, "
+        "max(allocated_peak_bytes) allocated_peak_bytes, "
+        "arg_max(reserved_bytes_newest, time_ns) reserved_bytes FROM device_memory_tiled GROUP BY ALL) "
         "SELECT * FROM driver FULL JOIN torch USING (host, device) ORDER BY host, device"
     )
 
 
 def device_lines(snapshot: Queryable, within: Span, host: str, device: int) -> dict[str, Lines]:
     """What the caching allocator of each rank has allocated and reserved, and what the driver says is used."""
-    of_device = f"host = {quoted(host)} AND device = {device:d}"
-    of_rank = f"{of_device} AND ($rank IS NULL OR rank = $rank)"
-    by_rank = "coalesce('rank ' || rank, '')"
-    allocator = {name: f"{name}_bytes" for name in ("allocated", "reserved")}
-    return {
-        **lines(snapshot, within, "device_memory", allocator, series=by_rank, where=of_rank),
-        **lines(snapshot, within, "device", {"used": "used_bytes"}, where=of_device),
-    }
+    place, any_rank = {"host": "host", "device": "device"}, "$rank IS NULL OR rank = $rank"
+    found: dict[str, Lines] = {}
+    for stream, columns, series, where in (
+        ("device_memory", ("allocated_bytes", "reserved_bytes"), "coalesce('rank ' || rank, '')", any_rank),
+        ("device", ("used_bytes",), "''", "TRUE"),
+    ):
+        source, width = pieces(snapshot, within, stream, _shared(snapshot, LINE_BUCKETS))
+        by = {**place, "series": series}
+        table = tiled_extremes(snapshot, within, source, columns, where=where, by=by, width=width)
+        found |= lines_of(_of(table, host, device), within, columns)
+    return {name.removesuffix("_bytes"): lines for name, lines in found.items()}
 
 
-def device_grid(snapshot: Queryable, within: Span, host: str, device: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The records of a GPU when most of it was taken in each bucket of time, and the newest.
+def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The records of each GPU when most of it was taken in each bucket of time, and the newest.
 
     Returns:
-        Two tables of the same moments: `bucket`, elapsed_seconds (its begin; the newest its own time) and what an
-        account takes of `device` (process_used_bytes NaN if the allocators held more) and, by pid, `device_memory`.
+        Two tables of the same moments: host, device, `gpu` (a number for the two), `bucket`, elapsed_seconds (its
+        begin; the newest its own time) and what an account takes of `device` (process_used_bytes NaN if the
+        allocators held more) and, by pid, of `device_memory`.
 
     """
-    width = max(width_ns(within, GRID_BUCKETS), GRID_STEP_NS)
-    params = {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device, "width": width}
-    largest = snapshot.query(
-        f"SELECT {_BUCKET}, arg_max(time_ns, used_bytes) at_ns FROM device WHERE {_ASKED} GROUP BY bucket", params
-    )["at_ns"]
-    records = _allocator_records(snapshot, {**params, "largest_ns": largest.tolist()})
-    driver = _driver_at(snapshot, params, np.union1d(largest, records.pop("at_ns")))
-    of_each = [pd.merge_asof(driver[["time_ns"]], mine, on="time_ns") for _, mine in records.groupby("pid")]
-    allocators = pd.concat([records[:0], *of_each]).dropna(subset="pid")
-    held = driver[["time_ns"]].join(allocators.groupby("time_ns").sum(), on="time_ns").fillna(0)
-    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"], "process_used_bytes"] = np.nan
+    source, width = pieces(snapshot, within, "gpu", _shared(snapshot, GRID_BUCKETS))
+    width = max(width, GRID_STEP_NS)
+    rows = snapshot.query(
+        f"FROM ({kept(f'(FROM {source} WHERE {_IN_SPAN})', width, within.from_ns)}) ORDER BY time_ns",
+        only(within.params, "from_ns", "to_ns"),
+    )
+    rows.insert(0, "gpu", rows.groupby(["host", "device"]).ngroup())
+    is_newest, is_driver = ~rows.duplicated("gpu", keep="last"), rows["pid"] == DRIVER
+    times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
+    driver = _lower(times, rows.loc[is_driver, ["gpu", "time_ns", *COLUMNS["device"]]].dropna(subset="used_bytes"))
+    records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", *COLUMNS["device_memory"]]]
+    of_each = times.merge(records[["gpu", "pid"]].drop_duplicates(), on="gpu")
+    allocators = pd.merge_asof(of_each, records, on="time_ns", by=["gpu", "pid"]).dropna(subset="reserved_bytes")
+    held = times.join(allocators.groupby(["gpu", "time_ns"]).sum(), on=["gpu", "time_ns"]).fillna(0)
+    driver.loc[driver["process_used_bytes"] < held["reserved_bytes"].to_numpy(), "process_used_bytes"] = np.nan
     chosen = _fullest(driver, held, within, width)
-    return driver.dropna(subset="used_bytes").merge(chosen, on="time_ns"), allocators.merge(chosen, on="time_ns")
+    chosen = chosen.merge(rows[["gpu", "host", "device"]].drop_duplicates(), on="gpu")
+    both = (each.merge(chosen, on=["gpu", "time_ns"]) for each in (driver.dropna(subset="used_bytes"), allocators))
+    return next(both), next(both)
 
 
-def _allocator_records(snapshot: Queryable, params: dict[str, Any]) -> pd.DataFrame:
-    """Each process's newest record when one, or the driver, had most in a bucket, and at its end (at_ns)."""
-    # A tensor out of the cache adds nothing to what is reserved: of equal records the one of most allocated.
-    most = "reserved_bytes / 512.0 + allocated_bytes / (reserved_bytes + 1.0)"
-    return snapshot.query(
-        f"WITH torch AS (SELECT {_BUCKET}, pid, time_ns, allocated_bytes, reserved_bytes, inactive_split_bytes "
-        f"FROM device_memory WHERE {_OF_DEVICE}), moment AS (SELECT bucket, "
-        f"unnest([arg_max(time_ns, {most}), max(time_ns)]) at_ns FROM torch GROUP BY bucket, pid "
-        f"UNION SELECT {_BUCKET}, time_ns FROM (SELECT unnest($largest_ns::BIGINT[]) AS time_ns)) "
-        "SELECT * EXCLUDE (bucket) FROM (SELECT at_ns, unnest(arg_max(torch, time_ns), recursive := true) "
-        "FROM torch JOIN moment USING (bucket) WHERE time_ns <= at_ns GROUP BY at_ns, pid) ORDER BY time_ns",
-        params,
-    )
-
-
-def _driver_at(snapshot: Queryable, params: dict[str, Any], times_ns: np.ndarray[Any, Any]) -> pd.DataFrame:
+def _lower(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """The driver's sample at these times, between two of them the lower one; and the last one."""
-    samples = snapshot.query(  # not by ASOF JOIN, which takes seconds
-        f"WITH asked AS (SELECT {_BUCKET}, time_ns, used_bytes, process_used_bytes, other_used_bytes FROM device "
-        f"WHERE {_ASKED}), moment AS (SELECT {_BUCKET}, time_ns AS at_ns FROM "
-        "(SELECT unnest($times_ns::BIGINT[]) AS time_ns)) SELECT DISTINCT * EXCLUDE (bucket) FROM (SELECT unnest(["
-        "min(asked), max(asked), arg_max(asked, time_ns) FILTER (time_ns <= at_ns), "
-        "arg_min(asked, time_ns) FILTER (time_ns >= at_ns)], recursive := true) "
-        "FROM asked LEFT JOIN moment USING (bucket) GROUP BY bucket, at_ns) WHERE time_ns > 0 ORDER BY time_ns",
-        {**params, "times_ns": times_ns.tolist()},
+    newest, later = (
+        pd.merge_asof(times, samples, on="time_ns", by="gpu", direction=way) for way in ("backward", "forward")
     )
-    times = pd.DataFrame({"time_ns": np.union1d(times_ns, samples["time_ns"][-1:])})
-    newest, later = (pd.merge_asof(times, samples, on="time_ns", direction=way) for way in ("backward", "forward"))
     return newest.mask(later["used_bytes"] < newest["used_bytes"], later)
 
 
 def _fullest(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: int) -> pd.DataFrame:
-    """Of each bucket the moment at which most was taken, as far as was seen, and the newest."""
-    table = driver[["time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
+    """Of each GPU and bucket the moment at which most was taken, as far as was seen, and the newest."""
+    table = driver[["gpu", "time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
     table["elapsed_seconds"] = within.elapsed(within.from_ns + table["bucket"] * width)
-    taken = np.fmax(driver["used_bytes"], held["reserved_bytes"] + driver["other_used_bytes"].fillna(0))
+    taken = np.fmax(driver["used_bytes"], held["reserved_bytes"].to_numpy() + driver["other_used_bytes"].fillna(0))
     order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
-    newest = table[-1:].assign(bucket=table["bucket"] + 1, elapsed_seconds=within.elapsed(table["time_ns"]))
-    chosen = pd.concat([table.iloc[order].drop_duplicates("bucket", keep="last"), newest])
-    return chosen.drop_duplicates("time_ns", keep="last")
+    last = table.drop_duplicates("gpu", keep="last")
+    newest = last.assign(bucket=last["bucket"] + 1, elapsed_seconds=within.elapsed(last["time_ns"]))
+    chosen = pd.concat([table.iloc[order].drop_duplicates(["gpu", "bucket"], keep="last"), newest])
+    return chosen.drop_duplicates(["gpu", "time_ns"], keep="last")
 
 
-def allocator_trouble(snapshot: Queryable, within: Span, host: str, device: int) -> pd.DataFrame:
-    """The steps in which an allocator had to give its cache back, or ran out of memory.
+def allocator_trouble(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """When an allocator had to give its cache back, or ran out of memory.
 
     Returns:
-        elapsed_seconds, rank, step, retries, ooms: how many of each since the step before.
+        host, device, elapsed_seconds and step of the last in a stretch of time, and how many there were in it:
+        retries, ooms.
 
     """
-    table = snapshot.query(
-        "SELECT time_ns, rank, step, retries, ooms FROM (SELECT time_ns, rank, step, "
-        "alloc_retry_count - lag(alloc_retry_count, 1, 0) OVER w retries, "
-        "oom_count - lag(oom_count, 1, 0) OVER w ooms FROM device_memory WHERE host = $host AND device = $device "
-        "AND (alloc_retry_count > 0 OR oom_count > 0) "  # what lies before the first has nothing to sort
-        "WINDOW w AS (PARTITION BY pid, start_ticks ORDER BY time_ns)) "
-        "WHERE (retries > 0 OR ooms > 0) AND time_ns BETWEEN $from_ns AND $to_ns ORDER BY time_ns",
-        {**only(within.params, "from_ns", "to_ns"), "host": host, "device": device},
-    )
+    found = [
+        _counted(snapshot, within, column).rename(columns={"count": name})
+        for column, name in (("alloc_retry_count", "retries"), ("oom_count", "ooms"))
+    ]
+    table = pd.concat(found).sort_values("time_ns").fillna({"retries": 0, "ooms": 0})
     return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))
+
+
+def _counted(snapshot: Queryable, within: Span, column: str) -> pd.DataFrame:
+    """By how much a count of the allocators grew in stretches of the span, where it did."""
+    high = f"{column}_high"
+    # As much again before it tells what was counted by then; what lies before the first has nothing to sort.
+    since = within.from_ns if within.is_whole else 2 * within.from_ns - within.to_ns
+    looks_at_all = since <= within.first_ns
+    return snapshot.query(
+        "SELECT host, device, arg_max(step, at_ns)::BIGINT AS step, max(at_ns) AS time_ns, "
+        f"sum(grown)::BIGINT AS count FROM (SELECT host, device, time_ns + {high}_after_ns AS at_ns, "
+        f"{high}_step AS step, {high} - lag({high}, 1, {0 if looks_at_all else high}) "
+        "OVER (PARTITION BY host, device, pid, start_ticks ORDER BY time_ns) AS grown "
+        f"FROM {tiled(within, 'device_memory')} WHERE time_ns BETWEEN {since} AND $to_ns"
+        f"{f' AND {high} > 0' if looks_at_all else ''}) WHERE grown > 0 AND at_ns BETWEEN $from_ns AND $to_ns "
+        f"GROUP BY host, device, (at_ns - $from_ns) // {width_ns(within, _TROUBLE_BUCKETS)}",
+        only(within.params, "from_ns", "to_ns"),
+    )
+
+
+def _of(table: pd.DataFrame, host: str, device: int) -> pd.DataFrame:
+    return table[(table["host"] == host) & (table["device"] == device)].reset_index(drop=True)
+
+
+def _shared(snapshot: Queryable, buckets: int) -> int:
+    """Of so many buckets those of one GPU: the figures of many are smaller pictures."""
+    return max(_FEWEST_BUCKETS, 2 * buckets // max(2, len(devices(snapshot))))

@@ -6,19 +6,17 @@ import json
 
 import pandas as pd
 
+from collector.store.line_queries import LINE_BUCKETS, Lines, tiled_lines
 from collector.store.queries import (
     GRID_BUCKETS,
     GRID_STEP_NS,
-    LINE_BUCKETS,
     OF_SPAN,
-    Lines,
     Queryable,
     Span,
     pieces,
     quantile,
     sampled,
     tiled,
-    tiled_lines,
 )
 
 #: What a fetch is made of, and what its time went by.

@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.store import tiles
 from collector.store.engine import quoted
+from collector.store.line_queries import Lines, lines, tiled_lines
 from collector.store.queries import (
     GRID_BUCKETS,
     GRID_STEP_NS,
-    Lines,
     Queryable,
     Span,
-    lines,
     only,
     pieces,
     tiled,
-    tiled_lines,
 )
+from collector.store.tiling import slope
 from training_harness.records import ROLES
 
 #: A process that was sampled this long ago and did not end is taken to be there still.
@@ -136,9 +134,9 @@ def _slopes(snapshot: Queryable, within: Span, fewest: int) -> pd.DataFrame:
     """Of each process the slopes while it trains, or over the span where nothing tells of training."""
     # The tiles of the whole are taken for its part too, without the one in which the first step lies.
     table = snapshot.query(
-        f"SELECT {_PROCESS_KEY}, {tiles.slope('private_dirty_bytes')} private_dirty_slope, "
+        f"SELECT {_PROCESS_KEY}, {slope('private_dirty_bytes')} private_dirty_slope, "
         "sum(private_dirty_bytes_n)::BIGINT private_dirty_count, "
-        f"{tiles.slope('rss_bytes')} rss_slope, sum(rss_bytes_n)::BIGINT rss_count "
+        f"{slope('rss_bytes')} rss_slope, sum(rss_bytes_n)::BIGINT rss_count "
         f"FROM {tiled(within, 'process')} WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY {_PROCESS}",
         only((training(snapshot, within) or within).params, "from_ns", "to_ns"),
     )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pandas as pd
 
 from collector.store import tiles
-from collector.store.queries import LINE_BUCKETS, OF_SPAN, Queryable, Span, only, pieces, tiled
+from collector.store.line_queries import LINE_BUCKETS
+from collector.store.queries import OF_SPAN, Queryable, Span, only, pieces, tiled
 
 #: Of ranks, which begin their epochs together, one tells.
 _OF_FIRST_RANK = "rank IS NOT DISTINCT FROM (SELECT min(rank) FROM told)"

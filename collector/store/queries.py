@@ -1,19 +1,17 @@
-"""The named queries behind the dashboard's figures: what part of a run is looked at, lines, and steps.
+"""The named queries behind the dashboard's figures: what part of a run is looked at, and its steps.
 
 Each takes a snapshot and gives a small table: whatever the length of the run, DuckDB reduces it to
-at most a few thousand points before pandas sees it. Lines are thinned to the smallest and the
-largest value of each bucket of time, so a peak is never lost. Times come back as seconds since the
+at most a few thousand points before pandas sees it. Times come back as seconds since the
 run was made (`elapsed_seconds`), sizes in bytes, durations in milliseconds. A missing value is NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import pandas as pd
 
 from collector.store import tiles
@@ -22,8 +20,6 @@ Window = Literal["5min", "500steps", "run"]
 WINDOWS: tuple[Window, ...] = ("5min", "500steps", "run")
 #: The streams that tell how far a run has come; the others tick along with one of them.
 PULSE = ("step", "batch", "process", "host")
-#: Buckets of one line: with two points each, a trace has at most 2,000.
-LINE_BUCKETS = 1000
 #: Buckets of a stack or a heat map, where every series shares one grid of time.
 GRID_BUCKETS = 400
 #: A figure of so many buckets still tells when something happened.
@@ -96,19 +92,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lines:
-    """Thinned lines: `points` has series, elapsed_seconds, value; `samples_count` says of how many."""
-
-    points: pd.DataFrame
-    samples_count: int
-
-    @property
-    def thinned(self) -> bool:
-        """Whether there are fewer points than samples."""
-        return len(self.points) < self.samples_count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """How far the records of a run reach (ns) and how many there are."""
 
@@ -162,75 +145,6 @@ def span(snapshot: Queryable, whole: Extent, *, origin: int, window: Window, ran
         newest_ns=whole.newest_ns,
         rank=rank,
     )
-
-
-def lines(
-    snapshot: Queryable,
-    within: Span,
-    source: str,
-    values: Mapping[str, str],
-    *,
-    series: str | None = None,
-    where: str = "TRUE",
-    buckets: int = LINE_BUCKETS,
-) -> dict[str, Lines]:
-    """Of each name, one thinned line per value of the SQL expression `series`, of its SQL expression over `source`.
-
-    Each bucket gives its smallest and its largest value, in the order in which they occurred. All the lines come
-    from one scan: on a long run that is what costs.
-    """
-    parts = [
-        f"arg_min(time_ns, v{k}) t_low{k}, min(v{k}) low{k}, arg_max(time_ns, v{k}) t_high{k}, max(v{k}) high{k}, "
-        f"count(v{k}) n{k}"
-        for k in range(len(values))
-    ]
-    named = "".join(f", {value} AS v{k}" for k, value in enumerate(values.values()))
-    of_series = f", {series} AS series" if series else ""
-    table = snapshot.query(
-        f"SELECT {', '.join(parts)}{', series' if series else ''} FROM (SELECT time_ns{named}{of_series} "
-        f"FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns AND ({where})) "
-        f"GROUP BY {'series, ' if series else ''}(time_ns - $from_ns) // {width_ns(within, buckets)}",
-        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
-    )
-    if not series:
-        table["series"] = ""
-    return {name: _line(table, within, k) for k, name in enumerate(values)}
-
-
-def tiled_lines(
-    snapshot: Queryable, within: Span, source: str, columns: Sequence[str], *, where: str, series: str, width: int
-) -> dict[str, Lines]:
-    """The same of columns whose extremes are in tiles, with `source` and width of these (`pieces`)."""
-    parts = [
-        f"arg_min(time_ns + {column}_low_after_ns, {column}_low) t_low{k}, min({column}_low) low{k}, "
-        f"arg_max(time_ns + {column}_high_after_ns, {column}_high) t_high{k}, max({column}_high) high{k}, "
-        f"sum({column}_n)::BIGINT n{k}"
-        for k, column in enumerate(columns)
-    ]
-    table = snapshot.query(
-        f"SELECT {series} AS series, {', '.join(parts)} FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
-        f"AND ({where}) GROUP BY {series}, (time_ns - $from_ns) // {width}",
-        only(within.params, "from_ns", "to_ns", *(["rank"] if "$rank" in where else [])),
-    )
-    return {column: _line(table, within, k) for k, column in enumerate(columns)}
-
-
-def _line(table: pd.DataFrame, within: Span, k: int) -> Lines:
-    """The points of the k-th value of a table of buckets."""
-    table = table[table[f"n{k}"] > 0]
-    of_series, names = pd.factorize(table["series"], sort=True)
-    series = np.tile(of_series, 2)
-    times, values = (
-        np.concatenate([table[f"{first}{k}"].to_numpy(dtype), table[f"{second}{k}"].to_numpy(dtype)])
-        for first, second, dtype in (("t_low", "t_high", np.int64), ("low", "high", np.float64))
-    )
-    order = np.lexsort((times, series))
-    series, times, values = series[order], times[order], values[order]
-    again = (np.diff(series, prepend=-1) == 0) & (np.diff(times, prepend=0) == 0)  # a bucket of one value
-    points = pd.DataFrame({"series": names.take(series), "time_ns": times, "value": values})[~again]
-    points["elapsed_seconds"] = within.elapsed(points.pop("time_ns"))
-    points = points[["series", "elapsed_seconds", "value"]].reset_index(drop=True)
-    return Lines(points=points, samples_count=int(table[f"n{k}"].sum()))
 
 
 def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
@@ -345,7 +259,7 @@ def sampled(within: Span, stream: str, where: str, rows_count: int) -> str:
     Sorting is what they cost, so of more than `tiles.SAMPLED_BEYOND` rows, `rows_count` of them, a sample is taken.
     With a million rows its median has a standard error of 0.2 % of the rows; of each of four groups, of 0.4 %.
     """
-    tiling = tiles.TILINGS[stream]
+    tiling = tiles.SUMMARIES[stream]
     keys = ", ".join(name for name, _ in tiling.keys)
     if _is_sampled(within, rows_count):
         return f"(SELECT {keys}, unnest(sample) AS value FROM {tiled(within, stream)} WHERE {where})"

@@ -28,6 +28,7 @@ from collector.store import journals, lake, looks, tiles
 from collector.store.engine import ERRORS, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
+from collector.store.tiling import SAMPLED
 from training_harness.records import STREAMS
 
 #: What follows the name of a stream in that of the view that says how far it reaches.
@@ -211,7 +212,7 @@ class Snapshot:
     def _add_view(self, name: str) -> None:
         """Make a view when a query first names it: most pages need the journals of two or three streams."""
         stream = re.sub(_SUFFIXES, "", name)
-        if name in self._views or stream not in {*STREAMS, "event"}:
+        if name in self._views or stream not in {*STREAMS, *tiles.TILINGS, "event"}:
             return
         if name == stream:
             sql = self._rows(stream)
@@ -225,7 +226,9 @@ class Snapshot:
         self._views.add(name)
 
     def _rows(self, stream: str) -> str:
-        """SQL: a stream, of the lake and beyond."""
+        """SQL: a stream, or several that are laid together, of the lake and beyond."""
+        if stream in tiles.TILINGS and stream not in STREAMS:
+            return tiles.TILINGS[stream].gathered(lambda part: f"({self._rows(part)})")
         columns = ", ".join(f'"{column}"' for column in self._tail(stream).column_names)
         parts = [f"FROM tail_{stream}"]
         if stream in self._stored:  # an empty table of the lake would cost as much as a full one
@@ -241,46 +244,47 @@ class Snapshot:
 
     def _reach(self, stream: str) -> str:
         """SQL: one row, how far a stream reaches."""
-        rows_count, first_ns, last_ns = self._reached(stream)
-        ends = ((first_ns, "first_ns"), (last_ns, "last_ns"))
+        whole = self._reached(stream)
+        ends = ((whole.first_ns, "first_ns"), (whole.last_ns, "last_ns"))
         known = (f"{'NULL' if ns is None else ns}::BIGINT AS {name}" for ns, name in ends)
-        return f"SELECT {rows_count}::BIGINT AS n, {', '.join(known)}"
+        return f"SELECT {whole.rows_count}::BIGINT AS n, {', '.join(known)}"
 
-    def _reached(self, stream: str) -> tuple[int, int | None, int | None]:
-        """How many rows a stream has, and the times of its first and last; the catalog knows it of the lake's."""
+    def _reached(self, name: str) -> tiles.Reach:
+        """How far rows reach; the catalog knows it of the lake's."""
+        streams = tiles.TILINGS[name].parts if name in tiles.TILINGS else (name,)
         if self._behind_ns:
-            return self._execute(tiles.reach(f'"{stream}"'), None).fetchall()[0]
-        tail = self._tail(stream)
-        ends = pc.min_max(tail["time_ns"]).as_py()
-        parts = [(tail.num_rows, ends["min"], ends["max"])]
-        if self._opened and stream in self._stored:
-            parts += self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
-        counts, firsts, lasts = zip(*parts, strict=True)
-        of_some = [ns for ns in (*firsts, *lasts) if ns is not None]
-        return sum(counts), min(of_some, default=None), max(of_some, default=None)
+            sources = (tiles.reach(f"({self._rows(stream)})") for stream in streams)
+            return tiles.Reach.of(self._connection.execute(sql).fetchall()[0] for sql in sources)
+        tails = [self._tail(stream) for stream in streams]
+        ends = (pc.min_max(tail["time_ns"]).as_py() for tail in tails)
+        found = [(tail.num_rows, end["min"], end["max"]) for tail, end in zip(tails, ends, strict=True)]
+        for stream in streams:
+            if self._opened and stream in self._stored:
+                found += self._opened.ask(tiles.reach(f"{lake.LAKE}.{stream}"))
+        return tiles.Reach.of(found)
 
     def _tiles(self, name: str, stream: str) -> str:
         """SQL: a stream as tiles, those of the lake, if it may, and the rows that they lack."""
-        rows_count, _, _ = self._reached(stream)
+        tiling, whole = tiles.TILINGS[stream], self._reached(stream)
         laid = None
-        if name.endswith(tiles.TILED) and self._trusts_tiles and rows_count > tiles.TILED_BEYOND:
+        if name.endswith(tiles.TILED) and self._trusts_tiles and whole.rows_count > tiles.TILED_BEYOND:
             laid = self._laid(stream)
         if laid is None:
             self._add_view(stream)
-            return tiles.alone(stream, f'"{stream}"', every=tiles.one_in(rows_count))
+            return tiling.alone(f'"{stream}"', every=tiles.one_in(whole.rows_count))
         assert self._opened is not None
-        thinner = max(1, rows_count // tiles.SAMPLED_BEYOND)
-        every = thinner * tiles.SAMPLED
-        span_ns = laid.until_ns - laid.first_ns
-        older = self._opened.table(tiles.coarser(stream, laid.tiles, span_ns, thinner=thinner))
-        newer = self._opened.table(tiles.laid(stream, f"({laid.newer})", every=every))
+        thinner = max(1, whole.rows_count // tiles.SAMPLED_BEYOND)
+        every = thinner * SAMPLED
+        older = self._opened.table(tiling.coarser(laid.tiles, laid.until_ns - laid.first_ns, thinner=thinner))
+        newer = self._opened.table(tiling.laid(laid.newer, every=every))
         self._connection.register(f"tiles_{stream}", pa.concat_tables([older, newer]))
         # Plus nothing: else DuckDB has Arrow filter by time, which takes more than to scan all of it.
         kept = f"SELECT * REPLACE (time_ns + 0 AS time_ns) FROM tiles_{stream}"
-        return f"{kept} UNION ALL BY NAME {tiles.alone(stream, f'tail_{stream}', every=every)}"
+        tail = tiling.gathered(lambda part: f"tail_{part}")  # `_reached` has made them known
+        return f"{kept} UNION ALL BY NAME {tiling.alone(tail, every=every)}"
 
     def _laid(self, stream: str) -> tiles.Laid | None:
-        if self._opened is None or stream not in self._stored:
+        if self._opened is None or self._stored.isdisjoint(tiles.TILINGS[stream].parts):
             return None
         try:
             return tiles.find_laid(self._opened.ask, lake.LAKE, stream)

@@ -47,9 +47,9 @@ def tidy(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> t
 def _tidy_embedded(run: Run, connection: duckdb.DuckDBPyConnection, files: DataFiles) -> tuple[str, ...]:
     problems: list[str] = []
     try:
-        for stream in tiles.TILINGS:
-            with _told(problems, connection, f"{stream}{tiles.TILE}"):
-                _lay_tiles(connection, files, stream)
+        for name in tiles.TILINGS:
+            with _told(problems, connection, f"{name}{tiles.TILE}"):
+                _lay_tiles(connection, files, name)
         # Readers wait meanwhile, so they are let in after each table.
         for table in lake.TABLES:
             locked, told = lake.files_locked(run, exclusive=True), _told(problems, connection, table)
@@ -91,25 +91,24 @@ def _told(problems: list[str], connection: duckdb.DuckDBPyConnection, table: str
         problems.append(f"the lake's table {table} was not tidied up: {one_line(error)}")
 
 
-def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, stream: str) -> None:
+def _lay_tiles(connection: duckdb.DuckDBPyConnection, files: DataFiles, name: str) -> None:
     """Lay the tiles that are missing; anew if rows have come that are older than what was laid."""
-    rows, table = f"{lake.LAKE}.{stream}", f"{lake.LAKE}.{stream}{tiles.TILE}"
-    found = connection.execute(f"SELECT count(*), min(time_ns), max(time_ns) FROM {rows}").fetchall()
-    rows_count, first_ns, last_ns = found[0]
-    if rows_count <= tiles.TILED_BEYOND:
+    tiling, table, ask = tiles.TILINGS[name], f"{lake.LAKE}.{name}{tiles.TILE}", asking(connection)
+    whole = tiles.Reach.of(ask(tiles.reach(f"{lake.LAKE}.{stream}"))[0] for stream in tiling.parts)
+    if whole.rows_count <= tiles.TILED_BEYOND or whole.first_ns is None or whole.last_ns is None:
         return
-    width_ns = tiles.TILINGS[stream].width_ns
-    laid = tiles.find_laid(asking(connection), lake.LAKE, stream)
-    begin_ns = laid.until_ns if laid else first_ns
-    end_ns = (last_ns - _SETTLED_NS) // width_ns * width_ns
-    if end_ns - begin_ns < max(_SETTLED_NS, (last_ns - first_ns) // _LACKING):
+    laid = tiles.find_laid(ask, lake.LAKE, name)
+    begin_ns = laid.until_ns if laid else whole.first_ns
+    end_ns = (whole.last_ns - _SETTLED_NS) // tiling.width_ns * tiling.width_ns
+    if end_ns - begin_ns < max(_SETTLED_NS, (whole.last_ns - whole.first_ns) // _LACKING):
         return
     with files.transaction(connection):
         if laid is None:
             connection.execute(f"DELETE FROM {table}")
-        for from_ns, to_ns in _pieces(connection, rows, begin_ns, end_ns, width_ns):
+        rows = tiling.gathered(lambda stream: f"{lake.LAKE}.{stream}")
+        for from_ns, to_ns in _pieces(connection, rows, begin_ns, end_ns, tiling.width_ns):
             piece = f"(FROM {rows} WHERE time_ns >= {from_ns} AND time_ns < {to_ns})"
-            connection.execute(f"INSERT INTO {table} BY NAME {tiles.laid(stream, piece)}")
+            connection.execute(f"INSERT INTO {table} BY NAME {tiling.laid(piece)}")
 
 
 def _pieces(

@@ -12,7 +12,7 @@ from opened import figures, open_view, texts, trace_names
 
 from app.figures import memory
 from app.theme import LIGHT
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 from training_harness import layout
 from training_harness.journal import Identity
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER

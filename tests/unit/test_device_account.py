@@ -59,6 +59,9 @@ def test_the_parts_and_the_residual_are_what_is_used(device, ranks):
 def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
     driver = pd.DataFrame(
         {
+            "gpu": 0,
+            "host": "node",
+            "device": 0,
             "bucket": [0, 1],
             "elapsed_seconds": [0.5, 1.0],
             "used_bytes": 10.0 * GIB,
@@ -68,6 +71,9 @@ def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
     )
     ranks = pd.DataFrame(
         {
+            "gpu": 0,
+            "host": "node",
+            "device": 0,
             "bucket": [0, 0, 1],
             "pid": [1, 2, 1],
             "elapsed_seconds": [0.5, 0.5, 1.0],
@@ -76,11 +82,11 @@ def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
             "inactive_split_bytes": 0.0,
         }
     )
-    parts = accounts(driver, ranks).set_index("elapsed_seconds") / GIB
+    parts = accounts(driver, ranks).set_index(["host", "device", "elapsed_seconds"]) / GIB
     assert parts["allocated"].tolist() == [3.0, 5.0]
     assert parts["cached"].tolist() == [3.0, 2.0]
     assert parts["non-PyTorch"].tolist() == [2.0, 1.0]
     assert parts.sum(axis=1).tolist() == [10.0, 10.0]
     blind = accounts(driver[:0], ranks)
-    assert "other processes" not in blind
+    assert blind["other processes"].isna().all()
     assert blind["allocated"].tolist() == [3.0 * GIB, 5.0 * GIB]

@@ -11,7 +11,7 @@ from app.figures import axis, base, memory, rounds, samples, stages, steps, work
 from app.figures.marks import Mark, marked
 from app.theme import DARK, LIGHT
 from collector.diagnosis.rounds import Lanes
-from collector.store.queries import Lines
+from collector.store.line_queries import Lines
 
 GIB = 2**30
 CLOCK = pd.DataFrame({"elapsed": [10.0, 20.0], "step": [0.0, 10.0]})

@@ -11,7 +11,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "app"))
 
 import make_run as runs
 
-from collector.store import device_queries, loading_queries, memory_queries, moment_queries, queries, tiles
+from collector.store import (
+    device_queries,
+    line_queries,
+    loading_queries,
+    memory_queries,
+    moment_queries,
+    queries,
+    tiles,
+)
 from collector.store.reader import read
 from collector.store.runs import Run
 from training_harness.journal import Identity
@@ -54,7 +62,7 @@ def test_a_window_of_steps_begins_with_its_first_step(look):
 
 def test_no_peak_is_lost_when_a_line_is_thinned(look):
     snapshot, within = look("copy-on-read")
-    found = queries.lines(snapshot, within, "step", {"took": "duration_ns"}, buckets=40)["took"]
+    found = line_queries.lines(snapshot, within, "step", {"took": "duration_ns"}, buckets=40)["took"]
     exact = snapshot.query("SELECT max(duration_ns) AS high, min(duration_ns) AS low FROM step").iloc[0]
     assert len(found.points) <= 80
     assert found.thinned
