@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from collector.store import journals
+from collector.store import columnar, journals
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from collector.store.runs import Run
@@ -76,7 +76,7 @@ def read_seconds(run: Run) -> float:
     for path in journals.list_segments(run):
         header = journals.read_header(path)
         if header is not None:
-            journals.read_records(path, header, 0)
+            columnar.read_records(path, header, 0)
     return time.perf_counter() - begun
 
 

@@ -16,8 +16,8 @@ from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
 from collector.quantities import known, percent, size
 
-#: So many devices are drawn anew in one refresh.
-AT_ONCE = 4
+#: So many devices are drawn.
+MAX_DRAWN = 4
 #: The segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
@@ -38,6 +38,17 @@ def named(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
     several = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
     return [f"{word} {int(device)} of {host}" if several else f"{word} {int(device)}" for host, device in places]
+
+
+def drawn(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
+    """Which rows of `device_queries.devices` are drawn, those of a rank and the fullest, and what to say of it."""
+    fullness = gpus[["used_peak_bytes", "reserved_peak_bytes"]].max(axis=1) / gpus["total_bytes"]
+    is_others = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
+    places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_others)))[:MAX_DRAWN]
+    told = (
+        f"The {MAX_DRAWN} fullest of {len(gpus)} GPUs are drawn. The table has all; choose a rank to see its own."
+    )
+    return sorted(places.tolist()), told if len(gpus) > MAX_DRAWN else ""
 
 
 def own_peaks(gpu: Mapping[Any, Any]) -> str:

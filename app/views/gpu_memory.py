@@ -36,18 +36,14 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def account(moment: Moment) -> Iterator[Block]:
     """What takes the memory of each device."""
-    if not _gpus(moment):
+    gpus = _gpus(moment)
+    if not gpus:
         yield NO_GPU
-    yield from _charts(moment, _gpus(moment)[: devices.AT_ONCE])
-
-
-def further_accounts(moment: Moment) -> Iterator[Block]:
-    """The same of the devices that have their turn later."""
-    yield from _charts(moment, _gpus(moment)[devices.AT_ONCE :])
-
-
-def _charts(moment: Moment, gpus: list[_Gpu]) -> Iterator[Block]:
-    for gpu in gpus:
+        return
+    places, told = devices.drawn(device_queries.devices(moment.snapshot), moment.span.rank)
+    if told:
+        yield Note(text=told)
+    for gpu in (gpus[place] for place in places):
         if gpu.parts.empty:
             yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
             continue
@@ -173,7 +169,6 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Account", build=account),),
-        (Panel(name="Account of further GPUs", build=further_accounts, turn=1),),
         (Panel(name="In numbers", build=table),),
         (Panel(name="Snapshot", build=snapshot),),
     ),

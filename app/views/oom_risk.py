@@ -10,7 +10,7 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.figures.devices import AT_ONCE, named, own_peaks
+from app.figures.devices import drawn, named, own_peaks
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
@@ -56,20 +56,16 @@ def limits(moment: Moment) -> Iterator[Block]:
 
 def devices(moment: Moment) -> Iterator[Block]:
     """One chart per GPU of each host; one note where there is none."""
-    if device_queries.devices(moment.snapshot).empty:
-        yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
-    yield from _device_charts(moment, slice(AT_ONCE))
-
-
-def further_devices(moment: Moment) -> Iterator[Block]:
-    """The same of the GPUs that have their turn later."""
-    yield from _device_charts(moment, slice(AT_ONCE, None))
-
-
-def _device_charts(moment: Moment, which: slice) -> Iterator[Block]:
     table = device_queries.devices(moment.snapshot)
+    if table.empty:
+        yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
+        return
+    places, told = drawn(table, moment.span.rank)
+    if told:
+        yield Note(text=told)
     names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
-    for name, row in list(zip(named(table), table.to_dict("records"), strict=True))[which]:
+    gpus = list(zip(named(table), table.to_dict("records"), strict=True))
+    for name, row in (gpus[place] for place in places):
         lines = device_queries.device_lines(moment.snapshot, moment.span, row["host"], int(row["device"]))
         chart = memory.against_limit(
             {names[key]: value for key, value in lines.items()},
@@ -198,7 +194,6 @@ VIEW = View(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Limits", build=limits),),
         (Panel(name="GPU memory", build=devices),),
-        (Panel(name="Memory of further GPUs", build=further_devices, turn=1),),
         (
             Panel(name="Host memory", build=cgroup_and_host, turn=1),
             Panel(name="Shared memory", build=shared_memory, turn=1),

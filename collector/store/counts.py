@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from collector.store import journals, lake
+from collector.store import columnar, journals, lake
 from collector.store.runs import Run
 
 #: Stream -> name of a sum -> the column that is summed; None counts the records.
@@ -124,7 +124,7 @@ class Counts:
                     size = journals.size_bytes(path)
                     header = journals.read_header(path) if size > begin else None
                     if header is not None:
-                        totals.add(stream, journals.read_records(path, header, begin, size))
+                        totals.add(stream, columnar.read_records(path, header, begin, size))
                 except journals.JournalError:
                     continue
         return totals

@@ -23,15 +23,17 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
 
     Returns:
         host, device, used_bytes and used_peak_bytes (the driver's samples, all processes), total_bytes, and
-        reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the worst rank, between records too).
+        reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the worst rank, between records too), and
+        ranks, a list of those that use it, where there are any.
 
     """
     return snapshot.query(
-        "WITH driver AS (SELECT host, device, arg_max(used_bytes_newest, time_ns) used_bytes, "
+        "WITH driver AS (SELECT host, device, arg_max(used_bytes_newest, time_ns + last_after_ns) used_bytes, "
         "max(used_bytes_high) used_peak_bytes, max(total_bytes) total_bytes FROM device_tiled GROUP BY ALL), "
         "torch AS (SELECT host, device, max(reserved_peak_bytes) reserved_peak_bytes, "
         "max(allocated_peak_bytes) allocated_peak_bytes, "
-        "arg_max(reserved_bytes_newest, time_ns) reserved_bytes FROM device_memory_tiled GROUP BY ALL) "
+        "arg_max(reserved_bytes_newest, time_ns + last_after_ns) reserved_bytes, "
+        "list_sort(list(DISTINCT rank) FILTER (rank IS NOT NULL)) ranks FROM device_memory_tiled GROUP BY ALL) "
         "SELECT * FROM driver FULL JOIN torch USING (host, device) ORDER BY host, device"
     )
 
@@ -140,5 +142,5 @@ def _of(table: pd.DataFrame, host: str, device: int) -> pd.DataFrame:
 
 
 def _shared(snapshot: Queryable, buckets: int) -> int:
-    """Of so many buckets those of one GPU: the figures of many are smaller pictures."""
+    """Of so many buckets those of one GPU: many GPUs share them."""
     return max(_FEWEST_BUCKETS, 2 * buckets // max(2, len(devices(snapshot))))

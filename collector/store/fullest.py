@@ -2,7 +2,8 @@
 
 The driver's samples and the allocators' records are rows of one kind here. Of each piece of time stays, for every
 moment at which the driver or a process had most, all that is known of that moment: each process's newest record and
-the driver's samples around it. To keep some of what was kept, in wider pieces, gives what keeping of all would.
+the driver's samples around it. `is_moment` says which times are such. To keep some of what was kept, in pieces that
+hold whole ones, gives what keeping some of all would.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Fullest(Tiling):
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
         """Name and SQL type of each column."""
-        return (*_KEYS, *((name, "BIGINT") for name in _BYTES), ("n", "INTEGER"))
+        return (*_KEYS, *((name, "BIGINT") for name in _BYTES), ("n", "INTEGER"), ("is_moment", "BOOLEAN"))
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -44,33 +45,30 @@ class Fullest(Tiling):
 
     def laid(self, source: str, *, every: int = SAMPLED) -> str:
         """SQL: what stays of the rows of `source`."""
-        return self._kept(f"({self.alone(source, every=every)})", self.width_ns)
+        return kept(f"({self.alone(source, every=every)})", self.width_ns)
 
     def coarser(self, source: str, span_ns: int, *, thinner: int) -> str:
         """SQL: what stays of `source`, itself such rows."""
-        return self._kept(source, self.coarser_ns(span_ns))
+        return kept(source, self.coarser_ns(span_ns))
 
     def alone(self, source: str, *, every: int = SAMPLED) -> str:
         """SQL: each row of `source` for itself."""
-        return f"SELECT *, 1 AS n FROM {source}"
-
-    def _kept(self, source: str, width_ns: int) -> str:
-        return f"SELECT * EXCLUDE (is_moment) FROM ({kept(source, width_ns)})"
+        return f"SELECT *, 1 AS n, TRUE AS is_moment FROM {source}"
 
 
 def kept(source: str, width_ns: int, since_ns: int = 0) -> str:
     """SQL: what stays of the rows of `source` in pieces of this width since a time.
 
-    And with each row `is_moment`: whether the driver or a process had most in its piece then.
+    Of a time that is no moment any more, what was around it is gone: of what was kept only moments are looked at.
     """
     piece = "host, device, bucket"
-    sums = ", ".join(f"any_value(row.{name})::BIGINT AS {name}" for name in _BYTES)
+    values = ", ".join(f"any_value(row.{name})::BIGINT AS {name}" for name in _BYTES)
     return (
         f"WITH row AS MATERIALIZED (SELECT *, {_TAKEN} AS taken, (time_ns - {since_ns}) // {width_ns} AS bucket "
         f"FROM {source}), "
-        f"best AS MATERIALIZED (SELECT {piece}, pid, arg_max(time_ns, taken) AS at_ns, max(time_ns) AS last_ns, "
-        "min(time_ns) FILTER (taken IS NOT NULL) AS first_known_ns, "
-        f"max(time_ns) FILTER (taken IS NOT NULL) AS last_known_ns, sum(n) AS n FROM row GROUP BY {piece}, pid), "
+        f"best AS MATERIALIZED (SELECT {piece}, pid, arg_max(time_ns, taken) FILTER (is_moment) AS at_ns, "
+        "max(time_ns) AS last_ns, max(time_ns) FILTER (taken IS NOT NULL) AS last_known_ns, "
+        f"min(time_ns) FILTER (taken IS NOT NULL) AS first_known_ns, sum(n) AS n FROM row GROUP BY {piece}, pid), "
         f"moment AS MATERIALIZED (SELECT DISTINCT {piece}, at_ns FROM best WHERE at_ns IS NOT NULL), "
         f"around AS (SELECT {piece}, pid, unnest([max(time_ns) FILTER (time_ns <= at_ns), "
         f"min(time_ns) FILTER (time_ns >= at_ns AND pid = {DRIVER})]) AS time_ns "
@@ -78,7 +76,7 @@ def kept(source: str, width_ns: int, since_ns: int = 0) -> str:
         f"edge AS (SELECT {piece}, pid, unnest([last_ns, last_known_ns, "
         f"CASE WHEN pid = {DRIVER} THEN first_known_ns END]) AS time_ns FROM best), "
         f"chosen AS (SELECT {piece}, pid, time_ns FROM around UNION SELECT {piece}, pid, time_ns FROM edge) "
-        f"SELECT host, device, pid::INTEGER AS pid, time_ns, {sums}, "
+        f"SELECT host, device, pid::INTEGER AS pid, time_ns, {values}, "
         "(CASE WHEN time_ns = any_value(last_ns) THEN any_value(best.n) ELSE 0 END)::INTEGER AS n, "
         "bool_or(moment.at_ns IS NOT NULL) AS is_moment "
         f"FROM row JOIN chosen USING ({piece}, pid, time_ns) JOIN best USING ({piece}, pid) "

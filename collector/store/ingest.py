@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store import added, journals, lake, locks, mirror, upkeep
+from collector.store import added, columnar, journals, lake, locks, mirror, upkeep
 from collector.store.counts import COLUMNS, Counts
 from collector.store.durable import DataFiles
 from collector.store.engine import ERRORS, asking, one_line, quoted
@@ -289,7 +289,7 @@ class Ingester:
         count = min(room, (size - first) // header.record_bytes)
         end = first + count * header.record_bytes
         if end > begin:
-            table = journals.read_records(path, header, first, end)
+            table = columnar.read_records(path, header, first, end)
             chunk.add(header.stream, table)
             chunk.records_count += table.num_rows
             chunk.lose(header.writer, header.lost_before_count)

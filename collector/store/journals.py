@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
 from collector.store.runs import Run
 from training_harness.journal import FORMAT_VERSION, MAGIC, SEGMENT_BYTES
-from training_harness.records import IDENTITY, MISSING, NAME, NAME_BYTES, STREAMS, Stream
+from training_harness.records import IDENTITY, MISSING, NAME, STREAMS
 
 SEGMENT_SUFFIX = ".journal"
 EVENT_LOG_SUFFIX = ".jsonl"
@@ -108,11 +107,6 @@ def writer_name(host: str, pid: int, start_ticks: int, stream: str) -> str:
     return f"{host}.{pid}.{start_ticks}.{stream}"
 
 
-def arrow_schema(stream: Stream) -> pa.Schema:
-    """The columns of a stream and of the identity, as Arrow knows them."""
-    return pa.schema([(column.name, ARROW_TYPES[column.code]) for column in (*stream.columns, *IDENTITY)])
-
-
 def list_segments(run: Run) -> list[Path]:
     """All segments of a run; those of one writer in the order in which they were written."""
     names = list_names(run.journal_dir, SEGMENT_SUFFIX)
@@ -160,7 +154,7 @@ def size_bytes(path: Path) -> int:
     try:
         return _checked_bytes(path, path.lstat())
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def is_finished(path: Path) -> bool:
@@ -196,7 +190,7 @@ def read_header(path: Path) -> SegmentHeader | None:
             length = int.from_bytes(prefix[len(MAGIC) :], "little")
             text = file.read(min(length, _HEADER_LIMIT_BYTES))
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     if length > _HEADER_LIMIT_BYTES:
         raise _damaged(path, f"it claims {length} bytes, the bound is {_HEADER_LIMIT_BYTES}")
     if len(prefix) < _PREFIX_BYTES or len(text) < length:
@@ -205,41 +199,6 @@ def read_header(path: Path) -> SegmentHeader | None:
         return _parse_header(path, json.loads(text), _PREFIX_BYTES + length)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
-
-
-def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop: int | None = None) -> pa.Table:
-    """The whole records between two bytes of a segment, in the reader's schema.
-
-    Columns that this Tidegauge does not know are left out; those that the file lacks, and the values
-    that stand for missing, are NULL.
-
-    Args:
-        path: the segment.
-        header: what `read_header` gave for it.
-        offset_bytes: where to begin; before the first record means at the first record.
-        stop: where to end, by default at the end of the file.
-
-    Raises:
-        JournalError: the file cannot be read.
-
-    """
-    begin = max(offset_bytes, header.header_bytes)
-    try:
-        end = os.stat(path).st_size if stop is None else stop
-        count = max(0, (end - begin) // header.record_bytes)
-        dtype = np.dtype([(name, _NUMPY_CODES[code]) for name, code in header.layout])
-        records = np.fromfile(path, dtype, count, offset=begin)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    schema = arrow_schema(STREAMS[header.stream])
-    identity = {column.name: getattr(header, column.name) for column in IDENTITY}
-    columns = [
-        pa.repeat(pa.scalar(identity[field.name], field.type), len(records))
-        if field.name in identity
-        else _column(records, field)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def read_events(path: Path, offset_bytes: int) -> EventLines:
@@ -256,7 +215,7 @@ def read_events(path: Path, offset_bytes: int) -> EventLines:
             file.seek(offset_bytes)
             text = file.read(_EVENTS_AT_ONCE_BYTES)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     whole = text[: text.rfind(b"\n") + 1]
     if not whole and len(text) == _EVENTS_AT_ONCE_BYTES:
         raise JournalError(f"{path} is skipped: a line of it has more than {len(text)} bytes; remove the file")
@@ -280,9 +239,11 @@ def reported_losses(table: pa.Table) -> dict[str, int]:
     return losses
 
 
-_NUMPY_CODES = {"q": "<i8", "i": "<i4", "h": "<i2", "b": "<i1", "d": "<f8", NAME: f"S{NAME_BYTES}"}
-#: Bytes of an integer -> what stands for missing; `np.iinfo` would take a third of the time of a small read.
-_SMALLEST = {np.dtype(code).itemsize: np.iinfo(code).min for code in ("<i8", "<i4", "<i2", "<i1")}
+def unreadable(path: Path, error: OSError) -> JournalError:
+    """What to raise of a file that cannot be read."""
+    return JournalError(f"{path} is skipped: {error.strerror}; make it readable")
+
+
 _EVENT_COLUMNS = EVENT_SCHEMA.names[:-1]
 #: Waits for nobody at the other end of a FIFO, and goes nowhere through a link.
 _AS_IT_IS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -318,10 +279,6 @@ def _checked_bytes(path: Path, status: os.stat_result) -> int:
     if not path.name.isprintable():  # a surrogate stands for a byte that is no UTF-8, which no table can hold
         raise JournalError(f"{str(path)!r} is skipped: its name is no text; remove the file")
     return status.st_size
-
-
-def _unreadable(path: Path, error: OSError) -> JournalError:
-    return JournalError(f"{path} is skipped: {error.strerror}; make it readable")
 
 
 def _damaged(path: Path, what: str) -> JournalError:
@@ -364,17 +321,6 @@ def _parse_header(path: Path, body: dict[str, Any], header_bytes: int) -> Segmen
     if size != header.record_bytes or len(dict(header.layout)) != len(header.layout) or not size:
         raise _damaged(path, f"a record of {header.record_bytes} bytes, the layout makes {size}")
     return header
-
-
-def _column(records: np.ndarray[Any, Any], field: pa.Field) -> pa.Array:
-    if records.dtype.names is None or field.name not in records.dtype.names:
-        return pa.nulls(len(records), field.type)
-    values = np.ascontiguousarray(records[field.name])
-    if values.dtype.kind == "S":
-        names, places = np.unique(values, return_inverse=True)
-        return pa.array([name.decode(errors="replace") or None for name in names], field.type).take(places)
-    missing = np.isnan(values) if values.dtype.kind == "f" else values == _SMALLEST[values.itemsize]
-    return pa.array(values, mask=missing) if missing.any() else pa.array(values)
 
 
 def _event_row(line: bytes) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store import journals, lake, looks, tiles
+from collector.store import columnar, journals, lake, looks, tiles
 from collector.store.engine import ERRORS, connected, one_line, quoted
 from collector.store.ingest import damaged_lines
 from collector.store.runs import Run, of_this_boot
@@ -217,7 +217,7 @@ class Snapshot:
         if name == stream:
             sql = self._rows(stream)
         elif name.endswith(_REACH):
-            sql = self._reach(stream)
+            sql = self._reached(stream).told
         elif stream in tiles.TILINGS:
             sql = self._tiles(name, stream)
         else:
@@ -241,13 +241,6 @@ class Snapshot:
             moved = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({moved} WHERE host IN ({', '.join(map(quoted, self._behind_ns))}))"
         return f"SELECT {columns} FROM {source}"
-
-    def _reach(self, stream: str) -> str:
-        """SQL: one row, how far a stream reaches."""
-        whole = self._reached(stream)
-        ends = ((whole.first_ns, "first_ns"), (whole.last_ns, "last_ns"))
-        known = (f"{'NULL' if ns is None else ns}::BIGINT AS {name}" for ns, name in ends)
-        return f"SELECT {whole.rows_count}::BIGINT AS n, {', '.join(known)}"
 
     def _reached(self, name: str) -> tiles.Reach:
         """How far rows reach; the catalog knows it of the lake's."""
@@ -311,13 +304,15 @@ class Snapshot:
         return self._read[stream]
 
     def _read_tail(self, stream: str) -> pa.Table:
-        tables = [journals.arrow_schema(STREAMS[stream]).empty_table()]
+        pieces = []
         for tail in self._tails.get(stream, ()):
             try:
-                tables.append(journals.read_records(tail.path, tail.header, tail.begin_bytes, tail.end_bytes))
+                records = columnar.raw_records(tail.path, tail.header, tail.begin_bytes, tail.end_bytes)
             except journals.JournalError as error:
                 self._problems.append(str(error))
-        return pa.concat_tables(tables)
+            else:
+                pieces.append((tail.header, records))
+        return columnar.tabulated(stream, pieces)
 
     def _find_tails(self, progress: lake.Progress) -> dict[str, list[_Tail]]:
         tails: dict[str, list[_Tail]] = {}

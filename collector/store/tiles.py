@@ -165,6 +165,13 @@ class Reach:
         known = [ns for ns in (*firsts, *lasts) if ns is not None]
         return cls(rows_count=sum(counts), first_ns=min(known, default=None), last_ns=max(known, default=None))
 
+    @property
+    def told(self) -> str:
+        """SQL: one row of n, first_ns and last_ns."""
+        ends = ((self.first_ns, "first_ns"), (self.last_ns, "last_ns"))
+        known = (f"{'NULL' if ns is None else ns}::BIGINT AS {name}" for ns, name in ends)
+        return f"SELECT {self.rows_count}::BIGINT AS n, {', '.join(known)}"
+
 
 def reach(source: str) -> str:
     """SQL: how far a source reaches, all from the catalog where it is a table of a lake."""

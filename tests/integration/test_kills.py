@@ -22,7 +22,8 @@ import psutil
 import pytest
 
 from collector.store import lake
-from collector.store.journals import list_segments, read_header, read_records
+from collector.store.columnar import read_records
+from collector.store.journals import list_segments, read_header
 from collector.store.runs import Run, list_runs
 from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.records import STREAMS

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from store_world import ask_the_lake, in_the_lake, make_run
 
-from collector.store import lake, loading_queries, memory_queries, moment_queries, queries, tiles
+from collector.store import device_queries, lake, loading_queries, memory_queries, moment_queries, queries, tiles
 from collector.store.ingest import Ingester
 from collector.store.reader import read
 from training_harness.journal import Identity, JournalWriter
@@ -33,7 +33,7 @@ class Training:
         self._random = random.Random(7)
         self._writers = {
             (stream, rank): JournalWriter(run.journal_dir, STREAMS[stream], Identity("node", 100 + rank, 1, rank))
-            for stream in ("step", "batch", "fetch", "process")
+            for stream in ("step", "batch", "fetch", "process", "device_memory", "device")
             for rank in range(RANKS)
         }
 
@@ -59,6 +59,16 @@ class Training:
         self._write(
             "process", rank, common | sampled | grown | pss | {"loader": MISSING["i"], "rss_bytes": 2 * 10**8}
         )
+
+        held = self._random.randrange(2**33, 2**34)
+        of_tensors = {"allocated_bytes": held - self._random.randrange(2**32), "reserved_bytes": held}
+        troubles = {"alloc_retry_count": step // 500, "oom_count": int(step >= 3000) * rank}
+        peaks = {"allocated_peak_bytes": 2**34, "reserved_peak_bytes": 2**34 + step}
+        on_device = common | {"device": 0, "step": step, "inactive_split_bytes": 2**20}
+        self._write("device_memory", rank, on_device | of_tensors | troubles | peaks)
+        if step % 2 == rank:
+            used = self._random.randrange(2**34, 2**35)
+            self._write("device", 0, common | {"device": 0, "used_bytes": used, "total_bytes": 2**36})
 
     def _write(self, stream, rank, values):
         columns = STREAMS[stream].columns
@@ -98,6 +108,13 @@ def look(run, rank=None):
             "by role": memory_queries.memory_by_role(snapshot, within, "pss_bytes"),
             "processes": memory_queries.processes(snapshot, within),
             "open files": memory_queries.open_files(snapshot),
+            "gpus": device_queries.devices(snapshot),
+            **{
+                f"gpu {name}": each.points
+                for name, each in device_queries.device_lines(snapshot, within, "node", 0).items()
+            },
+            "trouble": device_queries.allocator_trouble(snapshot, within),
+            **dict(zip(("driver", "allocators"), device_queries.device_grid(snapshot, within), strict=True)),
         }
         assert loading_queries.used_loaders(snapshot, within) == [0]
         assert memory_queries.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
@@ -111,7 +128,7 @@ def assert_same(found, expected):
     """Sums, extremes and their times are the same; what is of one bucket may be of its neighbour, by one tile."""
     (tables, counts, _), (raw_tables, raw_counts, _) = found, expected
     assert counts == raw_counts
-    for name in ("throughput", "processes", "open files", "ranks"):
+    for name in ("throughput", "processes", "open files", "ranks", "gpus"):
         pd.testing.assert_frame_equal(tables[name], raw_tables[name], check_dtype=False, rtol=1e-6)
     tile_seconds = tiles.TILINGS["step"].width_ns / 1e9
     assert tables["made"][0].tolist() == pytest.approx(raw_tables["made"][0].tolist(), abs=tile_seconds)
@@ -120,7 +137,7 @@ def assert_same(found, expected):
         pd.testing.assert_frame_equal(tables[name][exact], raw_tables[name][exact], check_dtype=False)
         for column in {"p50_ms", "p95_ms", "median_ms"} & {*tables[name]}:  # of samples
             assert tables[name][column].tolist() == pytest.approx(raw_tables[name][column].tolist(), rel=0.01)
-    for name in ("line wait", "line ready", "line of process"):
+    for name in ("line wait", "line ready", "line of process", "gpu allocated", "gpu reserved", "gpu used"):
         line, raw = (each[name].set_index("elapsed_seconds")["value"] for each in (tables, raw_tables))
         assert (line.max(), line.min()) == (raw.max(), raw.min())
         assert len(line) == pytest.approx(len(raw), rel=0.05)
@@ -133,6 +150,23 @@ def assert_same(found, expected):
     assert total[0] == pytest.approx(total[1])
     assert tables["by role"].max().tolist() == pytest.approx(raw_tables["by role"].max().tolist(), rel=0.01)
     assert tables["clock"].iloc[-1].tolist() == raw_tables["clock"].iloc[-1].tolist()
+    for each in ("retries", "ooms"):
+        assert tables["trouble"][each].sum() == raw_tables["trouble"][each].sum() > 0
+    found, raw = (
+        each["trouble"].sort_values(["retries", "time_ns", "step"])[["time_ns", "step", "retries", "ooms"]]
+        for each in (tables, raw_tables)
+    )
+    assert found.to_numpy().tolist() == raw.to_numpy().tolist()
+    assert fullest(tables) == fullest(raw_tables)
+
+
+def fullest(tables):
+    """When most of the GPU was taken, and by what."""
+    driver, allocators = tables["driver"].set_index("time_ns"), tables["allocators"].set_index("time_ns")
+    held = allocators.groupby("time_ns")["reserved_bytes"].sum()
+    when = driver["used_bytes"].combine(held, max, fill_value=0).idxmax()
+    holders = allocators.loc[[when], ["pid", "allocated_bytes", "reserved_bytes"]].sort_values("pid")
+    return when, driver["used_bytes"].get(when), holders.to_numpy().tolist()
 
 
 @pytest.mark.parametrize("rank", [None, 1])
@@ -146,6 +180,30 @@ def test_tiles_show_what_the_rows_show(training, rank):
     assert tiled[2]
     assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
     assert_same(tiled, raw)
+
+
+def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        ingester.maintain()
+        tables, _, is_tiled = look(training.run)
+    assert is_tiled
+    with read(training.run) as snapshot:
+        records = snapshot.query(
+            "SELECT pid, time_ns, allocated_bytes, reserved_bytes FROM device_memory ORDER BY 2"
+        )
+        samples = snapshot.query("SELECT time_ns, used_bytes FROM device ORDER BY time_ns")
+    before = pd.merge_asof(
+        tables["driver"][["time_ns", "used_bytes"]], samples, on="time_ns", suffixes=("", "_was")
+    )
+    after = pd.merge_asof(before, samples, on="time_ns", suffixes=("", "_then"), direction="forward")
+    assert len(after) > 300
+    assert (after["used_bytes"] == after[["used_bytes_was", "used_bytes_then"]].min(axis=1)).all()
+    names = ["allocated_bytes", "reserved_bytes"]
+    held = tables["allocators"].sort_values("time_ns")[["time_ns", "pid", *names]]
+    newest = pd.merge_asof(held, records, on="time_ns", by="pid", suffixes=("", "_was"))
+    assert len(newest) > 600
+    assert (newest[names].to_numpy() == newest[[f"{name}_was" for name in names]].to_numpy()).all()
 
 
 def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from collector.store import journals
+from collector.store import columnar, journals
 from training_harness.journal import MAGIC, EventLog, Identity, JournalWriter
 from training_harness.records import STEP, STREAMS
 
@@ -62,11 +62,11 @@ def read(path: Path, content: bytes) -> None:
         found = journals.read_header(path)
         if found is None:
             return
-        table = journals.read_records(path, found, 0)
+        table = columnar.read_records(path, found, 0)
     except journals.JournalError:
         return
     table.validate(full=True)
-    assert table.schema == journals.arrow_schema(STREAMS[found.stream])
+    assert table.schema == columnar.arrow_schema(STREAMS[found.stream])
     assert table.nbytes < 300 * len(content) + 10_000
 
 

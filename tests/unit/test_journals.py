@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from collector.store import journals
+from collector.store import columnar, journals
 from collector.store.runs import Run
 from training_harness.journal import MAGIC, EventLog, Identity, JournalWriter
 from training_harness.records import MISSING, NAME, STEP, STREAMS, Stream
@@ -33,7 +33,7 @@ def step_rows(count: int) -> list[tuple[float, ...]]:
 def read_all(path: Path) -> pa.Table:
     header = journals.read_header(path)
     assert header is not None
-    return journals.read_records(path, header, 0)
+    return columnar.read_records(path, header, 0)
 
 
 def rewrite_header(path: Path, change) -> None:
@@ -98,10 +98,10 @@ def test_reading_in_pieces_gives_each_record_once(tmp_path):
     header = journals.read_header(path)
     offset, steps = 0, []
     for stop in range(0, path.stat().st_size + 1, 37):
-        piece = journals.read_records(path, header, offset, stop)
+        piece = columnar.read_records(path, header, offset, stop)
         steps += piece["step"].to_pylist()
         offset = max(offset, header.header_bytes) + piece.num_rows * header.record_bytes
-    steps += journals.read_records(path, header, offset)["step"].to_pylist()
+    steps += columnar.read_records(path, header, offset)["step"].to_pylist()
     assert steps == [1000 * step + 1 for step in range(7)]
 
 
@@ -119,7 +119,7 @@ def test_a_column_that_the_file_lacks_is_null_and_one_that_we_lack_is_ignored(tm
     other = Stream("step", "", (*columns, type(STEP.columns[0])("from_the_future_bytes", "q", "bytes", "")))
     path = write(tmp_path, other, [tuple(range(len(other.columns)))])
     table = read_all(path)
-    assert table.schema == journals.arrow_schema(STEP)
+    assert table.schema == columnar.arrow_schema(STEP)
     row = table.to_pylist()[0]
     assert row["h2d_ns"] is None
     assert row["forward_ns"] == 4

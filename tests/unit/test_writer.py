@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from collector.store.journals import list_segments, read_header, read_records
+from collector.store.columnar import read_records
+from collector.store.journals import list_segments, read_header
 from collector.store.runs import Run
 from training_harness import layout, session
 from training_harness.journal import RETRY_AFTER_NS, EventLog, Identity, JournalWriter
