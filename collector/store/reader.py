@@ -34,6 +34,8 @@ from training_harness.records import STREAMS
 #: What follows the name of a stream in that of the view that says how far it reaches.
 _REACH = "_reach"
 _SUFFIXES = f"({_REACH}|{tiles.ROWS}|{tiles.TILED})$"
+#: What a query reads.
+_SOURCES = re.compile(r'\b(?:FROM|JOIN) "?(\w+)')
 #: Streams of which mostly the whole run is asked for.
 _WHOLE = ("event", "host", "device")
 #: Of the SQL, of Ctrl-C, of the machine; whatever else a query raises, damaged files make.
@@ -205,8 +207,8 @@ class Snapshot:
     def _execute(
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
     ) -> duckdb.DuckDBPyConnection:
-        for word in set(re.findall(r"\w+", re.sub("'[^']*'", "", sql).lower())):  # a kind of event is no view
-            self._add_view(word)
+        for name in set(_SOURCES.findall(sql)):
+            self._add_view(name)
         return self._connection.execute(sql, params)
 
     def _add_view(self, name: str) -> None:
