@@ -16,8 +16,8 @@ from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
 from collector.quantities import known, percent, size
 
-#: So many devices are drawn.
-MAX_DRAWN = 4
+#: So many devices are drawn, and of them so many anew in one refresh.
+MAX_DRAWN, AT_ONCE = 4, 2
 #: The segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.

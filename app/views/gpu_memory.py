@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 
@@ -36,14 +35,27 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def account(moment: Moment) -> Iterator[Block]:
     """What takes the memory of each device."""
-    gpus = _gpus(moment)
-    if not gpus:
+    if not _gpus(moment):
         yield NO_GPU
         return
-    places, told = devices.drawn(device_queries.devices(moment.snapshot), moment.span.rank)
+    places, told = _drawn(moment)
     if told:
         yield Note(text=told)
-    for gpu in (gpus[place] for place in places):
+    yield from _charts(moment, places[: devices.AT_ONCE])
+
+
+def further_account(moment: Moment) -> Iterator[Block]:
+    """The same of the other devices that are drawn."""
+    if _gpus(moment):
+        yield from _charts(moment, _drawn(moment)[0][devices.AT_ONCE :])
+
+
+def _drawn(moment: Moment) -> tuple[list[int], str]:
+    return devices.drawn(device_queries.devices(moment.snapshot), moment.span.rank)
+
+
+def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
+    for gpu in (_gpus(moment)[place] for place in places):
         if gpu.parts.empty:
             yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
             continue
@@ -126,15 +138,9 @@ def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
             name=name,
             capacity_bytes=row["total_bytes"],
             own_peaks=devices.own_peaks(row),
-            parts=_of(parts, row).dropna(axis=1, how="all"),
-            trouble=_of(trouble, row),
+            parts=parts[parts["gpu"] == row["gpu"]].drop(columns="gpu").dropna(axis=1, how="all"),
+            trouble=trouble[trouble["gpu"] == row["gpu"]],
         )
-
-
-def _of(table: pd.DataFrame, gpu: Mapping[Any, Any]) -> pd.DataFrame:
-    is_its = (table["host"] == gpu["host"]) & (table["device"] == gpu["device"])
-    its: pd.DataFrame = table[is_its].drop(columns=["host", "device"])
-    return its
 
 
 def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
@@ -169,7 +175,8 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Account", build=account),),
-        (Panel(name="In numbers", build=table),),
+        (Panel(name="Account of further GPUs", build=further_account, turn=1),),
+        (Panel(name="In numbers", build=table, turn=1),),
         (Panel(name="Snapshot", build=snapshot),),
     ),
 )

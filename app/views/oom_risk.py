@@ -10,7 +10,7 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.figures.devices import drawn, named, own_peaks
+from app.figures.devices import AT_ONCE, drawn, named, own_peaks
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
@@ -63,10 +63,21 @@ def devices(moment: Moment) -> Iterator[Block]:
     places, told = drawn(table, moment.span.rank)
     if told:
         yield Note(text=told)
+    yield from _device_charts(moment, table, places[:AT_ONCE])
+
+
+def further_devices(moment: Moment) -> Iterator[Block]:
+    """The same of the other GPUs that are drawn."""
+    table = device_queries.devices(moment.snapshot)
+    if not table.empty:
+        yield from _device_charts(moment, table, drawn(table, moment.span.rank)[0][AT_ONCE:])
+
+
+def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> Iterator[Block]:
     names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
     gpus = list(zip(named(table), table.to_dict("records"), strict=True))
     for name, row in (gpus[place] for place in places):
-        lines = device_queries.device_lines(moment.snapshot, moment.span, row["host"], int(row["device"]))
+        lines = device_queries.device_lines(moment.snapshot, moment.span, row["gpu"])
         chart = memory.against_limit(
             {names[key]: value for key, value in lines.items()},
             moment.theme,
@@ -194,6 +205,7 @@ VIEW = View(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Limits", build=limits),),
         (Panel(name="GPU memory", build=devices),),
+        (Panel(name="Memory of further GPUs", build=further_devices, turn=1),),
         (
             Panel(name="Host memory", build=cgroup_and_host, turn=1),
             Panel(name="Shared memory", build=shared_memory, turn=1),

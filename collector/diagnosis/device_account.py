@@ -73,23 +73,17 @@ def accounts(driver: pd.DataFrame, allocators: pd.DataFrame) -> pd.DataFrame:
     Where the driver was not asked, the account is of what the allocators hold.
 
     Returns:
-        host, device, elapsed_seconds, a column of bytes for each of `PARTS` and `UNATTRIBUTED`: NaN where it is not
-        known. Of each process the newest record stands until the next.
+        gpu, elapsed_seconds, and bytes for each of `PARTS` and `UNATTRIBUTED`; a value that is not known is NaN.
 
     """
-    moments = pd.concat([allocators, driver])[["gpu", "host", "device", "bucket", "elapsed_seconds"]]
-    moments = moments.drop_duplicates(["gpu", "bucket"]).sort_values("bucket", ignore_index=True)
-    told = pd.merge_asof(moments, driver.sort_values("bucket"), on="bucket", by="gpu")
-    of_each = moments[["gpu", "bucket"]].merge(allocators[["gpu", "pid"]].drop_duplicates(), on="gpu")
-    records = allocators.sort_values("bucket").assign(is_known=True)
-    lasting = pd.merge_asof(of_each, records, on="bucket", by=["gpu", "pid"]).dropna(subset="is_known")
-    sums = lasting.groupby(["gpu", "bucket"])[list(_HELD)].sum(skipna=False)
-    held = moments[["gpu", "bucket"]].join(sums, on=["gpu", "bucket"])
+    keys = ["gpu", "bucket", "elapsed_seconds"]
+    held, told = allocators.groupby(keys)[list(_HELD)].sum(skipna=False), driver.set_index(keys)
+    moments = held.index.union(told.index)
+    held, told = held.reindex(moments), told.reindex(moments)
     parts = pd.DataFrame(_split(*(held[name] for name in _HELD), *(told[name] for name in _TOLD)))
     parts[UNATTRIBUTED] = told["used_bytes"].fillna(held["reserved_bytes"]) - parts.sum(axis=1)
     # The driver and the allocator are read some ms apart: what is negative by that is nothing.
-    found = pd.concat([moments[["host", "device", "elapsed_seconds"]], parts.clip(lower=0)], axis=1)
-    return found.dropna(subset=UNATTRIBUTED, ignore_index=True)
+    return parts.clip(lower=0).dropna(subset=UNATTRIBUTED).reset_index().drop(columns="bucket")
 
 
 def _split(allocated: Any, reserved: Any, holes: Any, own: Any, other: Any) -> dict[str, Any]:

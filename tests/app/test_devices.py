@@ -69,7 +69,10 @@ def grid(run_dir, host=HERE):
     with read(run) as snapshot:
         reach = queries.extent(snapshot)
         within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
-        return (*(each[each["host"] == host] for each in device_queries.device_grid(snapshot, within)), within)
+        gpus = device_queries.devices(snapshot)
+        [gpu] = gpus.loc[gpus["host"] == host, "gpu"]
+        both = device_queries.device_grid(snapshot, within)
+        return (*(each[each["gpu"] == gpu] for each in both), within)
 
 
 def spiked(held, at, by):
@@ -88,7 +91,7 @@ def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_momen
     train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
     ask_driver(run_dir, [9 * GIB] * 80)
     parts = accounts(*grid(run_dir)[:2])
-    totals = parts.drop(columns=["host", "device", "elapsed_seconds"]).sum(axis=1)
+    totals = parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1)
     peak = parts.loc[totals.idxmax()]
     assert totals.max() == 20 * GIB + OTHER
     assert (peak["allocated"], peak["cached"], peak["other processes"]) == (18 * GIB, 2 * GIB, OTHER)
@@ -103,7 +106,7 @@ def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir)
     ask_driver(run_dir, [9 * GIB] * 80)
     parts = accounts(*grid(run_dir)[:2])
     assert parts["allocated"].max() == 7 * GIB
-    assert (parts.drop(columns=["host", "device", "elapsed_seconds"]).sum(axis=1) == 9 * GIB).all()
+    assert (parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1) == 9 * GIB).all()
 
 
 def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir):
@@ -111,7 +114,7 @@ def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was
     train(run_dir, reserved)
     ask_driver(run_dir, np.where(np.arange(80) == 31, 16 * GIB, 9 * GIB))
     parts = accounts(*grid(run_dir)[:2])
-    peak = parts.loc[parts.drop(columns=["host", "device", "elapsed_seconds"]).sum(axis=1).idxmax()]
+    peak = parts.loc[parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1).idxmax()]
     assert peak["allocated"] + peak["cached"] == 4 * GIB
     assert peak["non-PyTorch"] == 12 * GIB - OTHER - 100 * MIB
 

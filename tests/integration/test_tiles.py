@@ -92,6 +92,7 @@ def look(run, rank=None):
         within = queries.replace(within, from_ns=reach.first_ns, origin_ns=reach.first_ns)
         lines = loading_queries.batch_lines(snapshot, within, 0)
         of_processes = memory_queries.process_lines(snapshot, within, "private_dirty_bytes", ["rank 0 main"])
+        [gpu] = device_queries.devices(snapshot)["gpu"]
         found = {
             "steps": queries.steps(snapshot, within),
             "step summary": queries.step_summary(snapshot, within).to_frame().T.astype("float64"),
@@ -111,7 +112,7 @@ def look(run, rank=None):
             "gpus": device_queries.devices(snapshot),
             **{
                 f"gpu {name}": each.points
-                for name, each in device_queries.device_lines(snapshot, within, "node", 0).items()
+                for name, each in device_queries.device_lines(snapshot, within, gpu).items()
             },
             "trouble": device_queries.allocator_trouble(snapshot, within),
             **dict(zip(("driver", "allocators"), device_queries.device_grid(snapshot, within), strict=True)),

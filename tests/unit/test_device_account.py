@@ -56,12 +56,10 @@ def test_the_parts_and_the_residual_are_what_is_used(device, ranks):
     assert {*found.parts, *found.residual_holds} == {*PARTS, "unattributed"}
 
 
-def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
+def test_the_account_of_a_device_is_of_all_its_processes():
     driver = pd.DataFrame(
         {
             "gpu": 0,
-            "host": "node",
-            "device": 0,
             "bucket": [0, 1],
             "elapsed_seconds": [0.5, 1.0],
             "used_bytes": 10.0 * GIB,
@@ -72,17 +70,15 @@ def test_the_account_of_a_device_takes_each_process_with_its_newest_record():
     ranks = pd.DataFrame(
         {
             "gpu": 0,
-            "host": "node",
-            "device": 0,
-            "bucket": [0, 0, 1],
-            "pid": [1, 2, 1],
-            "elapsed_seconds": [0.5, 0.5, 1.0],
-            "allocated_bytes": [1.0 * GIB, 2.0 * GIB, 3.0 * GIB],
-            "reserved_bytes": [3.0 * GIB, 3.0 * GIB, 4.0 * GIB],
+            "bucket": [0, 0, 1, 1],
+            "pid": [1, 2, 1, 2],
+            "elapsed_seconds": [0.5, 0.5, 1.0, 1.0],
+            "allocated_bytes": [1.0 * GIB, 2.0 * GIB, 3.0 * GIB, 2.0 * GIB],
+            "reserved_bytes": [3.0 * GIB, 3.0 * GIB, 4.0 * GIB, 3.0 * GIB],
             "inactive_split_bytes": 0.0,
         }
     )
-    parts = accounts(driver, ranks).set_index(["host", "device", "elapsed_seconds"]) / GIB
+    parts = accounts(driver, ranks).set_index(["gpu", "elapsed_seconds"]) / GIB
     assert parts["allocated"].tolist() == [3.0, 5.0]
     assert parts["cached"].tolist() == [3.0, 2.0]
     assert parts["non-PyTorch"].tolist() == [2.0, 1.0]
