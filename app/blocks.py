@@ -15,7 +15,8 @@ from app.figures.base import Chart
 from app.format import plain
 from app.terms import explained
 from collector.diagnosis.findings import KINDS, Finding, Holder
-from collector.quantities import percent, quantity
+from collector.diagnosis.verdict import Verdict
+from collector.quantities import MISSING, number, percent, quantity
 from collector.wording import eta, kept, label, locus, more, since, title
 
 #: severity -> (icon, word, badge colour): never a colour alone.
@@ -39,6 +40,7 @@ _OF_KIND = {
         ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
     ),
     **dict.fromkeys(("fd-leak", "shm-leak"), pages.OOM_RISK),
+    "rank-straggler": pages.OVERVIEW,  # which has the steps of each rank
 }
 #: What a formula begins with.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -63,6 +65,17 @@ class Metric:
     label: str
     value: str
     help: str
+
+
+def workers_reporting(verdict: Verdict | None, *, has_loader: bool) -> Metric:
+    """How many workers send records; a run whose DataLoaders were not seen yet has none for all that is known."""
+    reporting, expected = verdict.workers_reporting if verdict else (None, None)
+    inline = "inline" if expected == 0 and has_loader else MISSING
+    return Metric(
+        label="Workers reporting",
+        value=f"{number(reporting)} of {number(expected)}" if expected else inline,
+        help="DataLoader workers that send records, of those that were started",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ def account(
         caption += f" Not known here: {', '.join(missing)}."
     for kind, (words, _, _) in _TROUBLE.items():
         count = int(trouble[kind].clip(lower=0).sum())
-        caption += f" {words.capitalize()}: {count:,} times." if count else ""
+        caption += f" {words.capitalize()}: {f'{count:,} times' if count > 1 else 'once'}." if count else ""
     return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
 
 

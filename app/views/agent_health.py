@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
+from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, workers_reporting
 from app.figures import agent
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, number, percent, quantity, size
-from collector.store import line_queries, moment_queries, queries
+from collector.store import line_queries, loading_queries, moment_queries, queries
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.
@@ -41,21 +41,13 @@ def key_figures(moment: Moment) -> Iterator[Block]:
             command=f"tidegauge collect {moment.run_id}",
         )
         return
-    reporting, expected = moment.verdict.workers_reporting if moment.verdict else (None, None)
+    has_loader = not loading_queries.loaders(moment.snapshot).empty
     n = f"over {int(table['n'].sum()):,} samples"
     slowest = table.iloc[int(table["interval_p95_ms"].fillna(-1).to_numpy().argmax())]
     both = f"{quantity(slowest['interval_ms'], 'ms')} / {quantity(slowest['interval_p95_ms'], 'ms')}"
     yield Metrics(
         items=[
-            Metric(
-                label="Workers reporting",
-                value=f"{number(reporting)} of {number(expected)}"
-                if expected
-                else "inline"
-                if expected == 0
-                else MISSING,
-                help="DataLoader workers that send records, of those that were started",
-            ),
+            workers_reporting(moment.verdict, has_loader=has_loader),
             Metric(label="Interval p50 / p95", value=both, help=f"Achieved between two samples, {n}"),
             Metric(
                 label="Lag",

@@ -103,14 +103,17 @@ def shared_memory(moment: Moment) -> Iterator[Block]:
 
 def open_files(moment: Moment) -> Iterator[Block]:
     """Open files of the processes that are nearest to their limit."""
-    places = memory_queries.open_files(moment.snapshot).head(MAX_PROCESSES)
+    every = memory_queries.open_files(moment.snapshot)
+    places = every.head(MAX_PROCESSES)
     if places.empty:
         return
     lines = memory_queries.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
     if not lines.points.empty:
-        yield memory.open_files(
+        chart = memory.open_files(
             lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
         )
+        left = f" The {len(places)} of {len(every)} processes that come nearest to theirs are drawn."
+        yield replace(chart, caption=chart.caption + (left if len(places) < len(every) else ""))
 
 
 def _chosen(moment: Moment) -> list[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer
+from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, workers_reporting
 from app.figures import devices, memory, steps
 from app.moment import Moment, Panel, View
 from app.panel import show
@@ -30,13 +30,14 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     sampled = ", from a sample of them" if step["n"] > SAMPLED_BEYOND else ""
     over = f"over {int(step['n']):,} steps in the chosen window{sampled}"
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
+    has_loader = not loading_queries.loaders(moment.snapshot).empty
     items = [
         Metric(label="Steps", value=number(_next(step["step"])), help="Optimizer steps so far, of one rank"),
         Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
         Metric(label="Data wait", value=percent(_data_wait(moment)), help="Share of the loop's time, whole run"),
         _throughput(moment),
         _host_peak(moment),
-        _gpu_peak(moment) or _workers(moment),
+        _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=has_loader),
     ]
     yield Metrics(items=items)
 
@@ -195,15 +196,6 @@ def _gpu_peak(moment: Moment) -> Metric | None:
         value=percent(share) if known(share) else size(worst["reserved_peak_bytes"]),
         help=f"{name}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
         "held by PyTorch's caching allocator, whole run",
-    )
-
-
-def _workers(moment: Moment) -> Metric:
-    reporting, expected = moment.verdict.workers_reporting if moment.verdict else (None, None)
-    return Metric(
-        label="Workers reporting",
-        value=f"{number(reporting)} of {number(expected)}" if expected else "inline" if expected == 0 else MISSING,
-        help="DataLoader workers that send records, of those that were started",
     )
 
 

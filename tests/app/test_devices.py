@@ -27,8 +27,13 @@ def begin_ns(run_dir):
     return layout.read_manifest(run_dir)["anchors"][HERE]["time_ns"] + 2 * SECOND_NS
 
 
-def train(run_dir, reserved, allocated=None, *, host=HERE, pid=0, rank=None, every=0.02, peaks=None):
-    """An allocator's record for each step on GPU 0; `peaks` is what it counted at most, allocated and reserved."""
+def train(
+    run_dir, reserved, allocated=None, *, host=HERE, pid=0, rank=None, every=0.02, peaks=None, retries=(), ooms=()
+):
+    """An allocator's record for each step on GPU 0; `peaks` is what it counted at most, allocated and reserved.
+
+    It gave its cache back in the steps `retries`, and ran out of memory in the steps `ooms`.
+    """
     begin, process = begin_ns(run_dir), Writers(run_dir / "journal", Identity(host, NO_SUCH_PID + pid, 2000, rank))
     for step, held in enumerate(reserved):
         of_tensors = held - 2 * GIB if allocated is None else allocated[step]
@@ -41,8 +46,8 @@ def train(run_dir, reserved, allocated=None, *, host=HERE, pid=0, rank=None, eve
             allocated_bytes=int(of_tensors),
             reserved_bytes=int(held),
             inactive_split_bytes=0,
-            alloc_retry_count=0,
-            oom_count=0,
+            alloc_retry_count=sum(each <= step for each in retries),
+            oom_count=sum(each <= step for each in ooms),
             **most,
         )
     process.close()
@@ -242,3 +247,53 @@ def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path):
     assert at.dataframe[0].value["Limit"].iloc[0] == "GPU 0"
     overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
     assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")
+
+
+def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatch, tmp_path, run_dir):
+    hosts = [f"node-{place}" for place in range(6)]
+    for rank, (host, held) in enumerate(zip(hosts, (20, 4, 12, 3, 18, 16), strict=True)):
+        told = {"argv": ["train.py"], "torch": "2.13.0", "parent_pid": 1, "capabilities": {}}
+        EventLog(run_dir / "events", Identity(host, NO_SUCH_PID, 2000, rank)).append(
+            "process-start", time_ns=begin_ns(run_dir), **told
+        )
+        train(run_dir, np.full(400, held * GIB), host=host, rank=rank, every=0.1)
+        ask_driver(run_dir, [(held + 1) * GIB] * 80, host=host)
+
+    def drawn(view, question, **asked):
+        at = open_view(monkeypatch, tmp_path, view, **asked)
+        return at, [host for host in hosts if question.format(f"GPU 0 of {host}") in texts(at)]
+
+    for view, question in (
+        ("oom_risk", "How near is {} to its limit?"),
+        ("gpu_memory", "What takes the memory of {}?"),
+    ):
+        at, found = drawn(view, question)
+        assert found == ["node-0", "node-2", "node-4", "node-5"]
+        assert "The 4 fullest of 6 GPUs are drawn." in texts(at)
+        rows = at.dataframe[0].value
+        assert {f"GPU 0 of {host}" for host in hosts} <= {*rows["Limit" if view == "oom_risk" else "GPU"]}
+        assert drawn(view, question, rank="3")[1] == ["node-0", "node-3", "node-4", "node-5"]
+
+
+def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(monkeypatch, tmp_path, run_dir):
+    train(run_dir, np.full(4000, 8 * GIB), every=0.01, retries=(10, *range(2000, 4000)), ooms=(3000,))
+    ask_driver(run_dir, [9 * GIB] * 80)
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
+    assert marks["cache flushed"]["text"][0] == "in step 10"
+    assert len(marks["cache flushed"]["text"]) < 300
+    assert all("times, last in step" in each for each in marks["cache flushed"]["text"][2:-1])
+    assert marks["out of memory"]["text"] == ["in step 3,000"]
+    assert "Cache flushed: 2,001 times. Out of memory: once." in texts(at)
+
+
+def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
+    train(run_dir, np.full(4000, 8 * GIB), every=0.2, retries=(10, 20, 3500), ooms=(30,))
+    run = Run(run_dir)
+    with read(run) as snapshot:
+        reach = queries.extent(snapshot)
+        within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
+        newest_ns = begin_ns(run_dir) + int(4000 * 0.2 * SECOND_NS)
+        recent = queries.replace(within, from_ns=newest_ns - 200 * SECOND_NS, to_ns=newest_ns, newest_ns=newest_ns)
+        trouble = device_queries.allocator_trouble(snapshot, recent)
+    assert trouble[["step", "retries", "ooms"]].to_numpy().tolist() == [[3500, 1, 0]]

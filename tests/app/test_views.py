@@ -151,6 +151,19 @@ def test_the_stage_table_says_what_is_waited_for_and_what_would_be_enough(monkey
     assert "None: the training waits 0.5%" in texts(healthy)
 
 
+def test_workers_are_called_inline_only_once_their_loader_is_known(monkeypatch, made, tmp_path):
+    def reporting(home):
+        at = open_view(monkeypatch, home, "agent_health")
+        return next(metric.value for metric in at.metric if metric.label == "Workers reporting")
+
+    assert reporting(made["inline"]) == "inline"
+    run_dir = runs.make_run(tmp_path, runs.INLINE)
+    for log in (run_dir / "events").iterdir():
+        told = [line for line in log.read_text().splitlines(keepends=True) if '"kind": "loader"' not in line]
+        log.write_text("".join(told))
+    assert reporting(tmp_path) == "—"
+
+
 def test_loading_without_workers_is_called_inline(monkeypatch, made):
     at = open_view(monkeypatch, made["inline"], "worker_stalls")
     assert "num_workers = 0" in texts(at)
