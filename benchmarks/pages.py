@@ -88,7 +88,9 @@ def feed(run: Run) -> None:
     me = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks("self")}
     layout.write_manifest(run.path, {**manifest, "command": me, "collector": me})
     writers = {
-        (name, rank): JournalWriter(run.journal_dir, STREAMS[name], Identity("node", 1000 + rank, 1, rank))
+        (name, rank): JournalWriter(
+            run.journal_dir, STREAMS[name], Identity("node", 100 + rank * (1 + WORKERS), 1, rank)
+        )
         for name in ("step", "batch", "fetch", "device_memory", "device")
         for rank in range(RANKS)
     }

@@ -96,7 +96,8 @@ def tell(connection: Any, origin_ns: int, every_ns: int, *, ranks: int, workers:
     ):
         connection.execute(
             f"INSERT INTO {lake.LAKE}.event BY NAME SELECT {begins} AS time_ns, ? AS kind, {body} AS body, "
-            f"'node' AS host, 1 + rank AS pid, 1 AS start_ticks, {'rank' if ranks > 1 else 'NULL'} AS rank "
+            f"'node' AS host, {main_pid('rank', workers)} AS pid, 1 AS start_ticks, "
+            f"{'rank' if ranks > 1 else 'NULL'} AS rank "
             f"FROM range({ranks}) r(rank), range({count}) e(epoch)",
             [kind],
         )
@@ -109,6 +110,11 @@ def begin_earlier(run: Run, by_ns: int) -> None:
         anchor["time_ns"] -= by_ns
         anchor["wall_ns"] -= by_ns
     layout.write_manifest(run.path, manifest)
+
+
+def main_pid(rank: str, workers: int) -> str:
+    """SQL: the pid of the main process of a rank; those of its workers follow."""
+    return f"100 + ({rank}) * {1 + workers}"
 
 
 def places_of(stream: str, *, ranks: int, workers: int) -> int:
@@ -144,7 +150,7 @@ def insert(
         "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
         "host": "'node'",
-        "pid": "1" if is_sampled else f"1 + i % {ranks}",
+        "pid": "1" if is_sampled else main_pid(f"i % {ranks}", workers),
         "start_ticks": "1",
         "rank": f"i % {ranks}" if several and not is_sampled else "NULL",
         "device": "place" if table == "device" else f"i % {ranks}",

@@ -62,27 +62,36 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
     Returns:
         Two tables of the same moments: `gpu` as in `devices`, `bucket`, elapsed_seconds (its begin; the newest its
         own time) and what an account takes of `device` (process_used_bytes NaN if the allocators held more) and, of
-        each process that had a record by then (pid), of `device_memory`.
+        each process that had a record by then and had not ended (pid), of `device_memory`.
 
     """
     source, width = pieces(snapshot, within, "gpu", _shared(snapshot, GRID_BUCKETS))
     width, asked = max(width, GRID_STEP_NS), f"(FROM {source} WHERE {_IN_SPAN})"
     rows = snapshot.query(
+        "WITH ended AS (SELECT host, process_pid AS pid, max(time_ns + last_after_ns) AS ended_ns "
+        f"FROM {tiled(within, 'process')} WHERE {_IN_SPAN} AND alive_low = 0 GROUP BY ALL) "
         f"SELECT {_GPU} AS gpu, * EXCLUDE (host, device) FROM ({kept(asked, width, within.from_ns)}) "
-        "ORDER BY time_ns",
+        "LEFT JOIN ended USING (host, pid) ORDER BY time_ns",
         only(within.params, "from_ns", "to_ns"),
     )
     is_newest, is_driver = ~rows.duplicated("gpu", keep="last"), rows["pid"] == DRIVER
     times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
     driver = _lower(times, rows.loc[is_driver, ["gpu", "time_ns", *COLUMNS["device"]]].dropna(subset="used_bytes"))
-    records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", *COLUMNS["device_memory"]]]
-    of_each = times.merge(records[["gpu", "pid"]].drop_duplicates(), on="gpu")
-    allocators = pd.merge_asof(of_each, records, on="time_ns", by=["gpu", "pid"]).dropna(subset="reserved_bytes")
+    records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", "ended_ns", *COLUMNS["device_memory"]]]
+    allocators = _newest(times, records.assign(record_ns=records["time_ns"]))
     held = times.join(allocators.groupby(["gpu", "time_ns"]).sum(), on=["gpu", "time_ns"]).fillna(0)
     driver.loc[driver["process_used_bytes"] < held["reserved_bytes"].to_numpy(), "process_used_bytes"] = np.nan
     chosen = _fullest(driver, held, within, width)
     both = (each.merge(chosen, on=["gpu", "time_ns"]) for each in (driver.dropna(subset="used_bytes"), allocators))
     return next(both), next(both)
+
+
+def _newest(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
+    """Each process's newest record at these times, until the process ended; another may have its pid by then."""
+    of_each = times.merge(records[["gpu", "pid"]].drop_duplicates(), on="gpu")
+    found = pd.merge_asof(of_each, records, on="time_ns", by=["gpu", "pid"]).dropna(subset="record_ns")
+    has_ended = found["ended_ns"].between(found["record_ns"], found["time_ns"], inclusive="left")
+    return found[~has_ended].drop(columns=["ended_ns", "record_ns"])
 
 
 def _lower(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:

@@ -297,3 +297,19 @@ def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
         recent = queries.replace(within, from_ns=newest_ns - 200 * SECOND_NS, to_ns=newest_ns, newest_ns=newest_ns)
         trouble = device_queries.allocator_trouble(snapshot, recent)
     assert trouble[["step", "retries", "ooms"]].to_numpy().tolist() == [[3500, 1, 0]]
+
+
+def test_what_a_process_held_is_gone_with_it(run_dir):
+    train(run_dir, np.full(1000, 8 * GIB), pid=1)
+    train(run_dir, np.full(1000, 5 * GIB), pid=2, every=0.04)
+    agent = Writers(run_dir / "journal", Identity(HERE, NO_SUCH_PID + 900, 900))
+    for seconds, alive in ((10, 1), (25, 0)):  # it was there for 5 s after its last step
+        of_process = {"process_pid": NO_SUCH_PID + 1, "process_start_ticks": 2000, "role": 0, "alive": alive}
+        agent.append("process", time_ns=begin_ns(run_dir) + seconds * SECOND_NS, **of_process)
+    agent.close()
+    _, allocators, _ = grid(run_dir)
+    at = (allocators["time_ns"] - begin_ns(run_dir)) / SECOND_NS
+    held = allocators.groupby(at)["reserved_bytes"].sum()
+    assert (held[(held.index > 0.1) & (held.index < 25)] == 13 * GIB).all()
+    assert (held[held.index > 25] == 5 * GIB).all()
+    assert 25 < held.index[-1] <= 40
