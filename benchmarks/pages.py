@@ -47,11 +47,12 @@ from websockets.sync.client import connect
 
 from app.pages import PAGES
 from benchmarks import chrome
-from benchmarks.queries import GIB, make
+from benchmarks.queries import EPOCH, GIB, make
 from collector.agent.feed import INGEST_EVERY_NS, pause_ns
 from collector.agent.loop import MAINTAIN_EVERY_NS
 from collector.agent.procfs import read_rollup
 from collector.store.ingest import Ingester
+from collector.store.reader import read
 from collector.store.runs import Run, list_runs
 from training_harness import layout
 from training_harness.journal import Identity, JournalWriter, start_ticks
@@ -98,7 +99,7 @@ def feed(run: Run) -> None:
         ingester.maintain()  # a run that was kept may lack what the upkeep makes by now
         print("fed", flush=True)
         taken_ns = tidied_ns = time.monotonic_ns()
-        rest_ns, step = INGEST_EVERY_NS, 10**9
+        rest_ns, step = INGEST_EVERY_NS, _next_step(run)
         while True:
             for (name, rank), writer in writers.items():
                 if name != "device" or step % DEVICE_EVERY_STEPS == 0:
@@ -116,13 +117,18 @@ def feed(run: Run) -> None:
             time.sleep(STEP_MS / 1e3)
 
 
+def _next_step(run: Run) -> int:
+    with read(run) as snapshot:
+        return int(snapshot.query("SELECT max(step_high) + 1 AS step FROM step_tiled")["step"].iloc[0])
+
+
 def _record(name: str, step: int, rank: int) -> list[float]:
     known = {
         "time_ns": time.monotonic_ns(),
         "step": step,
         "loader": 0,
-        "epoch": 0,
-        "index": step % 1000,
+        "epoch": step // EPOCH,
+        "index": step % EPOCH,
         "worker": step % WORKERS,
         "duration_ns": STEP_MS * 10**6,
         "wait_ns": 10**6,
