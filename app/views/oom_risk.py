@@ -210,8 +210,8 @@ VIEW = View(
         (Panel(name="GPU memory", build=devices),),
         (Panel(name="Memory of further GPUs", build=further_devices, turn=1),),
         (
-            Panel(name="Host memory", build=cgroup_and_host, turn=1),
-            Panel(name="Shared memory", build=shared_memory, turn=1),
+            Panel(name="Host memory", build=cgroup_and_host),
+            Panel(name="Shared memory", build=shared_memory),
         ),
         (Panel(name="Open files", build=open_files, turn=1),),
     ),
