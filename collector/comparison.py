@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from collector.diagnosis.tables import ROWS_PER_STREAM
 from collector.diagnosis.verdict import Verdict
 from collector.errors import TidegaugeError
 from collector.quantities import MISSING, known, number, quantity
@@ -37,7 +38,7 @@ FIGURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One figure of a run, and of how many observations it is; n None where it is the only one."""
+    """One figure of a run, and of how many observations it is; n None where it is not known."""
 
     label: str
     value: float | None
@@ -79,9 +80,15 @@ def measures(snapshot: queries.Queryable, span: queries.Span, verdict: Verdict |
         "steps": verdict.steps if verdict else None,
         "lasted": verdict.duration_seconds if verdict else None,
     }
-    observed = {"step": int(step["n"]), "batch": int(made["n"])}
+    in_span = {"step": int(step["n"]), "batch": int(made["n"])}
+    in_run = {**queries.observed(snapshot, ROWS_PER_STREAM), "lasted": 1}
     return {
-        name: Measure(label=label, value=values[name], unit=unit, n=observed.get(of))
+        name: Measure(
+            label=label,
+            value=values[name],
+            unit=unit,
+            n=in_span[of] if of else in_run[name] if known(values[name]) else None,
+        )
         for name, (label, unit, of) in FIGURES.items()
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,8 +15,7 @@ from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.comparison import Measure, change_ratio, differing, measures, words
 from collector.comparison import settings as settings_of
-from collector.diagnosis.tables import ROWS_PER_STREAM
-from collector.quantities import MISSING, known, number
+from collector.quantities import MISSING, number
 from collector.store import memory_queries, moment_queries, queries
 
 NO_OTHER = Note(
@@ -125,17 +123,7 @@ def _place(moment: Moment, own: Axis, x: pd.Series) -> Any:
 
 
 def _measures(moment: Moment) -> dict[str, Measure]:
-    """The figures of a run; each that is known with the number of records that it is of."""
-    return moment.once("measures", lambda: _find_measures(moment))
-
-
-def _find_measures(moment: Moment) -> dict[str, Measure]:
-    found = measures(moment.snapshot, moment.span, moment.verdict)
-    counts = {**queries.observed(moment.snapshot, ROWS_PER_STREAM), "lasted": 1}
-    return {
-        name: replace(each, n=int(counts[name])) if each.n is None and known(each.value) else each
-        for name, each in found.items()
-    }
+    return moment.once("measures", lambda: measures(moment.snapshot, moment.span, moment.verdict))
 
 
 def _settings(moment: Moment) -> dict[str, str]:
