@@ -117,9 +117,13 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widget:
-    """What the reader sets draws itself: a fragment of its own, so that nothing else is read or drawn anew."""
+    """What the reader sets draws itself: a fragment of its own, so that nothing else is read or drawn anew.
+
+    `still` gives what it shows before anybody sets anything.
+    """
 
     draw: Callable[[str], None]
+    still: Callable[[], Sequence[Block]]
 
 
 Block = Chart | Metrics | Table | Note | Findings | Widget

@@ -134,8 +134,8 @@ def _block(block: Block) -> Iterator[str]:
             for place, finding in enumerate(block.findings):
                 yield _finding(finding, said=place == 0 and finding.severity != "info")
         case Widget():
-            yield "<p>What other settings would give is asked with sliders, which the dashboard alone has:</p>"
-            yield "<pre>tidegauge dashboard</pre>"
+            for each in block.still():
+                yield from _block(each)
 
 
 def _finding(finding: Finding, *, said: bool) -> str:

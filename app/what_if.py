@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import streamlit as st
 
-from app.blocks import Metric, Metrics, draw
+from app.blocks import Block, Metric, Metrics, Note, draw
 from app.figures import outlook as figures
 from app.figures.base import Chart
 from app.theme import Theme
@@ -15,6 +15,7 @@ from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option
 from collector.quantities import number, percent, size
 
+_QUESTION = "What would other settings give?"
 _MOST_PREFETCH = 8
 _LINE_WORKERS = 16
 _KEPT = 8
@@ -25,16 +26,11 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str
 
     `of` says of which rank (` of rank 1`), empty where there are none.
     """
-    own = outlook.measured.setting
-    most = max(8, 2 * own.num_workers, *(option.setting.num_workers for option in outlook.options))
-    start = outlook.best.setting if outlook.best else own
-    st.subheader("What would other settings give?", anchor=False)
-    st.caption(
-        f"By a replay of the last batches{of or ' of this run'}: docs/tuning.md says what it cannot know. "
-        + _begin(outlook)
-    )
+    own, start, most = outlook.measured.setting, _start(outlook), _most_workers(outlook)
+    st.subheader(_QUESTION, anchor=False)
+    st.caption(f"{_source(of)} {_begin(outlook)}")
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
-        workers = st.slider("num_workers", 1, most, max(1, start.num_workers), key=f"{key}-workers", width=320)
+        workers = st.slider("num_workers", 1, most, start.num_workers, key=f"{key}-workers", width=320)
         depth = max(_MOST_PREFETCH, own.prefetch_factor)
         prefetch = st.slider("prefetch_factor", 1, depth, start.prefetch_factor, key=f"{key}-prefetch", width=320)
         help = (
@@ -51,6 +47,32 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str
         draw(front, f"{key}-front")
 
 
+def at_first(outlook: Forecast, theme: Theme, *, of: str, revision: str) -> list[Block]:
+    """The same as the sliders begin, for a page that has none."""
+    start = _start(outlook)
+    figures_of_start = _predicted(outlook, start, _most_workers(outlook), theme, of, revision)
+    return [
+        Note(text=f"{_QUESTION} {_source(of)} These figures are of {figures.words(start)}."),
+        *figures_of_start,
+        Note(text="Any other setting is asked with sliders in", command="tidegauge dashboard"),
+    ]
+
+
+def _start(outlook: Forecast) -> Setting:
+    """Where the sliders stand before anybody moves them: what is recommended, else what was, with a worker."""
+    setting = outlook.best.setting if outlook.best else outlook.measured.setting
+    return replace(setting, num_workers=max(1, setting.num_workers), in_order=outlook.measured.setting.in_order)
+
+
+def _most_workers(outlook: Forecast) -> int:
+    own = outlook.measured.setting.num_workers
+    return max(8, 2 * own, *(option.setting.num_workers for option in outlook.options))
+
+
+def _source(of: str) -> str:
+    return f"By a replay of the last batches{of or ' of this run'}: docs/tuning.md says what it cannot know."
+
+
 @lru_cache(_KEPT)
 def _predicted(
     outlook: Forecast, setting: Setting, most: int, theme: Theme, of: str, revision: str
@@ -65,7 +87,7 @@ def _predicted(
 
 
 def _begin(outlook: Forecast) -> str:
-    """Where the sliders stand before anybody moves them."""
+    """The same in words."""
     if outlook.best is not None:
         return f"The sliders begin at what is recommended: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"

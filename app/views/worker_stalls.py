@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pandas as pd
 
@@ -11,7 +12,7 @@ from app.figures import rounds, workers
 from app.loading import Recent, recent
 from app.moment import Moment, Panel, View
 from app.panel import show
-from app.what_if import what_if
+from app.what_if import at_first, what_if
 from collector.diagnosis.findings import KINDS, Finding
 from collector.diagnosis.rounds import fold, lanes
 from collector.diagnosis.speed_ups import KEPT_BUSY
@@ -132,7 +133,11 @@ def other_settings(moment: Moment) -> Iterator[Block]:
     if isinstance(outlook, str):
         yield Note(text=f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
         return
-    yield Widget(draw=lambda key: what_if(key, outlook, moment.theme, of=_rank(found), revision=moment.run_id))
+    of, revision = _rank(found), moment.run_id
+    yield Widget(
+        draw=partial(what_if, outlook=outlook, theme=moment.theme, of=of, revision=revision),
+        still=partial(at_first, outlook, moment.theme, of=of, revision=revision),
+    )
 
 
 def stages(moment: Moment) -> Iterator[Block]:

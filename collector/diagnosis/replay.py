@@ -252,7 +252,7 @@ def _play(
             stood[mine] += (stands * counted[:, :, np.newaxis]).sum(axis=0)
             batches[mine] += counted.sum(axis=0)[:, np.newaxis]
     seconds = np.maximum(seconds, 1e-9)
-    return batches / seconds, np.minimum(waited / seconds, 1.0), stood / seconds
+    return batches / seconds, np.clip(waited / seconds, 0.0, 1.0), stood / seconds
 
 
 def _play_inline(trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats) -> Played:

@@ -52,6 +52,17 @@ def test_it_has_the_figures_and_words_of_every_view(html):
     assert "cannot be shown" not in html
 
 
+def test_what_other_settings_would_give_is_there_as_the_sliders_begin(tmp_path):
+    runs.make_run(tmp_path, runs.SLOW_WORKER)
+    assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
+    html = (tmp_path / "report.html").read_text()
+    begun = re.search(r"These figures are of (num_workers = \d+, prefetch_factor = \d+)\.", html)
+    for title in ("How much faster would it be?", "How much waiting does memory buy off?"):
+        assert f"<h3>{title}</h3>" in html
+    assert re.search(rf"samples/s with {begun[1]}, \S+ samples/s as it is", html)
+    assert '<dt class="quiet">Throughput</dt>' in html
+
+
 def test_what_is_marked_leads_to_the_section_that_has_its_evidence(html):
     assert 'href=\\"#oom-risk\\"' in html or "href=\\u0022#oom-risk" in html
     assert '<h2 id="oom-risk">' in html
