@@ -17,7 +17,17 @@ from types import TracebackType
 from typing import Any
 
 from training_harness import layout, session
-from training_harness.hooks import compiler, iterators, oom, stage_calls, steps, trial, worker
+from training_harness.hooks import (
+    compiler,
+    forward_passes,
+    iterators,
+    loader_sites,
+    oom,
+    stage_calls,
+    steps,
+    trial,
+    worker,
+)
 from training_harness.hooks.announce import farewell
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
@@ -30,6 +40,13 @@ def _install_loader() -> Hook:
     hook, found = iterators.install(_progress)
     _progress.capabilities.update(found)
     return hook
+
+
+def _install_compiled_passes() -> Hook | None:
+    passes = _hooks.get("forward")
+    if not isinstance(passes, forward_passes.ForwardHook):
+        return None
+    return forward_passes.install_compiled(_progress, passes)
 
 
 def _install_stages() -> Hook | None:
@@ -65,6 +82,11 @@ HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
         functools.partial(trial.install, "torch.utils.data.dataloader", "DataLoader"),
     ),
     "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
+    "loader site": (frozenset({"torch.utils.data.dataloader"}), loader_sites.install),
+    "forward": (
+        frozenset({forward_passes.MODULE, "torch.compiler"}),
+        functools.partial(forward_passes.install, _progress),
+    ),
     "stage:torch": (frozenset({"torch.utils.data.dataloader", "torch.compiler"}), _install_stages),
     "step": (frozenset({"torch.optim.optimizer", "torch.compiler"}), functools.partial(steps.install, _progress)),
     "backward": (
@@ -84,6 +106,7 @@ HOOKS["trial:torchdata"] = (
     functools.partial(trial.install, _STATEFUL, "StatefulDataLoader"),
 )
 HOOKS["compiler"] = (frozenset({"torch._dynamo.eval_frame"}), compiler.install)
+HOOKS["forward:compiled"] = (frozenset({"torch._dynamo.eval_frame"}), _install_compiled_passes)
 #: Modules whose import makes a hook possible.
 TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))
 
@@ -94,6 +117,7 @@ def imported(module: str) -> None:
         current = session.start()
         if current is None:
             return
+        current.say_attached()
         for name, (needs, install) in HOOKS.items():
             if module not in needs or not needs <= sys.modules.keys():
                 continue
@@ -152,11 +176,11 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
 
 
 def detach() -> None:
-    """Take every hook out and close the journals. Workers that already run keep reporting."""
+    """Take every hook out and close the journals; the run ends here. Workers that already run keep reporting."""
     _progress.capabilities.clear()
     undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
     undo = [_progress.tape.play, _progress.requests.close, *undo]
-    for part in (*undo, lambda: farewell(session.active), session.stop):
+    for part in (*undo, lambda: farewell(session.active, detached=True), session.stop):
         try:
             part()
         except Exception:

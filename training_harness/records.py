@@ -35,6 +35,10 @@ MISSING_INT32 = -(2**31)
 ROLES = ("main", "worker", "other", "collector")
 ROLE_MAIN, ROLE_WORKER, ROLE_OTHER, ROLE_COLLECTOR = range(4)
 
+#: What ends a step; the `unit` column of `step` holds the position in this tuple. A run counts its highest one.
+STEP_UNITS = ("forward pass", "batch", "optimizer step", "step")
+UNIT_PASS, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_OWN = range(4)
+
 #: The worker id of a batch that was made in the training process itself (`num_workers=0`).
 INLINE_WORKER = -1
 
@@ -94,14 +98,22 @@ STEP = Stream(
         _TIME,
         Column("step", "q", "id", "optimizer step of this process, from 0"),
         Column("duration_ns", "q", "ns", "since the end of the step before"),
-        Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__` within the step"),
+        Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
         Column("h2d_ns", "q", "ns", "host time in host to device copies"),
-        Column("forward_ns", "q", "ns", "host time from a batch's arrival to the backward pass, without copies"),
+        Column(
+            "forward_ns",
+            "q",
+            "ns",
+            "host time from a batch's arrival to the backward pass, without copies; without a DataLoader, in the "
+            "top-level module's call",
+        ),
         Column("backward_ns", "q", "ns", "host time in the backward pass"),
         Column("optimizer_ns", "q", "ns", "host time inside `Optimizer.step`"),
         Column("other_ns", "q", "ns", "the rest of the step"),
+        Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, without a DataLoader"),
         Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
         _SAMPLES,
+        Column("unit", "b", "enum", "what ended it: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"),
     ),
 )
 
@@ -169,11 +181,15 @@ FETCH = Stream(
         Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
         Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
         Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
+        Column(
+            "children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"
+        ),
         Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
         Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
         Column("major_fault_count", "i", "count", "page faults that needed I/O"),
         Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
-        Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache included"),
+        Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache and pipes included"),
+        Column("storage_bytes", "q", "bytes", "bytes that storage gave for it, children included"),
         _SAMPLES,
     ),
 )
@@ -231,6 +247,12 @@ PROCESS = Stream(
         Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
         Column("thread_count", "i", "count", "threads"),
         Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
+        Column(
+            "wait_channel",
+            NAME,
+            "name",
+            "kernel function in which its main thread waits, /proc/PID/wchan; missing while it runs or is not told",
+        ),
         Column("cpu_ns", "q", "ns", "user and system time since its start"),
         Column("run_queue_ns", "q", "ns", "its main thread runnable and waiting for a core, since its start"),
         Column("alive", "b", "bool", "0 in the last record of a process that ended"),

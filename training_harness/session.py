@@ -6,18 +6,25 @@ rank started by torchrun and a forked child all find the same run.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from training_harness.journal import EventLog, Identity, JournalWriter
-from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
+from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE, redacted
 from training_harness.records import STREAMS
 
 _TRACEBACK_CHARACTERS = 4000
+#: Folders of what is installed, and of this package.
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)
 _MESSAGE_CHARACTERS = 2000
 #: Records of one stream that come closer together than this are written together: a loop of shorter steps does
 #: not pay for a `write(2)` in each, and a kill costs it no more than the records of this span.
@@ -33,11 +40,20 @@ class Session:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.identity = Identity.of_this_process()
-        self.events = EventLog(run_dir / "events", self.identity)
-        journal = run_dir / "journal"
+        self.is_attached_said = False
+        self._write_as(Identity.of_this_process())
+        self.process_started = False
+        #: Turns what the training loop has logged into records, once there is one.
+        self.before_flush: Callable[[], None] = _nothing
+        #: Says what is known of the workers by the end of the process, once there is a loader.
+        self.before_farewell: Callable[[], None] = _nothing
+
+    def _write_as(self, identity: Identity) -> None:
+        self.identity = identity
+        self.events = EventLog(self.run_dir / "events", identity)
+        journal = self.run_dir / "journal"
         self.writers = {
-            name: JournalWriter(journal, stream, self.identity, events=self.events, hold_ns=HOLD_NS)
+            name: JournalWriter(journal, stream, identity, events=self.events, hold_ns=HOLD_NS)
             for name, stream in STREAMS.items()
         }
         self.step = self.writers["step"].hold
@@ -46,11 +62,18 @@ class Session:
         self.batch = self.writers["batch"].hold
         self.fetch = self.writers["fetch"].append
         self.stage = self.writers["stage"].append_all
-        self.process_started = False
-        #: Turns what the training loop has logged into records, once there is one.
-        self.before_flush: Callable[[], None] = _nothing
-        #: Says what is known of the workers by the end of the process, once there is a loader.
-        self.before_farewell: Callable[[], None] = _nothing
+
+    def become_rank(self, rank: int, world_size: int) -> None:
+        """Write as this rank from now on; what was held so far is written as before."""
+        for writer in self.writers.values():
+            writer.close()
+        self._write_as(dataclasses.replace(self.identity, rank=rank, world_size=world_size))
+
+    def say_attached(self) -> None:
+        """Say once that the hooks are in this process, whether or not it will train."""
+        if not self.is_attached_said:
+            self.is_attached_said = True
+            self.events.append("process-attached", argv=redacted(sys.orig_argv), parent_pid=os.getppid())
 
     @property
     def lost_count(self) -> int:
@@ -106,8 +129,23 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         "exception",
         type=kind.__name__,
         message=str(error)[:_MESSAGE_CHARACTERS],
+        site=_site(trace),
         traceback=text[-_TRACEBACK_CHARACTERS:],
     )
+
+
+def _site(trace: TracebackType | None) -> str | None:
+    """Return `file:line, in function` of the innermost frame in the user's own code, else of the innermost one."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
+    own = [(code, line) for code, line in frames if is_own(code.co_filename)]
+    for code, line in (own or frames)[-1:]:
+        return f"{code.co_filename}:{line}, in {code.co_name}"
+    return None
+
+
+def is_own(path: str) -> bool:
+    """Return whether a source file is the user's: neither installed, nor of the standard library, nor generated."""
+    return not path.startswith((*_INSTALLED, "<")) and f"{os.sep}site-packages{os.sep}" not in path
 
 
 def _remake_after_fork() -> None:

@@ -15,8 +15,9 @@ from collector.agent.feed import Feed, Problems
 from collector.agent.host import HostSampler, headroom_bytes
 from collector.agent.processes import ProcessSampler
 from collector.agent.procfs import ProcessKey
+from collector.agent.programs import ProgramLog, left_running, read_program
 from collector.agent.roster import EventTail, Roster
-from collector.agent.samples import Sample, in_order
+from collector.agent.samples import NamedSample, Sample, in_order
 from collector.store.runs import Run, of_this_boot
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.layout import read_manifest, write_manifest
@@ -61,6 +62,7 @@ class Agent:
     ) -> None:
         self._run = run
         self._command = command
+        self._is_parent = is_parent
         self._clock_ns = clock_ns
         identity = Identity.of_this_process()
         self.key = ProcessKey(identity.pid, identity.start_ticks)
@@ -79,6 +81,7 @@ class Agent:
         self._processes = ProcessSampler(
             self._roster, self.key, child=command if is_parent else None, now_ns=now_ns
         )
+        self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._devices = DeviceSampler()
         self._ticked_ns: int | None = None
@@ -86,8 +89,10 @@ class Agent:
         self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
 
     def run_goes_on(self) -> bool:
-        """Whether the command, or a training process of this host, is alive."""
-        return any(map(_is_alive, [*([self._command] if self._command else []), *self._roster.mains()]))
+        """Return whether the command, or a training process of this host, is alive and has not detached."""
+        command = self._command
+        followed = [command] if command is not None and not self._roster.has_detached(command) else []
+        return any(map(_is_alive, [*followed, *self._roster.mains()]))
 
     def tick(self) -> None:
         """Take one sample of everything, and ingest if it is time."""
@@ -122,19 +127,21 @@ class Agent:
             self._write("process", self._clock_ns(), [last])
 
     def finish(self) -> bool:
-        """Sample once more, give orphans a moment, move everything into the lake and close.
+        """Sample once more, give orphans a moment, note what still runs, move everything into the lake and close.
 
         Returns:
             Whether the lake took it all; the rest waits in the journals.
 
         """
         self._sample(self._clock_ns())
-        orphans = [*self._roster.workers(), *self._roster.mains()]
+        orphans = [*self._roster.workers(), *self._roster.mains(), *self._left_running()]
         if any(map(_is_alive, orphans)):
             deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)
             while any(map(_is_alive, orphans)) and self._clock_ns() < deadline_ns:
                 time.sleep(_ORPHANS_POLL_SECONDS)
             self._sample(self._clock_ns())
+            with self._problems.guard("events"):
+                self._note_left_running()
         for writer in self._writers.values():
             writer.close()
         took_all = self._feed.finish(
@@ -148,6 +155,24 @@ class Agent:
         if self._outlets is not None:
             self._outlets.run_ended()
         return took_all
+
+    def _left_running(self) -> list[ProcessKey]:
+        """Return what the command started and left behind; a process that is followed otherwise leaves nothing."""
+        if not self._is_parent or self._command is None:
+            return []
+        found = left_running(_PROC, str(self._run.path.absolute()), self._command.start_ticks)
+        return [key for key in found if key != self._command]
+
+    def _note_left_running(self) -> None:
+        left = []
+        for key in self._left_running():
+            program = read_program(_PROC, key.pid)
+            argv, is_python = (program.argv, program.is_python) if program else ((), False)
+            left.append(
+                {"pid": key.pid, "start_ticks": key.start_ticks, "argv": list(argv), "is_python": is_python}
+            )
+        if left:
+            self._events.append("left-running", processes=left)
 
     @property
     def why(self) -> str:
@@ -169,6 +194,8 @@ class Agent:
             roots = [self._command] if self._command else []
             samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))
             self._write("process", now_ns, samples)
+            for fields in self._programs.look(self._processes.alive - {*self._roster}):
+                self._events.append("process-seen", **fields)
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
             self._write("device", now_ns, self._devices.sample(pids))
@@ -188,7 +215,7 @@ class Agent:
             "records_lost_count": max(lost_count, fed.lost_count if fed else 0),
         }
 
-    def _write(self, name: str, now_ns: int, samples: Sequence[Sample]) -> None:
+    def _write(self, name: str, now_ns: int, samples: Sequence[NamedSample]) -> None:
         if self._outlets is not None:
             self._outlets.latest.note(name, samples)
         if samples:

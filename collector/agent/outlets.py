@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from collector.agent.feed import Problems
 from collector.agent.investigate import Investigator
 from collector.agent.outlook import Outlook
-from collector.agent.samples import Sample
+from collector.agent.samples import NamedSample, Sample
 from collector.alerts import Alerts
 from collector.errors import TidegaugeError
 from collector.metrics import View
@@ -30,11 +30,13 @@ class Latest:
         self.samples: dict[str, Sequence[Sample]] = {}
         self._processes: dict[tuple[float | None, float | None], Sample] = {}
 
-    def note(self, stream: str, samples: Sequence[Sample]) -> None:
-        """Keep the samples of one tick."""
-        if stream == "process":
-            samples = self._with_readings(samples)
-        self.samples[stream] = samples
+    def note(self, stream: str, samples: Sequence[NamedSample]) -> None:
+        """Keep the numbers of the samples of one tick."""
+        numbers = [
+            {column: value for column, value in sample.items() if not isinstance(value, bytes)}
+            for sample in samples
+        ]
+        self.samples[stream] = self._with_readings(numbers) if stream == "process" else numbers
 
     def _with_readings(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Most ticks read the smaps of some processes only, so what was read of the others before stays."""

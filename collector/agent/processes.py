@@ -15,7 +15,7 @@ from collector.agent import procfs
 from collector.agent.budget import Budget, Candidate, choose, expected_cost_ns
 from collector.agent.procfs import ProcessKey, Stat, Status
 from collector.agent.roster import Role, Roster
-from collector.agent.samples import Sample
+from collector.agent.samples import NamedSample
 from training_harness.records import ROLE_COLLECTOR
 
 #: Strangers are looked at again this often: a pid may be used again, and a process be re-parented.
@@ -140,7 +140,7 @@ class ProcessSampler:
 
     def sample(
         self, now_ns: int, roots: Iterable[ProcessKey], *, headroom_bytes: float | None = None
-    ) -> list[Sample]:
+    ) -> list[NamedSample]:
         """Sample every process of the run.
 
         Args:
@@ -169,7 +169,7 @@ class ProcessSampler:
             samples.append(self._sample(key, stat, statuses[key], rollups.get(key)))
         return samples
 
-    def last_sample(self, key: ProcessKey, exit_status: int | None = None) -> Sample:
+    def last_sample(self, key: ProcessKey, exit_status: int | None = None) -> NamedSample:
         """The sample of a process that has ended; forgets it."""
         sample = {**_identity(key, self._role_of(key)), "alive": 0, "exit_status": exit_status}
         self._readings.pop(key, None)
@@ -177,12 +177,15 @@ class ProcessSampler:
         self._roster.forget(key)
         return sample
 
-    def _sample(self, key: ProcessKey, stat: Stat, status: Status | None, rollup: procfs.Rollup | None) -> Sample:
+    def _sample(
+        self, key: ProcessKey, stat: Stat, status: Status | None, rollup: procfs.Rollup | None
+    ) -> NamedSample:
         return {
             **_identity(key, self._role_of(key)),
             **(status._asdict() if status else {}),
             **({**rollup._asdict(), "fd_limit_count": procfs.read_fd_limit(self._proc, key.pid)} if rollup else {}),
             "fd_count": procfs.count_fds(self._proc, key.pid),
+            "wait_channel": None if stat.runs else procfs.read_wait_channel(self._proc, key.pid),
             "cpu_ns": stat.cpu_ticks * procfs.NS_PER_TICK,
             "run_queue_ns": procfs.read_run_queue_ns(self._proc, key.pid),
             "alive": 1,
@@ -252,7 +255,7 @@ def _resident(status: Status | None) -> int:
     return (status.rss_bytes if status else None) or 0
 
 
-def _identity(key: ProcessKey, role: Role) -> dict[str, float | None]:
+def _identity(key: ProcessKey, role: Role) -> dict[str, float | bytes | None]:
     return {
         "process_pid": key.pid,
         "process_start_ticks": key.start_ticks,

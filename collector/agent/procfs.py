@@ -32,9 +32,16 @@ class ProcessKey(NamedTuple):
 
 
 class Stat(NamedTuple):
-    """The part of /proc/PID/stat that is needed; `ended` is true for a zombie, and for one on its way there."""
+    """The part of /proc/PID/stat that is needed.
+
+    Attributes:
+        ended: it is a zombie, or on its way there.
+        runs: it computes, or waits for a core.
+        parent_pid, cpu_ticks, start_ticks: as the kernel gives them.
+    """
 
     ended: bool
+    runs: bool
     parent_pid: int
     cpu_ticks: int
     start_ticks: int
@@ -94,10 +101,17 @@ def read_stat(proc: str, pid: int) -> Stat | None:
         return None
     return Stat(
         ended=fields[0][0] in _ENDED_STATES or bool(int(fields[6]) & _EXITING),
+        runs=fields[0] == b"R",
         parent_pid=int(fields[1]),
         cpu_ticks=int(fields[11]) + int(fields[12]),
         start_ticks=int(fields[19]),
     )
+
+
+def read_wait_channel(proc: str, pid: int) -> bytes | None:
+    """Return the kernel function in which a process's main thread waits; None if it runs or the kernel hides it."""
+    name = _read_once(f"{proc}/{pid}/wchan")
+    return None if name in (None, b"0") else name
 
 
 def read_run_queue_ns(proc: str, pid: int) -> int | None:

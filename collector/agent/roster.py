@@ -60,6 +60,7 @@ class Roster:
             boot_offset_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
         self._boot_offset_ns = boot_offset_ns
         self._roles: dict[ProcessKey, Role] = {}
+        self._detached: set[ProcessKey] = set()
 
     def __iter__(self) -> Iterator[ProcessKey]:
         """Every process that was named and not forgotten."""
@@ -77,6 +78,10 @@ class Roster:
         """The DataLoader workers."""
         return [key for key, role in self._roles.items() if role.role == ROLE_WORKER]
 
+    def has_detached(self, key: ProcessKey) -> bool:
+        """Return whether a process has left the run while it goes on, as a notebook does that detaches."""
+        return key in self._detached
+
     def forget(self, key: ProcessKey) -> None:
         """Drop a process that has ended: a long run without persistent workers names thousands."""
         self._roles.pop(key, None)
@@ -88,6 +93,9 @@ class Roster:
         kind, rank = event.get("kind"), event.get("rank")
         if kind == "process-start":
             self._roles.setdefault(_writer(event), Role(role=ROLE_MAIN, rank=rank))
+        elif kind == "process-exit" and event.get("detached"):
+            self._detached.add(_writer(event))
+            self.forget(_writer(event))
         elif kind == "worker-start":
             self._roles[_writer(event)] = Role(
                 role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"]

@@ -10,11 +10,13 @@ from training_harness.records import MISSING, STREAMS, Stream
 
 #: One record: column of the stream -> value. An absent column, or None, is missing.
 Sample: TypeAlias = Mapping[str, float | None]
+#: The same where a column is a name.
+NamedSample: TypeAlias = Mapping[str, float | bytes | None]
 
 
-def in_order(stream: Stream, time_ns: int, sample: Sample) -> tuple[float, ...]:
+def in_order(stream: Stream, time_ns: int, sample: NamedSample) -> tuple[float | bytes, ...]:
     """The values of a record, in the order of the stream's columns."""
-    values: list[float] = [time_ns]
+    values: list[float | bytes] = [time_ns]
     for name, missing in _columns(stream.name):
         value = sample.get(name)
         values.append(missing if value is None else value)
@@ -22,6 +24,6 @@ def in_order(stream: Stream, time_ns: int, sample: Sample) -> tuple[float, ...]:
 
 
 @functools.cache
-def _columns(stream_name: str) -> tuple[tuple[str, float], ...]:
+def _columns(stream_name: str) -> tuple[tuple[str, float | bytes], ...]:
     """Name and missing value of each column after the time: looked up 70 times per tick on a large node."""
     return tuple((column.name, MISSING[column.code]) for column in STREAMS[stream_name].columns[1:])

@@ -1,7 +1,6 @@
 """The environment shim: Python imports this at start-up because its folder leads PYTHONPATH.
 
-It runs the user's own `sitecustomize`, if there is one, and waits for the modules to be imported that have hooks;
-until then it costs one dictionary look-up per import. It imports nothing of Tidegauge before that.
+It runs `shim.py`, unless `tidegauge.pth` has, and the user's own `sitecustomize`, if there is one.
 The folder moves to the end of sys.path, where spawned workers (which get a copy of sys.path) find
 `training_harness` even if the environment was changed in between.
 """
@@ -10,86 +9,18 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
-from typing import Any
+from importlib.util import module_from_spec, spec_from_file_location
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-#: `training_harness.attach.TRIGGERS`, which this may not import yet.
-_TRIGGERS = {
-    "torch.utils.data.dataloader",
-    "torch.optim.optimizer",
-    "torch.autograd",
-    "torch.compiler",
-    "torch._dynamo.eval_frame",
-    "torch.nn.parallel.data_parallel",
-    "cv2",
-    "numpy",
-    "PIL.Image",
-    "PIL.ImageFile",
-    "torchvision.io.image",
-    "torchvision.transforms.transforms",
-    "torchvision.transforms.v2._container",
-    "torchdata.stateful_dataloader.stateful_dataloader",
-    "albumentations.core.composition",
-}
+#: The name under which `tidegauge.pth` loads it too.
+_SHIM = "_tidegauge_shim"
 
 
-class _AfterImport:
-    """A meta path finder that calls the harness once a trigger module has been executed."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _TRIGGERS:
-            return None
-        _TRIGGERS.discard(name)
-        try:
-            import importlib.util
-
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Notifying(spec.loader, name)  # type: ignore[assignment]
-        except Exception:
-            return None
-        return spec
-
-
-class _Notifying:
-    """The module's own loader, and a word to the harness when the module is there."""
-
-    def __init__(self, loader: Any, name: str) -> None:
-        self._loader = loader
-        self._name = name
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        try:
-            from training_harness.attach import imported
-
-            imported(self._name)
-        except Exception:
-            pass
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self._loader, attribute)
-
-
-def _watch_exceptions() -> None:
-    previous = sys.excepthook
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        try:
-            from training_harness.session import record_exception
-
-            record_exception(kind, error, trace)
-        except Exception:
-            pass
-        previous(kind, error, trace)
-
-    sys.excepthook = excepthook
+def _run_the_shim() -> None:
+    spec = spec_from_file_location(_SHIM, os.path.join(_HERE, "shim.py"))
+    if _SHIM not in sys.modules and spec is not None and spec.loader is not None:
+        sys.modules[_SHIM] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[_SHIM])
 
 
 def _run_the_users_own() -> None:
@@ -106,7 +37,5 @@ def _run_the_users_own() -> None:
         sys.path.append(_HERE)
 
 
-if os.environ.get("TIDEGAUGE_RUN_DIR") and os.environ.get("TIDEGAUGE_DISABLED") != "1":
-    sys.meta_path.insert(0, _AfterImport)
-    _watch_exceptions()
+_run_the_shim()
 _run_the_users_own()

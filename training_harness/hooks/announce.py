@@ -22,6 +22,7 @@ def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
     if current.process_started:
         return
     current.process_started = True
+    _find_rank(current)
     current.events.append(
         "process-start",
         argv=redacted(sys.orig_argv),
@@ -39,8 +40,19 @@ def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
         multiprocessing.util.Finalize(None, farewell, (current,), exitpriority=0)
 
 
-def farewell(begun: session.Session | None) -> None:
-    """Say that this process leaves the run in good order: at its exit, or when it detaches."""
+def _find_rank(current: session.Session) -> None:
+    """Take the rank from torch's process group where the launcher did not put it into the environment."""
+    distributed = sys.modules.get("torch.distributed")
+    if current.identity.rank is None and distributed is not None:
+        try:
+            if distributed.is_available() and distributed.is_initialized():
+                current.become_rank(distributed.get_rank(), distributed.get_world_size())
+        except Exception:
+            pass
+
+
+def farewell(begun: session.Session | None, *, detached: bool = False) -> None:
+    """Say that this process leaves the run in good order: at its exit, or when it detaches and goes on."""
     current = session.active
     if current is None or current is not begun:  # a forked child that runs its parent's exit handlers
         return
@@ -50,6 +62,6 @@ def farewell(begun: session.Session | None) -> None:
         current.before_farewell()
         stages.flush()
         current.close()
-        current.events.append("process-exit", lost_count=current.lost_count)
+        current.events.append("process-exit", lost_count=current.lost_count, detached=detached)
     except Exception:
         pass

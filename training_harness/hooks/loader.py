@@ -22,7 +22,7 @@ from training_harness.hooks.meter import FetchMeter
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.register import LoaderInfo, Register, is_iterable
-from training_harness.hooks.steps import follow_batches
+from training_harness.hooks.steps import has_optimizer
 from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
 
 #: id of an iterator -> what is known of it, as long as it lives. Not kept in the iterator itself: a look into its
@@ -87,7 +87,7 @@ class LoaderHook(Hook):
         if current is None or sys.modules[worker.WORKER_MODULE].get_worker_info() is not None:
             return  # a loader inside a worker's dataset is part of that worker's fetch
         self.progress.announce(current)
-        follow_batches(self.progress)
+        self.progress.follow_batches(has_optimizer=has_optimizer())
         if self._register is None or self._register.session is not current:
             self._register = Register(current)
             current.before_farewell = self.note_last_deaths

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from training_harness import session
+from training_harness.hooks.loader_sites import site_of
 
 #: A loop that makes a new DataLoader in each step must not turn rare events into a stream.
 _DESCRIBED_LOADERS = 1000
@@ -77,7 +78,7 @@ class Register:
             self._numbers += 1
             alike.append(info)
             if info.number < _DESCRIBED_LOADERS:
-                self.session.events.append("loader", loader=info.number, **configuration)
+                self.session.events.append("loader", loader=info.number, **configuration, **site_of(loader))
         return info
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.phases import BACKWARD, FORWARD, OPTIMIZE, OTHER
-from training_harness.hooks.progress import BATCH, NOBODY, OPTIMIZER, USER, Progress
+from training_harness.hooks.phases import BACKWARD, OPTIMIZE, OTHER
+from training_harness.hooks.progress import OPTIMIZER, UNREAD, USER, Progress
 
 
 def _nobody() -> None:
@@ -34,25 +34,25 @@ class StepHook(Hook):
         self._leader: Callable[[], Any] = _nobody
         self._follower: Callable[[], Any] = _nobody
 
-    def stepping(self, now_ns: int, thread: int, optimizer: Callable[[], Any]) -> None:
+    def stepping(self, now_ns: int, thread: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
         """Just before an optimizer steps: the fixed phase at which device memory is read."""
         current, progress = session.active, self._progress
         if current is None:
             return
         progress.thread = thread
         if progress.ended_by != USER and (self._leader is optimizer or self._takes_the_lead(optimizer)):
-            progress.ended_by = OPTIMIZER
+            progress.end_steps_by(OPTIMIZER)
             progress.gauge(current)
-        progress.mark(OTHER, now_ns)
+        progress.mark(OTHER, now_ns, cpu_ns)
 
-    def stepped(self, now_ns: int, optimizer: Callable[[], Any]) -> None:
+    def stepped(self, now_ns: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
         """An optimizer has stepped."""
         current, progress = session.active, self._progress
         if current is None:
             return
-        progress.mark(OPTIMIZE, now_ns)
+        progress.mark(OPTIMIZE, now_ns, cpu_ns)
         if progress.ended_by == OPTIMIZER and self._leader is optimizer:
-            progress.end(current, now_ns)
+            progress.end(current, now_ns, cpu_ns)
             self._follower = _nobody
 
     def _takes_the_lead(self, optimizer: Callable[[], Any]) -> bool:
@@ -75,7 +75,7 @@ def install(progress: Progress) -> StepHook:
     """
     module = sys.modules["torch.optim.optimizer"]
     is_compiling = compiler.is_compiling()
-    tape, clock, reference = progress.tape, time.monotonic_ns, weakref.ref
+    tape, clock, cpu_clock, reference = progress.tape, time.monotonic_ns, progress.cpu_clock, weakref.ref
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if is_compiling() or not hook.active:
@@ -86,7 +86,7 @@ def install(progress: Progress) -> StepHook:
                 return
             if not current.process_started:
                 progress.announce(current)
-            tape.log((hook, stepping, clock(), get_ident(), reference(optimizer)))
+            tape.log((hook, stepping, clock(), get_ident(), reference(optimizer), cpu_clock()))
         except Exception as error:
             hook.fail(error)
 
@@ -95,7 +95,7 @@ def install(progress: Progress) -> StepHook:
             return
         try:
             now_ns = clock()
-            tape.log((hook, stepped, now_ns, reference(optimizer)))
+            tape.log((hook, stepped, now_ns, reference(optimizer), cpu_clock()))
             if now_ns >= tape.due_ns:
                 progress.catch_up(now_ns)
         except Exception as error:
@@ -117,7 +117,8 @@ def install_backward(progress: Progress) -> Hook:
     """
     hook = Hook("backward")
     is_compiling = compiler.is_compiling()
-    tape, mark, clock = progress.tape, progress.mark, time.monotonic_ns
+    tape, clock, cpu_clock = progress.tape, time.monotonic_ns, progress.cpu_clock
+    began, mark = progress.backward_began, progress.mark
     running = False  # a checkpointed part of the model goes backward within the backward pass
 
     def make(original: Any) -> Any:
@@ -128,7 +129,7 @@ def install_backward(progress: Progress) -> Hook:
                 return original(*args, **kwargs)
             running = True
             try:
-                tape.log((hook, mark, FORWARD, clock()))
+                tape.log((hook, began, clock(), cpu_clock()))
             except Exception as error:
                 hook.fail(error)
             try:
@@ -136,7 +137,7 @@ def install_backward(progress: Progress) -> Hook:
             finally:
                 running = False
                 try:
-                    tape.log((hook, mark, BACKWARD, clock()))
+                    tape.log((hook, mark, BACKWARD, clock(), cpu_clock()))
                 except Exception as error:
                     hook.fail(error)
 
@@ -154,25 +155,19 @@ def step(progress: Progress) -> None:
     progress.announce(current)
     progress.tape.play()
     now_ns = time.monotonic_ns()
-    if progress.ended_by == OPTIMIZER:  # the part of a step since the optimizer ended the last one
+    is_part = progress.ended_by == OPTIMIZER  # of a step, since the optimizer ended the last one
+    progress.end_steps_by(USER)
+    if is_part:
         progress.begin(now_ns)
     else:
         progress.gauge(current)
         progress.end(current, now_ns)
-    progress.ended_by = USER
     if now_ns >= progress.tape.due_ns:
         progress.catch_up(now_ns)
 
 
-def follow_batches(progress: Progress) -> None:
-    """Let batches end the steps of a process in which no optimizer was ever made."""
-    progress.tape.play()
-    if progress.ended_by in (NOBODY, BATCH):
-        progress.ended_by = NOBODY if _has_optimizer() else BATCH
-
-
-def _has_optimizer() -> bool:
-    """Whether an optimizer was ever made: its class's `step` is wrapped then (torch/optim/optimizer.py)."""
+def has_optimizer() -> bool:
+    """Return whether an optimizer was ever made: its class's `step` is wrapped then (torch/optim/optimizer.py)."""
     module = sys.modules.get("torch.optim.optimizer")
     classes = [module.Optimizer] if module is not None else []
     for kind in classes:

@@ -1,0 +1,174 @@
+"""What the processes of a run are, and why the hooks are absent in some: from command lines and environments.
+
+The kernel keeps both as they were when the program began (proc(5), cmdline and environ). A process that imported
+torch with the hooks says so itself, in a `process-attached` event; this is about the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from collector.agent import procfs
+from collector.agent.procfs import ProcessKey
+from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE, redacted
+
+#: Why the hooks are absent, in the order in which they are asked for.
+NO_PYTHON, NO_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH = (
+    "no Python",
+    "environment cleared",
+    "disabled",
+    "-S",
+    "-I",
+    "-E",
+    "PYTHONPATH replaced",
+)
+_PYTHON = re.compile(r"(python|pypy)[\d.]*t?")
+_SHIM = os.path.join("training_harness", "bootstrap")
+#: Options of Python that take the next word as their value, and those after which the program's own words begin.
+_WITH_VALUE, _ENDS_OPTIONS = ("W", "X"), ("c", "m")
+#: torch's own library, mapped by each process that imported it.
+_TORCH = b"/libtorch_cpu.so"
+_ARGUMENTS_AT_MOST, _CHARACTERS_AT_MOST = 40, 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A process as its own command line and environment describe it.
+
+    Attributes:
+        argv: command line without values that are named like secrets, cut short.
+        is_python: it is a Python interpreter.
+        obstacle: what keeps the hooks out if Tidegauge is not installed for its interpreter; None if nothing does.
+    """
+
+    argv: tuple[str, ...]
+    is_python: bool
+    obstacle: str | None
+
+
+def read_program(proc: str, pid: int) -> Program | None:
+    """Describe a living process; None if its command line or environment cannot be read."""
+    words = procfs.read_file(f"{proc}/{pid}/cmdline")
+    variables = procfs.read_file(f"{proc}/{pid}/environ")
+    if not words or variables is None:
+        return None
+    argv = [os.fsdecode(word) for word in words.rstrip(b"\0").split(b"\0")]
+    pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
+    is_python = _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
+    return Program(
+        argv=tuple(word[:_CHARACTERS_AT_MOST] for word in redacted(argv)[:_ARGUMENTS_AT_MOST]),
+        is_python=is_python,
+        obstacle=obstacle(argv, {name: value for name, _, value in pairs}) if is_python else NO_PYTHON,
+    )
+
+
+def obstacle(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """Return what keeps the hooks out of a Python process without an installed Tidegauge; None if nothing does."""
+    if RUN_DIR_VARIABLE not in environ:
+        return NO_RUN
+    if environ.get(DISABLED_VARIABLE) == "1":
+        return DISABLED
+    options = _options(argv)
+    for letter, reason in (("S", NO_SITE), ("I", ISOLATED), ("E", IGNORES)):
+        if letter in options:
+            return reason
+    parts = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return None if any(part.endswith(_SHIM) for part in parts) else PYTHONPATH
+
+
+def _options(argv: Sequence[str]) -> set[str]:
+    """Return the one-letter options of the interpreter itself; those of its program follow later."""
+    letters: set[str] = set()
+    words = iter(argv[1:])
+    for word in words:
+        if not word.startswith("-") or word in ("-", "--"):
+            break
+        if word.startswith("--"):
+            continue
+        for place, letter in enumerate(word[1:], start=1):
+            if letter in _ENDS_OPTIONS:
+                return letters
+            if letter in _WITH_VALUE:
+                if place == len(word) - 1:
+                    next(words, None)
+                break
+            letters.add(letter)
+    return letters
+
+
+def has_torch(proc: str, pid: int) -> bool:
+    """Return whether torch's library is mapped."""
+    return _TORCH in (procfs.read_file(f"{proc}/{pid}/maps") or b"")
+
+
+def left_running(proc: str, run_dir: str, since_ticks: int) -> list[ProcessKey]:
+    """Return the living processes that were started for a run, whoever their parent is by now.
+
+    Args:
+        proc: root of the proc file system.
+        run_dir: the run's directory, as in the environment that its command was given.
+        since_ticks: start time of the command; no process of the run is older.
+    """
+    wanted = b"\0" + os.fsencode(f"{RUN_DIR_VARIABLE}={run_dir}") + b"\0"
+    found = []
+    for pid in procfs.pids(proc) - {os.getpid()}:
+        stat = procfs.read_stat(proc, pid)
+        if stat is None or stat.ended or stat.start_ticks < since_ticks:
+            continue
+        if wanted in b"\0" + (procfs.read_file(f"{proc}/{pid}/environ") or b"") + b"\0":
+            found.append(ProcessKey(pid, stat.start_ticks))
+    return found
+
+
+class ProgramLog:
+    """Notes each process of a run once, a tick after it was first seen, and again when it has imported torch.
+
+    Args:
+        proc: root of the proc file system.
+    """
+
+    #: A dataset that starts a program per sample must not fill the event log.
+    AT_MOST = 500
+    #: Looks for torch in the same process, a tick apart: it is imported within seconds, or never.
+    _LOOKS = 15
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._proc = proc
+        self._looks: dict[ProcessKey, int] = {}
+        self._noted_count = 0
+
+    def look(self, alive: Iterable[ProcessKey]) -> list[dict[str, object]]:
+        """Return the fields of the events that are due.
+
+        Args:
+            alive: the living processes of the run that no event has named as a training process or a worker.
+        """
+        found = []
+        looks = {key: self._looks.get(key, -1) + 1 for key in alive}
+        for key, count in looks.items():
+            if not 1 <= count <= self._LOOKS or self._noted_count >= self.AT_MOST:
+                continue
+            imports_torch = has_torch(self._proc, key.pid)
+            if count > 1 and not imports_torch:
+                continue
+            program = read_program(self._proc, key.pid)
+            if program is None:
+                continue
+            self._noted_count += 1
+            if imports_torch or not program.is_python:
+                looks[key] = self._LOOKS + 1
+            found.append(
+                {
+                    "process_pid": key.pid,
+                    "process_start_ticks": key.start_ticks,
+                    "argv": list(program.argv),
+                    "is_python": program.is_python,
+                    "has_torch": imports_torch,
+                    "obstacle": program.obstacle,
+                }
+            )
+        self._looks = looks
+        return found
