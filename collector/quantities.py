@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TypeGuard
 
 MISSING = "—"
@@ -14,7 +15,13 @@ _BARE_UNITS = ("count", "status", "text", "id")
 _ROUNDS_UP = 999.5
 #: Of a unit of bytes: from here on there would be 1024 of the next smaller one.
 _ROUNDS_UP_TO_1024 = 1023.5 / 1024
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _TIME_UNITS = {"seconds": 1.0, "s": 1.0, "milliseconds": 1e-3, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def plain_text(text: str) -> str:
+    """Return a text without the escape sequences by which programs colour a terminal (ECMA-48)."""
+    return _ESCAPES.sub("", text)
 
 
 def known(value: float | None) -> TypeGuard[float]:

@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from collector import wording
+from collector.diagnosis.costs import TELL
 from collector.diagnosis.findings import Finding, Locus, Severity, as_json, finite
 from collector.diagnosis.speed_ups import KEPT_BUSY
 from collector.diagnosis.verdict import Verdict
-from collector.quantities import duration, number, percent, quantity, size
+from collector.quantities import MISSING, duration, number, percent, quantity, size
 
 SCHEMA = 1
 #: severity -> (symbol, colour): the word is always there too.
@@ -45,6 +46,7 @@ def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
             "exit_status": verdict.exit_status,
             "attempts": verdict.attempts,
             "steps": verdict.steps,
+            "step_unit": verdict.step_unit,
             "batches": verdict.batches,
             "duration_seconds": finite(verdict.duration_seconds),
             "workers_reporting": list(verdict.workers_reporting),
@@ -85,6 +87,8 @@ def dashboard_command(home: Path, default_home: Path) -> str:
 def _header(verdict: Verdict, run_id: str) -> Table:
     peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
     status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
+    if verdict.watch_ended:
+        status.append(" when the watch ended", style="default")
     if verdict.exit_status is not None:
         status.append(f", {exit_words(verdict.exit_status)}", style="default")
     pairs: list[tuple[str, RenderableType]] = [
@@ -97,15 +101,12 @@ def _header(verdict: Verdict, run_id: str) -> Table:
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
-        reporting, workers = verdict.workers_reporting
         pairs += [
-            ("steps", ", ".join([number(verdict.steps), *speeds])),
-            (
-                "data wait",
-                f"{percent(verdict.summary['data_wait_ratio'])} of the loop's time, start-up included",
-            ),
+            ("steps", ", ".join([f"{number(verdict.steps)}{_unit(verdict)}", *speeds])),
+            ("data wait", _data_wait(verdict)),
             *_stall(verdict),
-            ("workers", f"{reporting} of {workers} report" if workers else "none, batches are made inline"),
+            *_outside(verdict),
+            ("workers", _workers(verdict)),
         ]
     pairs.append(("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
     if peak["device_reserved_bytes"] is not None:
@@ -113,10 +114,44 @@ def _header(verdict: Verdict, run_id: str) -> Table:
     return _grid(pairs)
 
 
+def _unit(verdict: Verdict) -> str:
+    """Say what a step is where it is not an optimizer step."""
+    units = {"forward pass": " forward passes", "batch": " batches, no optimizer"}
+    return units.get(verdict.step_unit or "", "")
+
+
+def _data_wait(verdict: Verdict) -> str:
+    ratio = verdict.summary["data_wait_ratio"]
+    if ratio is None:
+        return f"{MISSING} no DataLoader seen" if not verdict.batches else MISSING
+    return f"{percent(ratio)} of the loop's time, start-up included"
+
+
+def _workers(verdict: Verdict) -> str:
+    reporting, workers = verdict.workers_reporting
+    if workers:
+        return f"{reporting} of {workers} report"
+    return "none: the training process makes its batches" if verdict.batches else f"{MISSING} no DataLoader seen"
+
+
+def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+    """Time outside the step in a loop without a DataLoader, where its own loading lies."""
+    outside = verdict.summary["outside_step"]
+    if outside is not None:
+        computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
+        yield (
+            "outside",
+            f"{percent(outside['ratio'])} of step time outside forward, backward and optimizer: "
+            f"{duration(outside['seconds'])} per step{computing}",
+        )
+
+
 def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
     """What the loop that waits longest waits for; nothing where it does not wait."""
     worst = next(iter(verdict.summary["exposed_stall"]), None)
-    if worst is not None and worst["wait_ratio"] >= KEPT_BUSY:
+    if worst is None or worst["wait_ratio"] < KEPT_BUSY:
+        return
+    if worst["wait_seconds"] >= TELL * (verdict.duration_seconds or 0.0):
         yield "stall", wording.stall(worst)
 
 
@@ -145,7 +180,9 @@ def _findings(verdict: Verdict) -> Iterator[RenderableType]:
 
 def _all_clear(verdict: Verdict) -> Text:
     if not _trained(verdict):
-        return Text("No training was seen: no optimizer step and no batch was recorded.", style="bold")
+        return Text("No warnings. No steps or batches were seen.", style="bold")
+    if next(_stall(verdict), None) is not None:
+        return Text("No warnings. What it waited for is told above as stall.", style="bold")
     return Text("✔ Nothing needs attention", style="bold green")
 
 

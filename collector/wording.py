@@ -11,17 +11,18 @@ from collector.quantities import MISSING, duration, number, percent, size, until
 _UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
 #: Names of measurements whose words alone do not say what was measured.
 _MEASURED = {
-    "starved_ratio": "time without a batch",
-    "data_wait_ratio": "steps' time waiting for data",
-    "lost_wall_ratio": "lost, of the whole run",
-    "lost_seconds": "lost",
+    "starved_ratio": "time until the batch was made",
+    "data_wait_ratio": "time waiting for data",
+    "lost_wall_ratio": "time lost, share of the run",
+    "lost_seconds": "time lost",
     "consumer_seconds": "loop's own time per batch",
     "hand_over_seconds": "hand-over per batch",
-    "capacity_ratio": "fetch time over what the workers have",
-    "fetch_seconds": "fetch per batch",
-    "fetch_cpu_ratio": "of a fetch on the CPU",
-    "fetch_run_queue_ratio": "of a fetch waiting for a core",
-    "fetch_blocked_ratio": "of a fetch blocked",
+    "capacity_ratio": "demand / capacity of the workers",
+    "fetch_seconds": "fetch time per batch",
+    "fetch_cpu_ratio": "fetch time on CPU",
+    "fetch_children_cpu_ratio": "fetch time, child processes on CPU",
+    "fetch_run_queue_ratio": "fetch time waiting for a core",
+    "fetch_blocked_ratio": "fetch time blocked",
     "collate_ratio": "of a fetch in collate_fn",
     "worker_idle_ratio": "workers idle",
     "other_workers_idle_ratio": "other workers idle",
@@ -68,6 +69,10 @@ def locus(where: Locus) -> str:
             parts.append({"main": "training process", "worker": "workers"}.get(where.role, f"{where.role} process"))
         if where.loader is not None:
             parts.append(f"loader {where.loader}")
+    if where.loader_name is not None:
+        parts[-1] += f" ({where.loader_name})"
+    if where.main_pid is not None:
+        parts.append(f"training process {where.main_pid}")
     for name in ("stage", "device", "rank"):
         value = getattr(where, name)
         if value is not None:

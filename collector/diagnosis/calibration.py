@@ -72,7 +72,7 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
     """The recent stretch of a loop; or what is missing for it, in words."""
     rows, recurs = _stretch(loop)
     if len(rows) < _MIN_BATCHES:
-        return f"only {len(rows)} recent batches have their fetches recorded, {_MIN_BATCHES} are needed"
+        return f"it needs {_MIN_BATCHES} recorded batches, this run has {len(rows)}"
     # What is told of a loop and of its stages mostly looks at one stretch.
     told = (loop.num_workers, loop.prefetch_factor, loop.in_order, recurs, rows.to_numpy(np.float64).tobytes())
     return tables.once(("calibrated", loop.main, *told), lambda: _calibrated(tables, loop, rows, recurs))

@@ -33,7 +33,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
     share, n = queued_ratio(tables, main, begin_ns, end_ns)
     seconds = share * recorded_seconds(tables, main)
-    ratio = lost_ratio(tables, main, seconds)
+    ratio = lost_ratio(tables, seconds)
     if ratio < TELL:
         return []
     used, cores = cores_used(tables, main[0], begin_ns, end_ns), usable_cores(tables, main[0])
@@ -57,7 +57,7 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
             measured("starved_ratio", steady.starved_ratio, "ratio", steady.batches, window),
             *limit.evidence,
         ),
-        advice=advise_crowded(loop, cores) if crowd_out else (_advice(others, share),),
+        advice=advise_crowded(loop.num_workers, cores) if crowd_out else (_advice(others, share),),
         limited_by="oversubscribed",
     )
     # Where the cores would do, nothing in the training is wrong, and it may be only for a while: no warning.

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Severity
-from collector.diagnosis.frames import SECOND_NS, floats, written
+from collector.diagnosis.frames import ITERATIONS, SECOND_NS, floats, origin_ns, written
+from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
 
-#: Below this share of the training process's time a cause is not worth a word.
+#: Below this share of the run's time a cause is not worth a word.
 TELL = 0.05
 #: From this share on it is worth a warning.
 WARN = 0.10
 
 
+def wall_seconds(tables: RunTables) -> float:
+    """Return how long the run has lasted, 0 if nothing of it was recorded.
+
+    The tables of a long run hold its last batches and steps alone: then it is the time since the first of those.
+    """
+
+    def find() -> float:
+        life = Lifecycle(tables)
+        seconds = life.wall_seconds or 0.0
+        cut = [
+            (floats(rows, "time_ns")[0] - origin_ns(tables)) / SECOND_NS
+            for name in ITERATIONS
+            if 0 < len(rows := tables.stream(name)) < tables.rows_count(name)
+        ]
+        return max(seconds - max(cut, default=0.0), 0.0)
+
+    return tables.once("wall_seconds", find)
+
+
 def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
-    """From the first batch or step of a training process to its last, 0 if it recorded none."""
+    """Return the time from the first batch or step of a training process to its last, 0 if it recorded none."""
     times = [floats(written(tables, name, main), "time_ns") for name in ("batch", "step")]
     known = [series for series in times if len(series)]
     if not known:
@@ -22,9 +42,9 @@ def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
     return float(max(series[-1] for series in known) - min(series[0] for series in known)) / SECOND_NS
 
 
-def lost_ratio(tables: RunTables, main: ProcessKey, seconds: float) -> float:
-    """Lost seconds as a share of all that the training process recorded."""
-    return float(seconds / max(recorded_seconds(tables, main), seconds, 1e-9))
+def lost_ratio(tables: RunTables, seconds: float) -> float:
+    """Return lost seconds as a share of the run's wall time: what one short process loses is no loss of the run."""
+    return float(seconds / max(wall_seconds(tables), seconds, 1e-9))
 
 
 def severity(ratio: float) -> Severity:

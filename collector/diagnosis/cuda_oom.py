@@ -17,7 +17,7 @@ from collector.diagnosis.frames import floats, key_of, whole, written
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import fact, rank_of
 from collector.diagnosis.witnesses import Leak
-from collector.quantities import size
+from collector.quantities import plain_text, size
 from collector.store.runs import ProcessKey
 
 #: Figures of the event, each a measurement: the observer's own integers, and the allocator's gauges.
@@ -140,7 +140,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     found = [fact(name, value, window, unit="bytes") for name, value, window in named if math.isfinite(value)]
     found.append(fact("errors_count", whole(scene.event.get("errors_count")) or 1, "since the last such event"))
     if scene.event.get("message"):
-        found.append(fact("exception", str(scene.event["message"])[:300], "uncaught", unit="text"))
+        found.append(fact("exception", plain_text(str(scene.event["message"]))[:300], "uncaught", unit="text"))
     else:
         found.append(fact("caught", str(scene.event.get("caught")), "by the training", unit="text"))
     if scene.growth is not None:

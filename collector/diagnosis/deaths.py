@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from collector.diagnosis.victims import (
     signal_name,
     worker_victim,
 )
+from collector.quantities import plain_text
 from collector.store.runs import ProcessKey
 
 _CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV
@@ -128,7 +130,7 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
 
 
 def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
-    message = str(event.get("message") or "").strip()
+    message = plain_text(str(event.get("message") or "")).strip()
     lines = message.splitlines() or [""]
     headline = lines[-1 if event.get("type") == "ProcessRaisedException" else 0]  # it quotes a whole traceback
     who = "training process" if key in life.mains else "process that started the training"
@@ -147,14 +149,23 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
         kind="crashed",
         severity="critical",
         confidence=0.97,
-        summary=f"The {who} (pid {key[1]}) ended with {event.get('type')}: {headline}"[:300],
+        summary=f"The {who} (pid {key[1]}) ended with {event.get('type')}{_at(event)}: {headline}"[:300],
         locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1]),
         since_step=last_step(tables, key),
         evidence=(*evidence, *last_memory(tables, key)),
         advice=(
-            Advice(text="Read the traceback in the event log of this process", expected="the line that raised"),
+            Advice(
+                text=f"Read the traceback in events/{key[0]}.{key[1]}.jsonl in the run's folder",
+                expected="the calls that led to the line that raised",
+            ),
         ),
     )
+
+
+def _at(event: Mapping[str, Any]) -> str:
+    """Say at which line an exception was raised: ` at train.py:37, in main`."""
+    site = event.get("site")
+    return f" at {os.path.basename(str(site))}" if site else ""
 
 
 def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]:

@@ -21,11 +21,12 @@ from collector.diagnosis.forecast import Course, exhaustion, present
 from collector.diagnosis.frames import (
     SECOND_NS,
     floats,
+    iterates,
     last,
-    sampled,
     sampled_on,
     step_numbers,
     steps_within,
+    while_running,
     while_training,
     whole,
 )
@@ -58,22 +59,23 @@ _KEPT_ADVICE = Advice(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A training process or a worker, with its samples while it trained."""
+    """A process with its samples while it trained, or while it ran if it did not train."""
 
     key: ProcessKey
+    name: str
     locus: Locus
     rows: pd.DataFrame
 
     @property
     def steps(self) -> ProcessKey | None:
         """Whose steps it goes by: its own, or any of the run's."""
-        return self.key if self.locus.role == "main" else None
+        return None if self.locus.role == "worker" else self.key
 
     @property
     def what(self) -> str:
         """Its name in a sentence."""
-        if self.locus.role == "main":
-            return f"the training process (pid {self.key[1]})"
+        if self.locus.role != "worker":
+            return self.name
         return f"worker {self.locus.worker} of loader {self.locus.loader} (pid {self.key[1]})"
 
 
@@ -82,7 +84,7 @@ def find_descriptors(tables: RunTables) -> list[Finding]:
     found: dict[tuple[str, Locus | tuple[object, ...]], list[tuple[float, Finding]]] = {}
     for process in _processes(tables):
         group = process.locus
-        place = group if group.role == "main" else (group.host, group.rank, group.loader)
+        place = (group.host, group.rank, group.loader) if group.role == "worker" else group
         for share, finding in _judge(tables, process):
             found.setdefault((finding.kind, place), []).append((share, finding))
     return [_first_of(each) for each in found.values()]
@@ -98,11 +100,12 @@ def _first_of(alike: list[tuple[float, Finding]]) -> Finding:
 
 def _processes(tables: RunTables) -> Iterator[_Process]:
     life = Lifecycle(tables)
-    for key in (*life.mains, *life.watched):
-        rows = while_training(tables, sampled(tables, key), key)
+    for key in (*life.mains, *life.watched, *life.others):
+        rows = while_running(tables, key)
         if len(rows) >= MIN_POINTS:
-            rank = whole(rows["process_rank"].iloc[-1])
-            yield _Process(key=key, locus=Locus(host=key[0], rank=rank, role="main", pid=key[1]), rows=rows)
+            role = "other" if key in life.others else "main"
+            locus = Locus(host=key[0], rank=whole(rows["process_rank"].iloc[-1]), role=role, pid=key[1])
+            yield _Process(key=key, name=life.name(key), locus=locus, rows=rows)
     process = while_training(tables, tables.stream("process"))
     workers = process[floats(process, "role") == ROLE_WORKER]
     for (host, pid, ticks), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
@@ -116,7 +119,7 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
                 worker=whole(last_row["worker"]),
                 loader=whole(last_row["loader"]),
             )
-            yield _Process(key=(str(host), int(pid), int(ticks)), locus=locus, rows=rows)
+            yield _Process(key=(str(host), int(pid), int(ticks)), name="", locus=locus, rows=rows)
 
 
 def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
@@ -197,14 +200,25 @@ def _leak(
     return Leak.of(grown, "fd", evidence, end_seconds, "count"), kept
 
 
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
 def _leak_finding(tables: RunTables, process: _Process, leak: Leak, advice: tuple[Advice, ...]) -> Finding:
     grown = leak.growth
     pace = f"{count(grown.rise)} more so far, {number(grown.slope)}/s"
-    summary = f"{process.what.capitalize()} keeps opening files: {pace}."
+    summary = f"{_sentence(process.what)} keeps opening files: {pace}."
     if not leak.witnesses:
         summary += " Neither the limit nor the steps are known, so nothing confirms it."
     return leak_finding(
-        tables, "fd-leak", leak, summary=summary, locus=process.locus, advice=advice, key=process.steps
+        tables,
+        "fd-leak",
+        leak,
+        summary=summary,
+        locus=process.locus,
+        advice=advice,
+        key=process.steps,
+        iterates=process.locus.role == "worker" or iterates(tables, process.key) or bool(Lifecycle(tables).watched),
     )
 
 
@@ -213,7 +227,7 @@ def _by_level(process: _Process, used: float, n: int, bound: Limit) -> Finding:
         kind="fd-exhaustion-risk",
         severity="warning",
         confidence=0.9,
-        summary=f"{process.what.capitalize()} has {count(used)} of at most {count(bound.value)} files open.",
+        summary=f"{_sentence(process.what)} has {count(used)} of at most {count(bound.value)} files open.",
         locus=process.locus,
         evidence=(
             Evidence(name="fd_count", value=used, unit="count", n=n, window="last samples"),

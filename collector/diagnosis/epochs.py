@@ -6,6 +6,7 @@ first start of a run can't be saved.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from collector.diagnosis.trends import Floats
 from collector.quantities import count, duration, percent
 
 _MIN_PASSES = 3  # before a mean of them has an error
+_HOUR_SECONDS = 3600.0
 _MIN_STARTS = 2  # are measured one by one, where a refill is what is left: seen twice, they recur
 #: So many are looked at one by one; earlier ones are taken to be like them.
 RECENT_EPOCHS = 1000
@@ -56,6 +58,7 @@ class Pass:
         refill: that it starved at the first batches beyond that, and beyond what it starves later on.
         first_fetch: what making the first batch took the worker.
         batches: yielded.
+        seconds: from its first batch to its last.
 
     """
 
@@ -65,11 +68,13 @@ class Pass:
     refill: float
     first_fetch: float
     batches: int
+    seconds: float
 
 
 def find_epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
     """What the starts of epochs cost this loop, dearest first."""
-    passes = _passes(tables, loop, steady)[1:] if loop.num_workers else []
+    every = _passes(tables, loop, steady) if loop.num_workers else []
+    passes = every[1:]
     all_count = len(np.unique(floats(loop.batches, "epoch"))) - 1
     started = [each for each in passes if math.isfinite(each.ready)]
     found = []
@@ -79,9 +84,11 @@ def find_epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list
     ):
         if len(rows) >= least and _certain(seconds):
             total = float(seconds.sum()) * all_count / len(passes)
-            ratio = lost_ratio(tables, loop.main, total)
+            ratio = lost_ratio(tables, total)
             if ratio >= TELL:
                 found.append((ratio, make(tables, loop, rows, total, ratio)))
+    if not any(finding.kind == "worker-startup" for _, finding in found):
+        found += _short_run(tables, loop, every)
     return [finding for _, finding in sorted(found, key=lambda each: -each[0])]
 
 
@@ -95,6 +102,7 @@ def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
     recent = np.unique(floats(loop.batches, "epoch"))[-RECENT_EPOCHS:]
     batches, fetches = (rows[rows["epoch"].isin(recent)] for rows in (loop.batches, loop.fetches))
     counts = batches["epoch"].value_counts().to_dict()
+    ends = batches.groupby("epoch")["time_ns"].max().to_dict()
     waits = floats(batches, "wait_ns")
     starved = starved_ns(loop, batches, floats(batches, "time_ns"), waits)
     index, times = floats(batches, "index"), floats(batches, "time_ns")
@@ -110,7 +118,8 @@ def _passes(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Pass]:
             taken_ns, pid = makers[epoch]
             of_maker = starts.get(int(pid), [])
             seen = times[ramp], waits[ramp], starved[ramp]
-            passes.append(_pass(*seen, counts[epoch], float(taken_ns), of_maker, usual_ns))
+            whole_ns = float(ends[epoch] - times[ramp[0]])
+            passes.append(_pass(*seen, counts[epoch], whole_ns, float(taken_ns), of_maker, usual_ns))
     return sorted(passes, key=lambda each: each.first_ns)
 
 
@@ -145,6 +154,7 @@ def _pass(
     waits: Floats,
     starved: Floats,
     batches_count: int,
+    whole_ns: float,
     taken_ns: float,
     starts: list[_Start],
     usual_ns: float,
@@ -165,7 +175,57 @@ def _pass(
         refill=refill_ns / SECOND_NS,
         first_fetch=taken_ns / SECOND_NS,
         batches=batches_count,
+        seconds=whole_ns / SECOND_NS,
     )
+
+
+def _short_run(tables: RunTables, loop: Loop, every: list[Pass]) -> list[tuple[float, Finding]]:
+    """Tell what starting the workers cost a run that is too short to say that it recurs, and a longer one."""
+    started = [each for each in every if math.isfinite(each.ready)]
+    total = sum(each.startup for each in started)
+    ratio = lost_ratio(tables, total)
+    if ratio < TELL:
+        return []
+    each, window = total / len(started), _window(tables, started)
+    epoch = mean(np.array([one.seconds for one in started]))
+    longer = (
+        f"In a longer run it comes back in each epoch: {percent(each / max(each + epoch, 1e-9))} of the time, with "
+        "epochs as long as these."
+        if len(started) > 1
+        else f"It comes once in an epoch: {percent(each / (each + _HOUR_SECONDS))} of an epoch that lasts an hour."
+    )
+    advice = Advice(
+        text="In runs of many epochs, set persistent_workers=True",
+        expected=f"the workers start once: about {duration(each)} less in each epoch after the first",
+    )
+    return [
+        (
+            ratio,
+            dataclasses.replace(
+                costly(
+                    "worker-startup",
+                    ratio,
+                    total,
+                    n=len(started),
+                    window=window,
+                    certainty=confidence(len(started), _MIN_PASSES),
+                    summary=(
+                        f"Starting the workers of loader {loop.loader} took {duration(total)} of this short run, "
+                        f"{percent(ratio)}: {count(len(started))} {'start' if len(started) == 1 else 'starts'}, "
+                        f"{duration(each)} each. {longer}"
+                    ),
+                    locus=_locus(loop),
+                    since_step=step_at(tables, loop.main, started[0].first_ns),
+                    evidence=(
+                        measured("startup_wait_seconds", each, "seconds", len(started), window),
+                        measured("epoch_seconds", epoch, "seconds", len(started), window),
+                    ),
+                    advice=(advice,),
+                ),
+                severity="info",
+            ),
+        )
+    ]
 
 
 def _startup(tables: RunTables, loop: Loop, passes: list[Pass], seconds: float, ratio: float) -> Finding:

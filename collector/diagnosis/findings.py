@@ -71,15 +71,21 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Locus:
-    """Where it is; what does not apply is None. `role` is a word of `records.ROLES`."""
+    """Where it is; what does not apply is None.
+
+    `role` is a word of `records.ROLES`; `loader_name` says where the loader was made, and of what; `main_pid` is
+    the training process that a loader belongs to, where its rank does not tell it from another one.
+    """
 
     host: str | None = None
     rank: int | None = None
     device: int | None = None
     role: str | None = None
     pid: int | None = None
+    main_pid: int | None = None
     worker: int | None = None
     loader: int | None = None
+    loader_name: str | None = None
     stage: str | None = None
 
 

@@ -17,6 +17,11 @@ from training_harness.records import ROLE_COLLECTOR
 SECOND_NS = 1e9
 MIB = 2**20
 GIB = 2**30
+#: Streams with a record per iteration of a training.
+ITERATIONS = ("batch", "step")
+#: A teardown: at least so much of what a process held is given back, within so much of its life.
+_TEARDOWN_FALL, _TEARDOWN_RATIO, _TEARDOWN_LEAST_NS = 0.05, 0.1, 3e9
+_TEARDOWN_POINTS = 4
 
 
 def floats(table: pd.DataFrame, column: str) -> Floats:
@@ -154,29 +159,39 @@ def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end
 
 
 def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
-    """When the first batch or step of a process (or of the run) was recorded; NaN if none was.
+    """Return when the first batch or step of a process (or of the run) was recorded.
 
-    A training that is watched from outside was under way when the run began.
+    Without any, and for a training that is watched from outside, it is the first sample. NaN if there is none.
     """
-    if tables.manifest.get("watched"):
-        return origin_ns(tables)
     first = [
         floats(rows, "time_ns")[0]
-        for name in ("batch", "step")
+        for name in ITERATIONS
         if len(rows := tables.stream(name) if key is None else written(tables, name, key))
     ]
+    if not first:
+        samples = tables.stream("process") if key is None else sampled(tables, key)
+        first = list(floats(samples, "time_ns")[:1])
     return min(first) if first else float("nan")
 
 
-def training_end_ns(tables: RunTables) -> float:
-    """When the last batch or step of the run was recorded (the last sample, if it is watched); NaN if none was.
+def iterates(tables: RunTables, key: ProcessKey | None = None) -> bool:
+    """Return whether a process (or the run) recorded a batch or a step."""
+    return any(len(tables.stream(name) if key is None else written(tables, name, key)) for name in ITERATIONS)
 
-    While it goes on, the next tick of the collector is of the step that is under way.
+
+def training_end_ns(tables: RunTables) -> float:
+    """Return when the last batch or step of the run was recorded; NaN if there is no sample either.
+
+    Without any, it is the last sample before the processes gave back their memory (`before_teardown`). While the
+    run goes on, the next tick of the collector is of the step that is under way.
     """
 
     def find() -> float:
-        names = ("process",) if tables.manifest.get("watched") else ("batch", "step")
-        ends = [floats(rows, "time_ns")[-1] for name in names if len(rows := tables.stream(name))]
+        ends = [floats(rows, "time_ns")[-1] for name in ITERATIONS if len(rows := tables.stream(name))]
+        if not ends:
+            who = ["host", "process_pid", "process_start_ticks"]
+            lives = [before_teardown(rows) for _, rows in _followed(tables).groupby(who)]
+            ends = [floats(rows, "time_ns")[-1] for rows in lives if len(rows)]
         if not ends or not tables.goes_on:
             return max(ends, default=float("nan"))
         ticks = floats(tables.stream("host"), "time_ns")
@@ -185,13 +200,49 @@ def training_end_ns(tables: RunTables) -> float:
     return tables.once("training_end", find)
 
 
-def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
-    """The rows from the first batch or step (of a process, or of the run) to the run's last: none if it made none.
+def _followed(tables: RunTables) -> pd.DataFrame:
+    process = tables.stream("process")
+    rows: pd.DataFrame = process[floats(process, "role") != ROLE_COLLECTOR]
+    return rows
 
-    Before and after, what is used is that of starting and of tidying up.
+
+def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
+    """Return the rows from the first batch or step (of a process, or of the run) to the run's last.
+
+    Before and after, what is used is that of starting and of tidying up. Without batches and steps they are all
+    rows up to `training_end_ns`.
     """
     times = floats(rows, "time_ns")
     return rows[(times >= training_start_ns(tables, key)) & (times <= training_end_ns(tables))]
+
+
+def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the samples of a process by which its memory is judged.
+
+    A process that iterates is judged while it trains, any other one from its first sample to its teardown.
+    """
+    rows = sampled(tables, key)
+    return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
+
+
+def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of one process before it gave back its memory at the very end, if it has ended.
+
+    An interpreter that exits frees what it holds object by object, which takes seconds for some GiB. A level that
+    falls for longer than `_TEARDOWN_RATIO` of the process's life is no teardown.
+    """
+    samples = samples[floats(samples, "alive") != 0] if len(samples) else samples
+    times, resident = floats(samples, "time_ns"), resident_bytes(samples)
+    if len(samples) < _TEARDOWN_POINTS or not np.isfinite(resident).all():
+        return samples
+    rises = np.flatnonzero(np.diff(resident) > 0)
+    begin = int(rises[-1]) + 1 if len(rises) else 0
+    fall = resident[begin] - resident[-1]
+    if fall < _TEARDOWN_FALL * resident[begin]:
+        return samples
+    last_level = int(np.flatnonzero(resident >= resident[begin] - 0.05 * fall)[-1])
+    longest = max(_TEARDOWN_RATIO * float(np.ptp(times)), _TEARDOWN_LEAST_NS)
+    return samples.iloc[: last_level + 1] if times[-1] - times[last_level] <= longest else samples
 
 
 def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:

@@ -230,7 +230,7 @@ def _finding(
     evidence: tuple[Evidence, ...],
     advice: Advice,
 ) -> Finding:
-    ratio = lost_ratio(tables, loop.main, seconds)
+    ratio = lost_ratio(tables, seconds)
     return costly(
         kind,
         ratio,

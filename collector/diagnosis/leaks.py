@@ -18,14 +18,14 @@ from collector.diagnosis.forecast import rate
 from collector.diagnosis.frames import (
     SECOND_NS,
     floats,
+    iterates,
     key_of,
     resident_bytes,
-    sampled,
     step_at,
     step_numbers,
     steps_within,
     training_end_ns,
-    while_training,
+    while_running,
     whole,
 )
 from collector.diagnosis.host_memory import demand_series
@@ -49,14 +49,18 @@ from collector.quantities import size
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
+_NO_ITERATIONS = (
+    " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
+)
+
 
 def find_leaks(tables: RunTables) -> list[Finding]:
     """Main-heap leaks, copy-on-read growth and worker-heap leaks."""
     copies = find_copies(tables)
     life = Lifecycle(tables)
     found = [
-        _main_leak(tables, key, leak)
-        for key in (*life.mains, *life.watched)
+        _main_leak(tables, life, key, leak)
+        for key in (*life.mains, *life.watched, *life.others)
         if (leak := _main_growth(tables, key)) is not None
     ]
     copied = {(finding.locus.rank, finding.locus.loader) for finding in copies}
@@ -65,7 +69,7 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 
 def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     """Resident memory that grows and that another measurement confirms to be written memory of its own."""
-    rows = while_training(tables, sampled(tables, key), key)  # what goes at the end would hide what came before
+    rows = while_running(tables, key)  # what goes at the end would hide what came before
     if len(rows) < MIN_POINTS:
         return None
     times = floats(rows, "time_ns") / SECOND_NS
@@ -125,20 +129,22 @@ def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
     return floats(rows, "time_ns") / SECOND_NS, floats(rows, "rss_bytes")
 
 
-def _main_leak(tables: RunTables, key: ProcessKey, leak: Leak) -> Finding:
-    grown = leak.growth
+def _main_leak(tables: RunTables, life: Lifecycle, key: ProcessKey, leak: Leak) -> Finding:
+    grown, is_iterating, name = leak.growth, iterates(tables, key), life.name(key)
     # Both counted over the same time: steps may take longer now than before.
     steps = steps_within(tables, key, leak.begin_ns, leak.end_ns)
     per_step = f", {size(grown.rise / steps)} per step" if math.isfinite(steps) else ""
+    certainty = 0.95 if len(leak.witnesses) > 3 else 0.85
+    is_training = key in life.mains or key in life.watched
     return Finding(
         kind="main-heap-leak",
-        severity=severity(tables, leak),
-        confidence=0.95 if len(leak.witnesses) > 3 else 0.85,
+        severity=severity(tables, leak, iterates=is_iterating or bool(life.watched)),
+        confidence=certainty if is_iterating else certainty - 0.15,
         summary=(
-            f"The training process (pid {key[1]}) keeps taking host memory: {size(grown.rise)} so far, "
-            f"{size(grown.slope)}/s{per_step}."
+            f"{name[0].upper()}{name[1:]} keeps taking host memory: {size(grown.rise)} so far, "
+            f"{size(grown.slope)}/s{per_step}." + ("" if is_iterating or life.watched else _NO_ITERATIONS)
         ),
-        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1]),
+        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main" if is_training else "other", pid=key[1]),
         since_step=step_at(tables, key, leak.begin_ns),
         evidence=(rise_evidence(tables, leak), *leak.witnesses),
         rate=rate(grown),

@@ -7,21 +7,25 @@ A process that is killed writes no farewell. So a process counts as killed only 
 from __future__ import annotations
 
 import re
+import shlex
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import floats, key_of, sampled, whole
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, origin_ns, sampled, whole
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
+from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 Status = Literal["running", "finished", "failed", "killed"]
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 _SHELL_SIGNAL_BASE = 128
+_PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
 _LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
 _SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")  # torch.multiprocessing.spawn
@@ -67,6 +71,47 @@ class Lifecycle:
         return rows
 
     @cached_property
+    def others(self) -> tuple[ProcessKey, ...]:
+        """Processes of the run that are neither a training process, nor a worker, nor watched, nor Tidegauge's."""
+        process = self.tables.stream("process")
+        rows = process[~np.isin(floats(process, "role"), (ROLE_WORKER, ROLE_COLLECTOR))]
+        seen = rows[["host", "process_pid", "process_start_ticks"]].dropna().drop_duplicates()
+        keys = [(str(host), int(pid), int(ticks)) for host, pid, ticks in seen.itertuples(index=False)]
+        return tuple(key for key in keys if key not in {*self._attempts, *self.watched})
+
+    @cached_property
+    def programs(self) -> dict[ProcessKey, str]:
+        """Command line of each process that the collector or the process itself told of."""
+        told = {}
+        for event in self.tables.events_of("process-seen"):
+            pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
+            if pid is not None and ticks is not None:
+                told[(str(event["host"]), pid, ticks)] = event.get("argv")
+        for event in self.tables.events_of("process-attached", "process-start"):
+            if key := key_of(event):
+                told[key] = event.get("argv")
+        return {key: shlex.join(map(str, argv)) for key, argv in told.items() if argv}
+
+    def name(self, key: ProcessKey) -> str:
+        """One name for a process, in the middle of a sentence."""
+        if key in self._attempts:
+            return f"the training process (pid {key[1]})"
+        if key in self.watched:
+            return f"the watched process (pid {key[1]})"
+        program = self.programs.get(key, "")
+        return f"process {key[1]} ({program[:_PROGRAM_CHARACTERS]})" if program else f"process {key[1]}"
+
+    @cached_property
+    def left_running(self) -> tuple[tuple[ProcessKey, str], ...]:
+        """Processes that the command left running and that still do, each with its command line."""
+        return tuple(
+            ((str(event["host"]), int(each["pid"]), int(each["start_ticks"])), shlex.join(each.get("argv") or ()))
+            for event in self.tables.events_of("left-running")
+            for each in event["processes"]
+            if self.is_living((str(event["host"]), int(each["pid"]), int(each["start_ticks"])))
+        )
+
+    @cached_property
     def watched(self) -> tuple[ProcessKey, ...]:
         """The process of `tidegauge watch`, which knows nothing of us: how it ends, nobody is told."""
         return (self.command,) if self.command is not None and self.tables.manifest.get("watched") else ()
@@ -86,6 +131,12 @@ class Lifecycle:
     def exceptions(self) -> dict[ProcessKey, Mapping[str, Any]]:
         """The last uncaught exception of each process."""
         return {key: event for event in self.tables.events_of("exception") if (key := key_of(event))}
+
+    @cached_property
+    def detached(self) -> frozenset[ProcessKey]:
+        """Processes that left the run by `detach()`, and may go on."""
+        exits = self.tables.events_of("process-exit")
+        return frozenset(key for event in exits if event.get("detached") and (key := key_of(event)))
 
     @cached_property
     def farewells(self) -> frozenset[ProcessKey]:
@@ -212,9 +263,10 @@ class Lifecycle:
     def status(self) -> Status:
         """Running, finished, failed or killed."""
         if self.watched:
-            over = self.tables.manifest.get("end_time_ns") is not None
-            return "running" if self.is_living(self.command) and not over else "finished"
-        if any(self.is_living(key) for key in (self.command, *self.mains)):
+            return "finished" if self.watch_saw_the_end else "running"
+        if self.left_running:
+            return "running"
+        if any(self.is_living(key) and key not in self.detached for key in (self.command, *self.mains)):
             return "running"
         if self.exit_status is not None:
             if self.exit_status == 0:
@@ -225,6 +277,39 @@ class Lifecycle:
         if self.exceptions_above:
             return "failed"
         return "finished" if self.mains and self.farewells.issuperset(self.mains) else self._unseen_end()
+
+    @cached_property
+    def watch_saw_the_end(self) -> bool:
+        """Whether the watched process ended while it was watched, or is known to have ended since."""
+        return any(self.is_dead(key) for key in self.watched)
+
+    @cached_property
+    def watch_ended(self) -> bool:
+        """Whether a watch was given up while its process went on."""
+        return bool(self.watched) and not self.watch_saw_the_end and self._end_time_ns is not None
+
+    @cached_property
+    def _end_time_ns(self) -> int | None:
+        return whole(self.tables.manifest.get("end_time_ns"))
+
+    @cached_property
+    def wall_seconds(self) -> float | None:
+        """Time from the start of the run to its end, or to now while it runs; None without a record."""
+        begin = origin_ns(self.tables)
+        exits = [float(event["time_ns"]) for event in self.tables.events_of("command-exit")]
+        if self.status() == "running" and not self.watch_ended:
+            finish = float(self.tables.now_ns)
+        elif exits:
+            finish = exits[-1]
+        elif self._end_time_ns is not None:
+            finish = float(self._end_time_ns)
+        else:
+            times = [floats(rows, "time_ns")[-1] for rows in self.tables.streams.values() if len(rows)]
+            times += [float(event["time_ns"]) for event in self.tables.events[-1:]]
+            if not times:
+                return None
+            finish = max(times)
+        return max(0.0, (finish - begin) / SECOND_NS)
 
     def _unseen_end(self) -> Status:
         gone = self.tables.living is not None and self.command is not None

@@ -1,4 +1,4 @@
-"""What limits the workers: wall time of a fetch = CPU + run queue + blocked."""
+"""What limits the workers: wall time of a fetch = CPU + run queue + blocked, and what blocked fetches wait for."""
 
 from __future__ import annotations
 
@@ -13,21 +13,34 @@ from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import steady_fetches
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.wait_channels import READS, WAITS, mostly
 from collector.quantities import number, percent
 
 _QUEUED = 0.3  # of the wall time: the cores are contended
 _BUSY = 0.6
 _BLOCKED = 0.5
-_READ_BYTES = 4096  # per fetch; the meter's own reads of /proc stay far below
 #: Of the usable cores in use: the contention is the run's own.
 FILLED = 0.7
+_FULL = 0.9  # of the usable cores
+_PART = 0.1  # of a fetch
+#: What one request to slow storage may take, and its rate: a rotating disk, or a file server (seconds, bytes/s).
+_REQUEST_SECONDS, _STORAGE_RATE = 0.01, 10e6
+_READ_AHEAD_BYTES = 128 * 1024  # of one request (Linux, VM_READAHEAD_PAGES)
+_EXPLAINED = 0.5  # of the blocked time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimit:
-    """What limits the fetches of a loop (`by` as in the findings, None if it can't be told), and why.
+    """What limits the fetches of a loop, and why.
 
-    `others` tells that the cores are in use by what is no part of the run.
+    Attributes:
+        by: as in the findings, None if it is none of these.
+        because: the same in words.
+        usable_cores: NaN if unknown.
+        evidence: the shares of a fetch's time.
+        others: the cores are in use by what is no part of the run.
+        waits_for: a key of `WAITS`, where fetches are mostly blocked and it is known on what.
+        cpu_ratio, children_ratio, blocked_ratio: shares of a fetch's wall time, NaN if unknown.
     """
 
     by: str | None
@@ -35,10 +48,14 @@ class WorkerLimit:
     usable_cores: float
     evidence: tuple[Evidence, ...]
     others: bool = False
+    waits_for: str | None = None
+    cpu_ratio: float = float("nan")
+    children_ratio: float = float("nan")
+    blocked_ratio: float = float("nan")
 
 
 def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> WorkerLimit:
-    """What limits the steady fetches of a loop, or of one of its workers."""
+    """Return what limits the steady fetches of a loop, or of one of its workers."""
     rows = steady_fetches(loop)
     if worker is not None:
         rows = rows[rows["worker"] == worker]
@@ -48,27 +65,37 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         return WorkerLimit(
             by=None, because="the CPU time of the fetches is not known", usable_cores=cores, evidence=()
         )
-    threads = _share(rows, "cpu_ns", wall)
-    process = _share(rows, "process_cpu_ns", wall)
-    queued, blocked = _share(rows, "run_queue_ns", wall), _share(rows, "blocked_ns", wall)
-    by, because = _judge(rows, max(threads, process), blocked)
+    threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
+    children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
+    queued = _share(rows, "run_queue_ns", wall)
+    waiting = max(0.0, _share(rows, "blocked_ns", wall) - children)  # for anything but a child that computes
+    if children >= _PART and (_cores_in_use(rows) >= _FULL * cores or _pressure(tables, loop, rows) >= waiting):
+        children, waiting = children + waiting, 0.0  # a child waits for a core too, which nothing counts
+    by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
     others = False
     if queued >= _QUEUED:
         in_use = _cores_in_use(rows)
         by, because = _crowded(queued, in_use, cores, _allowed_cores(tables, loop))
         others = by == "oversubscribed" and in_use < FILLED * cores
+        waits_for = None
+    shares = (
+        ("fetch_cpu_ratio", threads),
+        ("fetch_children_cpu_ratio", children or float("nan")),
+        ("fetch_run_queue_ratio", queued),
+        ("fetch_blocked_ratio", waiting),
+    )
     return WorkerLimit(
         by=by,
         because=because,
         usable_cores=cores,
         others=others,
+        waits_for=waits_for,
+        cpu_ratio=max(threads, float(np.nan_to_num(process))),
+        children_ratio=children,
+        blocked_ratio=waiting,
         evidence=tuple(
             Evidence(name=name, value=round(value, 3), unit="ratio", n=len(rows), window="steady fetches")
-            for name, value in (
-                ("fetch_cpu_ratio", threads),
-                ("fetch_run_queue_ratio", queued),
-                ("fetch_blocked_ratio", blocked),
-            )
+            for name, value in shares
             if np.isfinite(value)
         ),
     )
@@ -86,21 +113,27 @@ def cores_per_rank(tables: RunTables, host: str) -> float:
 
 
 def ranks_count(tables: RunTables, host: str) -> int:
-    """The training processes of that host, one at least."""
+    """Number of training processes on that host, one at least."""
     return max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
 
 
 def _allowed_cores(tables: RunTables, loop: Loop) -> float:
-    """The most cores that the affinity of a worker of the loop allows, NaN if unknown."""
-    process = tables.stream("process")
-    pids = loop.fetches["pid"].unique()
-    mine = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
+    """Return the most cores that the affinity of a worker of the loop allows, NaN if unknown."""
+    mine = _samples(tables, loop, loop.fetches)
     allowed = floats(mine, "allowed_cores_count")
     return float(np.nanmax(allowed)) if np.isfinite(allowed).any() else float("nan")
 
 
+def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:
+    """Return the collector's samples of the processes that made these fetches."""
+    process = tables.stream("process")
+    pids = fetches["pid"].unique()
+    rows: pd.DataFrame = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
+    return rows
+
+
 def _crowded(queued: float, in_use: float, cores: float, allowed: float) -> tuple[str, str]:
-    """Runnable fetches wait for a core: because theirs are few, full of their own work, or of others'."""
+    """Tell why runnable fetches wait for a core: theirs are few, full of their own work, or of others'."""
     waiting = f"fetches wait {percent(queued)} of their time for a core"
     if allowed < cores:
         allows = f"the workers' affinity allows {number(allowed)} of {number(cores)} usable cores"
@@ -111,15 +144,52 @@ def _crowded(queued: float, in_use: float, cores: float, allowed: float) -> tupl
     return "oversubscribed", waiting
 
 
-def _judge(rows: pd.DataFrame, cpu: float, blocked: float) -> tuple[str | None, str]:
-    if np.nanmax([cpu, 0.0]) >= _BUSY:
-        return "cpu", f"fetches compute {percent(min(cpu, 1.0))} of their time"
-    if blocked >= _BLOCKED:
-        reads = mean(floats(rows, "read_bytes")) >= _READ_BYTES or mean(floats(rows, "major_fault_count")) >= 1
-        if reads:
-            return "io", f"fetches are blocked {percent(blocked)} of their time while they read"
-        return None, f"fetches are blocked {percent(blocked)} of their time, on no file: network, a lock or sleep"
-    return None, "fetches mix computing and waiting"
+def _judge(
+    tables: RunTables, loop: Loop, rows: pd.DataFrame, cpu: float, children: float, blocked: float
+) -> tuple[str | None, str, str | None]:
+    """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores."""
+    computing = float(np.nan_to_num(cpu)) + children
+    if computing >= _BUSY:
+        in_children = f", {percent(min(children, 1.0))} in child processes" if children >= 0.05 else ""
+        return "cpu", f"fetches compute {percent(min(computing, 1.0))} of their time{in_children}", None
+    if blocked < _BLOCKED:
+        return None, f"fetches mix computing ({percent(computing)}) and waiting ({percent(blocked)})", None
+    told = f"fetches are blocked {percent(blocked)} of their time"
+    waits_for = _waits_for(tables, loop, rows)
+    if waits_for == "service" and np.nansum(floats(rows, "children_cpu_ns")) > 0:
+        waits_for = "child"  # its output is waited for by poll(2)
+    if not waits_for and _storage_explains(rows):
+        waits_for = "storage"
+    if waits_for:
+        return "io" if waits_for in READS else None, f"{told}: {WAITS[waits_for]}", waits_for
+    if waits_for is None:
+        return None, f"{told}; where they wait was not sampled often enough to say for what", None
+    return None, f"{told}, waiting for several things", None
+
+
+def _waits_for(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> str | None:
+    """Return what the fetching threads mostly wait for, as `mostly` does."""
+    samples, made = _samples(tables, loop, rows), floats(rows, "time_ns")
+    times = floats(samples, "time_ns")
+    inside = (times >= made.min()) & (times <= made.max())
+    return mostly(samples.loc[inside, "wait_channel"].dropna())
+
+
+def _storage_explains(rows: pd.DataFrame) -> bool:
+    """Return whether slow storage needs half the blocked time for the bytes and pages that it gave."""
+    bytes_read = np.nan_to_num(mean(floats(rows, "storage_bytes")))
+    faults = np.nan_to_num(mean(floats(rows, "major_fault_count")))
+    requests = faults + np.ceil(bytes_read / _READ_AHEAD_BYTES)
+    needed = requests * _REQUEST_SECONDS + bytes_read / _STORAGE_RATE
+    return bool(needed >= _EXPLAINED * mean(floats(rows, "blocked_ns")) / SECOND_NS)
+
+
+def _pressure(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+    """Share of the time in which a task of the host waited for a core (PSI, cpu some); 0 if unknown."""
+    samples, made = tables.stream("host"), floats(rows, "time_ns")
+    times = floats(samples, "time_ns")
+    inside = (samples["host"] == loop.main[0]) & (times >= made.min()) & (times <= made.max())
+    return float(np.nan_to_num(mean(floats(samples[inside], "cpu_some_avg10_ratio"))))
 
 
 def _share(rows: pd.DataFrame, column: str, wall: float) -> float:
@@ -131,9 +201,10 @@ def _share(rows: pd.DataFrame, column: str, wall: float) -> float:
 
 
 def _cores_in_use(rows: pd.DataFrame) -> float:
-    """CPU time of all workers of the loop per second, within the epochs."""
+    """CPU time of all workers of the loop and of their children per second, within the epochs."""
     times = floats(rows, "time_ns")
     epochs = rows.groupby("epoch")["time_ns"].agg(lambda values: float(values.max() - values.min()))
     span = float(epochs.sum())
-    used = float(np.nansum(np.fmax(floats(rows, "cpu_ns"), floats(rows, "process_cpu_ns"))))
+    own = np.fmax(floats(rows, "cpu_ns"), floats(rows, "process_cpu_ns"))
+    used = float(np.nansum(own) + np.nansum(floats(rows, "children_cpu_ns")))
     return used / span if span > SECOND_NS / 10 and len(times) else float("nan")

@@ -52,7 +52,7 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     distance = float(np.median(np.diff(at)))
     regular = float(np.mean(np.abs(np.diff(at) - distance) <= max(0.1 * distance, 1.0)))
     seconds = float((work[at] - usual).sum()) / SECOND_NS
-    ratio = lost_ratio(tables, main, seconds)
+    ratio = lost_ratio(tables, seconds)
     phase, share = _phase(steps, at, seconds)
     if regular < _REGULAR or share < _ONE_PHASE or ratio < _TELL or distance < 1 / _RARE:
         return []

@@ -57,7 +57,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     late = _late(own, straggler)
     early = _late({key: -floats(each, "backward_ns") for key, each in steps.items()}, straggler)
     lost = min(late.seconds, early.seconds) * len(written(tables, "step", straggler))
-    ratio = lost_ratio(tables, straggler, max(lost, 0.0))
+    ratio = lost_ratio(tables, max(lost, 0.0))
     certain = late.seconds > 3 * late.error and early.seconds > 3 * early.error
     if not certain or early.seconds < _WAITS * late.seconds or ratio < TELL:
         return []

@@ -41,7 +41,7 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
         counts.append(float(share.max()) * loop.num_workers / float(share.sum()))
         largest.append(int(share.index[int(np.argmax(share))]))
     lost *= len(epochs) / len(epochs[-RECENT_EPOCHS:])
-    ratio = lost_ratio(tables, loop.main, max(lost, 0.0))
+    ratio = lost_ratio(tables, max(lost, 0.0))
     if not counts or ratio < TELL:
         return []
     worker = max(set(largest), key=largest.count)

@@ -14,17 +14,30 @@ from collector.quantities import duration, number, percent, size
 #: What it costs to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
 _KEEPS_UP = 0.05  # of the loop's time waited
-_LESS_WORK = Advice(
-    text="Do less work per sample: decode at the training size, cache or precompute what does not "
-    "change, batch the transforms",
-    expected="loading throughput rises in proportion to the CPU time that is saved",
+_PART = 0.1  # of a fetch: a part below it is not worth an advice
+_LESS_COMPUTING = (
+    "Do less work per sample: decode at the training size, cache or precompute what does not change, batch the "
+    "transforms"
+)
+#: What a fetch waits for (`wait_channels.WAITS`) -> how to wait less.
+_LESS_WAITING = {
+    "storage": "Read less, or from nearer: a local copy or page cache, fewer and larger files, sequential shards",
+    "pipe": "Make what fills the pipe faster, or let each worker read for itself",
+    "network": "Ask for more at once, keep connections open, or read from nearer: a local copy, a cache",
+    "lock": "Hold the lock for less, or give each worker a file, connection or cache of its own",
+    "sleep": "Find what sleeps in the fetch (time.sleep, a rate limit, a retry with a pause) and shorten it",
+    "child": "Start fewer child processes: one that stays and serves many samples, or a library call instead",
+    "service": "Ask for more at once, and keep connections or child processes open between samples",
+}
+_LESS_WAITING_FOR_ANYTHING = (
+    "See what a worker waits for, with `py-spy dump --pid PID` of a worker, and shorten that"
 )
 
 
 def advise_inline(
     steady: Pace, limit: WorkerLimit, cores: float, outlook: Forecast | str
 ) -> tuple[bool, tuple[Advice, ...]]:
-    """Whether a batch is too cheap for workers, and what to do."""
+    """Return whether a batch is too cheap for workers, and what to do."""
     if steady.fetch_mean < HAND_OVER_SECONDS:
         return True, (
             Advice(
@@ -35,30 +48,18 @@ def advise_inline(
                 f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
             ),
         )
+    if limit.by in ("oversubscribed", "affinity"):
+        return False, _advise_cores(limit, 0, cores)
     if limit.by == "cpu" and cores < 2:
-        return False, (_LESS_WORK,)
-    return False, _by_replay(outlook, also=" (and persistent_workers=True if there are several epochs)")
+        return False, less_per_fetch(limit)
+    also = " (and persistent_workers=True if there are several epochs)"
+    return False, _by_replay(outlook, less_per_fetch(limit), also=also)
 
 
 def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
-    """The workers and the prefetch that the replay finds, or less work per sample."""
-    if limit.by == "oversubscribed" and limit.others:
-        return (
-            Advice(
-                text="Find what else uses the cores of this host (`top`), and stop it, or give this job its own",
-                expected="fetches no longer wait for a core; other numbers of workers change little until then",
-            ),
-        )
-    if limit.by == "oversubscribed":
-        return advise_crowded(loop, cores)
-    if limit.by == "affinity":
-        return (
-            Advice(
-                text="Let the workers use all cores: reset the CPU affinity in worker_init_fn "
-                "(os.sched_setaffinity(0, range(os.cpu_count())))",
-                expected=f"the workers share {number(cores)} cores instead of queueing for a few",
-            ),
-        )
+    """Return the workers and the prefetch that the replay finds, and what shortens a fetch, by its cause."""
+    if limit.by in ("oversubscribed", "affinity"):
+        return _advise_cores(limit, loop.num_workers, cores)
     if isinstance(outlook, Forecast) and outlook.measured.common:
         rate = outlook.measured.batches_per_second
         measure = Advice(
@@ -66,7 +67,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             expected="they help if each has a limit of its own instead, which this run does not rule out",
         )
         return (
-            *(_by_replay(outlook) if outlook.best else ()),
+            *(_by_replay(outlook, less_per_fetch(limit)) if outlook.best else ()),
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
@@ -75,49 +76,81 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             ),
             *((measure,) if outlook.is_undecided else ()),
         )
-    if limit.by == "io":
+    return _by_replay(outlook, less_per_fetch(limit))
+
+
+def less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
+    """Return what shortens a fetch, by what it was measured to consist of: the largest part first."""
+    waiting = _LESS_WAITING_FOR_ANYTHING if limit.waits_for is None else _LESS_WAITING[limit.waits_for]
+    parts = (
+        (limit.cpu_ratio, _LESS_COMPUTING, "a fetch computes {share} of its time, and is shorter by what is saved"),
+        (
+            limit.children_ratio,
+            _LESS_WAITING["child"],
+            "child processes compute {share} of a fetch, which is shorter by what is saved",
+        ),
+        (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and is shorter by what is saved"),
+    )
+    known = sorted((part for part in parts if part[0] >= _PART), key=lambda part: -part[0])
+    return tuple(Advice(text=text, expected=words.format(share=percent(share))) for share, text, words in known)
+
+
+def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[Advice, ...]:
+    """Return what to do where fetches wait for a core; more workers would only wait with them."""
+    if limit.by == "affinity":
         return (
-            *_by_replay(outlook),
             Advice(
-                text="Read less, or from nearer: a local copy or page cache, fewer and larger files, "
-                "sequential shards",
-                expected="if the storage is the limit, more workers only lengthen each read and this is what helps",
+                text="Let the workers use all cores: reset the CPU affinity in worker_init_fn "
+                "(os.sched_setaffinity(0, range(os.cpu_count())))",
+                expected=f"the workers share {number(cores)} cores instead of queueing for a few",
             ),
         )
-    return _by_replay(outlook)
+    if limit.others:
+        return (
+            Advice(
+                text="Find what else uses the cores of this host (`top`), and stop it, or give this job its own",
+                expected="fetches no longer wait for a core; other numbers of workers change little until then",
+            ),
+        )
+    return advise_crowded(num_workers, cores)
 
 
-def advise_crowded(loop: Loop, cores: float) -> tuple[Advice, ...]:
-    """Less work, or no more threads than cores, where the run's own workers fill the cores."""
-    fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, loop.num_workers // 2)
+def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
+    """Return less work, or no more threads than cores, where the run's own threads fill the cores."""
+    fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, num_workers // 2)
+    threads = "cv2.setNumThreads(0), OMP_NUM_THREADS=1"
     return (
-        _LESS_WORK,
         Advice(
-            text="Use no more workers and threads than cores: "
-            f"num_workers={min(fewer, loop.num_workers)}, and one thread "
-            "per worker (cv2.setNumThreads(0), OMP_NUM_THREADS=1)",
-            expected="about the same throughput with less memory: the cores are full already",
+            text=_LESS_COMPUTING, expected="the cores are full, so throughput rises by the CPU time that is saved"
+        ),
+        Advice(
+            text=f"Use no more workers and threads than cores: num_workers={min(fewer, num_workers)}, and one "
+            f"thread per worker ({threads})"
+            if num_workers
+            else f"Use no more threads than cores: one in libraries that the dataset calls ({threads})",
+            expected="about the same throughput with less memory: the cores are full already"
+            if num_workers
+            else "a fetch no longer waits for the cores that its own threads fill",
         ),
     )
 
 
-def _by_replay(outlook: Forecast | str, *, also: str = "") -> tuple[Advice, ...]:
-    """The setting that the replay recommends and what it buys; less work per sample where that is not enough."""
+def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = "") -> tuple[Advice, ...]:
+    """Return the setting that the replay recommends, then what shortens a fetch if that is not enough."""
     if isinstance(outlook, str):
         measure = Advice(
-            text="Measure other settings: `tidegauge tune -- COMMAND`",
-            expected=f"what they would give cannot be told from this run: {outlook}",
+            text="Measure other settings: `tidegauge tune -- COMMAND`", expected=f"no prediction yet: {outlook}"
         )
-        return measure, _LESS_WORK
+        return measure, *less
     best = outlook.best
     if best is None:
-        return (_LESS_WORK,)
+        return less
     setting = best.setting
     advice = Advice(
         text=f"Set num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}{also}",
         expected=_expected(outlook, best),
     )
-    return (advice,) if best.wait_ratio < _KEEPS_UP else (advice, _LESS_WORK)
+    return (advice,) if best.wait_ratio < _KEEPS_UP else (advice, *less)
 
 
 def _expected(outlook: Forecast, option: Option) -> str:

@@ -11,6 +11,7 @@ from collector.diagnosis.findings import Advice, Evidence, Finding, Locus, Sever
 from collector.diagnosis.frames import origin_ns, step_at, window_text
 from collector.diagnosis.limits import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.loops import Loop
+from collector.diagnosis.naming import pid_if_shared
 from collector.diagnosis.pace import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.sharing import Sharing
 from collector.diagnosis.stall_advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
@@ -20,6 +21,7 @@ from collector.quantities import duration, number, percent
 
 _SPARE_IDLE = 0.10
 _LISTED = 50  # of the slow batches
+_HANDED = 0.05  # of the loop's time: worth telling apart from the time until a batch is made
 
 
 def hand_over(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
@@ -45,12 +47,13 @@ def hand_over(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 def no_cause(tables: RunTables, loop: Loop, steady: Pace, missing: str) -> Finding:
     """What it waits is measured, and `missing` says what would be needed to tell why."""
     idle = _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables)
-    return _cannot_tell(loop, missing, (*_pace_evidence(steady, tables), idle))
+    return _cannot_tell(tables, loop, missing, (*_pace_evidence(steady, tables), idle))
 
 
-def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
+def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) -> Finding:
     """Too little of this loop is recorded to judge it."""
     return _cannot_tell(
+        tables,
         loop,
         missing,
         (
@@ -60,13 +63,13 @@ def too_short(loop: Loop, missing: str, steady_batches: int) -> Finding:
     )
 
 
-def _cannot_tell(loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
+def _cannot_tell(tables: RunTables, loop: Loop, missing: str, evidence: tuple[Evidence, ...]) -> Finding:
     return Finding(
         kind="cannot-tell",
         severity="info",
         confidence=1.0,
         summary=f"Whether loader {loop.loader} keeps up cannot be told: {missing}.",
-        locus=_locus(loop),
+        locus=_locus(tables, loop),
         evidence=evidence,
     )
 
@@ -88,7 +91,7 @@ def compute_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         summary=f"Data loading keeps up: {percent(steady.starved_ratio)} of the loop's time goes into waiting "
         "for batches "
         f"of loader {loop.loader} that are not made yet, {how}.",
-        locus=_locus(loop),
+        locus=_locus(tables, loop),
         since_step=_since(tables, loop, steady),
         evidence=(*_pace_evidence(steady, tables), second),
     )
@@ -110,10 +113,10 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             + (
                 ". Workers would not help: handing a batch over costs as much."
                 if small
-                else ", while nothing is computed."
+                else f", while the model computes nothing; {limit.because}."
             )
         ),
-        locus=_locus(loop, role="main"),
+        locus=_locus(tables, loop, role="main"),
         since_step=_since(tables, loop, steady),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -121,6 +124,7 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             *limit.evidence,
         ),
         advice=advice,
+        limited_by=limit.by if limit.by in ("oversubscribed", "affinity") else None,
     )
 
 
@@ -136,11 +140,10 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         confidence=_confidence(steady),
         summary=(
             f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
-            f"{percent(steady.wait_ratio)} of "
-            f"its time and the workers idle {percent(steady.idle_ratio)}; {limit.because}."
+            f"{_waits(steady)} and the workers idle {percent(steady.idle_ratio)}; {limit.because}."
             + (f" They{likely} wait for one thing in common: {common.because}." if common else "")
         ),
-        locus=_locus(loop, role="worker"),
+        locus=_locus(tables, loop, role="worker"),
         since_step=_since(tables, loop, steady),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -167,7 +170,7 @@ def collate_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         summary=(
             f"Putting the samples of a batch together (collate_fn) takes the workers of loader {loop.loader} "
             f"{duration(steady.collate_mean)} of {duration(steady.fetch_mean)} per batch, and the loop waits "
-            f"{percent(steady.wait_ratio)} of its time; {limit.because}."
+            f"{_waits(steady)}; {limit.because}."
         ),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -205,7 +208,7 @@ def slow_worker(tables: RunTables, loop: Loop, steady: Pace, worker: WorkerPace)
             f"the others' ({duration(worker.fetch_median)} against {duration(usual)}), which idle {percent(idle)}; "
             f"{limit.because}."
         ),
-        locus=_locus(loop, role="worker", worker=worker.worker),
+        locus=_locus(tables, loop, role="worker", worker=worker.worker),
         since_step=_since(tables, loop, steady),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -235,7 +238,7 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             f"{loop.loader} take over 3 times the usual and cause {percent(steady.tail_wait_ratio)} of the "
             "waiting; no worker is slow in itself."
         ),
-        locus=_locus(loop, role="worker"),
+        locus=_locus(tables, loop, role="worker"),
         since_step=_since(tables, loop, steady),
         evidence=(
             *_waiting_evidence(tables, loop, steady),
@@ -252,6 +255,15 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         ),
         advice=advise_tail(loop, steady),
     )
+
+
+def _waits(steady: Pace) -> str:
+    """Say how long the loop waits, and for which part of it the batch was made already."""
+    handed = steady.wait_ratio - steady.starved_ratio
+    if handed < _HANDED:
+        return f"{percent(steady.wait_ratio)} of its time"
+    parts = f"{percent(steady.starved_ratio)} until a batch is made, {percent(handed)} for its transfer"
+    return f"{percent(steady.wait_ratio)} of its time ({parts})"
 
 
 def _waiting_evidence(tables: RunTables, loop: Loop, steady: Pace) -> tuple[Evidence, ...]:
@@ -306,7 +318,7 @@ def _severity(tables: RunTables, loop: Loop, steady: Pace) -> Severity:
 
 def _lost_ratio(tables: RunTables, loop: Loop, steady: Pace) -> float:
     """Share of the training process's time, from its first to its last record, that it waits in this loop."""
-    return lost_ratio(tables, loop.main, steady.wait * len(loop.batches))
+    return lost_ratio(tables, steady.wait * len(loop.batches))
 
 
 def _confidence(steady: Pace) -> float:
@@ -317,7 +329,7 @@ def _since(tables: RunTables, loop: Loop, steady: Pace) -> int | None:
     return step_at(tables, loop.main, steady.first_ns)
 
 
-def _locus(loop: Loop, *, role: str | None = None, worker: int | None = None) -> Locus:
+def _locus(tables: RunTables, loop: Loop, *, role: str | None = None, worker: int | None = None) -> Locus:
     return Locus(
         host=loop.main[0],
         rank=loop.rank,
@@ -325,4 +337,5 @@ def _locus(loop: Loop, *, role: str | None = None, worker: int | None = None) ->
         loader=loop.loader,
         worker=worker,
         pid=loop.main[1] if role == "main" else None,
+        main_pid=None if role == "main" else pid_if_shared(tables, loop.main, loop.rank),
     )

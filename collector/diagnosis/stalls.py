@@ -58,11 +58,13 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         if steady is not None and not thin:
             found += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}")
-                for finding in _judge(tables, loop, steady, healthy=not at_epochs)
+                for finding in _judge(
+                    tables, loop, steady, healthy=all(each.severity == "info" for each in at_epochs)
+                )
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
-            short.append(too_short(loop, thin or "no batch after the ramp-up", batches))
+            short.append(too_short(tables, loop, thin or "no batch after the ramp-up", batches))
         found += at_epochs
     return found or short[:1]
 

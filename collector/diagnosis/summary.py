@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import SECOND_NS, floats, last, origin_ns, peak, whole
+from collector.diagnosis.frames import SECOND_NS, floats, last, peak, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.speed_ups import exposed_summary
-from collector.diagnosis.tables import RunTables
-from training_harness.records import ROLE_MAIN, ROLE_WORKER
+from collector.diagnosis.tables import RunTables, step_units
+from training_harness.records import ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
 _WHO = ["host", "pid", "start_ticks"]
+_MOSTLY = 0.5
 
 
 def summarise(tables: RunTables) -> dict[str, Any]:
@@ -23,13 +24,23 @@ def summarise(tables: RunTables) -> dict[str, Any]:
         "peak": _peaks(tables),
         "throughput": _throughput(tables),
         "data_wait_ratio": data_wait_ratio(tables),
+        "outside_step": outside_step(tables),
         "exposed_stall": exposed_summary(tables),
         "overhead": _overhead(tables.stream("agent")),
     }
 
 
+def step_unit(tables: RunTables) -> str | None:
+    """Return what ends a step in this run, a word of `records.STEP_UNITS`; None without steps."""
+    units = step_units(tables.stream("step"))
+    return STEP_UNITS[int(units[0])] if len(units) else None
+
+
 def steps_count(tables: RunTables) -> int:
-    """Optimizer steps of the run; ranks step together, so the rank with the most counts."""
+    """Return how many steps the run took.
+
+    Ranks step together, so the rank with the most counts; trainings without ranks are independent and add up.
+    """
     steps = Lifecycle(tables).of_last_attempt(tables.stream("step"))
     if steps.empty:
         return 0
@@ -39,34 +50,42 @@ def steps_count(tables: RunTables) -> int:
     return int(per_rank.max())
 
 
-def duration_seconds(tables: RunTables, *, running: bool) -> float | None:
-    """From the start of the run to its end, or to now while it runs."""
-    begin = origin_ns(tables)
-    exits = [float(event["time_ns"]) for event in tables.events_of("command-exit")]
-    end = whole(tables.manifest.get("end_time_ns"))
-    if running:
-        finish = float(tables.now_ns)
-    elif exits:
-        finish = exits[-1]
-    elif end is not None:
-        finish = float(end)
-    else:
-        times = [floats(rows, "time_ns")[-1] for rows in tables.streams.values() if len(rows)]
-        times += [float(event["time_ns"]) for event in tables.events[-1:]]
-        if not times:
-            return None
-        finish = max(times)
-    return max(0.0, (finish - begin) / SECOND_NS)
-
-
 def data_wait_ratio(tables: RunTables) -> float | None:
-    """Time in the DataLoader over the time of the steps; in a run without steps, over the loop's time."""
+    """Return the time in DataLoaders over the time of the steps; in a run without steps, over the loop's time.
+
+    None without a DataLoader: how such a loop gets its data is not seen.
+    """
+    if tables.stream("batch").empty:
+        return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
     both = np.isfinite(duration) & np.isfinite(wait)
     if duration[both].sum() > 0:
         return float(wait[both].sum() / duration[both].sum())
     return _batch_wait_ratio(tables.stream("batch"))
+
+
+def outside_step(tables: RunTables) -> dict[str, float | None] | None:
+    """Return the host's time outside forward, backward and optimizer in loops without a DataLoader, if any.
+
+    There the loop's own loading lies, beside logging and whatever else it does. Per step, with its share of the
+    steps' time and how much of it the thread computed.
+    """
+    step = tables.stream("step")
+    alone = floats(step, "batches_count") == 0
+    alone &= np.isfinite(floats(step, "forward_ns")) & np.isfinite(floats(step, "duration_ns"))
+    rows = step[alone & ~np.isfinite(floats(step, "data_wait_ns"))]
+    outside, cpu = floats(rows, "other_ns"), floats(rows, "outside_cpu_ns")
+    spent = float(floats(rows, "duration_ns").sum())
+    if spent <= 0:
+        return None
+    read = np.isfinite(cpu)
+    return {
+        "ratio": float(outside.sum()) / spent,
+        "cpu_ratio": min(1.0, float(cpu[read].sum() / max(outside[read].sum(), 1.0))) if read.any() else None,
+        "seconds": float(outside.mean()) / SECOND_NS,
+        "steps": float(len(rows)),
+    }
 
 
 def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:
@@ -120,12 +139,48 @@ def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
 
 def _throughput(tables: RunTables) -> dict[str, float | None]:
     batch, step = (Lifecycle(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
-    samples = floats(batch, "samples_count")
+    trained = in_training(tables, batch)
+    samples = floats(trained, "samples_count")
     return {
         "steps_per_second": _per_second(step, np.ones(len(step)), per_rank=True),
         "batches_per_second": _per_second(batch, np.ones(len(batch))),
-        "samples_per_second": _per_second(batch, samples) if np.isfinite(samples).any() else None,
+        "samples_per_second": _per_second(trained, samples) if np.isfinite(samples).any() else None,
     }
+
+
+def in_training(tables: RunTables, batch: pd.DataFrame) -> pd.DataFrame:
+    """Return the batches of the loaders that training takes its batches from, without those of validation."""
+    chosen = training_loaders(tables)
+    if chosen is None or batch.empty:
+        return batch
+    keys = zip(batch["host"], batch["pid"], batch["start_ticks"], batch["loader"], strict=True)
+    return batch[[(str(host), int(pid), int(ticks), int(loader)) in chosen for host, pid, ticks, loader in keys]]
+
+
+def training_loaders(tables: RunTables) -> set[tuple[str, int, int, int]] | None:
+    """Return (host, pid, start ticks, loader) of the loaders whose batches an optimizer steps on.
+
+    Between two steps there may be a validation, but the batch before a step is one of training. None where no
+    optimizer steps: there each batch counts. Where most steps have no batch at all, their data come from elsewhere.
+    """
+    step = tables.stream("step")
+    if step.empty or step_units(step)[0] < UNIT_OPTIMIZER:
+        return None
+    found: set[tuple[str, int, int, int]] = set()
+    for _, steps in step.groupby(_WHO):
+        host, pid, ticks = steps[_WHO].iloc[0]
+        key = (str(host), int(pid), int(ticks))
+        batches, ends = written(tables, "batch", key), floats(steps, "time_ns")
+        within = np.searchsorted(ends, floats(batches, "time_ns"))
+        rows = pd.DataFrame({"step": within, "loader": floats(batches, "loader")})[within < len(ends)]
+        latest = rows.groupby("step")["loader"].last()
+        if len(latest) < _MOSTLY * len(ends):
+            continue
+        for loader in np.unique(floats(rows, "loader")):
+            steps_with = rows.loc[rows["loader"] == loader, "step"].nunique()
+            if (latest == loader).sum() >= _MOSTLY * steps_with or steps_with >= _MOSTLY * len(ends):
+                found.add((*key, int(loader)))
+    return found
 
 
 def _per_second(rows: pd.DataFrame, counts: np.ndarray[Any, Any], *, per_rank: bool = False) -> float | None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from collector.store.queries import Queryable
@@ -14,7 +16,7 @@ from collector.store.reader import Snapshot, read
 from collector.store.runs import ProcessKey as ProcessKey
 from collector.store.runs import Run, command_and_collector, living_processes
 from collector.store.snapshots import Grown, grown_lines
-from training_harness.records import IDENTITY, STREAMS
+from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER
 
 Found = TypeVar("Found")
 #: The rules look at no more than about so many rows of each stream, so a verdict has a bounded cost.
@@ -23,6 +25,9 @@ ROWS_PER_STREAM = 100_000
 STRUCTURAL_EVENTS = (
     "process-start",
     "process-exit",
+    "process-attached",
+    "process-seen",
+    "left-running",
     "loader",
     "exception",
     "worker-died",
@@ -93,9 +98,10 @@ class RunTables:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a process of the training was alive; the collector outlives it."""
+        """Whether a process of the training was alive and part of the run; the collector outlives it."""
         collector = command_and_collector({"collector": self.manifest.get("collector")})
-        return bool(self.living and self.living - collector)
+        detached = {_writer(event) for event in self.events_of("process-exit") if event.get("detached")}
+        return bool(self.living and self.living - collector - detached)
 
     def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
         """What many rules want of whole tables, looked for when the first of them asks."""
@@ -133,18 +139,43 @@ def load_tables(run: Run) -> RunTables:
         totals = totals_of(snapshot, STREAMS)
         streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS}
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
+    counted = counted_steps(streams["step"])
+    if len(counted) < len(streams["step"]):
+        streams["step"], totals["step"] = counted, _of_the_same_share(totals["step"], counted, streams["step"])
     grown, damaged = grown_lines(run, events)
     return RunTables(
         manifest=manifest,
         events=events,
         streams=streams,
-        living=living_processes(run, command_and_collector(manifest).union(map(_writer, events))),
+        living=living_processes(run, command_and_collector(manifest).union(map(_writer, events), _left(events))),
         now_ns=now_ns,
         lost_count=lost_count,
         totals=totals,
         grown=grown,
         problems=(*problems, *damaged),
     )
+
+
+def counted_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """Return the steps of the highest unit (`records.STEP_UNITS`) that the run has; the others are no steps of it.
+
+    A process that only evaluates ends its steps by batches, beside one that steps an optimizer.
+    """
+    units = step_units(steps)
+    return steps if steps.empty else steps[units == units.max()]
+
+
+def _of_the_same_share(total: Total, counted: pd.DataFrame, read: pd.DataFrame) -> Total:
+    """Return how many steps the run counts, if in the part that was not read it counts as many of them."""
+    count = round(total.rows_count * len(counted) / len(read))
+    return Total(rows_count=count, first_ns=total.first_ns, last_ns=total.last_ns)
+
+
+def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:
+    """Return what ended each step; runs that do not say so ended it by an optimizer if one took time in it."""
+    units = pd.to_numeric(steps["unit"]).to_numpy(dtype=np.float64, na_value=np.nan)
+    optimized = pd.to_numeric(steps["optimizer_ns"]).notna().to_numpy()
+    return np.where(np.isfinite(units), units, np.where(optimized, UNIT_OPTIMIZER, UNIT_BATCH))
 
 
 def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Total]:
@@ -244,6 +275,14 @@ def _events(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 def _optional_int(value: float) -> int | None:
     return None if pd.isna(value) else int(value)
+
+
+def _left(events: Iterable[Mapping[str, Any]]) -> Iterator[ProcessKey]:
+    """Name the processes that the command left running."""
+    for event in events:
+        if event["kind"] == "left-running":
+            for process in event["processes"]:
+                yield event["host"], process["pid"], process["start_ticks"]
 
 
 def _writer(event: Mapping[str, Any]) -> ProcessKey:

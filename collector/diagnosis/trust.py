@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from collector.diagnosis.attachment import find_attachment
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
 from collector.diagnosis.frames import SECOND_NS, floats, key_of, whole
 from collector.diagnosis.lifecycle import Lifecycle
@@ -41,9 +42,7 @@ def find_trust(tables: RunTables) -> list[Finding]:
     if tables.lost_count > 0:
         found.append(_samples_lost(tables))
     found += [_hook_disabled(event) for event in tables.events_of("hook-disabled")]
-    if nothing := _nothing_attached(tables):
-        found.append(nothing)
-    return found
+    return found + find_attachment(tables)
 
 
 def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
@@ -172,68 +171,5 @@ def _hook_disabled(event: Mapping[str, Any]) -> Finding:
         locus=Locus(host=event.get("host"), rank=whole(event.get("rank")), pid=whole(event.get("pid"))),
         evidence=(
             Evidence(name="hook_error", value=str(event.get("error"))[:200], unit="text", n=1, window="event"),
-        ),
-    )
-
-
-def _watched(life: Lifecycle) -> Finding:
-    samples = life.tables.rows_count("process")
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=(
-            "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
-            "status are not known. The memory of its processes, the host and the devices is."
-        ),
-        evidence=(
-            Evidence(name="attached_processes_count", value=0, unit="count", n=samples, window="run"),
-            Evidence(name="process_samples_count", value=samples, unit="count", n=samples, window="run"),
-        ),
-        advice=(
-            Advice(
-                text="Start the next training with `tidegauge run -- COMMAND`",
-                expected="steps, batches, workers and the cause of a death are seen",
-            ),
-        ),
-    )
-
-
-def _nothing_attached(tables: RunTables) -> Finding | None:
-    life = Lifecycle(tables)
-    if life.watched:
-        return _watched(life)
-    seen = life.mains or any(len(tables.stream(name)) for name in ("batch", "step", "fetch"))
-    if seen or life.status() == "running" or life.exit_status is None or tables.events_of("exception"):
-        return None
-    if life.killed_mains:
-        return None
-    begun = (
-        "ended" if life.exit_status == 0 else f"failed (exit status {life.exit_status}; its own output says why)"
-    )
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=(
-            f"The command {begun} and no training process reported. Likely reasons: it is no Python program, or "
-            "came to no loader and no optimizer step; Python was started with -I, -S or -E; TIDEGAUGE_DISABLED=1 "
-            "was set."
-        ),
-        evidence=(
-            Evidence(
-                name="attached_processes_count",
-                value=len(life.mains),
-                unit="count",
-                n=len(life.mains),
-                window="run",
-            ),
-            Evidence(name="exit_status", value=life.exit_status, unit="status", n=1, window="run"),
-        ),
-        advice=(
-            Advice(
-                text="Start the script without -I, -S and -E, or call training_harness.attach() in it",
-                expected="steps, batches and workers are seen",
-            ),
         ),
     )

@@ -15,12 +15,13 @@ from collector.diagnosis.holders import with_holders
 from collector.diagnosis.last_minute import as_records, last_states
 from collector.diagnosis.leaks import find_leaks
 from collector.diagnosis.lifecycle import Lifecycle, Status
+from collector.diagnosis.naming import named
 from collector.diagnosis.pauses import find_pauses
 from collector.diagnosis.ranks import find_rank_straggler
 from collector.diagnosis.risk import find_host_risk
 from collector.diagnosis.shared_memory import find_shared_memory
 from collector.diagnosis.stalls import find_stalls
-from collector.diagnosis.summary import duration_seconds, steps_count, summarise
+from collector.diagnosis.summary import step_unit, steps_count, summarise
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trust import find_trust, workers_reporting
 from collector.diagnosis.witnesses import CONFIRMED
@@ -34,7 +35,9 @@ class Verdict:
         findings: most severe first; of the same severity what slows the run by its cost, after what endangers it.
         exit_status: the command's exit code, -n for signal n; None if it runs or nobody saw it end.
         attempts: how many times the launcher started the ranks.
-        steps: optimizer steps of the last attempt; ranks step together, so those of one rank.
+        steps: of the last attempt; ranks step together, so those of one rank.
+        step_unit: what ends a step, a word of `records.STEP_UNITS`; None without steps.
+        watch_ended: a watch was given up while its process went on.
         batches: yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead; what was not measured is None. And last_minute: of
@@ -47,6 +50,8 @@ class Verdict:
     exit_status: int | None
     attempts: int
     steps: int
+    step_unit: str | None
+    watch_ended: bool
     batches: int
     duration_seconds: float | None
     workers_reporting: tuple[int, int]
@@ -63,8 +68,10 @@ def diagnose(tables: RunTables) -> Verdict:
         exit_status=life.exit_status,
         attempts=life.attempts,
         steps=steps_count(tables),
+        step_unit=step_unit(tables),
+        watch_ended=life.watch_ended,
         batches=tables.rows_count("batch"),
-        duration_seconds=duration_seconds(tables, running=status == "running"),
+        duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
         summary=summarise(tables)
         | {"last_minute": as_records(last_states(tables)) if status in ("failed", "killed") else []},
@@ -89,7 +96,8 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
-    return tuple(sorted((with_holders(finding, tables, running=running) for finding in found), key=_order))
+    told = (named(with_holders(finding, tables, running=running), tables) for finding in found)
+    return tuple(sorted(told, key=_order))
 
 
 def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:

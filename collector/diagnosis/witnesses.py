@@ -18,6 +18,7 @@ NEGLIGIBLE_BYTES = 16 * MIB
 _NEGLIGIBLE_RATIO = 0.01  # of what the process holds
 CONFIRMED = 0.5  # a witness must show at least this share of the growth
 _MOMENT_NS = 10 * SECOND_NS
+_LOADING_NS = 300 * SECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +117,16 @@ def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
     )
 
 
-def severity(tables: RunTables, leak: Leak) -> Severity:
-    """A warning, but for a growth that was seen for a moment only while the run goes on: so begins much that ends.
+def severity(tables: RunTables, leak: Leak, *, iterates: bool = True) -> Severity:
+    """Return a warning, but for a growth that was seen for a moment only while the run goes on.
 
-    If a limit is that near, the risk of meeting it is a warning of its own.
+    Much that ends begins so: a process that has not iterated yet may be loading its data. If a limit is near, the
+    risk of meeting it is a warning of its own.
     """
     if not leak.witnesses:
         return "info"
-    return "info" if tables.goes_on and leak.end_ns - leak.begin_ns < _MOMENT_NS else "warning"
+    moment_ns = _MOMENT_NS if iterates else _LOADING_NS
+    return "info" if tables.goes_on and leak.end_ns - leak.begin_ns < moment_ns else "warning"
 
 
 def leak_finding(
@@ -136,11 +139,12 @@ def leak_finding(
     advice: tuple[Advice, ...],
     confidence: float = 0.9,
     key: ProcessKey | None = None,
+    iterates: bool = True,
 ) -> Finding:
     """The finding that says so; without a witness it is `cannot-tell`, and `summary` names what is missing."""
     return Finding(
         kind=kind if leak.witnesses else "cannot-tell",
-        severity=severity(tables, leak),
+        severity=severity(tables, leak, iterates=iterates),
         confidence=confidence,
         summary=summary,
         locus=locus,

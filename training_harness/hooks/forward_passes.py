@@ -103,6 +103,7 @@ class ForwardHook(Hook):
         hook, progress, is_compiling, outermost = self, self._progress, self._is_compiling, self._outermost
         leading = self._leading
         tape, clock, cpu_clock = progress.tape, time.monotonic_ns, progress.cpu_clock
+        boundary_cpu_clock = progress.boundary_cpu_clock
         entered, passed = progress.entered, progress.passed
         running = False  # a module within this one, or another thread's replica of it
 
@@ -121,7 +122,7 @@ class ForwardHook(Hook):
                     if not current.process_started:  # a forked child goes on with its parent's modules
                         progress.announce(current)
                     now_ns = clock()
-                    tape.log((leading, entered, now_ns, get_ident(), cpu_clock()))
+                    tape.log((leading, entered, now_ns, get_ident(), boundary_cpu_clock(now_ns)))
                     if now_ns >= tape.due_ns and progress.ended_by <= PASS:
                         progress.catch_up(now_ns)
             except Exception as error:

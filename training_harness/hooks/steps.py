@@ -95,14 +95,14 @@ def install(progress: Progress) -> StepHook:
             return
         try:
             now_ns = clock()
-            tape.log((hook, stepped, now_ns, reference(optimizer), cpu_clock()))
+            tape.log((hook, stepped, now_ns, reference(optimizer), boundary_cpu_clock(now_ns)))
             if now_ns >= tape.due_ns:
                 progress.catch_up(now_ns)
         except Exception as error:
             hook.fail(error)
 
     with StepHook(progress) as hook:
-        stepping, stepped = hook.stepping, hook.stepped
+        stepping, stepped, boundary_cpu_clock = hook.stepping, hook.stepped, progress.boundary_cpu_clock
         hook.on_remove(module.register_optimizer_step_pre_hook(before).remove)
         hook.on_remove(module.register_optimizer_step_post_hook(after).remove)
         return hook
