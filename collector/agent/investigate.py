@@ -36,7 +36,12 @@ class Investigator:
             OSError: the request cannot be written.
         """
         for finding in findings:
-            if finding.kind not in ASKED_FOR_LINES or finding.held_by or self._closed:
+            if (
+                finding.kind not in ASKED_FOR_LINES
+                or finding.locus.role == "other"
+                or finding.held_by
+                or self._closed
+            ):
                 continue
             to = _address(finding.locus)
             name = "growth-of-" + "-".join(str(part) for part in to.values())

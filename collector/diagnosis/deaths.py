@@ -133,7 +133,7 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
     message = plain_text(str(event.get("message") or "")).strip()
     lines = message.splitlines() or [""]
     headline = lines[-1 if event.get("type") == "ProcessRaisedException" else 0]  # it quotes a whole traceback
-    who = "training process" if key in life.mains else "process that started the training"
+    who = life.name(key)
     evidence = [
         fact("exception", f"{event.get('type')}: {message}"[:300], "uncaught", unit="text"),
         fact(
@@ -149,8 +149,8 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
         kind="crashed",
         severity="critical",
         confidence=0.97,
-        summary=f"The {who} (pid {key[1]}) ended with {event.get('type')}{_at(event)}: {headline}"[:300],
-        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1]),
+        summary=f"{who[0].upper()}{who[1:]} ended with {event.get('type')}{_at(event)}: {headline}"[:300],
+        locus=Locus(host=key[0], rank=rank_of(tables, key), role=life.role(key), pid=key[1]),
         since_step=last_step(tables, key),
         evidence=(*evidence, *last_memory(tables, key)),
         advice=(

@@ -103,8 +103,8 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
     for key in (*life.mains, *life.watched, *life.others):
         rows = while_running(tables, key)
         if len(rows) >= MIN_POINTS:
-            role = "other" if key in life.others else "main"
-            locus = Locus(host=key[0], rank=whole(rows["process_rank"].iloc[-1]), role=role, pid=key[1])
+            rank = whole(rows["process_rank"].iloc[-1])
+            locus = Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1])
             yield _Process(key=key, name=life.name(key), locus=locus, rows=rows)
     process = while_training(tables, tables.stream("process"))
     workers = process[floats(process, "role") == ROLE_WORKER]

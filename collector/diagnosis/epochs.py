@@ -188,16 +188,22 @@ def _short_run(tables: RunTables, loop: Loop, every: list[Pass]) -> list[tuple[f
         return []
     each, window = total / len(started), _window(tables, started)
     epoch = mean(np.array([one.seconds for one in started]))
-    longer = (
-        f"In a longer run it comes back in each epoch: {percent(each / max(each + epoch, 1e-9))} of the time, with "
-        "epochs as long as these."
-        if len(started) > 1
-        else f"It comes once in an epoch: {percent(each / (each + _HOUR_SECONDS))} of an epoch that lasts an hour."
-    )
-    advice = Advice(
-        text="In runs of many epochs, set persistent_workers=True",
-        expected=f"the workers start once: about {duration(each)} less in each epoch after the first",
-    )
+    advice: tuple[Advice, ...] = ()
+    if len(every) > len(started) == 1:
+        longer = "The epochs after it kept their workers, so a longer run pays no more."
+    else:
+        advice = (
+            Advice(
+                text="In runs of many epochs, set persistent_workers=True",
+                expected=f"the workers start once: about {duration(each)} less in each epoch after the first",
+            ),
+        )
+        again, hour = each / max(each + epoch, 1e-9), each / (each + _HOUR_SECONDS)
+        longer = (
+            f"In a longer run it comes back in each epoch: {percent(again)} of the time, with epochs as long as these."
+            if len(started) > 1
+            else f"It comes once in an epoch: {percent(hour)} of an epoch that lasts an hour."
+        )
     return [
         (
             ratio,
@@ -220,7 +226,7 @@ def _short_run(tables: RunTables, loop: Loop, every: list[Pass]) -> list[tuple[f
                         measured("startup_wait_seconds", each, "seconds", len(started), window),
                         measured("epoch_seconds", epoch, "seconds", len(started), window),
                     ),
-                    advice=(advice,),
+                    advice=advice,
                 ),
                 severity="info",
             ),

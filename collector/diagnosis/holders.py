@@ -30,7 +30,7 @@ _LEAST_HIDDEN_BYTES = 2**20
 
 def with_holders(finding: Finding, tables: RunTables, *, running: bool) -> Finding:
     """A leak with what holds it, if that was asked for; else with the command that tells it."""
-    if finding.kind not in ASKED_FOR_LINES:
+    if finding.kind not in ASKED_FOR_LINES or finding.locus.role == "other":  # has no hooks that could answer
         return finding
     device = "cpu" if finding.locus.device is None else f"cuda:{finding.locus.device}"
     of_it = [grown for grown in tables.grown if _is_of(grown, finding)]

@@ -49,6 +49,13 @@ from collector.quantities import size
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_WORKER
 
+_LOOK_FOR = (
+    "Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() or .detach()), "
+    "growing lists of metrics, caches without bound, create_graph=True"
+)
+_LOOK_FOR_ANY = (
+    "Look for what keeps references: lists and dicts that grow, caches without bound, buffers never freed"
+)
 _NO_ITERATIONS = (
     " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
 )
@@ -135,7 +142,6 @@ def _main_leak(tables: RunTables, life: Lifecycle, key: ProcessKey, leak: Leak) 
     steps = steps_within(tables, key, leak.begin_ns, leak.end_ns)
     per_step = f", {size(grown.rise / steps)} per step" if math.isfinite(steps) else ""
     certainty = 0.95 if len(leak.witnesses) > 3 else 0.85
-    is_training = key in life.mains or key in life.watched
     return Finding(
         kind="main-heap-leak",
         severity=severity(tables, leak, iterates=is_iterating or bool(life.watched)),
@@ -144,15 +150,13 @@ def _main_leak(tables: RunTables, life: Lifecycle, key: ProcessKey, leak: Leak) 
             f"{name[0].upper()}{name[1:]} keeps taking host memory: {size(grown.rise)} so far, "
             f"{size(grown.slope)}/s{per_step}." + ("" if is_iterating or life.watched else _NO_ITERATIONS)
         ),
-        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main" if is_training else "other", pid=key[1]),
+        locus=Locus(host=key[0], rank=rank_of(tables, key), role=life.role(key), pid=key[1]),
         since_step=step_at(tables, key, leak.begin_ns),
         evidence=(rise_evidence(tables, leak), *leak.witnesses),
         rate=rate(grown),
         advice=(
             Advice(
-                text="Look for what keeps a reference per step: losses or outputs kept with their graph "
-                "(use .item() or "
-                ".detach()), growing lists of metrics, caches without bound, create_graph=True",
+                text=_LOOK_FOR if is_iterating else _LOOK_FOR_ANY,
                 expected=f"the growth of {size(grown.slope)}/s stops",
             ),
         ),

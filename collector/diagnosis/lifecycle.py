@@ -20,7 +20,7 @@ import pandas as pd
 from collector.diagnosis.frames import SECOND_NS, floats, key_of, origin_ns, sampled, whole
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
-from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER, ROLES
 
 Status = Literal["running", "finished", "failed", "killed"]
 SIGINT, SIGKILL, SIGTERM = 2, 9, 15
@@ -100,6 +100,10 @@ class Lifecycle:
             return f"the watched process (pid {key[1]})"
         program = self.programs.get(key, "")
         return f"process {key[1]} ({program[:_PROGRAM_CHARACTERS]})" if program else f"process {key[1]}"
+
+    def role(self, key: ProcessKey) -> str:
+        """Return what a process is to the run, a word of `records.ROLES`: watched ones count as training."""
+        return ROLES[ROLE_MAIN if key in self._attempts or key in self.watched else ROLE_OTHER]
 
     @cached_property
     def left_running(self) -> tuple[tuple[ProcessKey, str], ...]:

@@ -80,8 +80,8 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, how: int | 
     rank = rank_of(tables, key)
     last_seen_ns, gone_ns = _end_of(tables, key, key, key[1])
     return Victim(
-        what=f"the training process (pid {key[1]}" + (")" if rank is None else f", rank {rank})"),
-        locus=Locus(host=key[0], rank=rank, role="main", pid=key[1]),
+        what=life.name(key) if rank is None else f"{life.name(key).removesuffix(')')}, rank {rank})",
+        locus=Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1]),
         main=key,
         key=key,
         signal=how,

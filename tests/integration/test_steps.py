@@ -16,7 +16,8 @@ def test_steps_end_where_the_loop_says_and_every_moment_has_a_phase(attached):
     child = step[step.pid != step.pid[0]]
     step = step[step.pid == step.pid[0]]
     assert child.step.tolist() == [0, 1, 2], "a forked child that trains counts its own steps"
-    assert step.step.tolist() == list(range(6 + 3 + 1 + 1))
+    assert step.step.tolist() == [*range(6), *range(3 + 1 + 1)], "an optimizer takes over and counts its own"
+    assert step.unit.tolist() == [1] * 6 + [2] * 4 + [3]
     batches, optimized, said = step[:6], step[6:9], step[10:]
 
     assert (batches.batches_count == 1).all(), "without an optimizer each batch is a step"

@@ -154,7 +154,9 @@ def simulate(
 
     """
     generator = np.random.default_rng(seed)
-    script = script or started(key=key, rank=rank)
+    if script is None:
+        script = started(key=key, rank=rank)
+        script.now_seconds = begin
     script.event(
         begin,
         "loader",

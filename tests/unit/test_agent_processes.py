@@ -66,6 +66,7 @@ class Proc:
         (directory / "smaps_rollup").write_text(ROLLUP)
         (directory / "limits").write_text(LIMITS)
         (directory / "schedstat").write_text("900 25000000 12\n")
+        (directory / "wchan").write_text("0" if state == "R" else "hrtimer_nanosleep")
         for number in range(fds):
             (directory / "fd" / str(number)).touch()
 
@@ -126,6 +127,7 @@ def test_what_is_read_of_a_process(proc, sampler):
         "allowed_cores_count": 4,
         "fd_count": 5,
         "fd_limit_count": 1024,
+        "wait_channel": b"hrtimer_nanosleep",
         "cpu_ns": 42 * 10_000_000,
         "run_queue_ns": 25_000_000,
         "pss_bytes": 200 * 1024,
@@ -133,6 +135,11 @@ def test_what_is_read_of_a_process(proc, sampler):
         "uss_bytes": (10 + 100 + 2048) * 1024,
         "alive": 1,
     }
+
+
+def test_a_process_that_runs_waits_for_nothing(proc, sampler):
+    proc.put(100, parent=50, state="R")
+    assert sampled(sampler)[100]["wait_channel"] is None
 
 
 def test_a_name_with_blanks_and_brackets_does_not_mislead(proc, sampler):

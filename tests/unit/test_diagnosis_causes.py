@@ -87,7 +87,10 @@ def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(ep
     kinds, found = told(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
-    assert told(simulate(**run))[0] == []
+    kinds, found = told(simulate(**run))
+    assert kinds == [("worker-startup", "info")]
+    assert "a longer run pays no more" in found["worker-startup"].summary
+    assert found["worker-startup"].advice == ()
 
 
 def test_short_epochs_pay_for_empty_queues():

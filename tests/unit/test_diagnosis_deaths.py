@@ -241,7 +241,7 @@ def test_a_segmentation_fault_is_a_crash():
 
 
 def test_a_command_killed_before_it_reached_any_loader():
-    assert deaths(over(Script(), -9)) == [("killed", "main", None, "critical")]
+    assert deaths(over(Script(), -9)) == [("killed", "other", None, "critical")]
 
 
 def test_torchrun_names_the_rank_that_was_killed_first():
@@ -283,7 +283,7 @@ def test_a_command_that_nothing_attached_to_says_why():
     verdict = diagnose(over(Script(), 0).tables())
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
-    assert "TIDEGAUGE_DISABLED" in verdict.findings[0].summary
+    assert "over before its processes could be looked at" in verdict.findings[0].summary
 
 
 def test_finished_helper_keeps_its_word():

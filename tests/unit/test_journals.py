@@ -27,7 +27,11 @@ def write(directory: Path, stream: Stream, rows: list[tuple[float, ...]], **opti
 
 
 def step_rows(count: int) -> list[tuple[float, ...]]:
-    return [tuple(1000 * step + column for column in range(len(STEP.columns))) for step in range(count)]
+    names = [column.name for column in STEP.columns]
+    return [
+        tuple(2 if name == "unit" else 1000 * step + column for column, name in enumerate(names))
+        for step in range(count)
+    ]
 
 
 def read_all(path: Path) -> pa.Table:
@@ -60,7 +64,7 @@ def test_every_stream_comes_back_as_written_and_missing_as_null(tmp_path, stream
 
 def test_extreme_values_that_are_not_missing_survive(tmp_path):
     largest, smallest = 2**63 - 1, -(2**63) + 1
-    path = write(tmp_path, STEP, [(largest, smallest, *[0] * 7, 2**31 - 1, -(2**31) + 1)])
+    path = write(tmp_path, STEP, [(largest, smallest, *[0] * 8, 2**31 - 1, -(2**31) + 1, 2)])
     row = read_all(path).to_pylist()[0]
     assert (row["time_ns"], row["step"]) == (largest, smallest)
     assert (row["batches_count"], row["samples_count"]) == (2**31 - 1, -(2**31) + 1)

@@ -91,6 +91,8 @@ def verdict(*findings: Finding, **changes) -> Verdict:
         "exit_status": 0,
         "attempts": 1,
         "steps": 1200,
+        "step_unit": "optimizer step",
+        "watch_ended": False,
         "batches": 1200,
         "duration_seconds": 61.2,
         "workers_reporting": (4, 4),
@@ -99,6 +101,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
             "throughput": {"steps_per_second": 19.6, "samples_per_second": None},
             "data_wait_ratio": 0.31,
             "exposed_stall": [STALL],
+            "outside_step": None,
             "overhead": {"collector_cpu_ratio": math.nan},
             "last_minute": [],
         },
@@ -142,16 +145,49 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
 
 
 def test_a_healthy_run_says_so_with_its_evidence():
-    text = card(verdict(HEALTHY))
+    text = card(verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []}))
     assert "Nothing needs attention" in text
     assert "data wait share" in text
     assert "1.0%" in text
     assert "WARNING" not in text
 
 
+def test_the_tick_does_not_stand_beside_a_stall():
+    text = card(verdict(HEALTHY))
+    assert "19 s (decode 80%" in text
+    assert "Nothing needs attention" not in text
+
+
+def test_a_short_stall_of_a_long_run_is_not_worth_a_line():
+    text = card(verdict(HEALTHY, duration_seconds=3600.0))
+    assert "decode 80%" not in text
+    assert "Nothing needs attention" in text
+
+
+def test_without_a_dataloader_nothing_is_told_of_it_but_the_time_outside_the_step():
+    outside = {"ratio": 0.62, "cpu_ratio": 0.96, "seconds": 0.045, "steps": 1200.0}
+    known = verdict().summary | {"data_wait_ratio": None, "exposed_stall": [], "outside_step": outside}
+    text = " ".join(card(verdict(batches=0, workers_reporting=(0, 0), summary=known)).split())
+    assert "data wait — no DataLoader seen" in text
+    assert "workers — no DataLoader seen" in text
+    assert "62% of step time outside forward, backward and optimizer: 45 ms per step, 96% of it computing" in text
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        ("forward pass", "1,200 forward passes"),
+        ("batch", "1,200 batches, no optimizer"),
+        ("optimizer step", "1,200,"),
+    ],
+)
+def test_steps_that_are_no_optimizer_steps_say_what_they_are(unit, words):
+    assert words in card(verdict(step_unit=unit))
+
+
 def test_a_run_without_training_claims_neither_health_nor_speed():
-    text = card(verdict(steps=0, batches=0, workers_reporting=(0, 0)))
-    assert "No training was seen" in text
+    text = card(verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0)))
+    assert "No steps or batches were seen" in text
     assert "Nothing needs attention" not in text
     assert "steps/s" not in text
 
@@ -162,12 +198,13 @@ def test_what_is_not_known_is_a_dash_and_never_zero():
         "throughput": {"steps_per_second": None, "samples_per_second": None},
         "data_wait_ratio": None,
         "exposed_stall": [],
+        "outside_step": None,
         "overhead": {},
         "last_minute": [],
     }
     text = card(verdict(summary=unknown, duration_seconds=None))
     assert "1,200, —  " in text
-    assert "— of the loop's time" in text
+    assert "data wait  —  " in text
     assert "— host memory" in text
     assert "0 B" not in text
 
@@ -215,6 +252,8 @@ def test_the_json_is_the_public_form():
         "exit_status": 0,
         "attempts": 1,
         "steps": 1200,
+        "step_unit": "optimizer step",
+        "watch_ended": False,
         "batches": 1200,
         "duration_seconds": 61.2,
         "workers_reporting": [4, 4],

@@ -317,7 +317,7 @@ def test_tensor_methods_stay_where_a_subclass_may_compare_them():
 
 
 def test_the_shim_waits_for_every_module_that_has_hooks():
-    source = (Path(layout.__file__).parent / "bootstrap" / "sitecustomize.py").read_text()
+    source = (Path(layout.__file__).parent / "bootstrap" / "shim.py").read_text()
     triggers = next(
         ast.literal_eval(node.value)
         for node in ast.parse(source).body

@@ -40,7 +40,7 @@ def small_disk(tmp_path: Path):
 
 
 def step_record(number: int) -> list[int]:
-    return [number, number] + [MISSING_INT64] * 7 + [1, 4]
+    return [number, number] + [MISSING_INT64] * 8 + [1, 4, 2]
 
 
 def steps_in(directory_owner: Run) -> list[int]:
@@ -190,9 +190,10 @@ def test_a_forked_child_writes_as_itself(run, monkeypatch):
 
 def test_every_stream_begins_with_its_time_and_names_its_units():
     units = ("_ns", "_bytes", "_count", "_ratio", "_ticks", "_celsius", "_watts", "_status")
-    plain = {"step", "device", "loader", "epoch", "index", "worker", "role", "alive", "stage"} | {
+    plain = {"step", "device", "loader", "epoch", "index", "worker", "role", "alive", "stage", "unit"} | {
         "process_pid",
         "process_rank",
+        "wait_channel",
     }
     for stream in STREAMS.values():
         assert stream.columns[0].name == "time_ns"

@@ -84,19 +84,19 @@ class ForwardHook(Hook):
                 self._calls[kind] += 1
                 if self._calls[kind] >= _CALLS_TO_LEAD:
                     self.end_discovery()
-                    self.lead(kind, self._calls[kind] - 1)
+                    self.lead(kind, self._calls[kind])
         except Exception as error:
             self.fail(error)
 
-    def lead(self, kind: type, passes_before: int = 0) -> None:
-        """Count the calls of this class from now on, of which some are over; no other class counts any longer."""
+    def lead(self, kind: type, passes: int = 0) -> None:
+        """Count the calls of this class from now on, with those so far; no other class counts any longer."""
         self._leading.remove()
         self._leading = Hook("forward")
         current = session.start()
         if current is not None:
             self._progress.announce(current)
             made = has_optimizer()
-            self._progress.follow_passes(current, has_optimizer=made, passes_before=passes_before)
+            self._progress.follow_passes(current, has_optimizer=made, passes=passes)
             self._leading.replace(kind, "__call__", self._counted)
 
     def _counted(self, original: Any) -> Any:

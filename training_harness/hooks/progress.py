@@ -121,17 +121,17 @@ class Progress:
         if self.ended_by <= BATCH:
             self.end_steps_by(NOBODY if has_optimizer else BATCH)
 
-    def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes_before: int) -> None:
+    def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes: int) -> None:
         """Note the top-level module's calls; they end the steps where no optimizer was ever made.
 
         Args:
             current: this process's session.
             has_optimizer: an optimizer was made.
-            passes_before: calls that are over. One more is running.
+            passes: calls so far, the last of which is running.
         """
         self.tape.play()
-        if self.ended_by == NOBODY and not self.sees_passes and not has_optimizer:
-            self.step, self._passes = passes_before, 1
+        if passes and self.ended_by == NOBODY and not self.sees_passes and not has_optimizer:
+            self.step, self._passes = passes - 1, 1
         self.sees_passes = True
         current.before_farewell = self._end_last_pass
         if self.ended_by <= PASS:

@@ -1,0 +1,207 @@
+"""Code that was not written for Tidegauge: no DataLoader, no optimizer, a PYTHONPATH of its own, own processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collector.store.runs import Run
+from tests.conftest import TRAIN, bare_environment, wait_for
+from training_harness import layout
+
+SCRIPT = TRAIN.with_name("foreign.py")
+
+
+def tidegauge(home: Path, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "collector", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=bare_environment() | {layout.HOME_VARIABLE: str(home), "OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+def run_and_report(home: Path, *command: object, **options: object) -> tuple[str, dict]:
+    """The output of a command under Tidegauge with the card, and its report."""
+    done = tidegauge(home, "run", "--interval", "0.2", "--", *command, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr, report(home)
+
+
+def report(home: Path) -> dict:
+    return json.loads(tidegauge(home, "report", "--format", "json").stdout)
+
+
+def findings(reported: dict, kind: str) -> list[dict]:
+    return [finding for finding in reported["findings"] if finding["kind"] == kind]
+
+
+def test_a_leak_without_dataloader_and_optimizer_is_found_step_by_step(home):
+    output, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 14, 1024)
+    passes = int(output.split()[0])
+    assert (reported["run"]["step_unit"], reported["run"]["steps"]) == ("forward pass", passes)
+    (leak,) = findings(reported, "main-heap-leak")
+    assert leak["severity"] == "warning"
+    assert leak["since_step"] is not None
+    assert leak["rate"]["low"] > 10 * 2**20
+    assert reported["summary"]["data_wait_ratio"] is None
+    assert "no DataLoader seen" in output
+    assert "No training was seen" not in output
+
+
+def test_the_same_loop_without_the_leak_has_no_warning(home):
+    _, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 8, 0)
+    assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
+
+
+@pytest.mark.parametrize("count", [40])
+def test_the_outermost_module_is_counted_though_a_part_of_it_led_first(attached, count):
+    run = attached(SCRIPT, "passes_of_nested_modules", count)
+    assert run.done.returncode == 0, run.done.stderr
+    steps = run.table("step")
+    assert count - 1 <= steps["step"].max() + 1 - 5 <= count
+    assert run.events("hook-disabled").empty
+
+
+def test_a_compiled_model_compiles_and_counts_as_ever(attached):
+    run = attached(SCRIPT, "compiled", 20)
+    bare = subprocess.run(
+        [sys.executable, SCRIPT, "compiled", "20"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=bare_environment(),
+    )
+    assert bare.returncode == 0, bare.stderr
+    assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
+    assert run.table("step")["step"].max() + 1 == 20
+    assert run.events("hook-disabled").empty
+
+
+def test_time_between_forward_and_backward_is_seen_as_outside_the_step(home):
+    _, reported = run_and_report(home, sys.executable, SCRIPT, "own_batches", 100)
+    assert reported["run"]["steps"] == 100
+    assert reported["run"]["step_unit"] == "optimizer step"
+    outside = reported["summary"]["outside_step"]
+    assert outside["seconds"] >= 0.02
+    assert outside["ratio"] > 0.5
+    assert outside["cpu_ratio"] < 0.5, "it sleeps"
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        ["env", "PYTHONPATH=.", sys.executable],
+        [sys.executable, "-E"],
+        [sys.executable, "-I"],
+        ["env", "-u", "PYTHONPATH", sys.executable],
+    ],
+    ids=["PYTHONPATH=.", "-E", "-I", "without PYTHONPATH"],
+)
+def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, launch):
+    _, reported = run_and_report(home, *launch, SCRIPT, "own_batches", 20)
+    assert reported["run"]["steps"] == 20
+
+
+def test_where_nothing_can_attach_the_true_reason_is_told(home, tmp_path):
+    """Without site-packages torch must be found otherwise; then no file of ours runs at start-up."""
+    packages = Path(layout.__file__).parents[1], *map(Path, filter(os.path.isdir, sys.path))
+    path = os.pathsep.join(map(str, packages))
+    command = f"import sys; sys.path[:0] = {path!r}.split({os.pathsep!r}); import torch, time; time.sleep(2)"
+    _, reported = run_and_report(home, sys.executable, "-S", "-c", command, cwd=tmp_path)
+    (told,) = findings(reported, "cannot-tell")
+    assert "started with -S" in told["summary"]
+    assert "Leave -S out" in told["advice"][0]["text"]
+
+
+def test_a_program_without_training_is_told_as_such(home):
+    _, reported = run_and_report(home, sys.executable, "-c", "import torch, time; time.sleep(1)")
+    (told,) = findings(reported, "cannot-tell")
+    assert "attached to process" in told["summary"]
+    _, reported = run_and_report(home, "sleep", "3")
+    (told,) = findings(reported, "cannot-tell")
+    assert "none of its processes is Python" in told["summary"]
+
+
+def test_steps_are_the_childrens_and_the_parents_evaluation_is_no_loss_of_the_run(home):
+    _, reported = run_and_report(home, sys.executable, SCRIPT, "children_train_and_the_parent_evaluates")
+    assert (reported["run"]["steps"], reported["run"]["step_unit"]) == (80, "optimizer step")
+    assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
+
+
+def test_ranks_of_a_process_group_need_no_environment(home):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    _, reported = run_and_report(home, sys.executable, SCRIPT, "ranks_without_environment", port)
+    assert reported["run"]["steps"] == 20, "ranks step together"
+    assert {finding["locus"].get("rank") for finding in findings(reported, "compute-bound")} == {0, 1}
+
+
+def test_children_that_compute_samples_are_no_reading(home):
+    _, reported = run_and_report(home, sys.executable, SCRIPT, "samples_from_children")
+    (slow,) = findings(reported, "workers-too-slow")
+    assert slow.get("limited_by") != "io"
+    assert {each["name"]: each["value"] for each in slow["evidence"]}["fetch_children_cpu_ratio"] > 0.3
+
+
+def test_an_exception_tells_its_line_in_plain_text_and_the_loader_its_own(home):
+    done = tidegauge(home, "run", "--", sys.executable, SCRIPT, "raises_in_colour")
+    assert done.returncode == 1
+    (crash,) = findings(report(home), "crashed")
+    assert "foreign.py:" in crash["summary"]
+    assert "in raises_in_colour: the loss is nan" in crash["summary"]
+    run = Run(next((home / "runs").iterdir()))
+    told = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
+    (loader,) = [event for event in told if event["kind"] == "loader"]
+    assert (Path(loader["file"]).name, loader["variable"]) == ("foreign.py", "train_loader")
+
+
+def test_a_training_that_the_command_leaves_in_the_background_is_told_to_run(home, tmp_path):
+    script = tmp_path / "background.sh"
+    script.write_text(f"{sys.executable} {SCRIPT} written_by_hand 15 0 > /dev/null 2>&1 &\n")
+    output, _ = run_and_report(home, "bash", script)
+    assert "still runs" in output
+    assert "running, exit status 0" in output
+    wait_for(lambda: report(home)["run"]["status"] == "finished", "the end of the training")
+
+
+def test_a_watch_that_is_given_up_leaves_a_running_process(home):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        watch = subprocess.Popen(
+            [sys.executable, "-P", "-m", "collector", "watch", str(process.pid), "--interval", "0.2"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=bare_environment() | {layout.HOME_VARIABLE: str(home)},
+        )
+        wait_for(lambda: list(home.glob("runs/*/journal/*.process.*")), "a sample")
+        watch.send_signal(signal.SIGINT)
+        card = watch.communicate(timeout=60)[1]
+        assert "running when the watch ended" in card
+        assert "finished" not in card
+        process.kill()
+
+
+def test_a_notebook_is_judged_when_it_detaches(home):
+    with subprocess.Popen(
+        [sys.executable, str(SCRIPT), "detaches"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=bare_environment() | {layout.HOME_VARIABLE: str(home)},
+    ) as notebook:
+        run_dir = Path(notebook.stdout.readline().strip())
+        log = run_dir / "collector.log"
+        wait_for(lambda: log.exists() and "finished, 20 steps" in log.read_text(), "the verdict")
+        assert notebook.poll() is None
+        notebook.kill()
