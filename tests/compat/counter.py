@@ -1,9 +1,9 @@
 """Counts what a training does, in the training's own processes and without Tidegauge.
 
 Python imports this at start-up through `counter.pth`, which `run.py` puts into the environment of the programs, so
-every process of a program has it: ranks, children and workers alike, bare and attached. Once `torch` is imported, each
-optimizer step, each batch that a DataLoader's iterator returns and each forward pass of an outermost module appends
-one line to a file of the process in `$COMPAT_COUNTS`. `truth.py` reads these files.
+every process of a program has it: ranks, children and workers alike, bare and attached. Once `torch` is imported,
+each optimizer step, each batch that a DataLoader's iterator returns and each forward pass of an outermost module
+appends one line to a file of the process in `$COMPAT_COUNTS`. `truth.py` reads these files.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python tests/compat/run.py [PROGRAM…]
 
-Without arguments all programs run. The environment `.compat/` is made once: it sees the packages of this interpreter
-and has those of `requirements.txt`. The table of docs/compatibility.md is written anew; a program that did not run
-this time keeps the row of its newest run. Exit status 1: something differs.
+Without arguments all programs run. The environment in `.compat/` is made once: it sees the packages of this
+interpreter and has those of `requirements.txt`. The table of docs/compatibility.md is written anew; a program that
+did not run this time keeps the row of its newest run. Exit status 1: something differs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from programs_list import PROGRAMS, Program
-
 import truth
+from programs_list import PROGRAMS, Program
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-ENVIRONMENT = REPOSITORY / ".compat"
-RESULTS = ENVIRONMENT / "results"
+ENVIRONMENT = REPOSITORY / ".compat" / "environment"
+RESULTS = REPOSITORY / ".compat" / "results"
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 #: Line of a counter.pth: Python runs it at start-up.
@@ -40,6 +39,8 @@ START = (
 )
 LOSS = re.compile(r"(loss|sum|accuracy|probabilities)\b.* \S+$")
 TIMEOUT_SECONDS = 300
+#: Two cores have to do for the training and its workers: with more threads a report of too few cores would be right.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def make_environment() -> None:
-    """Create `.compat/`, unless it is there with these very requirements."""
+    """Create the environment, unless it is there with these very requirements."""
     pins, stamp = (HERE / "requirements.txt").read_text(), ENVIRONMENT / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != pins:
         subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
@@ -92,7 +93,7 @@ def make_environment() -> None:
 
 
 def packages() -> Path:
-    """Return the folder of packages of `.compat/`."""
+    """Return the folder of packages of the environment."""
     return next(ENVIRONMENT.glob("lib/python*/site-packages"))
 
 
@@ -124,7 +125,7 @@ def execute(program: Program, place: Path, before: tuple[str, ...]) -> Outcome:
     counts = place / "counts"
     counts.mkdir(parents=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TIDEGAUGE", "PYTHON"))}
-    ours = {"COMPAT_COUNTS": str(counts), "COMPAT_COUNTER": str(HERE), "PYTHONHASHSEED": "0"}
+    ours = {"COMPAT_COUNTS": str(counts), "COMPAT_COUNTER": str(HERE), "PYTHONHASHSEED": "0", **ONE_THREAD}
     script = str(HERE / "programs" / program.file)
     command = [*before, str(ENVIRONMENT / "bin" / "python"), *program.launcher, script]
     try:

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     loader = StatefulDataLoader(dataset, batch_size=32, num_workers=2)
     train(model, optimizer, loader, 40)
     state = loader.state_dict()
+    del loader
     resumed = StatefulDataLoader(dataset, batch_size=32, num_workers=2)
     resumed.load_state_dict(state)
     train(model, optimizer, resumed, 1000)

@@ -1,8 +1,8 @@
 """Makes the Python part of torchvision importable beside a build of torch for CPUs.
 
 The package index has torchvision for CUDA only, and its compiled operators do not load without CUDA. Two of their
-names are declared here, so that timm and Ultralytics import; `nms`, which Ultralytics calls in validation, is done in
-Python. torchvision has a folder of its own, since other libraries would try to import it where they find it.
+names are declared here, so that timm and Ultralytics import; `nms`, which Ultralytics calls in validation, is done
+in Python. torchvision has a folder of its own, since other libraries would try to import it where they find it.
 """
 
 from __future__ import annotations
@@ -33,3 +33,7 @@ library = torch.library.Library("torchvision", "FRAGMENT")
 for operator in ("nms", "qnms"):
     library.define(operator + _SCHEMA)
 library.impl("nms", _nms, "CPU")
+
+import torchvision.extension  # noqa: E402
+
+torchvision.extension._has_ops = lambda: True  # `nms` is the only one that is called
