@@ -39,7 +39,7 @@ START = (
 )
 LOSS = re.compile(r"(loss|sum|accuracy|probabilities)\b.* \S+$")
 TIMEOUT_SECONDS = 300
-#: Two cores have to do for the training and its workers: with more threads a report of too few cores would be right.
+#: Two cores have to do for the training and its workers: with more threads a report of too few would be right.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

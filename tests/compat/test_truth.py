@@ -3,7 +3,6 @@
 import json
 
 import pytest
-
 from truth import Truth, read
 
 
