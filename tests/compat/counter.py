@@ -65,7 +65,7 @@ class Depth(threading.local):
     value = 0
 
 
-log = Log()
+log, optimizers, stepping = Log(), Numbers(), Depth()
 
 
 def world_size() -> int:
@@ -78,32 +78,35 @@ def world_size() -> int:
 
 def count_steps(torch: Any) -> None:
     """Wrap the `step` of every optimizer class when its first optimizer is made."""
-    numbers, depth, wrapped = Numbers(), Depth(), set()
+    wrapped: set[type] = set()
     initialise = torch.optim.Optimizer.__init__
-
-    def counted(original: Any) -> Any:
-        @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            depth.value += 1
-            try:
-                result = original(self, *args, **kwargs)
-            finally:
-                depth.value -= 1
-            if depth.value == 0:  # not a step that a derived class's step calls
-                log.write("step", numbers.of(self))
-            return result
-
-        return step
 
     @functools.wraps(initialise)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        kind = type(self)
-        if kind not in wrapped:
-            wrapped.add(kind)
-            kind.step = counted(kind.step)
+        if type(self) not in wrapped:
+            wrapped.add(type(self))
+            count_steps_of(type(self))
 
     torch.optim.Optimizer.__init__ = made
+
+
+def count_steps_of(kind: Any) -> None:
+    """Wrap the `step` of this class; a program calls it whose optimizer is not one of torch's."""
+    original = kind.step
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stepping.value += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            stepping.value -= 1
+        if stepping.value == 0:  # not a step that a derived class's step calls
+            log.write("step", optimizers.of(self))
+        return result
+
+    kind.step = step
 
 
 def count_batches(torch: Any) -> None:

@@ -21,7 +21,7 @@ def train(rank, store):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     dataset = Digits()
     sampler = DistributedSampler(dataset, RANKS, rank, seed=0)
-    loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=1)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=1, persistent_workers=True)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for images, labels in loader:

@@ -1,5 +1,8 @@
 """Fastai: `Learner.fit_one_cycle` with its own DataLoader, optimizer and validation."""
 
+import sys
+
+import fastai.callback.schedule  # noqa: F401
 import torch
 from fastai.basics import DataLoader, DataLoaders, Learner, accuracy
 from fastai.callback.progress import ProgressCallback
@@ -7,6 +10,8 @@ from generated import Digits, seed, small_net, tell
 
 if __name__ == "__main__":
     seed()
+    if "counter" in sys.modules:  # this optimizer is not derived from torch's
+        sys.modules["counter"].count_steps_of(fastai.optimizer.Optimizer)
     loaders = DataLoaders(
         DataLoader(Digits(), bs=64, shuffle=True, num_workers=1), DataLoader(Digits(512), bs=128, num_workers=1)
     )

@@ -22,5 +22,14 @@ if __name__ == "__main__":
     model = YOLO("yolo11n.yaml")
     model.add_callback("on_train_epoch_end", lambda trainer: [tell(part) for part in trainer.tloss.values()])
     model.train(
-        data=str(yaml), imgsz=96, epochs=2, batch=8, workers=2, device="cpu", seed=0, plots=False, project=str(data)
+        data=str(yaml),
+        imgsz=96,
+        epochs=2,
+        batch=8,
+        nbs=8,
+        workers=2,
+        device="cpu",
+        seed=0,
+        plots=False,
+        project=str(data),
     )
