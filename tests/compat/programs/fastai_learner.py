@@ -2,7 +2,7 @@
 
 import sys
 
-import fastai.callback.schedule  # noqa: F401
+import fastai.callback.schedule
 import torch
 from fastai.basics import DataLoader, DataLoaders, Learner, accuracy
 from fastai.callback.progress import ProgressCallback
