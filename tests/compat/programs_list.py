@@ -18,7 +18,7 @@ class Program:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29531")
-ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--main_process_port=29532")
+LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes=1")
 
 PROGRAMS = (
     Program(
@@ -26,7 +26,8 @@ PROGRAMS = (
     ),
     Program("timm", "timm_train.py", "`create_loader`, `create_model`, `create_optimizer_v2`", ("timm",)),
     Program("accelerate", "accelerate_cv.py", "`prepare`, gradient accumulation, validation", ("accelerate",)),
-    Program("accelerate-launch", "accelerate_cv.py", "the same by `accelerate launch`, 2 ranks", (), ACCELERATE),
+    Program("accelerate-launch", "accelerate_cv.py", "the same by `accelerate launch`", (), LAUNCH),
+    Program("accelerate-ddp", "accelerate_cv.py", "the same by `torchrun`, 2 ranks", (), TORCHRUN),
     Program("lightning", "lightning_trainer.py", "`Trainer.fit` with validation, `Trainer.test`", ("lightning",)),
     Program("fabric", "lightning_fabric.py", "Lightning Fabric, a loop of one's own", ("lightning",)),
     Program("transformers", "transformers_trainer.py", "`Trainer`, a tiny GPT-2, evaluation", ("transformers",)),

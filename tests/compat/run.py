@@ -172,7 +172,8 @@ def unexpected(program: Program, result: dict[str, Any]) -> list[str]:
 def write_page() -> None:
     """Write the table of the page anew, from the newest result of every program."""
     versions = {
-        package.name.lower(): package.version for package in distributions(path=[*sys.path, str(packages())])
+        package.name.lower().replace("_", "-"): package.version
+        for package in distributions(path=[*sys.path, str(packages())])
     }
     rows = [
         "| program | what it runs | processes | exit status | losses | steps | batches | workers | findings |",
