@@ -71,7 +71,7 @@ versions: setup
 	$(BIN)/python scripts/versions.py
 
 # Trainers of other libraries, bare and attached, beside an independent count; writes the table of
-# docs/compatibility.md (about 10 minutes, 1 GB).
+# docs/compatibility.md (about 10 minutes, 350 MB).
 compat: setup
 	$(BIN)/python tests/compat/run.py $(COMPAT)
 
