@@ -8,7 +8,7 @@ PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus postgres kills crashes versions install-check clean
+.PHONY: setup demo test lint types layers unit browser prometheus postgres kills crashes versions compat install-check clean
 
 setup: $(STAMP)
 
@@ -70,9 +70,14 @@ crashes: setup
 versions: setup
 	$(BIN)/python scripts/versions.py
 
+# Trainers of other libraries, bare and attached, beside an independent count; writes the table of
+# docs/compatibility.md (about 10 minutes, 350 MB).
+compat: setup
+	$(BIN)/python tests/compat/run.py $(COMPAT)
+
 # The base install and the collector's in fresh environments, used as a user would (about 2 minutes, 1 GB).
 install-check: setup
 	$(BIN)/python scripts/install_check.py
 
 clean:
-	rm -rf $(VENV) .versions test-artifacts
+	rm -rf $(VENV) .versions .compat test-artifacts
