@@ -112,6 +112,7 @@ STEP = Stream(
         Column("other_ns", "q", "ns", "the rest of the step"),
         Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, without a DataLoader"),
         Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
+        Column("passes_count", "i", "count", "calls of the top-level module within the step; without a DataLoader"),
         _SAMPLES,
         Column("unit", "b", "enum", "what ended it: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"),
     ),

@@ -20,7 +20,8 @@ from collector.store.runs import ProcessKey
 from training_harness.records import INLINE_WORKER
 
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
-_REMADE = 3  # loaders with the same settings in one process are one loop
+#: Loaders with the same settings in one process are one loop; fewer suffice where one line made them.
+_REMADE, _REMADE_AT_ONE_LINE = 3, 2
 _EPOCHS = 1e6  # more passes than one loader ever makes
 
 
@@ -81,7 +82,7 @@ def same_loop(
     Of loaders that look alike (sampler and length of the dataset too), only those are one that follow on
     each other: loaders that are in use by turns are different ones.
     """
-    if sum(main == key for main, _ in settings) < _REMADE:
+    if sum(main == key for main, _ in settings) < _REMADE_AT_ONE_LINE:
         return {}
     last_used = _last_used(written(tables, "batch", key))
     alike: dict[str, list[list[int]]] = {}
@@ -99,7 +100,7 @@ def same_loop(
         loader: max(chain)
         for chains in alike.values()
         for chain in chains
-        if len(chain) >= _REMADE
+        if len(chain) >= (_REMADE_AT_ONE_LINE if settings[key, chain[0]].get("line") else _REMADE)
         for loader in chain
     }
 

@@ -10,7 +10,7 @@ import pandas as pd
 from collector.diagnosis.contention import queued_ratio
 from collector.diagnosis.costs import confidence, costly, lost_ratio, measured
 from collector.diagnosis.findings import Advice, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, origin_ns, whole, window_text, written
+from collector.diagnosis.frames import SECOND_NS, floats, median, origin_ns, whole, window_text, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.quantities import count, duration, percent
@@ -43,7 +43,10 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     usual = float(np.median(work))
     spread = 1.4826 * float(np.median(np.abs(work - usual)))
     long = work > usual + max(_NOISE * spread, 0.5 * usual)
-    long &= ~_beside_an_epoch(tables, steps, main)
+    passes = floats(
+        steps, "passes_count"
+    )  # of the model: more of them are a rollout or an evaluation, and no pause
+    long &= ~(_beside_an_epoch(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
     at = np.flatnonzero(long)
     if len(at):  # a single step that is somewhat longer, by chance, is not one of them
         at = at[work[at] - usual >= _ALIKE * np.quantile(work[at] - usual, 0.75)]

@@ -253,7 +253,6 @@ def test_the_json_is_the_public_form():
         "attempts": 1,
         "steps": 1200,
         "step_unit": "optimizer step",
-        "watch_ended": False,
         "batches": 1200,
         "duration_seconds": 61.2,
         "workers_reporting": [4, 4],

@@ -40,7 +40,7 @@ def small_disk(tmp_path: Path):
 
 
 def step_record(number: int) -> list[int]:
-    return [number, number] + [MISSING_INT64] * 8 + [1, 4, 2]
+    return [number, number] + [MISSING_INT64] * 8 + [1, 0, 4, 2]
 
 
 def steps_in(directory_owner: Run) -> list[int]:

@@ -49,7 +49,7 @@ class IterState:
         self.looked = self.inline
         self.in_order = getattr(loader, "in_order", True)
         #: What an iterable dataset yields, and whether its last batch is full, only it knows.
-        self.countable = loader.batch_sampler is not None and not is_iterable(loader)
+        self.countable = getattr(loader, "batch_sampler", None) is not None and not is_iterable(loader)
         #: Looking at a batch's tensors takes some 5 µs: of batches that follow each other closely one is weighed.
         self.weigh_at_ns = 0
         self.dead: set[int] = set()

@@ -240,8 +240,11 @@ class Progress:
         if self._outside_read_ns and not self.sees_batches:
             outside_cpu_ns = self._outside_cpu_ns * spent_ns[OTHER] // self._outside_read_ns
         samples = self._samples if self._samples > 0 else MISSING_INT32
+        passes = self._passes if self.sees_passes else MISSING_INT32
         unit = self.ended_by - 1
-        current.step((now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, self._batches, samples, unit))
+        current.step(
+            (now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, self._batches, passes, samples, unit)
+        )
         if self.uses_cuda and self._device_times_hook.active:
             try:
                 self._device_times.step_ended(current, self.step, now_ns)

@@ -92,7 +92,7 @@ def _configuration(loader: Any) -> dict[str, Any]:
         "persistent_workers": bool(getattr(loader, "persistent_workers", False)),
         "in_order": getattr(loader, "in_order", True),
         "start_method": _start_method(context),
-        "dataset": type(loader.dataset).__qualname__,
+        "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
         "sampler": type(getattr(loader, "sampler", None)).__qualname__,
         "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
