@@ -64,6 +64,7 @@ class ForwardHook(Hook):
 
     def remove(self) -> None:
         """Take everything out."""
+        self._progress.tape.play()
         self.end_discovery()
         self._leading.remove()
         super().remove()
@@ -90,6 +91,7 @@ class ForwardHook(Hook):
 
     def lead(self, kind: type, passes: int = 0) -> None:
         """Count the calls of this class from now on, with those so far; no other class counts any longer."""
+        self._progress.tape.play()  # calls that are logged count only while their hook is active
         self._leading.remove()
         self._leading = Hook("forward")
         current = session.start()
