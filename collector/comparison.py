@@ -64,8 +64,8 @@ class Condition:
 def measures(snapshot: queries.Queryable, span: queries.Span, verdict: Verdict | None) -> dict[str, Measure]:
     """The figures that a change is judged by, as `FIGURES` names them; steps and batches are those of the span."""
     step = queries.step_summary(snapshot, span)
-    made = loading_queries.throughput(snapshot, span)
     summary = verdict.summary if verdict else {}
+    made = loading_queries.throughput(snapshot, span, summary.get("throughput", {}).get("training_loaders"))
     peak = summary.get("peak", {})
     values = {
         "step_p50": step["p50_ms"],

@@ -32,9 +32,9 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
     has_loader = not loading_queries.loaders(moment.snapshot).empty
     items = [
-        Metric(label="Steps", value=number(_next(step["step"])), help="Optimizer steps so far, of one rank"),
+        Metric(label="Steps", value=number(_next(step["step"])), help=f"{_unit(moment)} so far, of one rank"),
         Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
-        Metric(label="Data wait", value=percent(_data_wait(moment)), help="Share of the loop's time, whole run"),
+        _data_wait(moment),
         _throughput(moment),
         _host_peak(moment),
         _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=has_loader),
@@ -143,19 +143,32 @@ def _next(step: float) -> float | None:
 
 
 def _throughput(moment: Moment) -> Metric:
-    made = loading_queries.throughput(moment.snapshot, moment.span)
+    loaders = moment.verdict.summary["throughput"]["training_loaders"] if moment.verdict else None
+    made = loading_queries.throughput(moment.snapshot, moment.span, loaders)
     unit = "samples" if known(made["samples_per_second"]) else "batches"
     value = made[f"{unit}_per_second"]
     return Metric(
         label="Throughput",
         value=quantity(value, f"{unit}/second"),
-        help=f"Over {int(made['n']):,} batches, the chosen ranks together",
+        help=f"Over {int(made['n']):,} batches of training, the chosen ranks together",
     )
 
 
-def _data_wait(moment: Moment) -> float | None:
-    """The verdict's own figure, so that report and dashboard agree."""
-    return moment.verdict.summary["data_wait_ratio"] if moment.verdict else None
+def _unit(moment: Moment) -> str:
+    units = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
+    return units.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
+
+
+def _data_wait(moment: Moment) -> Metric:
+    """Show the verdict's own figure, so that report and dashboard agree; without a DataLoader the time outside."""
+    summary = moment.verdict.summary if moment.verdict else {}
+    outside = summary.get("outside_step")
+    if summary.get("data_wait_ratio") is None and outside is not None:
+        computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
+        words = f"Share of step time outside forward, backward and optimizer{computing}; no DataLoader was seen"
+        return Metric(label="Outside the step", value=percent(outside["ratio"]), help=words)
+    words = "Share of the loop's time, whole run"
+    return Metric(label="Data wait", value=percent(summary.get("data_wait_ratio")), help=words)
 
 
 def _hosts_count(moment: Moment) -> int:

@@ -137,20 +137,21 @@ def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
     return float(changes.groupby(rows["time_ns"]).sum().cumsum().max())
 
 
-def _throughput(tables: RunTables) -> dict[str, float | None]:
+def _throughput(tables: RunTables) -> dict[str, Any]:
     batch, step = (Lifecycle(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
-    trained = in_training(tables, batch)
+    chosen = training_loaders(tables)
+    trained = _of_loaders(batch, chosen)
     samples = floats(trained, "samples_count")
     return {
         "steps_per_second": _per_second(step, np.ones(len(step)), per_rank=True),
         "batches_per_second": _per_second(batch, np.ones(len(batch))),
         "samples_per_second": _per_second(trained, samples) if np.isfinite(samples).any() else None,
+        "training_loaders": None if chosen is None else sorted({loader for *_, loader in chosen}),
     }
 
 
-def in_training(tables: RunTables, batch: pd.DataFrame) -> pd.DataFrame:
-    """Return the batches of the loaders that training takes its batches from, without those of validation."""
-    chosen = training_loaders(tables)
+def _of_loaders(batch: pd.DataFrame, chosen: set[tuple[str, int, int, int]] | None) -> pd.DataFrame:
+    """Return the batches of these loaders, of all where none are chosen."""
     if chosen is None or batch.empty:
         return batch
     keys = zip(batch["host"], batch["pid"], batch["start_ticks"], batch["loader"], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -49,13 +50,22 @@ def used_loaders(snapshot: Queryable, within: Span) -> list[int]:
     return [int(loader) for loader in table["loader"]]
 
 
-def throughput(snapshot: Queryable, within: Span) -> pd.Series:
-    """Of the batches yielded in the span, all ranks together: n, and batches and samples per second."""
+def throughput(snapshot: Queryable, within: Span, training_loaders: Sequence[int] | None = None) -> pd.Series:
+    """Return n, batches and samples per second of the batches yielded in the span, all ranks together.
+
+    Args:
+        snapshot: of the run.
+        within: the span.
+        training_loaders: the loaders whose batches count, without those of validation; all by default.
+    """
+    chosen = (
+        "" if training_loaders is None else f" AND loader IN ({', '.join(map(str, training_loaders)) or 'NULL'})"
+    )
     seconds = "nullif((max(time_ns + last_after_ns) - min(time_ns)) / 1e9, 0)"
     return snapshot.query(
         f"SELECT coalesce(sum(n), 0)::BIGINT n, (sum(n) - 1) / {seconds} batches_per_second, "
         f"(sum(samples_count) - arg_min(samples_count_first, time_ns)) / {seconds} samples_per_second "
-        f"FROM {tiled(within, 'batch')} WHERE {OF_SPAN}",
+        f"FROM {tiled(within, 'batch')} WHERE {OF_SPAN}{chosen}",
         within.params,
     ).iloc[0]
 
