@@ -42,6 +42,11 @@ def _install_loader() -> Hook:
     return hook
 
 
+def _install_fastai() -> Hook | None:
+    step_hook = _hooks.get("step")
+    return steps.install_fastai(step_hook) if isinstance(step_hook, steps.StepHook) else None
+
+
 def _install_compiled_passes() -> Hook | None:
     passes = _hooks.get("forward")
     if not isinstance(passes, forward_passes.ForwardHook):
@@ -106,6 +111,7 @@ HOOKS["trial:torchdata"] = (
     functools.partial(trial.install, _STATEFUL, "StatefulDataLoader"),
 )
 HOOKS["compiler"] = (frozenset({"torch._dynamo.eval_frame"}), compiler.install)
+HOOKS["step:fastai"] = (frozenset({steps.FASTAI}), _install_fastai)
 HOOKS["forward:compiled"] = (frozenset({"torch._dynamo.eval_frame"}), _install_compiled_passes)
 #: Modules whose import makes a hook possible.
 TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))

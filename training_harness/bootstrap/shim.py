@@ -30,6 +30,7 @@ _TRIGGERS = {
     "torchvision.transforms.v2._container",
     "torchdata.stateful_dataloader.stateful_dataloader",
     "albumentations.core.composition",
+    "fastai.optimizer",
 }
 
 

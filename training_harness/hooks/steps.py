@@ -20,13 +20,22 @@ from training_harness.hooks.patching import Hook
 from training_harness.hooks.phases import BACKWARD, OPTIMIZE, OTHER
 from training_harness.hooks.progress import OPTIMIZER, UNREAD, USER, Progress
 
+FASTAI = "fastai.optimizer"
+
 
 def _nobody() -> None:
     """Stands for a weak reference to no optimizer."""
 
 
 class StepHook(Hook):
-    """Sees every `Optimizer.step` of the process."""
+    """Sees every `Optimizer.step` of the process.
+
+    Attributes:
+        before, after: torch's hooks, which take the optimizer, its arguments and its named arguments.
+    """
+
+    before: Callable[[Any, Any, Any], None]
+    after: Callable[[Any, Any, Any], None]
 
     def __init__(self, progress: Progress) -> None:
         super().__init__("step")
@@ -103,8 +112,31 @@ def install(progress: Progress) -> StepHook:
 
     with StepHook(progress) as hook:
         stepping, stepped, boundary_cpu_clock = hook.stepping, hook.stepped, progress.boundary_cpu_clock
+        hook.before, hook.after = before, after
         hook.on_remove(module.register_optimizer_step_pre_hook(before).remove)
         hook.on_remove(module.register_optimizer_step_post_hook(after).remove)
+        return hook
+
+
+def install_fastai(step_hook: StepHook) -> Hook:
+    """Replace `step` of fastai's own optimizers, which are none of torch's (fastai/optimizer.py).
+
+    Raises:
+        AttributeError: this fastai has no such class.
+    """
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            step_hook.before(optimizer, args, kwargs)
+            result = original(optimizer, *args, **kwargs)
+            step_hook.after(optimizer, args, kwargs)
+            return result
+
+        return step
+
+    with Hook("step:fastai") as hook:
+        hook.replace(sys.modules[FASTAI].Optimizer, "step", make)
         return hook
 
 
