@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.accuracy.kept import disturbed, kept_run
+from benchmarks.accuracy.programs import PROGRAMS, Pair
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
 from collector.diagnosis.frames import floats
 from collector.diagnosis.limits import worker_limit
@@ -35,7 +36,6 @@ from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
 
-Pair = tuple[int, int]  # num_workers, prefetch_factor
 SWEEP: tuple[Pair, ...] = ((0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (2, 1), (4, 1), (2, 4), (4, 4))
 BATCHES = 150
 FIRST_BATCHES = 250
@@ -144,7 +144,7 @@ LOADERS = {
 }
 MEMORY = {"memory": heavy, "memory, caches": caches}
 MEMORY_PAIRS: tuple[Pair, ...] = ((1, 2), (3, 4), (4, 2), (4, 4))
-TRAININGS = {name: loader.draw for name, loader in LOADERS.items()} | MEMORY
+TRAININGS = {name: loader.draw for name, loader in (LOADERS | PROGRAMS).items()} | MEMORY
 
 
 @dataclass(frozen=True)

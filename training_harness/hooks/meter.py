@@ -30,6 +30,7 @@ class Fetched(NamedTuple):
     wall_ns: int
     cpu_ns: int = MISSING_INT64
     process_cpu_ns: int = MISSING_INT64
+    children_cpu_ns: int = MISSING_INT64
     run_queue_ns: int = MISSING_INT64
     blocked_ns: int = MISSING_INT64
     major_faults: int = MISSING_INT32
@@ -63,6 +64,7 @@ class FetchMeter:
             self._full_at_ns = now_ns
             self._run_queue_ns = self._run_queue()
             self._process_cpu_ns = time.process_time_ns()
+            self._children_cpu_ns = _children_cpu_ns()
             self._cpu_ns = time.thread_time_ns()
             now_ns = time.monotonic_ns()
         self.begun_ns = now_ns
@@ -75,6 +77,7 @@ class FetchMeter:
             return Fetched(wall_ns)
         cpu_ns = time.thread_time_ns() - self._cpu_ns
         process_cpu_ns = time.process_time_ns() - self._process_cpu_ns
+        children_cpu_ns = _children_cpu_ns() - self._children_cpu_ns
         waited_ns = max(0, wall_ns - cpu_ns)
         run_queue_ns = min(waited_ns, self._run_queue() - self._run_queue_ns)
         blocked_ns = waited_ns - run_queue_ns
@@ -84,7 +87,8 @@ class FetchMeter:
         if read_before != MISSING_INT64:
             read_bytes = max(0, self._read_bytes - read_before - _OWN_READS_BYTES)
         major, minor = self._major - major_before, self._minor - minor_before
-        return Fetched(wall_ns, cpu_ns, process_cpu_ns, run_queue_ns, blocked_ns, major, minor, read_bytes)
+        spent = (cpu_ns, process_cpu_ns, children_cpu_ns, run_queue_ns, blocked_ns)
+        return Fetched(wall_ns, *spent, major, minor, read_bytes)
 
     def _run_queue(self) -> int:
         return int(os.pread(self._schedstat, 64, 0).split()[1])
@@ -96,6 +100,12 @@ class FetchMeter:
             return usage.ru_majflt, usage.ru_minflt, MISSING_INT64
         text = os.pread(self._io, 64, 0)
         return usage.ru_majflt, usage.ru_minflt, int(text[7 : text.index(b"\n")])
+
+
+def _children_cpu_ns() -> int:
+    """CPU time of the children that ended and were waited for (getrusage(2)), in whole microseconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round((usage.ru_utime + usage.ru_stime) * 1e9)
 
 
 def _open(path: str) -> int:

@@ -1,0 +1,149 @@
+"""Are predictions of other settings right for programs that the rules do not come from?
+
+    python -m benchmarks.accuracy predictions [--repeats 1] [--only PROGRAM …] [--keep DIR]
+
+Each of `programs.PROGRAMS` runs once in its own setting. Then the settings that are predicted from that run are
+measured, and its own once more, in a second run on other samples. With `--keep` the runs stay there, and runs that
+are there are only judged again. A page in Markdown is printed at the end. It takes about 10 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.accuracy.kept import disturbed
+from benchmarks.accuracy.programs import PROGRAMS
+from benchmarks.accuracy.stalls_settings import Pair, rate, trained
+from collector.diagnosis.limits import worker_limit
+from collector.diagnosis.loops import loops
+from collector.diagnosis.replay import Setting
+from collector.diagnosis.tuning import Forecast, Option, forecast
+
+SOURCE_BATCHES = 400
+BATCHES = 300
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One setting of one program: batches per second as predicted and as measured."""
+
+    pair: Pair
+    option: Option
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a ratio."""
+        return self.option.batches_per_second / self.measured - 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the measurement lies in the interval."""
+        return self.option.low <= self.measured <= self.option.high
+
+    @property
+    def width(self) -> float:
+        """Width of the interval, as a ratio of the prediction."""
+        return (self.option.high - self.option.low) / self.option.batches_per_second
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One repeat of one program; `refusal` says why nothing was predicted.
+
+    `repeat_error` is what the program's own setting gave when it was measured once more, as a ratio.
+    """
+
+    name: str
+    settings: tuple[Measured, ...]
+    refusal: str
+    repeat_error: float
+    is_disturbed: bool
+
+
+def judge(home: Path, name: str, seed: int) -> Judged:
+    """Run a program in its own setting and in the others, unless the runs were kept, and compare."""
+    program = PROGRAMS[name]
+    folder = home / f"{name}-{seed}"
+    tables, (loop,) = trained(folder / "from", name, seed, [program.source], SOURCE_BATCHES)
+    pairs = [*program.others, program.source]
+    measured_tables, measured = trained(folder / "measured", name, seed, pairs, BATCHES)
+    outlook = forecast(tables, loop, shared_io=worker_limit(tables, loop).by == "io")
+    rates = [rate(each) for each in measured]
+    found = []
+    if isinstance(outlook, Forecast):
+        in_order = loop.in_order
+        asked = [Setting(num_workers=n, prefetch_factor=p, in_order=in_order) for n, p in program.others]
+        options = outlook.at(asked)
+        found = [Measured(*each) for each in zip(program.others, options, rates, strict=False)]
+    return Judged(
+        name=name,
+        settings=tuple(found),
+        refusal=outlook if isinstance(outlook, str) else "",
+        repeat_error=rates[-1] / rate(loop) - 1,
+        is_disturbed=any(disturbed(each, loops(each)[0].main) for each in (tables, measured_tables)),
+    )
+
+
+def row(name: str, judged: Sequence[Judged]) -> str:
+    """A row of the table."""
+    again = max((abs(each.repeat_error) for each in judged), default=float("nan"))
+    settings = [one for each in judged for one in each.settings]
+    if not settings:
+        return f"| {name} | 0 | — | — | — | {again:.0%} |"
+    errors, widths = [abs(one.error) for one in settings], [one.width for one in settings]
+    held = sum(one.is_held for one in settings)
+    return (
+        f"| {name} | {len(settings)} | {statistics.median(errors):.0%}, {max(errors):.0%} | {held} of {len(settings)} "
+        f"| {statistics.median(widths):.0%}, {max(widths):.0%} | {again:.0%} |"
+    )
+
+
+def page(judged: Sequence[Judged]) -> str:
+    """The table."""
+    head = ["program", "settings", "error: median, worst", "in the interval", "width: median, worst"]
+    lines = ["## Other programs", "", "| " + " | ".join([*head, "the same setting again: worst"]) + " |"]
+    lines.append("|---" * 6 + "|")
+    for name in dict.fromkeys(each.name for each in judged):
+        lines.append(row(name, [each for each in judged if each.name == name]))
+    lines.append(row("**all**", judged))
+    lines += ["", f"{sum(each.is_disturbed for each in judged)} of {len(judged)} rounds were disturbed."]
+    lines += [f"{each.name}: {each.refusal}." for each in judged if each.refusal]
+    return "\n".join(lines)
+
+
+def told(one: Measured) -> str:
+    """One setting in a line."""
+    option = one.option
+    return (
+        f"{one.pair[0]} x {one.pair[1]}: {option.batches_per_second:.1f} ({option.low:.1f}-{option.high:.1f}), "
+        f"measured {one.measured:.1f}, {one.error:+.0%}{'' if one.is_held else ' MISSED'}"
+    )
+
+
+def judge_all(home: Path, names: Iterable[str], repeats: int) -> list[Judged]:
+    """Judge programs by turns: side by side they would disturb each other."""
+    judged = []
+    for name in names:
+        for seed in range(repeats):
+            judged.append(judge(home, name, seed))
+            words = "; ".join(map(told, judged[-1].settings)) or judged[-1].refusal
+            hint = " (disturbed)" if judged[-1].is_disturbed else ""
+            print(f"{name} {seed}{hint}, again {judged[-1].repeat_error:+.0%}: {words}", file=sys.stderr)
+    return judged
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM")
+    parser.add_argument("--keep", type=Path, metavar="DIR")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        print(page(judge_all(options.keep or Path(scratch), options.only, options.repeats)))
