@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy predictions [--repeats 1] [--only PROGRAM …] [--keep DIR]
 
 Each of `programs.PROGRAMS` runs once in its own setting. Then the settings that are predicted from that run are
-measured, and its own once more, in a second run on other samples. With `--keep` the runs stay there, and runs that
+measured, and its own once more, each in a run of its own on other samples. With `--keep` the runs stay there, and runs that
 are there are only judged again. A page in Markdown is printed at the end. It takes about 10 minutes on 2 cores.
 """
 
@@ -21,7 +21,6 @@ from benchmarks.accuracy.kept import disturbed
 from benchmarks.accuracy.programs import PROGRAMS
 from benchmarks.accuracy.stalls_settings import Pair, rate, trained
 from collector.diagnosis.limits import worker_limit
-from collector.diagnosis.loops import loops
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option, forecast
 
@@ -72,22 +71,25 @@ def judge(home: Path, name: str, seed: int) -> Judged:
     program = PROGRAMS[name]
     folder = home / f"{name}-{seed}"
     tables, (loop,) = trained(folder / "from", name, seed, [program.source], SOURCE_BATCHES)
-    pairs = [*program.others, program.source]
-    measured_tables, measured = trained(folder / "measured", name, seed, pairs, BATCHES)
+    runs = {}
+    for pair in (*program.others, program.source):
+        runs[pair] = trained(folder / f"{pair[0]}x{pair[1]}", name, seed, [pair], BATCHES, SOURCE_BATCHES)
+    rates = {pair: rate(measured) for pair, (_, (measured,)) in runs.items()}
     outlook = forecast(tables, loop, shared_io=worker_limit(tables, loop).by == "io")
-    rates = [rate(each) for each in measured]
     found = []
     if isinstance(outlook, Forecast):
         in_order = loop.in_order
         asked = [Setting(num_workers=n, prefetch_factor=p, in_order=in_order) for n, p in program.others]
         options = outlook.at(asked)
-        found = [Measured(*each) for each in zip(program.others, options, rates, strict=False)]
+        found = [
+            Measured(pair, option, rates[pair]) for pair, option in zip(program.others, options, strict=True)
+        ]
     return Judged(
         name=name,
         settings=tuple(found),
         refusal=outlook if isinstance(outlook, str) else "",
-        repeat_error=rates[-1] / rate(loop) - 1,
-        is_disturbed=any(disturbed(each, loops(each)[0].main) for each in (tables, measured_tables)),
+        repeat_error=rates[program.source] / rate(loop) - 1,
+        is_disturbed=any(disturbed(each, loop.main) for each, (loop,) in [(tables, [loop]), *runs.values()]),
     )
 
 

@@ -196,7 +196,7 @@ def one_round(home: Path, name: str, seed: int) -> Round:
         "default": (0, 2),
     }
     pairs = list(dict.fromkeys([*SWEEP, *choices.values()]))
-    swept, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES)
+    swept, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES, FIRST_BATCHES)
     options = (
         {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
     )
@@ -210,10 +210,13 @@ def one_round(home: Path, name: str, seed: int) -> Round:
 
 
 def trained(
-    folder: Path, name: str, seed: int, pairs: Sequence[Pair], batches: int
+    folder: Path, name: str, seed: int, pairs: Sequence[Pair], batches: int, first_batch: int = 0
 ) -> tuple[RunTables, list[Loop]]:
-    """The run of a training that has the loader in each setting in turn, and its loops in that order."""
-    asked = json.dumps({"pairs": pairs, "batches": batches})
+    """Run a training that has the loader in each setting in turn; return the run and its loops in that order.
+
+    Samples begin at `first_batch`: other samples than those of the run that is predicted from.
+    """
+    asked = json.dumps({"pairs": pairs, "batches": batches, "first_batch": first_batch})
     run = kept_run(folder, [sys.executable, "-m", "benchmarks.accuracy.stalls_settings", name, str(seed), asked])
     tables = load_tables(run)
     return tables, sorted(loops(tables), key=lambda loop: loop.loader)
@@ -368,9 +371,7 @@ def main() -> None:
                 if workers
                 else {name: value for name, value in settings.items() if name == "in_order"}
             )
-            training.first_batch = (
-                0 if len(pairs) == 1 else FIRST_BATCHES
-            )  # other samples than those predicted from
+            training.first_batch = options.asked["first_batch"]
             train(training, batches=options.asked["batches"])
 
 

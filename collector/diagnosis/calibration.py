@@ -12,6 +12,7 @@ import pandas as pd
 from collector.diagnosis.frames import SECOND_NS, floats, sampled
 from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
+from collector.diagnosis.overheads import assumed, overheads
 from collector.diagnosis.pace import without_pauses
 from collector.diagnosis.replay import Setting, Trace, slowdown, throughputs
 from collector.diagnosis.sharing import Sharing, sharing
@@ -23,11 +24,6 @@ _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
 _BLOCKED = 0.5  # of the fetches: only then can a thing that they share be what counts
 _COMPUTES = 0.1  # of a fetch, waiting for a core included: less changes a prediction by no more than that
-_SATURATED_NS = 2e6  # a worker that waits less had its next index already
-_READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
-_FEW = 5
-#: Assumed of workers that have not run yet: 0.3 to 1 ms until a small batch has crossed, half of it in the loop.
-_ASSUMED_CROSSING, _ASSUMED_GAP = 1e-3, 2e-4
 _UNEXPLAINED = 1.15  # slower than the run's own threads make each other: somebody else uses the cores too
 _CORE_SHARES = np.linspace(1.0, 0.2, 17)
 _ROUNDS = 4  # until the replay gives the throughput that was measured
@@ -97,7 +93,10 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     share = min(1.0, max(0.0, computing * slowed / max(usual, 1e-9)))
     alone = 1 - share * (1 - 1 / slowed)  # what is left of the loop's time when it need not wait for cores
     found = _sharing(loop, dispatched, blocked)
-    transfer, hand_over = _crossing(loop, rows)
+    computing_ratio = float(cpu.sum() / max((cpu + blocked).sum(), 1e-9))
+    passing = assumed(computing_ratio)
+    if loop.num_workers:
+        passing = overheads(rows, prefetch_factor=loop.prefetch_factor, computing_ratio=computing_ratio)
     start, start_each = _starts(loop, rows)
     trace = Trace(
         cpu=cpu,
@@ -106,9 +105,11 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
         threads=threads,
         loop_cpu_ratio=share / slowed / alone,
         loop_threads=max(1.0, computing * slowed / max(usual, 1e-9)),
-        gap=_gap(rows),
-        transfer=transfer,
-        hand_over=hand_over,
+        gap=passing.gap / slowed,
+        dispatch=passing.dispatch / slowed,
+        transfer=passing.transfer / slowed,
+        hand_over=passing.hand_over / slowed,
+        busy_hand_over=passing.busy_hand_over,
         epochs=tuple(np.diff([*np.flatnonzero(first), len(rows)]).tolist()) if recurs else (),
         start=start,
         start_each=start_each,
@@ -221,34 +222,6 @@ def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float
         return 0.0
     times, cpu = times[inside], cpu[inside]
     return float((cpu[-1] - cpu[0]) / max(times[-1] - times[0], 1.0))
-
-
-def _crossing(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
-    """From a batch's making until the loop can take it, and what taking it needs."""
-    if not loop.num_workers:
-        return _ASSUMED_CROSSING / 2, _ASSUMED_CROSSING / 2
-    made, asked, yields = (rows[name].to_numpy() for name in ("made_ns", "asked_ns", "yield_ns"))
-    drained = np.concatenate([[-np.inf], np.maximum.accumulate(np.where(made > asked, yields, -np.inf))[:-1]])
-    taking = (yields - asked)[
-        (made > drained) & (made < asked - _READY_NS)
-    ]  # the others were taken while it waited
-    crossing = (yields - made)[made > asked]
-    taken, crossed = len(taking) >= _FEW, len(crossing) >= _FEW
-    hand_over = _usual(taking) if taken else _usual(crossing) if crossed else _ASSUMED_CROSSING / 2
-    return max(0.0, _usual(crossing) - hand_over) if crossed else hand_over, hand_over
-
-
-def _usual(durations_ns: Floats) -> float:
-    """Their mean without the rare long ones, in seconds."""
-    return float(without_pauses(durations_ns).mean()) / SECOND_NS
-
-
-def _gap(rows: pd.DataFrame) -> float:
-    """What a worker that has its next index needs from one fetch to the next."""
-    ordered = rows.sort_values("made_ns")
-    gaps = ordered["made_ns"] - ordered["fetch_ns"] - ordered.groupby(["epoch", "worker"])["made_ns"].shift()
-    gaps = gaps[np.isfinite(gaps) & (ordered["idle_ns"] < _SATURATED_NS)]
-    return max(0.0, _usual(gaps.to_numpy())) if len(gaps) >= _FEW else _ASSUMED_GAP
 
 
 def _starts(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
