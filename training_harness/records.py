@@ -169,7 +169,9 @@ FETCH = Stream(
         Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
         Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
         Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
-        Column("children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"),
+        Column(
+            "children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"
+        ),
         Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
         Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
         Column("major_fault_count", "i", "count", "page faults that needed I/O"),

@@ -1,4 +1,4 @@
-"""Programs that predictions are judged on, beside the loaders of `stalls_settings`: each loads its data its own way.
+"""Programs that predictions are judged on, besides the loaders of `stalls_settings`.
 
 Times are seconds per batch of `BATCH_SIZE` items, drawn anew for each seed.
 """

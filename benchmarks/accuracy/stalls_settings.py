@@ -25,7 +25,6 @@ from benchmarks.accuracy.kept import disturbed, kept_run
 from benchmarks.accuracy.programs import PROGRAMS, Pair
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
 from collector.diagnosis.frames import floats
-from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.loader_memory import held
 from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
@@ -184,7 +183,7 @@ class Round:
 def one_round(home: Path, name: str, seed: int) -> Round:
     source = LOADERS[name].source
     tables, (loop,) = trained(home / f"{name}-{seed}-from", name, seed, [source], FIRST_BATCHES)
-    outlook = forecast(tables, loop, shared_io=worker_limit(tables, loop).by == "io")
+    outlook = forecast(tables, loop)
     best = outlook.best if isinstance(outlook, Forecast) else None
     fetch, step = costs(loop)
     cores = len(os.sched_getaffinity(0))

@@ -35,8 +35,8 @@ class Calibrated:
 
     Attributes:
         trace: its costs.
-        otherwise: the same if the workers waited for one thing in common, where that cannot be told; if each waited
-            by itself, where they do (how much of their waiting is their own, only other settings would tell).
+        otherwise: the same if the workers share what they wait for, where the run leaves that open; if each waits
+            for itself, where they share (only other settings tell how much of their waiting is their own).
         keys: epoch and index of each batch of it.
         setting: with which it ran.
         sharing: how far its workers wait for one thing in common; None where they do not mostly wait.
@@ -76,7 +76,8 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
 
 def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibrated | str:
     dispatched = rows.sort_values(["epoch", "index"])
-    cpu, blocked, threads, slowed = _fetch_costs(dispatched)
+    costs = _fetch_costs(dispatched)
+    cpu, blocked, slowed = costs.cpu, costs.blocked, costs.slowed
     cores = cores_per_rank(tables, loop.main[0])
     if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
         return "how many cores its workers have was not sampled"
@@ -102,7 +103,7 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
         cpu=cpu,
         blocked=blocked,
         loop=np.where(np.isfinite(took), took, usual) * alone,
-        threads=threads,
+        threads=costs.threads,
         loop_cpu_ratio=share / slowed / alone,
         loop_threads=max(1.0, computing * slowed / max(usual, 1e-9)),
         gap=passing.gap / slowed,
@@ -116,11 +117,13 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     )
     prefetch_factor = max(loop.prefetch_factor, 1)
     setting = Setting(num_workers=loop.num_workers, prefetch_factor=prefetch_factor, in_order=loop.in_order)
+    if costs.has_children and math.isfinite(cores):
+        trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
     cores, slower = _cores(trace, setting, cores, slowed)
     samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
     measured = (len(rows) - (not recurs)) / total
     trace = dataclasses.replace(trace, cores=cores)
-    shared = None if found is None or found.is_apart else _shared(trace, found, setting, measured)
+    shared = _shared(trace, found, setting, measured)
     guess, otherwise = trace, shared
     if shared is not None and found is not None and found.is_shared:
         guess, otherwise = shared, trace
@@ -153,7 +156,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     taken["asked_ns"] = taken["yield_ns"] - taken["wait_ns"]
     fetches = loop.fetches  # of which the rest are none of these batches
     fetches = fetches[fetches["epoch"].isin(taken["epoch"]) & (fetches["index"] >= taken["index"].min())]
-    spent = ["cpu_ns", "process_cpu_ns", "run_queue_ns", "idle_ns"]
+    spent = ["cpu_ns", "process_cpu_ns", "children_cpu_ns", "run_queue_ns"]
     made = fetches.assign(
         made_ns=floats(fetches, "time_ns"),
         fetch_ns=floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns")),
@@ -174,20 +177,64 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     return last[floats(last, "index") >= loop.ramp].reset_index(drop=True), False
 
 
-def _fetch_costs(rows: pd.DataFrame) -> tuple[Floats, Floats, float, float]:
-    """CPU and blocked seconds by fetch, the threads that compute in one, what want of cores made of its time."""
-    wall, cpu, queued = (floats(rows, name) for name in ("fetch_ns", "cpu_ns", "run_queue_ns"))
-    known = np.isfinite(cpu) & np.isfinite(queued)
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What fetches take, in seconds by fetch, and what want of cores made of it.
+
+    Attributes:
+        wall: from begin to end.
+        cpu, blocked: of which computing, in the thread or in a child that it waits for, and waiting.
+        threads: that compute at a time while a fetch computes, children included.
+        slowed: how many times longer computing took, as far as the kernel counts it: for threads, not for children.
+        has_children: whether children are a part of what computes.
+
+    """
+
+    wall: Floats
+    cpu: Floats
+    blocked: Floats
+    threads: float
+    slowed: float
+    has_children: bool
+
+
+def _fetch_costs(rows: pd.DataFrame) -> _Costs:
+    """Split the fetches into computing, waiting for a core and being blocked."""
+    wall, own, queued = (floats(rows, name) for name in ("fetch_ns", "cpu_ns", "run_queue_ns"))
+    children = np.nan_to_num(floats(rows, "children_cpu_ns"))
+    known = np.isfinite(own) & np.isfinite(queued)
     if not known.any():
-        return np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0
-    share = float(cpu[known].sum() / wall[known].sum())
-    computes = share + float(queued[known].sum() / wall[known].sum()) >= _COMPUTES
-    cpu = np.minimum(np.where(known, cpu, wall * share), wall)
-    waiting = float(queued[known].sum() / wall[known].sum()) if computes else 0.0
+        return _Costs(wall / SECOND_NS, np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0, False)
+    total = float(wall[known].sum())
+    own_share, waiting = float(own[known].sum()) / total, float(queued[known].sum()) / total
+    children_share = float(children[known].sum()) / total
+    computes = own_share + children_share + waiting >= _COMPUTES
+    waiting = waiting if computes else 0.0
     queued = np.where(known & computes, queued, wall * waiting)
-    threads = float(np.nansum(floats(rows, "process_cpu_ns")) / max(cpu[known].sum(), 1.0)) if computes else 1.0
-    slowed = 1 + waiting / max(share, 1e-9)
-    return cpu / SECOND_NS, np.maximum(wall - cpu - queued, 0.0) / SECOND_NS, max(1.0, threads), slowed
+    own = np.minimum(np.where(known, own, wall * own_share), wall)
+    children_inside = np.clip(np.where(known, children, wall * children_share), 0.0, wall - own - queued)
+    cpu = own + np.maximum(children_inside, 0.0)
+    spent = float(np.nansum(floats(rows, "process_cpu_ns")) + children.sum())
+    return _Costs(
+        wall=wall / SECOND_NS,
+        cpu=cpu / SECOND_NS,
+        blocked=np.maximum(wall - cpu - queued, 0.0) / SECOND_NS,
+        threads=max(1.0, spent / max(float(cpu[known].sum()), 1.0)) if computes else 1.0,
+        slowed=1 + waiting / max(own_share, 1e-9),
+        has_children=children_share >= _COMPUTES,
+    )
+
+
+def _without_queueing(trace: Trace, setting: Setting, wall: Floats) -> Trace:
+    """Take from the blocked time what children must have waited for a core, which nothing measures.
+
+    It is as much as the replay says that threads slow each other down at the setting of the run.
+    """
+    blocked = trace.blocked
+    for _ in range(_ROUNDS):
+        slower = slowdown(dataclasses.replace(trace, blocked=blocked), [setting], np.array([trace.cores]))
+        blocked = np.clip(wall - trace.cpu * slower[0], 0.0, trace.blocked)
+    return dataclasses.replace(trace, blocked=blocked)
 
 
 def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
@@ -200,11 +247,18 @@ def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
     return sharing(ends - took, ends, blocked, workers, places)
 
 
-def _shared(trace: Trace, found: Sharing, setting: Setting, measured: float) -> Trace:
-    """The trace if the workers wait for one thing in common, which then makes the measured batches per second.
+def _shared(trace: Trace, found: Sharing | None, setting: Setting, measured: float) -> Trace | None:
+    """Return the trace if the workers share what they wait for; None if they do not, or hardly wait.
 
-    Counting the fetches in progress takes those for waiting that compute, so the share of each comes out too small.
+    What they share then makes the measured batches per second. Counting the fetches in progress takes those for
+    waiting that compute, so the share of each comes out too small. With fewer than two workers all of the waiting
+    may be for it.
     """
+    if setting.num_workers < 2:
+        mostly_waits = trace.blocked.sum() >= _BLOCKED * (trace.cpu + trace.blocked).sum()
+        return dataclasses.replace(trace, in_turn=True) if mostly_waits else None
+    if found is None or found.is_apart:
+        return None
     service = found.service
     for _ in range(_ROUNDS):
         shared = dataclasses.replace(trace, blocked=service, in_turn=True)

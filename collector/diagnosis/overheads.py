@@ -1,8 +1,8 @@
 """What it takes to pass indices and batches between the loop and its workers, measured in a recorded stretch.
 
-A worker sends a batch by a thread of its own, and another one hands out the file descriptors of its tensors when the
-loop unpickles them (torch.multiprocessing, `file_descriptor` strategy). Both need the GIL of the worker. If the
-worker computes in Python meanwhile, each waits for it, up to 5 ms a time (`sys.setswitchinterval`): taking a batch
+A worker sends a batch by a thread of its own, and another one hands out the file descriptors of its tensors when
+the loop unpickles them (torch.multiprocessing, `file_descriptor` strategy). Both need the GIL of the worker. If it
+computes in Python meanwhile, they wait for the GIL, up to 5 ms each time (`sys.getswitchinterval`): to take a batch
 from a worker that is busy takes several times as long as from one that waits for its next index.
 """
 

@@ -110,13 +110,13 @@ class Prediction:
     spread: float
 
     def interval(self, error: float = 0.0) -> tuple[float, float]:
-        """The 90 % interval of the throughput in another stretch as long.
+        """Return the 90 % interval of the throughput in another stretch as long.
 
         Args:
-            error: by how much the model may be off besides, as a logarithm.
+            error: by how much the model may be off besides, in nine of ten cases, as a logarithm.
 
         """
-        factor = math.exp(_Z * math.sqrt(2) * self.spread + error)
+        factor = math.exp(math.hypot(_Z * math.sqrt(2) * self.spread, error))
         return self.batches_per_second / factor, self.batches_per_second * factor
 
 
@@ -132,9 +132,8 @@ def predict(
         seed: of the resampling.
 
     """
-    slower = slowdown(trace, settings, np.full(len(settings), trace.cores) if cores is None else cores)
     order = _resamples(len(trace.loop), np.random.default_rng(seed))
-    rates, waits, ready = _play(trace, settings, slower, order)
+    rates, waits, ready = _played(trace, settings, order, cores)
     spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)
     return [
         Prediction(
@@ -150,8 +149,19 @@ def predict(
 
 def throughputs(trace: Trace, settings: Sequence[Setting]) -> Floats:
     """The batches per second of each setting as `predict` gives them, without saying how sure that is."""
-    slower = slowdown(trace, settings, np.full(len(settings), trace.cores))
-    return _play(trace, settings, slower, np.arange(len(trace.loop))[:, np.newaxis])[0][:, 0]
+    return _played(trace, settings, np.arange(len(trace.loop))[:, np.newaxis])[0][:, 0]
+
+
+def _played(
+    trace: Trace, settings: Sequence[Setting], order: npt.NDArray[np.intp], cores: Floats | None = None
+) -> tuple[Floats, Floats, Floats]:
+    """Play with the slowdown of each setting, and no faster than its cores give the CPU time of a batch."""
+    cores = np.full(len(settings), trace.cores) if cores is None else cores
+    rates, waits, ready = _play(trace, settings, slowdown(trace, settings, cores), order)
+    spent = trace.cpu * trace.threads + trace.loop * trace.loop_cpu_ratio * trace.loop_threads
+    highest = cores[:, np.newaxis] / np.maximum(spent[order].mean(axis=0), 1e-9)
+    kept = np.minimum(1.0, highest / rates)
+    return rates * kept, 1 - (1 - waits) * kept, ready
 
 
 def variants(trace: Trace, setting: Setting, slower: Floats, fetch_ratios: Floats) -> tuple[Floats, Floats]:

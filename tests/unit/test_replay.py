@@ -88,7 +88,7 @@ def constant(*, fetch_cpu=0.0, fetch_blocked=0.0, loop, **more):
     return Trace(cpu=fetch_cpu * ones, blocked=fetch_blocked * ones, loop=loop * ones, **more)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])
 def test_equal_workers_have_a_closed_form(workers):
     of = Setting(num_workers=workers, prefetch_factor=2)
     asleep = predict(constant(fetch_blocked=0.06, loop=0.01), [of])[0]
