@@ -48,7 +48,7 @@ def computing_loop(draw: random.Random) -> Training:
 
 def sorting(draw: random.Random) -> Training:
     """Items that numpy sorts while the GIL is free."""
-    dataset = Items(partial(sort, draw.randint(20_000, 30_000)))
+    dataset = Items(partial(sort, draw.randint(120_000, 200_000)))
     return Training(kind="", step=draw.uniform(0.003, 0.006), workers=1, dataset=dataset)
 
 

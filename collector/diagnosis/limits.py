@@ -48,9 +48,11 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         return WorkerLimit(
             by=None, because="the CPU time of the fetches is not known", usable_cores=cores, evidence=()
         )
-    threads = _share(rows, "cpu_ns", wall)
-    process = _share(rows, "process_cpu_ns", wall)
+    children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))  # computing, not waiting for them
+    threads = _share(rows, "cpu_ns", wall) + children
+    process = _share(rows, "process_cpu_ns", wall) + children
     queued, blocked = _share(rows, "run_queue_ns", wall), _share(rows, "blocked_ns", wall)
+    blocked = max(0.0, blocked - children)
     by, because = _judge(rows, max(threads, process), blocked)
     others = False
     if queued >= _QUEUED:
@@ -136,4 +138,5 @@ def _cores_in_use(rows: pd.DataFrame) -> float:
     epochs = rows.groupby("epoch")["time_ns"].agg(lambda values: float(values.max() - values.min()))
     span = float(epochs.sum())
     used = float(np.nansum(np.fmax(floats(rows, "cpu_ns"), floats(rows, "process_cpu_ns"))))
+    used += float(np.nansum(floats(rows, "children_cpu_ns")))
     return used / span if span > SECOND_NS / 10 and len(times) else float("nan")
