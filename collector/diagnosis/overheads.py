@@ -20,8 +20,8 @@ from collector.diagnosis.trends import Floats
 
 _READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
 _FEW = 5
-#: Assumed of workers that have not run yet: 0.3 to 1 ms until a small batch has crossed, half of it in the loop.
-_ASSUMED_CROSSING, _ASSUMED_GAP, _ASSUMED_DISPATCH = 1e-3, 2e-4, 3e-4
+#: Seconds, assumed where they were not seen: as measured with small batches of two tensors.
+_ASSUMED_GAP, _ASSUMED_DISPATCH, _ASSUMED_TRANSFER, _ASSUMED_HAND_OVER = 2e-4, 3e-4, 4e-4, 1.2e-3
 #: Seconds for one thread to get the GIL from another that computes: assumed where it was not seen.
 _ASSUMED_SWITCH = 5e-3
 
@@ -32,8 +32,8 @@ class Overheads:
 
     gap: float = _ASSUMED_GAP
     dispatch: float = _ASSUMED_DISPATCH
-    transfer: float = _ASSUMED_CROSSING / 2
-    hand_over: float = _ASSUMED_CROSSING / 2
+    transfer: float = _ASSUMED_TRANSFER
+    hand_over: float = _ASSUMED_HAND_OVER
     busy_hand_over: float
 
 
@@ -57,8 +57,8 @@ def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: floa
     is_idle = taken & (busy == 0)
     waiting, ready = took[is_idle & (made > asked)], took[is_idle & (made < asked - _READY_NS)]
     crossing = _usual(waiting, math.nan)
-    hand_over = _usual(ready, _ASSUMED_CROSSING / 2 if math.isnan(crossing) else crossing)
-    transfer = _ASSUMED_CROSSING / 2 if math.isnan(crossing) else max(0.0, crossing - hand_over)
+    hand_over = _usual(ready, _ASSUMED_HAND_OVER if math.isnan(crossing) else crossing)
+    transfer = _ASSUMED_TRANSFER if math.isnan(crossing) else max(0.0, crossing - hand_over)
     is_busy = taken & (busy > 0)
     switching = assumed(computing_ratio).busy_hand_over
     if is_busy.sum() >= _FEW:

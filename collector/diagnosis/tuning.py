@@ -22,7 +22,7 @@ from collector.diagnosis.tables import RunTables
 from collector.quantities import number
 
 #: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
-OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.07, 0.07, 0.15
+OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.09, 0.09, 0.115
 _WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _PREFETCH = (1, 2, 4, 8)
 _USUAL_PREFETCH = 2
