@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import SECOND_NS, floats, sampled
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, sampled
 from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.overheads import assumed, overheads
@@ -88,7 +88,8 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     first = rows["first"].to_numpy()
     if not recurs:
         waited[0] = 0.0
-    total = float(waited.sum() + np.nansum(took))
+    creation = _creation(tables, loop)
+    total = float(waited.sum() + np.nansum(took)) + recurs * creation * loop.num_workers * first.sum()
     usual = float(np.nanmean(took))
     computing = _computing_ratio(tables, loop, rows) * total / len(rows) - (0 if loop.num_workers else cpu.mean())
     share = min(1.0, max(0.0, computing * slowed / max(usual, 1e-9)))
@@ -112,6 +113,7 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
         hand_over=passing.hand_over / slowed,
         busy_hand_over=passing.busy_hand_over,
         epochs=tuple(np.diff([*np.flatnonzero(first), len(rows)]).tolist()) if recurs else (),
+        creation=creation,
         start=start,
         start_each=start_each,
     )
@@ -276,6 +278,17 @@ def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float
         return 0.0
     times, cpu = times[inside], cpu[inside]
     return float((cpu[-1] - cpu[0]) / max(times[-1] - times[0], 1.0))
+
+
+def _creation(tables: RunTables, loop: Loop) -> float:
+    """Return the seconds that creating one worker takes at the beginning of an epoch; 0 if workers stay."""
+    took = [
+        event["time_ns"] - event["begun_ns"]
+        for event in tables.events_of("epoch-start")
+        if key_of(event) == loop.main and event.get("loader") == loop.loader and event.get("begun_ns") is not None
+    ]
+    recurring = np.array(took[1:], dtype=float)  # the first epoch starts workers in any case
+    return float(np.median(recurring)) / max(loop.num_workers, 1) / SECOND_NS if len(recurring) else 0.0
 
 
 def _starts(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:

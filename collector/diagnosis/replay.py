@@ -68,6 +68,7 @@ class Trace:
         busy_hand_over: how much longer that takes, at most, while the worker that made it computes its next batch:
             threads of that worker send the batch and its file descriptors, and wait for its GIL.
         epochs: how many batches each epoch has; none of them: the stretch is a part of one, in its steady state.
+        creation: of each worker at the beginning of an epoch, before any gets an index; 0 if workers stay.
         start, start_each: of the first worker in an epoch, and of each further one after that.
         cores: that are there for this training process and its workers.
 
@@ -86,6 +87,7 @@ class Trace:
     hand_over: float = 0.0
     busy_hand_over: float = 0.0
     epochs: tuple[int, ...] = ()
+    creation: float = 0.0
     start: float = 0.0
     start_each: float = 0.0
     cores: float = np.inf
@@ -276,7 +278,8 @@ def _play(
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
             begun = np.zeros_like(yields[0]) if trace.epochs else yields[first, lanes]
-            seconds[mine] += yields[-1] - begun
+            creation = trace.creation * np.array([setting.num_workers for setting in chosen])
+            seconds[mine] += yields[-1] - begun + bool(trace.epochs) * creation[:, np.newaxis]
             counted = rows >= (0 if trace.epochs else first + 1)
             waited[mine] += (waits * counted[:, :, np.newaxis]).sum(axis=0)
             stood[mine] += (stands * counted[:, :, np.newaxis]).sum(axis=0)
