@@ -52,12 +52,14 @@ def by_workers(
     then = [float(chosen.setting.num_workers)], [chosen.batches_per_second * per_batch]
     figure.add_trace(_said(_mark("chosen", *then, theme.host, "circle", unit), [_interval(chosen, per_batch)]))
     figure.update_xaxes(dtick=1 if x.max() <= 16 else None)
+    is_undecided = chosen.if_shared or chosen.if_apart
+    undecided = f" Two predictions: {in_words(chosen, per_batch, unit)}." if is_undecided else ""
     return Chart(
         title="How much faster would it be?",
         figure=figure,
         caption=f"By the replay, with {words(chosen.setting, workers=False)}.",
-        takeaway=f"With {words(chosen.setting)}: {in_words(chosen, per_batch, unit)}. "
-        f"As it is: {number(outlook.own.batches_per_second * per_batch)} {unit}.",
+        takeaway=f"{number(chosen.batches_per_second * per_batch)} {unit} with {words(chosen.setting)}, "
+        f"{number(outlook.own.batches_per_second * per_batch)} {unit} as it is.{undecided}",
     )
 
 

@@ -158,7 +158,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     taken["asked_ns"] = taken["yield_ns"] - taken["wait_ns"]
     fetches = loop.fetches  # of which the rest are none of these batches
     fetches = fetches[fetches["epoch"].isin(taken["epoch"]) & (fetches["index"] >= taken["index"].min())]
-    spent = ["cpu_ns", "process_cpu_ns", "children_cpu_ns", "run_queue_ns"]
+    spent = ["cpu_ns", "process_cpu_ns", "children_cpu_ns", "run_queue_ns", "idle_ns"]
     made = fetches.assign(
         made_ns=floats(fetches, "time_ns"),
         fetch_ns=floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns")),

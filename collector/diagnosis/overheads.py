@@ -19,6 +19,7 @@ from collector.diagnosis.pace import without_pauses
 from collector.diagnosis.trends import Floats
 
 _READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
+_SATURATED_NS = 2e6  # a worker that waits less for an index had it already
 _FEW = 5
 #: Seconds, assumed where they were not seen: as measured with small batches of two tensors.
 _ASSUMED_GAP, _ASSUMED_DISPATCH, _ASSUMED_TRANSFER, _ASSUMED_HAND_OVER = 2e-4, 3e-4, 4e-4, 1.2e-3
@@ -41,7 +42,8 @@ def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: floa
     """Measure batches that workers made, each with its fetch.
 
     Args:
-        rows: `epoch`, `worker`, `fetch_ns`, `made_ns`, `asked_ns` and `yield_ns` of each, in the order of yields.
+        rows: `epoch`, `worker`, `idle_ns`, `fetch_ns`, `made_ns`, `asked_ns` and `yield_ns` of each, in the order of
+            yields.
         prefetch_factor: with which they were made.
         computing_ratio: of the fetches, the part of the time in which they compute.
 
@@ -81,7 +83,8 @@ def _before_fetches(rows: pd.DataFrame, prefetch_factor: int) -> tuple[float, fl
     of_worker = ordered.groupby(["epoch", "worker"])
     begun, free = ordered["made_ns"] - ordered["fetch_ns"], of_worker["made_ns"].shift()
     sent = of_worker["yield_ns"].shift(prefetch_factor)
-    had_index, waited = (sent < free).to_numpy(), (sent > free).to_numpy()
+    had_index = ((sent < free) & (ordered["idle_ns"] < _SATURATED_NS)).to_numpy()
+    waited = (sent > free).to_numpy()
     gap = _usual((begun - free).to_numpy(dtype=float)[had_index], _ASSUMED_GAP)
     return gap, _usual((begun - sent).to_numpy(dtype=float)[waited], _ASSUMED_DISPATCH)
 

@@ -21,8 +21,10 @@ from collector.diagnosis.replay import Prediction, Setting, Trace, predict, thro
 from collector.diagnosis.tables import RunTables
 from collector.quantities import number
 
-#: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
-OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.09, 0.09, 0.115
+#: How far the model may be off in nine of ten cases, as a logarithm; and where no worker ran yet.
+MODEL_ERROR, UNSEEN_ERROR = 0.09, 0.115
+#: A replay that is further from what was measured at the run's own setting is not believed; as a logarithm.
+OWN_ERROR = 0.12
 _WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _PREFETCH = (1, 2, 4, 8)
 _USUAL_PREFETCH = 2
@@ -221,7 +223,7 @@ def _option(
 
 
 def _rate(prediction: Prediction, own: Setting, error: float) -> Rate:
-    unsure = UNSEEN_ERROR if own.num_workers == 0 else OWN_ERROR if prediction.setting == own else MODEL_ERROR
+    unsure = MODEL_ERROR if own.num_workers or prediction.setting == own else UNSEEN_ERROR
     low, high = prediction.interval(math.hypot(error, unsure))
     return Rate(batches_per_second=prediction.batches_per_second, low=low, high=high)
 
