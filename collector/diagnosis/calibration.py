@@ -187,7 +187,7 @@ class _Costs:
         wall: from begin to end.
         cpu, blocked: of which computing, in the thread or in a child that it waits for, and waiting.
         threads: that compute at a time while a fetch computes, children included.
-        slowed: how many times longer computing took, as far as the kernel counts it: for threads, not for children.
+        slowed: how many times longer computing took, as far as the kernel tells: it counts no wait of children.
         has_children: whether children are a part of what computes.
 
     """
@@ -222,7 +222,7 @@ def _fetch_costs(rows: pd.DataFrame) -> _Costs:
         cpu=cpu / SECOND_NS,
         blocked=np.maximum(wall - cpu - queued, 0.0) / SECOND_NS,
         threads=max(1.0, spent / max(float(cpu[known].sum()), 1.0)) if computes else 1.0,
-        slowed=1 + waiting / max(own_share, 1e-9),
+        slowed=1 + float(queued[known].sum()) / max(float(cpu[known].sum()), 1e-9),
         has_children=children_share >= _COMPUTES,
     )
 

@@ -42,8 +42,7 @@ def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: floa
     """Measure batches that workers made, each with its fetch.
 
     Args:
-        rows: `epoch`, `worker`, `idle_ns`, `fetch_ns`, `made_ns`, `asked_ns` and `yield_ns` of each, in the order of
-            yields.
+        rows: in the order of yields, with the epoch, worker and times of each batch (`_ns`).
         prefetch_factor: with which they were made.
         computing_ratio: of the fetches, the part of the time in which they compute.
 
