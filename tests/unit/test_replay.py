@@ -162,6 +162,12 @@ def test_taking_a_batch_is_slow_only_while_its_worker_computes_the_next(in_order
     assert ratio(4, 4) < 0.97
 
 
+def test_workers_that_are_created_for_each_epoch_cost_it_time():
+    made_anew = constant(fetch_blocked=0.004, loop=0.01, epochs=(50,) * 4, creation=0.05)
+    few, many = predict(made_anew, [Setting(num_workers=workers, prefetch_factor=2) for workers in (2, 6)])
+    assert 50 / many.batches_per_second - 50 / few.batches_per_second == pytest.approx(4 * 0.05, rel=0.05)
+
+
 def test_without_workers_the_loop_waits_for_each_fetch():
     found = predict(constant(fetch_blocked=0.03, loop=0.01), [Setting(num_workers=0, prefetch_factor=2)])[0]
     assert found.batches_per_second == pytest.approx(25, rel=0.01)
