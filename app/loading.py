@@ -13,7 +13,6 @@ import streamlit as st
 from app.moment import Moment
 from collector.diagnosis.exposed import Exposed, expose, recent_loops
 from collector.diagnosis.frames import floats
-from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.recent import BATCHES, longest_waiting, recent_loading
 from collector.diagnosis.speed_ups import in_short
 from collector.diagnosis.stage_costs import stage_costs
@@ -78,7 +77,7 @@ def _recent(moment: Moment) -> Recent | None:
 @st.cache_resource(ttl=_OUTLOOK_SECONDS, max_entries=8, show_spinner=False)  # one object: what hangs on it is kept
 def _forecast(key: tuple[object, ...], _tables: RunTables, _seen: Exposed) -> Forecast | str:
     del key  # stands for the others
-    return forecast(_tables, _seen.loop, shared_io=worker_limit(_tables, _seen.loop).by == "io")
+    return forecast(_tables, _seen.loop)
 
 
 @st.cache_data(ttl=_OUTLOOK_SECONDS, max_entries=32, show_spinner=False)

@@ -12,7 +12,7 @@ from app.figures import outlook as figures
 from app.figures.base import Chart
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
-from collector.diagnosis.tuning import Forecast, Option
+from collector.diagnosis.tuning import Forecast, Option, in_words
 from collector.quantities import number, percent, size
 
 _QUESTION = "What would other settings give?"
@@ -104,15 +104,16 @@ def _beside(setting: Setting, most: int) -> list[Setting]:
 def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     own, (per_batch, unit) = outlook.own, figures.rate_unit(outlook)
     rates = [rate * per_batch for rate in (chosen.batches_per_second, chosen.low, chosen.high)]
-    interval = f"{number(rates[1])} to {number(rates[2])} {unit}"
+    now = f"Now {number(outlook.measured.batches_per_second * per_batch)} {unit}."
     fits = "" if chosen.fits else " It does not fit into what is free."
     return [
+        Metric(label=f"Throughput{of}", value=f"{number(rates[0])} {unit}", help=now),
         Metric(
-            label=f"Throughput{of}",
-            value=f"{number(rates[0])} {unit}",
-            help=f"90 % interval {interval}; now {number(outlook.measured.batches_per_second * per_batch)} {unit}",
+            label="90 % interval",
+            value=f"{number(rates[1])} to {number(rates[2])} {unit}",
+            help="Of the throughput",
         ),
-        Metric(label="90 % interval", value=interval, help="Of the throughput"),
+        *_otherwise(chosen, per_batch, unit),
         Metric(
             label="Waiting, predicted",
             value=percent(chosen.wait_ratio),
@@ -125,4 +126,20 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
             f"{size(own.memory_bytes)}. Up to {size(chosen.most_bytes)} when the training pauses and "
             f"{chosen.setting.in_flight + 1} batches are there.{fits}",
         ),
+    ]
+
+
+def _otherwise(chosen: Option, per_batch: float, unit: str) -> list[Metric]:
+    """The throughput if sharing turns out the other way, where the run leaves that open."""
+    return [
+        Metric(
+            label=label,
+            value=f"{number(rate.batches_per_second * per_batch)} {unit}",
+            help=f"This run does not tell which it is: {in_words(chosen, per_batch, unit)}.",
+        )
+        for label, rate in (
+            ("If workers share what they wait for", chosen.if_shared),
+            ("If each worker waits for itself", chosen.if_apart),
+        )
+        if rate is not None
     ]

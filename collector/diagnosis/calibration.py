@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import SECOND_NS, floats, sampled
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, sampled
 from collector.diagnosis.limits import cores_per_rank
 from collector.diagnosis.loops import Loop
+from collector.diagnosis.overheads import assumed, overheads
 from collector.diagnosis.pace import without_pauses
 from collector.diagnosis.replay import Setting, Trace, slowdown, throughputs
 from collector.diagnosis.sharing import Sharing, sharing
@@ -23,11 +24,6 @@ _WINDOW_BATCHES = 1500
 _MIN_BATCHES = 30
 _BLOCKED = 0.5  # of the fetches: only then can a thing that they share be what counts
 _COMPUTES = 0.1  # of a fetch, waiting for a core included: less changes a prediction by no more than that
-_SATURATED_NS = 2e6  # a worker that waits less had its next index already
-_READY_NS = 1e6  # made so long before it was asked for, a batch only had to be taken
-_FEW = 5
-#: Assumed of workers that have not run yet: 0.3 to 1 ms until a small batch has crossed, half of it in the loop.
-_ASSUMED_CROSSING, _ASSUMED_GAP = 1e-3, 2e-4
 _UNEXPLAINED = 1.15  # slower than the run's own threads make each other: somebody else uses the cores too
 _CORE_SHARES = np.linspace(1.0, 0.2, 17)
 _ROUNDS = 4  # until the replay gives the throughput that was measured
@@ -39,8 +35,8 @@ class Calibrated:
 
     Attributes:
         trace: its costs.
-        otherwise: the same if the workers waited for one thing in common, where that cannot be told; if each waited
-            by itself, where they do (how much of their waiting is their own, only other settings would tell).
+        otherwise: the same if the workers share what they wait for, where the run leaves that open; if each waits
+            for itself, where they share (only other settings tell how much of their waiting is their own).
         keys: epoch and index of each batch of it.
         setting: with which it ran.
         sharing: how far its workers wait for one thing in common; None where they do not mostly wait.
@@ -80,7 +76,8 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibrated | str:
 
 def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibrated | str:
     dispatched = rows.sort_values(["epoch", "index"])
-    cpu, blocked, threads, slowed = _fetch_costs(dispatched)
+    costs = _fetch_costs(dispatched)
+    cpu, blocked, slowed = costs.cpu, costs.blocked, costs.slowed
     cores = cores_per_rank(tables, loop.main[0])
     if cpu.sum() >= _COMPUTES * (cpu + blocked).sum() and not math.isfinite(cores):
         return "how many cores its workers have was not sampled"
@@ -91,35 +88,44 @@ def _calibrated(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool)
     first = rows["first"].to_numpy()
     if not recurs:
         waited[0] = 0.0
-    total = float(waited.sum() + np.nansum(took))
+    creation = _creation(tables, loop)
+    total = float(waited.sum() + np.nansum(took)) + recurs * creation * loop.num_workers * first.sum()
     usual = float(np.nanmean(took))
     computing = _computing_ratio(tables, loop, rows) * total / len(rows) - (0 if loop.num_workers else cpu.mean())
     share = min(1.0, max(0.0, computing * slowed / max(usual, 1e-9)))
     alone = 1 - share * (1 - 1 / slowed)  # what is left of the loop's time when it need not wait for cores
     found = _sharing(loop, dispatched, blocked)
-    transfer, hand_over = _crossing(loop, rows)
+    computing_ratio = float(cpu.sum() / max((cpu + blocked).sum(), 1e-9))
+    passing = assumed(computing_ratio)
+    if loop.num_workers:
+        passing = overheads(rows, prefetch_factor=loop.prefetch_factor, computing_ratio=computing_ratio)
     start, start_each = _starts(loop, rows)
     trace = Trace(
         cpu=cpu,
         blocked=blocked,
         loop=np.where(np.isfinite(took), took, usual) * alone,
-        threads=threads,
+        threads=costs.threads,
         loop_cpu_ratio=share / slowed / alone,
         loop_threads=max(1.0, computing * slowed / max(usual, 1e-9)),
-        gap=_gap(rows),
-        transfer=transfer,
-        hand_over=hand_over,
+        gap=passing.gap / slowed,
+        dispatch=passing.dispatch / slowed,
+        transfer=passing.transfer / slowed,
+        hand_over=passing.hand_over / slowed,
+        busy_hand_over=passing.busy_hand_over,
         epochs=tuple(np.diff([*np.flatnonzero(first), len(rows)]).tolist()) if recurs else (),
+        creation=creation,
         start=start,
         start_each=start_each,
     )
     prefetch_factor = max(loop.prefetch_factor, 1)
     setting = Setting(num_workers=loop.num_workers, prefetch_factor=prefetch_factor, in_order=loop.in_order)
+    if costs.has_children and math.isfinite(cores):
+        trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
     cores, slower = _cores(trace, setting, cores, slowed)
     samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
     measured = (len(rows) - (not recurs)) / total
     trace = dataclasses.replace(trace, cores=cores)
-    shared = None if found is None or found.is_apart else _shared(trace, found, setting, measured)
+    shared = _shared(trace, found, setting, measured)
     guess, otherwise = trace, shared
     if shared is not None and found is not None and found.is_shared:
         guess, otherwise = shared, trace
@@ -152,7 +158,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     taken["asked_ns"] = taken["yield_ns"] - taken["wait_ns"]
     fetches = loop.fetches  # of which the rest are none of these batches
     fetches = fetches[fetches["epoch"].isin(taken["epoch"]) & (fetches["index"] >= taken["index"].min())]
-    spent = ["cpu_ns", "process_cpu_ns", "run_queue_ns", "idle_ns"]
+    spent = ["cpu_ns", "process_cpu_ns", "children_cpu_ns", "run_queue_ns", "idle_ns"]
     made = fetches.assign(
         made_ns=floats(fetches, "time_ns"),
         fetch_ns=floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns")),
@@ -173,20 +179,64 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     return last[floats(last, "index") >= loop.ramp].reset_index(drop=True), False
 
 
-def _fetch_costs(rows: pd.DataFrame) -> tuple[Floats, Floats, float, float]:
-    """CPU and blocked seconds by fetch, the threads that compute in one, what want of cores made of its time."""
-    wall, cpu, queued = (floats(rows, name) for name in ("fetch_ns", "cpu_ns", "run_queue_ns"))
-    known = np.isfinite(cpu) & np.isfinite(queued)
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What fetches take, in seconds by fetch, and what want of cores made of it.
+
+    Attributes:
+        wall: from begin to end.
+        cpu, blocked: of which computing, in the thread or in a child that it waits for, and waiting.
+        threads: that compute at a time while a fetch computes, children included.
+        slowed: how many times longer computing took, as far as the kernel tells: it counts no wait of children.
+        has_children: whether children are a part of what computes.
+
+    """
+
+    wall: Floats
+    cpu: Floats
+    blocked: Floats
+    threads: float
+    slowed: float
+    has_children: bool
+
+
+def _fetch_costs(rows: pd.DataFrame) -> _Costs:
+    """Split the fetches into computing, waiting for a core and being blocked."""
+    wall, own, queued = (floats(rows, name) for name in ("fetch_ns", "cpu_ns", "run_queue_ns"))
+    children = np.nan_to_num(floats(rows, "children_cpu_ns"))
+    known = np.isfinite(own) & np.isfinite(queued)
     if not known.any():
-        return np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0
-    share = float(cpu[known].sum() / wall[known].sum())
-    computes = share + float(queued[known].sum() / wall[known].sum()) >= _COMPUTES
-    cpu = np.minimum(np.where(known, cpu, wall * share), wall)
-    waiting = float(queued[known].sum() / wall[known].sum()) if computes else 0.0
+        return _Costs(wall / SECOND_NS, np.zeros_like(wall), wall / SECOND_NS, 1.0, 1.0, False)
+    total = float(wall[known].sum())
+    own_share, waiting = float(own[known].sum()) / total, float(queued[known].sum()) / total
+    children_share = float(children[known].sum()) / total
+    computes = own_share + children_share + waiting >= _COMPUTES
+    waiting = waiting if computes else 0.0
     queued = np.where(known & computes, queued, wall * waiting)
-    threads = float(np.nansum(floats(rows, "process_cpu_ns")) / max(cpu[known].sum(), 1.0)) if computes else 1.0
-    slowed = 1 + waiting / max(share, 1e-9)
-    return cpu / SECOND_NS, np.maximum(wall - cpu - queued, 0.0) / SECOND_NS, max(1.0, threads), slowed
+    own = np.minimum(np.where(known, own, wall * own_share), wall)
+    children_inside = np.clip(np.where(known, children, wall * children_share), 0.0, wall - own - queued)
+    cpu = own + np.maximum(children_inside, 0.0)
+    spent = float(np.nansum(floats(rows, "process_cpu_ns")) + children.sum())
+    return _Costs(
+        wall=wall / SECOND_NS,
+        cpu=cpu / SECOND_NS,
+        blocked=np.maximum(wall - cpu - queued, 0.0) / SECOND_NS,
+        threads=max(1.0, spent / max(float(cpu[known].sum()), 1.0)) if computes else 1.0,
+        slowed=1 + float(queued[known].sum()) / max(float(cpu[known].sum()), 1e-9),
+        has_children=children_share >= _COMPUTES,
+    )
+
+
+def _without_queueing(trace: Trace, setting: Setting, wall: Floats) -> Trace:
+    """Take from the blocked time what children must have waited for a core, which nothing measures.
+
+    It is as much as the replay says that threads slow each other down at the setting of the run.
+    """
+    blocked = trace.blocked
+    for _ in range(_ROUNDS):
+        slower = slowdown(dataclasses.replace(trace, blocked=blocked), [setting], np.array([trace.cores]))
+        blocked = np.clip(wall - trace.cpu * slower[0], 0.0, trace.blocked)
+    return dataclasses.replace(trace, blocked=blocked)
 
 
 def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
@@ -199,11 +249,18 @@ def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
     return sharing(ends - took, ends, blocked, workers, places)
 
 
-def _shared(trace: Trace, found: Sharing, setting: Setting, measured: float) -> Trace:
-    """The trace if the workers wait for one thing in common, which then makes the measured batches per second.
+def _shared(trace: Trace, found: Sharing | None, setting: Setting, measured: float) -> Trace | None:
+    """Return the trace if the workers share what they wait for; None if they do not, or hardly wait.
 
-    Counting the fetches in progress takes those for waiting that compute, so the share of each comes out too small.
+    What they share then makes the measured batches per second. Counting the fetches in progress takes those for
+    waiting that compute, so the share of each comes out too small. With fewer than two workers all of the waiting
+    may be for it.
     """
+    if setting.num_workers < 2:
+        mostly_waits = trace.blocked.sum() >= _BLOCKED * (trace.cpu + trace.blocked).sum()
+        return dataclasses.replace(trace, in_turn=True) if mostly_waits else None
+    if found is None or found.is_apart:
+        return None
     service = found.service
     for _ in range(_ROUNDS):
         shared = dataclasses.replace(trace, blocked=service, in_turn=True)
@@ -223,32 +280,15 @@ def _computing_ratio(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float
     return float((cpu[-1] - cpu[0]) / max(times[-1] - times[0], 1.0))
 
 
-def _crossing(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:
-    """From a batch's making until the loop can take it, and what taking it needs."""
-    if not loop.num_workers:
-        return _ASSUMED_CROSSING / 2, _ASSUMED_CROSSING / 2
-    made, asked, yields = (rows[name].to_numpy() for name in ("made_ns", "asked_ns", "yield_ns"))
-    drained = np.concatenate([[-np.inf], np.maximum.accumulate(np.where(made > asked, yields, -np.inf))[:-1]])
-    taking = (yields - asked)[
-        (made > drained) & (made < asked - _READY_NS)
-    ]  # the others were taken while it waited
-    crossing = (yields - made)[made > asked]
-    taken, crossed = len(taking) >= _FEW, len(crossing) >= _FEW
-    hand_over = _usual(taking) if taken else _usual(crossing) if crossed else _ASSUMED_CROSSING / 2
-    return max(0.0, _usual(crossing) - hand_over) if crossed else hand_over, hand_over
-
-
-def _usual(durations_ns: Floats) -> float:
-    """Their mean without the rare long ones, in seconds."""
-    return float(without_pauses(durations_ns).mean()) / SECOND_NS
-
-
-def _gap(rows: pd.DataFrame) -> float:
-    """What a worker that has its next index needs from one fetch to the next."""
-    ordered = rows.sort_values("made_ns")
-    gaps = ordered["made_ns"] - ordered["fetch_ns"] - ordered.groupby(["epoch", "worker"])["made_ns"].shift()
-    gaps = gaps[np.isfinite(gaps) & (ordered["idle_ns"] < _SATURATED_NS)]
-    return max(0.0, _usual(gaps.to_numpy())) if len(gaps) >= _FEW else _ASSUMED_GAP
+def _creation(tables: RunTables, loop: Loop) -> float:
+    """Return the seconds that creating one worker takes at the beginning of an epoch; 0 if workers stay."""
+    took = [
+        event["time_ns"] - event["begun_ns"]
+        for event in tables.events_of("epoch-start")
+        if key_of(event) == loop.main and event.get("loader") == loop.loader and event.get("begun_ns") is not None
+    ]
+    recurring = np.array(took[1:], dtype=float)  # the first epoch starts workers in any case
+    return float(np.median(recurring)) / max(loop.num_workers, 1) / SECOND_NS if len(recurring) else 0.0
 
 
 def _starts(loop: Loop, rows: pd.DataFrame) -> tuple[float, float]:

@@ -60,11 +60,15 @@ class Trace:
         cpu, blocked: what the fetch of a batch takes. While it computes, so do `threads` threads.
         in_turn: the workers are blocked by one thing in common, which takes so long for a batch.
         loop: what the loop takes after a batch, of which `loop_cpu_ratio` is computing, in `loop_threads` threads.
-        gap: of a worker, between two fetches.
+        gap: of a worker that has its next index, between two fetches.
+        dispatch: from a yield until a worker that waits for an index begins its next fetch.
         transfer: from a batch's making until the loop can take it.
         hand_over: what the loop needs to take it. While it waits for a batch it takes those that come before it, so
             they cost it nothing later (torch parks them in `_task_info`).
+        busy_hand_over: how much longer that takes, at most, while the worker that made it computes its next batch:
+            threads of that worker send the batch and its file descriptors, and wait for its GIL.
         epochs: how many batches each epoch has; none of them: the stretch is a part of one, in its steady state.
+        creation: of each worker at the beginning of an epoch, before any gets an index; 0 if workers stay.
         start, start_each: of the first worker in an epoch, and of each further one after that.
         cores: that are there for this training process and its workers.
 
@@ -78,9 +82,12 @@ class Trace:
     loop_cpu_ratio: float = 0.0
     loop_threads: float = 1.0
     gap: float = 0.0
+    dispatch: float = 0.0
     transfer: float = 0.0
     hand_over: float = 0.0
+    busy_hand_over: float = 0.0
     epochs: tuple[int, ...] = ()
+    creation: float = 0.0
     start: float = 0.0
     start_each: float = 0.0
     cores: float = np.inf
@@ -105,13 +112,13 @@ class Prediction:
     spread: float
 
     def interval(self, error: float = 0.0) -> tuple[float, float]:
-        """The 90 % interval of the throughput in another stretch as long.
+        """Return the 90 % interval of the throughput in another stretch as long.
 
         Args:
-            error: by how much the model may be off besides, as a logarithm.
+            error: by how much the model may be off besides, in nine of ten cases, as a logarithm.
 
         """
-        factor = math.exp(_Z * math.sqrt(2) * self.spread + error)
+        factor = math.exp(math.hypot(_Z * math.sqrt(2) * self.spread, error))
         return self.batches_per_second / factor, self.batches_per_second * factor
 
 
@@ -127,9 +134,8 @@ def predict(
         seed: of the resampling.
 
     """
-    slower = slowdown(trace, settings, np.full(len(settings), trace.cores) if cores is None else cores)
     order = _resamples(len(trace.loop), np.random.default_rng(seed))
-    rates, waits, ready = _play(trace, settings, slower, order)
+    rates, waits, ready = _played(trace, settings, order, cores)
     spread = np.log(rates[:, 1:]).std(axis=1, ddof=1)
     return [
         Prediction(
@@ -145,8 +151,19 @@ def predict(
 
 def throughputs(trace: Trace, settings: Sequence[Setting]) -> Floats:
     """The batches per second of each setting as `predict` gives them, without saying how sure that is."""
-    slower = slowdown(trace, settings, np.full(len(settings), trace.cores))
-    return _play(trace, settings, slower, np.arange(len(trace.loop))[:, np.newaxis])[0][:, 0]
+    return _played(trace, settings, np.arange(len(trace.loop))[:, np.newaxis])[0][:, 0]
+
+
+def _played(
+    trace: Trace, settings: Sequence[Setting], order: npt.NDArray[np.intp], cores: Floats | None = None
+) -> tuple[Floats, Floats, Floats]:
+    """Play with the slowdown of each setting, and no faster than its cores give the CPU time of a batch."""
+    cores = np.full(len(settings), trace.cores) if cores is None else cores
+    rates, waits, ready = _play(trace, settings, slowdown(trace, settings, cores), order)
+    spent = trace.cpu * trace.threads + trace.loop * trace.loop_cpu_ratio * trace.loop_threads
+    highest = cores[:, np.newaxis] / np.maximum(spent[order].mean(axis=0), 1e-9)
+    kept = np.minimum(1.0, highest / rates)
+    return rates * kept, 1 - (1 - waits) * kept, ready
 
 
 def variants(trace: Trace, setting: Setting, slower: Floats, fetch_ratios: Floats) -> tuple[Floats, Floats]:
@@ -194,11 +211,25 @@ def slowdown(trace: Trace, settings: Sequence[Setting], cores: Floats) -> Floats
         loop_busy = np.minimum(1.0, slower[1] * loop_cpu * rates)
         wanted = trace.threads * others
         beside = _at_once(others, np.maximum(workers - 1, 0), busy)
-        crowd = loop_busy * np.maximum(1.0, (trace.threads + wanted + trace.loop_threads) / cores)
-        crowd += (1 - loop_busy) * np.maximum(1.0, (trace.threads + wanted) / cores)
-        of_loop = np.maximum(1.0, (trace.loop_threads + wanted) / cores)
+        crowd = loop_busy * _crowding(trace.threads + wanted + trace.loop_threads, cores)
+        crowd += (1 - loop_busy) * _crowding(trace.threads + wanted, cores)
+        of_loop = _crowding(trace.loop_threads + wanted, cores)
         found = np.stack([(beside * crowd).sum(axis=0), (_at_once(others, workers, busy) * of_loop).sum(axis=0)])
         slower = (slower + found) / 2
+    return slower
+
+
+def _crowding(threads: Floats, cores: Floats) -> Floats:
+    """How many times longer threads take that compute at one moment, on average over the threads.
+
+    Each stays on its core for a while: of three on two cores one has its core alone, and the others share one.
+    """
+    whole = np.maximum(np.rint(cores), 1.0)
+    each = np.floor(threads / whole)  # threads on each core, one more on some
+    more = threads - each * whole
+    uneven = (more * (each + 1) ** 2 + (whole - more) * each**2) / threads
+    even = np.maximum(1.0, threads / whole)
+    slower: Floats = np.maximum(1.0, threads / cores) * np.maximum(1.0, uneven / even)
     return slower
 
 
@@ -241,12 +272,14 @@ def _play(
             loop = loop + loop * trace.loop_cpu_ratio * (loop_slower - 1)
             own = cpu * worker_slower + (0 if trace.in_turn else blocked)
             served = np.broadcast_to(blocked if trace.in_turn else 0.0, own.shape)
-            yields, waits, stands = play(trace, chosen, own, served, loop)
+            overheads = _Overheads.of(trace, worker_slower, loop_slower)
+            yields, waits, stands = play(trace, chosen, own, served, loop, overheads)
             # The queues were empty at the beginning of the replay, those of the run were not.
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
             begun = np.zeros_like(yields[0]) if trace.epochs else yields[first, lanes]
-            seconds[mine] += yields[-1] - begun
+            creation = trace.creation * np.array([setting.num_workers for setting in chosen])
+            seconds[mine] += yields[-1] - begun + bool(trace.epochs) * creation[:, np.newaxis]
             counted = rows >= (0 if trace.epochs else first + 1)
             waited[mine] += (waits * counted[:, :, np.newaxis]).sum(axis=0)
             stood[mine] += (stands * counted[:, :, np.newaxis]).sum(axis=0)
@@ -255,51 +288,82 @@ def _play(
     return batches / seconds, np.clip(waited / seconds, 0.0, 1.0), stood / seconds
 
 
-def _play_inline(trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats) -> Played:
+@dataclass(frozen=True, slots=True)
+class _Overheads:
+    """What passing batches and indices takes, by setting: of a trace, where computing is so many times slower."""
+
+    gap: Floats
+    dispatch: Floats
+    transfer: Floats
+    hand_over: Floats
+
+    @classmethod
+    def of(cls, trace: Trace, worker_slower: Floats, loop_slower: Floats) -> _Overheads:
+        """Scale what workers do by their slowdown, and what the loop does by its own."""
+        return cls(
+            trace.gap * worker_slower,
+            trace.dispatch * worker_slower,
+            trace.transfer * worker_slower,
+            trace.hand_over * loop_slower,
+        )
+
+
+def _play_inline(
+    trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats, overheads: _Overheads
+) -> Played:
     """The loop makes each batch itself."""
     fetch = own + served
     asked = np.concatenate([np.zeros_like(loop[:1]), loop[:-1]]) + fetch
     return np.cumsum(asked, axis=0), fetch, np.zeros_like(fetch)
 
 
-def _play_in_order(trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats) -> Played:
+def _play_in_order(
+    trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats, overheads: _Overheads
+) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
-    lanes, room, count = np.arange(len(settings)), int(places.max()), len(own)
-    made, yields = (np.zeros((room + count, *own.shape[1:])) for _ in range(2))
-    for worker in range(int(workers.max())):
-        has = workers > worker
-        made[room - workers[has] + worker, lanes[has]] = trace.start + worker * trace.start_each
-    # One row per batch and lane, and into arrays that are there: a batch costs a dozen calls, whatever is played.
-    rows = [each.reshape(-1, own.shape[2]) for each in (yields, made)]
-    begun_at, free_at = ((room - each) * len(settings) + lanes for each in (places, workers))
-    waits = np.empty_like(own)
+    lanes, count = np.arange(len(settings)), len(own)
+    # One row per batch and lane, and into arrays that are there: a batch costs two dozen calls, whatever is played.
+    made = np.zeros((count + int(places.max()), *own.shape[1:]))
+    made_rows, own_rows, served_rows = (each.reshape(-1, own.shape[2]) for each in (made, own, served))
+    yields, waits = np.empty_like(own), np.empty_like(own)
     asked, drained, begun, free, there, taking, turn = (np.zeros_like(own[0]) for _ in range(7))
-    for k in range(count):
-        done, yielded = made[room + k], yields[room + k]
-        rows[0].take(begun_at, axis=0, out=begun, mode="clip")
-        rows[1].take(free_at, axis=0, out=free, mode="clip")
-        begun_at += len(settings)
-        free_at += len(settings)
-        np.maximum(begun, free, out=begun)
+
+    def fetch(batch: npt.NDArray[np.intp], of_lanes: npt.NDArray[np.intp]) -> None:
+        """Make a batch in each of the lanes, from `begun` on."""
+        rows = np.minimum(batch, count - 1) * len(settings) + of_lanes
         if trace.in_turn:
-            np.maximum(begun, turn, out=begun)
-            begun += served[k]
-            np.copyto(turn, begun)
-        np.add(own[k], trace.gap, out=done)
-        done += begun
-        np.add(done, trace.transfer, out=there)
+            begun[of_lanes] = turn[of_lanes] = np.maximum(begun, turn)[of_lanes] + served_rows[rows]
+        made[batch, of_lanes] = begun[of_lanes] + own_rows[rows]
+
+    for first in range(min(count, int(places.max()))):
+        is_new, is_next = (workers > first)[:, np.newaxis], (workers <= first)[:, np.newaxis]
+        made_rows.take((np.maximum(first - workers, 0)) * len(settings) + lanes, axis=0, out=free, mode="clip")
+        begun[:] = is_new * (trace.start + first * trace.start_each) + is_next * (free + overheads.gap)
+        dispatched = lanes[places > first]
+        fetch(np.full(len(dispatched), first), dispatched)
+    for k in range(count):
+        yielded = yields[k]
+        np.add(made[k], overheads.transfer, out=there)
         np.maximum(asked, there, out=yielded)
-        np.multiply(there > drained, trace.hand_over, out=taking)
+        made_rows.take((k + places - workers) * len(settings) + lanes, axis=0, out=free, mode="clip")
+        np.subtract(free, yielded, out=taking)
+        np.clip(taking, 0.0, trace.busy_hand_over, out=taking)
+        taking += overheads.hand_over
+        np.multiply(there > drained, taking, out=taking)
         yielded += taking
         np.copyto(drained, yielded, where=there > asked)
         np.subtract(yielded, asked, out=waits[k])
         np.add(yielded, loop[k], out=asked)
-    return yields[room:], waits, yields[room:] - made[room:]
+        free += overheads.gap
+        np.add(yielded, overheads.dispatch, out=begun)
+        np.maximum(begun, free, out=begun)
+        fetch(k + places, lanes)
+    return yields, waits, yields - made[:count]
 
 
 def _play_out_of_order(
-    trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats
+    trace: Trace, settings: Sequence[Setting], own: Floats, served: Floats, loop: Floats, overheads: _Overheads
 ) -> Played:
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
@@ -309,19 +373,20 @@ def _play_out_of_order(
     # Of each worker: when it is free, and when the batches that it has made and will make are there, oldest first.
     free = np.broadcast_to(trace.start + trace.start_each * np.arange(most), (*shape, most)).copy()
     line = np.full((*shape, most, depth + 1), np.inf)
-    taken = np.zeros((*shape, most), dtype=np.intp)
+    queued = np.zeros((*shape, most), dtype=np.intp)
     sent, turn = np.zeros(shape, dtype=np.intp), np.zeros(shape)
 
     def dispatch(to: npt.NDArray[np.intp], now: Floats, where: npt.NDArray[np.bool_]) -> None:
         lane, column = np.nonzero(where)
         worker = to[where]
-        begun = np.maximum(now[where], free[lane, column, worker])
+        ready = free[lane, column, worker] + overheads.gap[lane, 0]
+        begun = np.maximum(now[where] + overheads.dispatch[lane, 0], ready)
         if trace.in_turn:
             begun = turn[where] = np.maximum(begun, turn[where]) + served[sent[where], lane, column]
-        done = begun + own[sent[where], lane, column] + trace.gap
+        done = begun + own[sent[where], lane, column]
         free[lane, column, worker] = done
-        line[lane, column, worker, taken[lane, column, worker]] = done
-        taken[lane, column, worker] += 1
+        line[lane, column, worker, queued[lane, column, worker]] = done
+        queued[lane, column, worker] += 1
         sent[where] += 1
 
     asked = np.zeros_like(own[0])
@@ -332,8 +397,10 @@ def _play_out_of_order(
         first = line[:, :, :, 0].argmin(axis=2)
         made = line[lanes, columns, first, 0]
         line[lanes, columns, first, :-1] = line[lanes, columns, first, 1:]
-        taken[lanes, columns, first] -= 1
-        yields[k] = np.maximum(asked, made + trace.transfer) + trace.hand_over
+        queued[lanes, columns, first] -= 1
+        taken = np.maximum(asked, made + overheads.transfer)
+        busy = np.clip(free[lanes, columns, first] - taken, 0.0, trace.busy_hand_over)
+        yields[k] = taken + overheads.hand_over + busy
         waits[k], stands[k] = yields[k] - asked, yields[k] - made
         dispatch(first, yields[k], sent < count)
         asked = yields[k] + loop[k]

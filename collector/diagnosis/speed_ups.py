@@ -17,7 +17,7 @@ from collector.diagnosis.exposed import Exposed, exposed_stall
 from collector.diagnosis.frames import SECOND_NS
 from collector.diagnosis.replay import variants
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.tuning import MODEL_ERROR, OWN_ERROR
+from collector.diagnosis.tuning import OWN_ERROR
 
 #: A loop that waits less of its time is kept busy. Taking a batch that is ready may cost as much again.
 KEPT_BUSY = 0.05
@@ -53,7 +53,7 @@ def speed_ups(tables: RunTables, seen: Exposed) -> dict[str, SpeedUp]:
     shorter = 1 - shares[:, :, np.newaxis] * (1 - _LEFT)
     ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
     rates, waits = variants(measured.trace, measured.setting, measured.slower, ratios)
-    if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR + MODEL_ERROR:
+    if abs(math.log(rates[0] / measured.batches_per_second)) > OWN_ERROR:
         return {}
     unavoidable = waits[1]
     busy = waits[2:].reshape(len(names), -1) <= unavoidable + KEPT_BUSY

@@ -8,7 +8,7 @@ from collector.diagnosis.findings import Advice
 from collector.diagnosis.limits import WorkerLimit
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.pace import Pace
-from collector.diagnosis.tuning import Forecast, Option
+from collector.diagnosis.tuning import Forecast, Option, in_words
 from collector.quantities import duration, number, percent, size
 
 #: What it costs to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
@@ -155,12 +155,9 @@ def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str =
 
 def _expected(outlook: Forecast, option: Option) -> str:
     words = (
-        f"about {number(option.batches_per_second)} batches/s ({number(option.low)} to {number(option.high)}) "
-        f"instead of {number(outlook.measured.batches_per_second)}, {percent(option.wait_ratio)} of the "
-        "time waiting"
+        f"{in_words(option)}; now {number(outlook.measured.batches_per_second)}. "
+        f"Waiting for data: {percent(option.wait_ratio)} of the time"
     )
-    if outlook.is_undecided and not outlook.measured.common:
-        words += " (if they wait for one thing in common, which this run does not tell, more workers give no more)"
     now = outlook.own.memory_bytes
     if math.isfinite(option.memory_bytes):
         most = f"up to {size(option.most_bytes)} with full queues"

@@ -101,7 +101,7 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """The training process makes its batches itself."""
     limit = worker_limit(tables, loop)
     cores = cores_per_rank(tables, loop.main[0])
-    small, advice = advise_inline(steady, limit, cores, forecast(tables, loop, shared_io=limit.by == "io"))
+    small, advice = advise_inline(steady, limit, cores, forecast(tables, loop))
     return Finding(
         kind="inline-loading",
         severity="info" if small else _severity(tables, loop, steady),
@@ -131,7 +131,7 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
 def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """All workers together cannot keep up."""
     limit = worker_limit(tables, loop)
-    outlook = forecast(tables, loop, shared_io=limit.by == "io")
+    outlook = forecast(tables, loop)
     common = outlook.measured.common if isinstance(outlook, Forecast) else None
     likely = "" if common and common.is_sure else " most likely"
     return Finding(

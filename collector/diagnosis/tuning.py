@@ -21,8 +21,10 @@ from collector.diagnosis.replay import Prediction, Setting, Trace, predict, thro
 from collector.diagnosis.tables import RunTables
 from collector.quantities import number
 
-#: How far the model may be off, as a logarithm: at the run's own setting, elsewhere, and where no worker ran yet.
-OWN_ERROR, MODEL_ERROR, UNSEEN_ERROR = 0.07, 0.07, 0.15
+#: How far the model may be off in nine of ten cases, as a logarithm; and where no worker ran yet.
+MODEL_ERROR, UNSEEN_ERROR = 0.09, 0.115
+#: A replay that is further from what was measured at the run's own setting is not believed; as a logarithm.
+OWN_ERROR = 0.12
 _WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _PREFETCH = (1, 2, 4, 8)
 _USUAL_PREFETCH = 2
@@ -33,17 +35,31 @@ _STRAIN = 1.1  # times the fetches of the run: what is advised leaves room for s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """A setting, its throughput with a 90 % interval (batches per second), and its host memory (NaN: unknown).
+class Rate:
+    """A throughput in batches per second with its 90 % interval."""
 
-    `memory_bytes` is held while the loop runs (`loader_memory.held`), `most_bytes` when the training pauses and the
-    queues are full: that must fit.
-    """
-
-    setting: Setting
     batches_per_second: float
     low: float
     high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option(Rate):
+    """What a setting gives.
+
+    Attributes:
+        if_shared: its throughput if the workers share what they wait for; None where the run decides that, or where
+            it makes no difference. The main prediction then is that each waits for itself.
+        if_apart: its throughput if each worker waits for itself, where the main prediction is that they share.
+        wait_ratio: share of the time that the loop waits for batches.
+        memory_bytes: host memory while the loop runs (`loader_memory.held`), NaN if unknown.
+        most_bytes: host memory when the training pauses and the queues are full: that must fit.
+
+    """
+
+    setting: Setting
+    if_shared: Rate | None
+    if_apart: Rate | None
     wait_ratio: float
     memory_bytes: float
     most_bytes: float
@@ -58,7 +74,7 @@ class Forecast:
         measured: the stretch of the run that was replayed.
         error: of the model at the run's own setting, as a logarithm.
         memory: of the loop's processes.
-        shared_io: see `forecast`.
+        cores: that its training process may use, shared evenly with the others of the host.
         own, options: predicted for the run's own setting and for all of the grid, that one included.
         best: what to set; None where nothing is gained.
 
@@ -67,20 +83,18 @@ class Forecast:
     measured: Calibrated
     error: float
     memory: Memory
-    shared_io: bool
+    cores: float
     own: Option
     options: tuple[Option, ...]
     best: Option | None
 
     def at(self, settings: Sequence[Setting]) -> list[Option]:
         """What these settings give, also such as are not on the grid."""
-        ways = _possible(self.measured, predict(self.measured.trace, settings))
-        each_way = zip(*ways, strict=True)
-        return [_option(self.measured, self.memory, self.error, self.shared_io, *ways) for ways in each_way]
+        return _options(self.measured, self.memory, self.error, self.cores, settings)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the run does not tell for sure if the workers wait for one thing in common."""
+        """Whether the run leaves open if the workers share what they wait for."""
         common = self.measured.common
         return self.measured.otherwise is not None and not (common and common.is_sure)
 
@@ -95,22 +109,34 @@ class Forecast:
         return found
 
 
-def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forecast | str:
-    """What other settings would give this loop; or why that cannot be told, in words.
+def in_words(option: Option, per_batch: float = 1.0, unit: str = "batches/s") -> str:
+    """Return the throughput with its interval, and what it is if sharing turns out the other way.
 
     Args:
-        tables: the run.
-        loop: of the run.
-        shared_io: its workers read from something that may be the limit for all of them together. That shows only
-            where there are several (`sharing`); with fewer nothing may be gained, and the intervals say so.
+        option: what a setting gives.
+        per_batch: how many of what `unit` counts are in a batch.
+        unit: of the throughput.
 
     """
+    rate, low, high = (number(each * per_batch) for each in (option.batches_per_second, option.low, option.high))
+    words = f"{rate} {unit} ({low}-{high})"
+    apart, shared = "if each worker waits for itself", "if they share one thing"
+    if option.if_shared is not None:
+        words += f" {apart}, {number(option.if_shared.batches_per_second * per_batch)} {shared}"
+    elif option.if_apart is not None:
+        words += f" {shared}, {number(option.if_apart.batches_per_second * per_batch)} {apart}"
+    else:
+        return words
+    return f"{words}; `tidegauge tune -- COMMAND` decides"
+
+
+def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
+    """Return what other settings would give this loop, or why that cannot be told, in words."""
     measured = calibrate(tables, loop)
     if isinstance(measured, str):
         return measured
     settings = list(_grid(measured))
-    predictions = predict(measured.trace, settings)
-    own = next(prediction for prediction in predictions if prediction.setting == measured.setting)
+    (own,) = predict(measured.trace, [measured.setting])
     error = math.log(own.batches_per_second / measured.batches_per_second)
     low, high = own.interval(OWN_ERROR)
     if not low <= measured.batches_per_second <= high:
@@ -120,13 +146,13 @@ def forecast(tables: RunTables, loop: Loop, *, shared_io: bool = False) -> Forec
             "fetching and computing counts"
         )
     memory = memory_of(tables, loop, own)
-    ways = (*_possible(measured, predictions), *_if_equal(measured, settings, cores_per_rank(tables, loop.main[0])))
-    options = [_option(measured, memory, error, shared_io, *ways_of_one) for ways_of_one in zip(*ways, strict=True)]
+    cores = cores_per_rank(tables, loop.main[0])
+    options = _options(measured, memory, error, cores, settings)
     return Forecast(
         measured=measured,
         error=error,
         memory=memory,
-        shared_io=shared_io,
+        cores=cores,
         own=next(option for option in options if option.setting == measured.setting),
         options=tuple(options),
         best=_best(options, _strained(measured.trace, settings), measured, memory),
@@ -147,19 +173,6 @@ def _grid(measured: Calibrated) -> Iterator[Setting]:
                 yield setting
 
 
-def _possible(measured: Calibrated, predictions: list[Prediction]) -> tuple[list[Prediction], ...]:
-    """What there is, and what there may be if the workers share what they wait for, or not.
-
-    Where they do, fewer of them may still be slower: a part of their waiting may be for themselves.
-    """
-    if measured.otherwise is None:
-        return (predictions,)
-    others = predict(measured.otherwise, [prediction.setting for prediction in predictions])
-    known = measured.setting.num_workers if measured.common and measured.common.is_sure else math.inf
-    pairs = zip(predictions, others, strict=True)
-    return predictions, [other if other.setting.num_workers < known else mine for mine, other in pairs]
-
-
 def _if_equal(measured: Calibrated, settings: list[Setting], cores: float) -> tuple[list[Prediction], ...]:
     """What there is where others use a part of the cores, if each thread gets an equal share of them.
 
@@ -172,26 +185,58 @@ def _if_equal(measured: Calibrated, settings: list[Setting], cores: float) -> tu
     return (predict(measured.trace, settings, cores=cores * threads / (threads + others)),)
 
 
+def _options(
+    measured: Calibrated, memory: Memory, error: float, cores: float, settings: Sequence[Setting]
+) -> list[Option]:
+    """Predict settings, on the grid or not."""
+    predictions = predict(measured.trace, settings)
+    ways = zip(predictions, *_if_equal(measured, list(settings), cores), strict=True)
+    others = [None] * len(settings) if measured.otherwise is None else predict(measured.otherwise, settings)
+    return [_option(measured, memory, error, list(way), other) for way, other in zip(ways, others, strict=True)]
+
+
 def _option(
-    measured: Calibrated, memory: Memory, error: float, shared_io: bool, prediction: Prediction, *ways: Prediction
+    measured: Calibrated, memory: Memory, error: float, ways: list[Prediction], other: Prediction | None
 ) -> Option:
-    setting, own = prediction.setting, measured.setting
-    unsure = UNSEEN_ERROR if own.num_workers == 0 else OWN_ERROR if setting == own else MODEL_ERROR
-    intervals = [way.interval(abs(error) + unsure) for way in (prediction, *ways)]
-    low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
-    if shared_io and measured.sharing is None:
-        low = min(low, measured.batches_per_second)
+    prediction, own = ways[0], measured.setting
+    setting = prediction.setting
+    rates = [_rate(way, own, error) for way in ways]
+    main = Rate(
+        batches_per_second=prediction.batches_per_second,
+        low=min(rate.low for rate in rates),
+        high=max(rate.high for rate in rates),
+    )
+    otherwise = None if other is None else _otherwise(measured, main, _rate(other, own, error), setting)
     more, more_shm = memory.most(prediction) - memory.held, memory.prefetched(setting) - memory.prefetched(own)
     return Option(
         setting=setting,
-        batches_per_second=prediction.batches_per_second,
-        low=low,
-        high=high,
+        batches_per_second=main.batches_per_second,
+        low=main.low,
+        high=main.high,
+        if_shared=None if measured.trace.in_turn else otherwise,
+        if_apart=otherwise if measured.trace.in_turn else None,
         wait_ratio=prediction.wait_ratio,
         memory_bytes=memory.needed(prediction),
         most_bytes=memory.most(prediction),
         fits=setting == own or not (more > memory.room or more_shm > memory.shm_room),
     )
+
+
+def _rate(prediction: Prediction, own: Setting, error: float) -> Rate:
+    unsure = MODEL_ERROR if own.num_workers or prediction.setting == own else UNSEEN_ERROR
+    low, high = prediction.interval(math.hypot(error, unsure))
+    return Rate(batches_per_second=prediction.batches_per_second, low=low, high=high)
+
+
+def _otherwise(measured: Calibrated, main: Rate, other: Rate, setting: Setting) -> Rate | None:
+    """Return the other rate unless it is the same within the interval, or the run rules it out.
+
+    Where workers surely share, fewer of them may still be slower: a part of their waiting may be for themselves.
+    """
+    surely = measured.common is not None and measured.common.is_sure
+    if surely and setting.num_workers >= measured.setting.num_workers:
+        return None
+    return None if main.low <= other.batches_per_second <= main.high else other
 
 
 def _strained(trace: Trace, settings: list[Setting]) -> list[float]:

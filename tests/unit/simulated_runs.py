@@ -136,6 +136,7 @@ def simulate(
     collate_share=0.1,
     shards=None,
     in_turn=False,
+    children=0.0,
     **settings,
 ):
     """One training process with one loader.
@@ -151,6 +152,7 @@ def simulate(
         in_turn: one thing serves the fetches of all workers, one after the other.
         settings: further fields of its `loader` event.
         split: CPU, run queue and blocked share of a fetch.
+        children: share of a fetch that a child process computes, while the worker is blocked.
 
     """
     generator = np.random.default_rng(seed)
@@ -228,6 +230,7 @@ def simulate(
                     "collate_ns": ns(cost * collate_share),
                     "cpu_ns": ns(cost * split[0]),
                     "process_cpu_ns": ns(cost * split[0]),
+                    "children_cpu_ns": ns(cost * children),
                     "run_queue_ns": ns(cost * split[1]),
                     "blocked_ns": ns(cost * split[2]),
                     "major_fault_count": 0,

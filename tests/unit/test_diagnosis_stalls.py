@@ -224,7 +224,7 @@ def test_workers_are_not_added_beyond_the_cores():
 
 
 def test_inline_loading_is_named_with_the_workers_it_needs():
-    found = verdict(workers=0, prefetch=0, service=jittered(0.02), consumer=jittered(0.01), batches=60)
+    found = verdict(workers=0, prefetch=0, service=jittered(0.025), consumer=jittered(0.01), batches=60)
     assert [(f.kind, f.severity) for f in found] == [("inline-loading", "warning")]
     assert "num_workers=3" in found[0].advice[0].text
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -147,6 +149,15 @@ def test_what_a_signal_handler_raises_in_a_hook_is_the_trainings_not_the_hooks()
     assert hook.active
     hook.fail(RuntimeError("its own"))
     assert not hook.active
+
+
+def test_what_children_computed_during_a_fetch_is_counted():
+    meter = FetchMeter()
+    meter.begin()
+    subprocess.run([sys.executable, "-c", "sum(range(1_000_000))"], check=True)
+    fetched = meter.end()
+    assert fetched.children_cpu_ns > 1_000_000
+    assert fetched.cpu_ns < fetched.wall_ns
 
 
 def test_what_a_fetch_waited_for_a_core_is_part_of_its_time(tmp_path):

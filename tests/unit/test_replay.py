@@ -88,7 +88,7 @@ def constant(*, fetch_cpu=0.0, fetch_blocked=0.0, loop, **more):
     return Trace(cpu=fetch_cpu * ones, blocked=fetch_blocked * ones, loop=loop * ones, **more)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])
 def test_equal_workers_have_a_closed_form(workers):
     of = Setting(num_workers=workers, prefetch_factor=2)
     asleep = predict(constant(fetch_blocked=0.06, loop=0.01), [of])[0]
@@ -123,6 +123,49 @@ def test_the_loop_takes_its_share_of_the_cores():
     crowded = constant(fetch_cpu=0.02, loop=0.005, loop_cpu_ratio=1.0, cores=2.0)
     found = predict(crowded, [Setting(num_workers=8, prefetch_factor=2)])[0]
     assert found.batches_per_second == pytest.approx(2 / (0.02 + 0.005), rel=0.1)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_threads_that_stay_on_their_core_hold_each_other_up(workers):
+    computing = constant(fetch_cpu=0.02, loop=0.001, cores=2.0)
+    found = predict(computing, [Setting(num_workers=workers, prefetch_factor=1)])[0].batches_per_second
+    assert found > 0.85 * 2 / 0.02
+    assert (found < 0.95 * 2 / 0.02) is (workers == 3), "two of three share a core, and the loop waits for these"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fetch=st.floats(0.001, 0.1),
+    loop=st.floats(0.001, 0.05),
+    busy=st.floats(0.0, 1.0),
+    threads=st.floats(1.0, 4.0),
+    workers=st.integers(0, 16),
+    in_order=st.booleans(),
+)
+def test_no_prediction_exceeds_what_the_cores_give(fetch, loop, busy, threads, workers, in_order):
+    trace = constant(fetch_cpu=fetch, loop=loop, loop_cpu_ratio=busy, threads=threads, cores=2.0)
+    found = predict(trace, [Setting(num_workers=workers, prefetch_factor=2, in_order=in_order)])[0]
+    assert found.batches_per_second <= 1.001 * 2 / (fetch * threads + loop * busy)
+    assert 0 <= found.wait_ratio <= 1
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_taking_a_batch_is_slow_only_while_its_worker_computes_the_next(in_order):
+    quick = constant(fetch_cpu=0.02, loop=0.004, hand_over=0.001)
+    slow = constant(fetch_cpu=0.02, loop=0.004, hand_over=0.001, busy_hand_over=0.01)
+
+    def ratio(workers, prefetch):
+        asked = [Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)]
+        return predict(slow, asked)[0].batches_per_second / predict(quick, asked)[0].batches_per_second
+
+    assert ratio(2, 1) == pytest.approx(1.0), "it waits for its next index"
+    assert ratio(4, 4) < 0.97
+
+
+def test_workers_that_are_created_for_each_epoch_cost_it_time():
+    made_anew = constant(fetch_blocked=0.004, loop=0.01, epochs=(50,) * 4, creation=0.05)
+    few, many = predict(made_anew, [Setting(num_workers=workers, prefetch_factor=2) for workers in (2, 6)])
+    assert 50 / many.batches_per_second - 50 / few.batches_per_second == pytest.approx(4 * 0.05, rel=0.05)
 
 
 def test_without_workers_the_loop_waits_for_each_fetch():
@@ -203,19 +246,40 @@ def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
     assert not any("num_workers=" in one.text for one in advice)
 
 
-def test_storage_may_be_the_limit_for_all_workers_together():
-    one = outlook(simulate(workers=1, prefetch=2, **RUN), shared_io=True)
-    assert one.best.low <= one.measured.batches_per_second < one.best.batches_per_second
-    several = outlook(simulate(workers=2, prefetch=2, **RUN), shared_io=True)  # that show that they wait apart
-    assert several.best.low > 1.5 * several.measured.batches_per_second
-
-
-def test_where_a_run_cannot_tell_whether_workers_share_the_interval_holds_both():
-    found = outlook(simulate(workers=2, prefetch=2, **RUN | {"service": jittered(0.06, 0.01), "batches": 100}))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fewer_than_two_workers_that_wait_leave_open_whether_more_would_share(workers):
+    found = outlook(simulate(workers=workers, prefetch=2, **RUN))
     assert found.is_undecided
-    assert found.best.low <= found.measured.batches_per_second < found.best.batches_per_second
-    (fewer,) = found.at([Setting(num_workers=1, prefetch_factor=2)])
-    assert fewer.high >= 0.95 * found.measured.batches_per_second
+    assert found.best.if_shared.batches_per_second < 0.3 * found.best.batches_per_second
+    assert found.best.if_shared.high < found.best.low
+
+
+def test_workers_that_show_that_they_wait_for_themselves_have_one_number():
+    found = outlook(simulate(workers=2, prefetch=2, **RUN))
+    assert not found.is_undecided
+    assert found.best.if_shared is None
+    assert found.best.low > 1.5 * found.measured.batches_per_second
+
+
+UNDECIDED = RUN | {"service": jittered(0.06, 0.01), "batches": 300}
+
+
+def test_where_a_run_cannot_tell_whether_workers_share_there_are_two_numbers():
+    found = outlook(simulate(workers=2, prefetch=2, **UNDECIDED))
+    assert found.is_undecided
+    now, best = found.measured.batches_per_second, found.best
+    assert best.low > 2 * now, "if each worker waits for itself"
+    assert best.if_shared.batches_per_second == pytest.approx(now, rel=0.1)
+    for rate in (best, best.if_shared):
+        assert rate.high - rate.low <= 0.25 * rate.batches_per_second
+    assert found.own.if_shared is None, "the same either way"
+
+
+def test_both_numbers_are_said_with_what_decides():
+    advice = find_stalls(simulate(workers=2, prefetch=2, **UNDECIDED).tables())[0].advice
+    (first, *_) = [one for one in advice if "num_workers=" in one.text]
+    assert "if each worker waits for itself, " in first.expected
+    assert "if they share one thing; `tidegauge tune -- COMMAND` decides" in first.expected
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -233,7 +297,8 @@ def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
     assert found.best is None
     assert all(option.high < 1.3 * found.measured.batches_per_second for option in found.options)
     (fewer,) = found.at([Setting(num_workers=1, prefetch_factor=2)])
-    assert fewer.low < 0.7 * found.measured.batches_per_second  # a part of their waiting may be for themselves
+    apart = fewer.if_apart.batches_per_second
+    assert apart < 0.7 * found.measured.batches_per_second, "a part of their waiting may be for themselves"
     told = find_stalls(script.tables())[0]
     assert "one thing in common" in told.summary
     assert not any("num_workers=" in advice.text for advice in told.advice)
@@ -250,6 +315,29 @@ def test_where_others_use_the_cores_more_workers_are_less_sure():
     waiting, free = (0.2, 0.2, 0.6), (0.3, 0.0, 0.7)  # of a fetch: computing, without a core, blocked
     assert width(waiting, 6) > 1.3 * width(waiting, 2)
     assert width(free, 6) < 1.2 * width(free, 2)
+
+
+CHILDREN = RUN | {"service": jittered(0.4, 0.1), "split": (0.01, 0.0, 0.99), "children": 0.9, "cores": 2.0}
+
+
+def test_children_that_compute_are_bound_by_the_cores():
+    found = outlook(simulate(workers=2, prefetch=2, **CHILDREN))
+    spent = 0.4 * (0.9 + 0.01)
+    assert max(option.batches_per_second for option in found.options) <= 1.02 * 2 / spent
+
+
+def test_children_that_wait_for_full_cores_would_not_without_the_others():
+    found = outlook(simulate(workers=4, prefetch=2, **CHILDREN | {"children": 0.49}))  # 2 of 4 compute at a time
+    fewer, more = found.at([Setting(num_workers=workers, prefetch_factor=2) for workers in (2, 8)])
+    assert fewer.batches_per_second == pytest.approx(found.measured.batches_per_second, rel=0.1)
+    assert more.batches_per_second == pytest.approx(found.measured.batches_per_second, rel=0.05)
+
+
+def test_a_run_recorded_without_the_cpu_time_of_children_is_predicted_as_before():
+    script = simulate(workers=2, prefetch=2, **CHILDREN | {"children": 0.0})
+    for rows in script.parts["fetch"]:
+        del rows["children_cpu_ns"]
+    assert outlook(script).best.setting.num_workers > 2
 
 
 def with_memory(*, limit):
