@@ -182,7 +182,7 @@ def _all_clear(verdict: Verdict) -> Text:
     if not _trained(verdict):
         return Text("No warnings. No steps or batches were seen.", style="bold")
     if next(_stall(verdict), None) is not None:
-        return Text("No warnings. What it waited for is told above as stall.", style="bold")
+        return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
     return Text("✔ Nothing needs attention", style="bold green")
 
 

@@ -51,7 +51,7 @@ def _install_compiled_passes() -> Hook | None:
     passes = _hooks.get("forward")
     if not isinstance(passes, forward_passes.ForwardHook):
         return None
-    return forward_passes.install_compiled(_progress, passes)
+    return forward_passes.install_compiled(passes, _progress)
 
 
 def _install_stages() -> Hook | None:
@@ -123,7 +123,8 @@ def imported(module: str) -> None:
         current = session.start()
         if current is None:
             return
-        current.say_attached()
+        if "torch" in sys.modules:
+            current.say_attached()
         for name, (needs, install) in HOOKS.items():
             if module not in needs or not needs <= sys.modules.keys():
                 continue
@@ -186,7 +187,7 @@ def detach() -> None:
     _progress.capabilities.clear()
     undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
     undo = [_progress.tape.play, _progress.requests.close, *undo]
-    for part in (*undo, lambda: farewell(session.active, detached=True), session.stop):
+    for part in (*undo, lambda: farewell(session.active, detached=True), session.stop, _progress.forget):
         try:
             part()
         except Exception:

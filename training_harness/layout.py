@@ -72,6 +72,8 @@ SNAPSHOT_STEPS = {"growth": 100, "profile": 5}
 
 #: An id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
+#: User and password in a URL.
+_IN_URL = re.compile(r"://[^/\s@]+@")
 _SECRET = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
 
 #: The only environment variables whose values are recorded in a manifest.
@@ -196,12 +198,14 @@ def boot_id() -> str | None:
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
-    """A command line without the values of options that are named like secrets."""
+    """A command line without the values of options and variables that are named like secrets, or in URLs."""
     safe: list[str] = []
     secret_follows = False
     for word in argv:
+        word = _IN_URL.sub("://***@", word)
         option, equals, _ = word.partition("=")
-        named = option.startswith("-") and _SECRET.search(option) is not None
+        is_name = option.startswith("-") or (bool(equals) and option.isidentifier())
+        named = is_name and _SECRET.search(option) is not None
         safe.append("***" if secret_follows else f"{option}=***" if named and equals else word)
         secret_follows = named and not equals
     return safe

@@ -190,7 +190,7 @@ FETCH = Stream(
         Column("major_fault_count", "i", "count", "page faults that needed I/O"),
         Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
         Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache and pipes included"),
-        Column("storage_bytes", "q", "bytes", "bytes that storage gave for it, children included"),
+        Column("storage_bytes", "q", "bytes", "bytes that storage gave for it"),
         _SAMPLES,
     ),
 )

@@ -65,9 +65,14 @@ class Session:
 
     def become_rank(self, rank: int, world_size: int) -> None:
         """Write as this rank from now on; what was held so far is written as before."""
-        for writer in self.writers.values():
+        global group
+        group = rank, world_size
+        before = self.writers
+        for writer in before.values():
             writer.close()
         self._write_as(dataclasses.replace(self.identity, rank=rank, world_size=world_size))
+        for name, writer in before.items():
+            self.writers[name].lost_count = writer.lost_count
 
     def say_attached(self) -> None:
         """Say once that the hooks are in this process, whether or not it will train."""
@@ -97,6 +102,8 @@ def _nothing() -> None:
     """No training loop or loader was met in this process."""
 
 
+#: Rank and world size of the process group that this process, or the one that forked it, was found in.
+group: tuple[int, int] | None = None
 #: The session of this process; None when Tidegauge is off or the run directory is gone.
 active: Session | None = None
 
@@ -145,7 +152,9 @@ def _site(trace: TracebackType | None) -> str | None:
 
 def is_own(path: str) -> bool:
     """Return whether a source file is the user's: neither installed, nor of the standard library, nor generated."""
-    return not path.startswith((*_INSTALLED, "<")) and f"{os.sep}site-packages{os.sep}" not in path
+    return not path.startswith((*_INSTALLED, "<")) and not any(
+        f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages")
+    )
 
 
 def _remake_after_fork() -> None:

@@ -32,7 +32,9 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
     has_loader = not loading_queries.loaders(moment.snapshot).empty
     items = [
-        Metric(label="Steps", value=number(_next(step["step"])), help=f"{_unit(moment)} so far, of one rank"),
+        Metric(
+            label="Steps", value=number(_steps(moment, step["step"])), help=f"{_unit(moment)} so far, of one rank"
+        ),
         Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
         _data_wait(moment),
         _throughput(moment),
@@ -138,8 +140,12 @@ def _hold(moment: Moment) -> tuple[str | None, pd.DataFrame]:
     return metric, memory_queries.memory_by_role(moment.snapshot, moment.span, metric, host)
 
 
-def _next(step: float) -> float | None:
-    return step + 1 if known(step) else None
+def _steps(moment: Moment, newest: float) -> Metric:
+    """Count as the verdict does once the run is over, and up to the newest step while it goes on."""
+    count = newest + 1 if known(newest) else None
+    if moment.verdict is not None and moment.verdict.status != "running":
+        count = moment.verdict.steps
+    return Metric(label="Steps", value=number(count), help=f"{_unit(moment)} so far, of one rank")
 
 
 def _throughput(moment: Moment) -> Metric:

@@ -1,4 +1,4 @@
-"""What the processes of a run are, and why the hooks are absent in some: from command lines and environments.
+"""Describe the processes of a run, and find why hooks are absent, from command lines and environments.
 
 The kernel keeps both as they were when the program began (proc(5), cmdline and environ). A process that imported
 torch with the hooks says so itself, in a `process-attached` event; this is about the others.
@@ -39,7 +39,8 @@ class Program:
     """A process as its own command line and environment describe it.
 
     Attributes:
-        argv: command line without values that are named like secrets, cut short.
+        argv: command line of a Python program, without values that are named like secrets and cut short; of any
+            other program its name alone.
         is_python: it is a Python interpreter.
         obstacle: what keeps the hooks out if Tidegauge is not installed for its interpreter; None if nothing does.
     """
@@ -58,8 +59,9 @@ def read_program(proc: str, pid: int) -> Program | None:
     argv = [os.fsdecode(word) for word in words.rstrip(b"\0").split(b"\0")]
     pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
     is_python = _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
+    shown = redacted(argv) if is_python else [os.path.basename(argv[0])]  # other programs name secrets anywhere
     return Program(
-        argv=tuple(word[:_CHARACTERS_AT_MOST] for word in redacted(argv)[:_ARGUMENTS_AT_MOST]),
+        argv=tuple(word[:_CHARACTERS_AT_MOST] for word in shown[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,
         obstacle=obstacle(argv, {name: value for name, _, value in pairs}) if is_python else NO_PYTHON,
     )
@@ -105,7 +107,7 @@ def has_torch(proc: str, pid: int) -> bool:
 
 
 def left_running(proc: str, run_dir: str, since_ticks: int) -> list[ProcessKey]:
-    """Return the living processes that were started for a run, whoever their parent is by now.
+    """Return the living processes that were started for a run, whatever their parent is now.
 
     Args:
         proc: root of the proc file system.
@@ -132,12 +134,13 @@ class ProgramLog:
 
     #: A dataset that starts a program per sample must not fill the event log.
     AT_MOST = 500
-    #: Looks for torch in the same process, a tick apart: it is imported within seconds, or never.
-    _LOOKS = 15
+    #: Ticks after the first at which a process is looked at: torch is imported within seconds, or never.
+    _LOOKS = (1, 2, 4, 8, 15)
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
-        self._looks: dict[ProcessKey, int] = {}
+        self._ticks: dict[ProcessKey, int] = {}
+        self._done: set[ProcessKey] = set()
         self._noted_count = 0
 
     def look(self, alive: Iterable[ProcessKey]) -> list[dict[str, object]]:
@@ -146,29 +149,28 @@ class ProgramLog:
         Args:
             alive: the living processes of the run that no event has named as a training process or a worker.
         """
-        found = []
-        looks = {key: self._looks.get(key, -1) + 1 for key in alive}
-        for key, count in looks.items():
-            if not 1 <= count <= self._LOOKS or self._noted_count >= self.AT_MOST:
-                continue
-            imports_torch = has_torch(self._proc, key.pid)
-            if count > 1 and not imports_torch:
-                continue
-            program = read_program(self._proc, key.pid)
-            if program is None:
-                continue
-            self._noted_count += 1
-            if imports_torch or not program.is_python:
-                looks[key] = self._LOOKS + 1
-            found.append(
-                {
-                    "process_pid": key.pid,
-                    "process_start_ticks": key.start_ticks,
-                    "argv": list(program.argv),
-                    "is_python": program.is_python,
-                    "has_torch": imports_torch,
-                    "obstacle": program.obstacle,
-                }
-            )
-        self._looks = looks
-        return found
+        self._ticks = {key: self._ticks.get(key, -1) + 1 for key in alive}
+        self._done &= self._ticks.keys()
+        due = [key for key, ticks in self._ticks.items() if ticks in self._LOOKS and key not in self._done]
+        return [fields for key in due for fields in self._note(key, is_first=self._ticks[key] == self._LOOKS[0])]
+
+    def _note(self, key: ProcessKey, *, is_first: bool) -> list[dict[str, object]]:
+        program = read_program(self._proc, key.pid) if self._noted_count < self.AT_MOST else None
+        if program is None:
+            return []
+        imports_torch = program.is_python and has_torch(self._proc, key.pid)
+        if imports_torch or not program.is_python:
+            self._done.add(key)
+        if not is_first and not imports_torch:
+            return []
+        self._noted_count += 1
+        return [
+            {
+                "process_pid": key.pid,
+                "process_start_ticks": key.start_ticks,
+                "argv": list(program.argv),
+                "is_python": program.is_python,
+                "has_torch": imports_torch,
+                "obstacle": program.obstacle,
+            }
+        ]

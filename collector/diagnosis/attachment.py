@@ -1,4 +1,4 @@
-"""Were the hooks in the processes of the run, and if not, why: by what these processes and the collector say."""
+"""Find out if the hooks were in the run's processes, and why not, from what these and the collector recorded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
 from collector.diagnosis.frames import key_of, whole
-from collector.diagnosis.lifecycle import Lifecycle
+from collector.diagnosis.lifecycle import Lifecycle, seen_key
 from collector.diagnosis.tables import RunTables
 from collector.store.runs import ProcessKey
 
 #: `obstacle` of a `process-seen` event -> what happened, and the remedy (collector/agent/programs.py).
 _OBSTACLES = {
     "PYTHONPATH replaced": (
-        "its PYTHONPATH was set anew, so that it no longer leads to Tidegauge",
+        "its PYTHONPATH was replaced, so that it no longer leads to Tidegauge",
         "Keep what is there: PYTHONPATH=.:$PYTHONPATH; or install tidegauge in the environment of this Python",
     ),
     "-E": (
@@ -58,21 +58,11 @@ def _no_iterations(life: Lifecycle) -> list[Finding]:
     if seen or not over or life.killed_mains or tables.events_of("exception"):
         return []
     attached = [key for event in tables.events_of("process-attached") if (key := key_of(event))]
-    if attached:
-        return [_attached_in_vain(life, attached)]
-    told = _seen(tables)
-    missed = [event for event in told.values() if event.get("has_torch")]
-    if missed:
-        return [_not_attached(life, event) for event in missed[:3]]
-    return [_no_torch(life, told)]
-
-
-def _seen(tables: RunTables) -> dict[tuple[str, int | None, int | None], Mapping[str, Any]]:
-    """Return the last `process-seen` event of each process."""
-    return {
-        (str(event["host"]), whole(event.get("process_pid")), whole(event.get("process_start_ticks"))): event
-        for event in tables.events_of("process-seen")
-    }
+    seen_events = {key: event for event in tables.events_of("process-seen") if (key := seen_key(event))}
+    unattached = [event for key, event in seen_events.items() if event.get("has_torch") and key not in attached]
+    if unattached:
+        return [_not_attached(life, event) for event in unattached[:3]]
+    return [_attached_in_vain(life, attached) if attached else _no_torch(life, seen_events)]
 
 
 def _ended(life: Lifecycle) -> str:
@@ -117,7 +107,7 @@ def _no_torch(life: Lifecycle, told: Mapping[Any, Mapping[str, Any]]) -> Finding
     elif told:
         what = "none of its processes is Python"
     else:
-        what = "it was over before its processes could be looked at"
+        what = "the command ended before its processes were sampled"
     return _cannot_tell(
         f"{_ended(life)}. No training was seen: {what}. Memory, open files and limits were judged.",
         0,
@@ -134,17 +124,26 @@ def _cannot_tell(summary: str, attached: int, life: Lifecycle, advice: tuple[Adv
         summary=summary,
         evidence=(
             Evidence(name="attached_processes_count", value=attached, unit="count", n=attached, window="run"),
-            Evidence(name="exit_status", value=life.exit_status or 0, unit="status", n=1, window="run"),
+            *_exit_status(life),
         ),
         advice=advice,
     )
 
 
+def _exit_status(life: Lifecycle) -> tuple[Evidence, ...]:
+    if life.exit_status is None:
+        return ()
+    return (Evidence(name="exit_status", value=life.exit_status, unit="status", n=1, window="run"),)
+
+
 def _left_running(life: Lifecycle) -> list[Finding]:
     if not life.left_running or life.is_living(life.command):
         return []
-    names = ", ".join(f"{key[1]} ({argv[:60]})" for key, argv in life.left_running[:3])
-    count = len(life.left_running)
+    left = list(life.left_running.items())
+    names = ", ".join(
+        f"{key[1]} ({' '.join(map(str, process.get('argv') or ()))[:60]})" for key, process in left[:3]
+    )
+    count = len(left)
     return [
         Finding(
             kind="cannot-tell",
@@ -154,12 +153,12 @@ def _left_running(life: Lifecycle) -> list[Finding]:
                 f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
                 f"still {'runs' if count == 1 else 'run'}: {names}. The verdict is that of this moment."
             ),
-            locus=Locus(host=life.left_running[0][0][0], role="other", pid=life.left_running[0][0][1]),
+            locus=Locus(host=left[0][0][0], role="other", pid=left[0][0][1]),
             evidence=(
                 Evidence(
                     name="left_running_count", value=count, unit="count", n=count, window="end of the command"
                 ),
-                Evidence(name="exit_status", value=life.exit_status or 0, unit="status", n=1, window="run"),
+                *_exit_status(life),
             ),
             advice=(
                 Advice(

@@ -43,7 +43,7 @@ def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
 
 
 def lost_ratio(tables: RunTables, seconds: float) -> float:
-    """Return lost seconds as a share of the run's wall time: what one short process loses is no loss of the run."""
+    """Return lost seconds as a share of the run's wall time, so that a short process weighs little."""
     return float(seconds / max(wall_seconds(tables), seconds, 1e-9))
 
 

@@ -200,7 +200,7 @@ def _short_run(tables: RunTables, loop: Loop, every: list[Pass]) -> list[tuple[f
         )
         again, hour = each / max(each + epoch, 1e-9), each / (each + _HOUR_SECONDS)
         longer = (
-            f"In a longer run it comes back in each epoch: {percent(again)} of the time, if epochs are as long."
+            f"A longer run pays it in each epoch: {percent(again)} of the time at this epoch length."
             if len(started) > 1
             else f"It comes once in an epoch: {percent(hour)} of an epoch that lasts an hour."
         )

@@ -74,7 +74,7 @@ class Locus:
     """Where it is; what does not apply is None.
 
     `role` is a word of `records.ROLES`; `loader_name` says where the loader was made, and of what; `main_pid` is
-    the training process that a loader belongs to, where its rank does not tell it from another one.
+    the training process that a loader belongs to, if ranks do not distinguish processes.
     """
 
     host: str | None = None

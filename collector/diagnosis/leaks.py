@@ -144,7 +144,9 @@ def _main_leak(tables: RunTables, life: Lifecycle, key: ProcessKey, leak: Leak) 
     certainty = 0.95 if len(leak.witnesses) > 3 else 0.85
     return Finding(
         kind="main-heap-leak",
-        severity=severity(tables, leak, iterates=is_iterating or bool(life.watched)),
+        severity=severity(tables, leak, iterates=is_iterating or bool(life.watched))
+        if life.may_train(key)
+        else "info",
         confidence=certainty if is_iterating else certainty - 0.15,
         summary=(
             f"{name[0].upper()}{name[1:]} keeps taking host memory: {size(grown.rise)} so far, "

@@ -19,6 +19,7 @@ import pandas as pd
 
 from collector.diagnosis.frames import SECOND_NS, floats, key_of, origin_ns, sampled, whole
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.trends import MIN_POINTS
 from collector.store.runs import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER, ROLES
 
@@ -72,25 +73,40 @@ class Lifecycle:
 
     @cached_property
     def others(self) -> tuple[ProcessKey, ...]:
-        """Processes of the run that are neither a training process, nor a worker, nor watched, nor Tidegauge's."""
+        """Processes of the run with samples enough to judge that neither train, nor work, nor are watched."""
         process = self.tables.stream("process")
         rows = process[~np.isin(floats(process, "role"), (ROLE_WORKER, ROLE_COLLECTOR))]
-        seen = rows[["host", "process_pid", "process_start_ticks"]].dropna().drop_duplicates()
-        keys = [(str(host), int(pid), int(ticks)) for host, pid, ticks in seen.itertuples(index=False)]
-        return tuple(key for key in keys if key not in {*self._attempts, *self.watched})
+        samples = rows.groupby(["host", "process_pid", "process_start_ticks"]).size()
+        known = {*self._attempts, *self.watched}
+        keys = ((str(host), int(pid), int(ticks)) for host, pid, ticks in samples.index[samples >= MIN_POINTS])
+        return tuple(key for key in keys if key not in known)
+
+    @cached_property
+    def with_torch(self) -> frozenset[ProcessKey]:
+        """Processes that are known to have loaded torch, with Tidegauge's hooks or without."""
+        attached = {key for event in self.tables.events_of("process-attached") if (key := key_of(event))}
+        seen = {
+            key
+            for event in self.tables.events_of("process-seen")
+            if event.get("has_torch") and (key := seen_key(event))
+        }
+        return frozenset(attached | seen | set(self._attempts))
 
     @cached_property
     def programs(self) -> dict[ProcessKey, str]:
         """Command line of each process that the collector or the process itself told of."""
         told = {}
         for event in self.tables.events_of("process-seen"):
-            pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
-            if pid is not None and ticks is not None:
-                told[(str(event["host"]), pid, ticks)] = event.get("argv")
+            if key := seen_key(event):
+                told[key] = event.get("argv")
         for event in self.tables.events_of("process-attached", "process-start"):
             if key := key_of(event):
                 told[key] = event.get("argv")
         return {key: shlex.join(map(str, argv)) for key, argv in told.items() if argv}
+
+    def may_train(self, key: ProcessKey) -> bool:
+        """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""
+        return key in self.with_torch or key in self.watched or key == self.command
 
     def name(self, key: ProcessKey) -> str:
         """One name for a process, in the middle of a sentence."""
@@ -106,14 +122,19 @@ class Lifecycle:
         return ROLES[ROLE_MAIN if key in self._attempts or key in self.watched else ROLE_OTHER]
 
     @cached_property
-    def left_running(self) -> tuple[tuple[ProcessKey, str], ...]:
-        """Processes that the command left running and that still do, each with its command line."""
-        return tuple(
-            ((str(event["host"]), int(each["pid"]), int(each["start_ticks"])), shlex.join(each.get("argv") or ()))
+    def left_running(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """Processes that the command left running and that still do, each with what the collector noted of it."""
+        noted = {
+            (str(event["host"]), int(process["pid"]), int(process["start_ticks"])): process
             for event in self.tables.events_of("left-running")
-            for each in event["processes"]
-            if self.is_living((str(event["host"]), int(each["pid"]), int(each["start_ticks"])))
-        )
+            for process in event["processes"]
+        }
+        return {key: process for key, process in noted.items() if self.is_living(key)}
+
+    @property
+    def _leaves_training(self) -> bool:
+        """True if the command ended well and left a Python process of the run behind."""
+        return self.exit_status == 0 and any(process.get("is_python") for process in self.left_running.values())
 
     @cached_property
     def watched(self) -> tuple[ProcessKey, ...]:
@@ -268,7 +289,7 @@ class Lifecycle:
         """Running, finished, failed or killed."""
         if self.watched:
             return "finished" if self.watch_saw_the_end else "running"
-        if self.left_running:
+        if self._leaves_training:
             return "running"
         if any(self.is_living(key) and key not in self.detached for key in (self.command, *self.mains)):
             return "running"
@@ -284,12 +305,12 @@ class Lifecycle:
 
     @cached_property
     def watch_saw_the_end(self) -> bool:
-        """Whether the watched process ended while it was watched, or is known to have ended since."""
+        """True if the watched process ended while it was watched, or is known to have ended since."""
         return any(self.is_dead(key) for key in self.watched)
 
     @cached_property
     def watch_ended(self) -> bool:
-        """Whether a watch was given up while its process went on."""
+        """True if a watch was given up while its process went on."""
         return bool(self.watched) and not self.watch_saw_the_end and self._end_time_ns is not None
 
     @cached_property
@@ -318,6 +339,12 @@ class Lifecycle:
     def _unseen_end(self) -> Status:
         gone = self.tables.living is not None and self.command is not None
         return "killed" if gone else "running"
+
+
+def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:
+    """Return the process that a `process-seen` event is about; the collector wrote it."""
+    pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
+    return None if pid is None or ticks is None else (str(event["host"]), pid, ticks)
 
 
 def _age(key: ProcessKey) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What limits the workers: wall time of a fetch = CPU + run queue + blocked, and what blocked fetches wait for."""
+"""Find what limits the workers: wall time of a fetch = CPU + run queue + blocked, and what it is blocked on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,13 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
     children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
     queued = _share(rows, "run_queue_ns", wall)
-    waiting = max(0.0, _share(rows, "blocked_ns", wall) - children)  # for anything but a child that computes
+    waiting = float(np.clip(_share(rows, "blocked_ns", wall) - children, 0.0, None))  # for no child that computes
+    shares = (
+        ("fetch_cpu_ratio", threads),
+        ("fetch_children_cpu_ratio", children or float("nan")),
+        ("fetch_run_queue_ratio", queued),
+        ("fetch_blocked_ratio", waiting),
+    )
     if children >= _PART and (_cores_in_use(rows) >= _FULL * cores or _pressure(tables, loop, rows) >= waiting):
         children, waiting = children + waiting, 0.0  # a child waits for a core too, which nothing counts
     by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
@@ -78,12 +84,6 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         by, because = _crowded(queued, in_use, cores, _allowed_cores(tables, loop))
         others = by == "oversubscribed" and in_use < FILLED * cores
         waits_for = None
-    shares = (
-        ("fetch_cpu_ratio", threads),
-        ("fetch_children_cpu_ratio", children or float("nan")),
-        ("fetch_run_queue_ratio", queued),
-        ("fetch_blocked_ratio", waiting),
-    )
     return WorkerLimit(
         by=by,
         because=because,
@@ -168,11 +168,17 @@ def _judge(
 
 
 def _waits_for(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> str | None:
-    """Return what the fetching threads mostly wait for, as `mostly` does."""
-    samples, made = _samples(tables, loop, rows), floats(rows, "time_ns")
-    times = floats(samples, "time_ns")
-    inside = (times >= made.min()) & (times <= made.max())
-    return mostly(samples.loc[inside, "wait_channel"].dropna())
+    """Return what the fetching threads mostly wait for within their fetches, as `mostly` does."""
+    samples = _samples(tables, loop, rows)
+    samples = samples[samples["wait_channel"].notna()]
+    within: list[object] = []
+    for pid, mine in samples.groupby("process_pid"):
+        made = rows[rows["pid"] == pid].sort_values("time_ns")
+        ends, times = floats(made, "time_ns"), floats(mine, "time_ns")
+        at = np.minimum(np.searchsorted(ends, times), len(ends) - 1)
+        inside = (ends - floats(made, "fetch_ns"))[at] <= times
+        within.extend(mine.loc[inside & (times <= ends[at]), "wait_channel"])
+    return mostly(within)
 
 
 def _storage_explains(rows: pd.DataFrame) -> bool:

@@ -71,7 +71,10 @@ def _loops(tables: RunTables) -> list[Loop]:
 
 def loader_settings(tables: RunTables) -> dict[tuple[ProcessKey | None, int | None], Mapping[str, Any]]:
     """(training process, loader) -> what `loader` said of it."""
-    return {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")}
+    return tables.once(
+        "loader settings",
+        lambda: {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
+    )
 
 
 def same_loop(

@@ -42,7 +42,7 @@ def loader_name(setting: Mapping[str, Any]) -> str:
 
 def pid_if_shared(tables: RunTables, main: ProcessKey, rank: int | None) -> int | None:
     """Return the pid of a training process where its rank does not tell it from another one; else None."""
-    mains = Lifecycle(tables).mains
+    mains = tables.once("mains", lambda: Lifecycle(tables).mains)
     return main[1] if rank is None and sum(host == main[0] for host, _, _ in mains) > 1 else None
 
 

@@ -92,6 +92,8 @@ def less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
         (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and is shorter by what is saved"),
     )
     known = sorted((part for part in parts if part[0] >= _PART), key=lambda part: -part[0])
+    if not known:
+        return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the time of a fetch was not taken apart"),)
     return tuple(Advice(text=text, expected=words.format(share=percent(share))) for share, text, words in known)
 
 

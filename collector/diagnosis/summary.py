@@ -68,7 +68,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
 def outside_step(tables: RunTables) -> dict[str, float | None] | None:
     """Return the host's time outside forward, backward and optimizer in loops without a DataLoader, if any.
 
-    There the loop's own loading lies, beside logging and whatever else it does. Per step, with its share of the
+    This time holds the loop's own loading, its logging and all else. It is given per step, with its share of the
     steps' time and how much of it the thread computed.
     """
     step = tables.stream("step")
@@ -154,8 +154,10 @@ def _of_loaders(batch: pd.DataFrame, chosen: set[tuple[str, int, int, int]] | No
     """Return the batches of these loaders, of all where none are chosen."""
     if chosen is None or batch.empty:
         return batch
-    keys = zip(batch["host"], batch["pid"], batch["start_ticks"], batch["loader"], strict=True)
-    return batch[[(str(host), int(pid), int(ticks), int(loader)) in chosen for host, pid, ticks, loader in keys]]
+    keys = [*_WHO, "loader"]
+    wanted = pd.DataFrame(sorted(chosen), columns=keys).assign(is_wanted=True)
+    marked = batch[keys].merge(wanted, how="left", on=keys)
+    return batch[marked["is_wanted"].notna().to_numpy()]
 
 
 def training_loaders(tables: RunTables) -> set[tuple[str, int, int, int]] | None:

@@ -137,11 +137,9 @@ def load_tables(run: Run) -> RunTables:
     with read(run) as snapshot:
         events = _events(snapshot)
         totals = totals_of(snapshot, STREAMS)
-        streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS}
+        streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS if name != "step"}
+        streams["step"], totals["step"] = _counted_steps(snapshot, totals["step"])
         now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
-    counted = counted_steps(streams["step"])
-    if len(counted) < len(streams["step"]):
-        streams["step"], totals["step"] = counted, _of_the_same_share(totals["step"], counted, streams["step"])
     grown, damaged = grown_lines(run, events)
     return RunTables(
         manifest=manifest,
@@ -156,19 +154,26 @@ def load_tables(run: Run) -> RunTables:
     )
 
 
-def counted_steps(steps: pd.DataFrame) -> pd.DataFrame:
+def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Total]:
     """Return the steps of the highest unit (`records.STEP_UNITS`) that the run has; the others are no steps of it.
 
     A process that only evaluates ends its steps by batches, beside one that steps an optimizer.
     """
-    units = step_units(steps)
-    return steps if steps.empty else steps[units == units.max()]
+    units = snapshot.query(
+        f"SELECT {_UNIT} AS unit, count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns "
+        'FROM "step" GROUP BY 1 ORDER BY 1 DESC'
+    )
+    if len(units) < 2:
+        return _stream(snapshot, "step", total), total
+    unit, n, first_ns, last_ns = map(int, units.iloc[0])
+    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS["step"].columns, *IDENTITY))
+    newest = f'SELECT {columns} FROM "step" WHERE {_UNIT} = {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
+    rows = snapshot.query(f"FROM ({newest}) ORDER BY time_ns")
+    return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns)
 
 
-def _of_the_same_share(total: Total, counted: pd.DataFrame, read: pd.DataFrame) -> Total:
-    """Return how many steps the run counts, if in the part that was not read it counts as many of them."""
-    count = round(total.rows_count * len(counted) / len(read))
-    return Total(rows_count=count, first_ns=total.first_ns, last_ns=total.last_ns)
+#: SQL for what ended a step, as `step_units` has it.
+_UNIT = f"coalesce(unit, CASE WHEN optimizer_ns IS NULL THEN {UNIT_BATCH} ELSE {UNIT_OPTIMIZER} END)"
 
 
 def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:

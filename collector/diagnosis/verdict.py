@@ -96,8 +96,16 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
-    told = (named(with_holders(finding, tables, running=running), tables) for finding in found)
-    return tuple(sorted(told, key=_order))
+    found = [with_holders(finding, tables, running=running) for finding in found]
+    return tuple(sorted((_named(finding, tables) for finding in found), key=_order))
+
+
+def _named(finding: Finding, tables: RunTables) -> Finding:
+    """Return the finding with the name of its loader; without it where an event is damaged."""
+    try:
+        return named(finding, tables)
+    except (TypeError, ValueError, KeyError, IndexError):
+        return finding
 
 
 def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:

@@ -1,6 +1,6 @@
-"""What a thread waits for, by the kernel function in which it waits (/proc/PID/wchan).
+"""Classify what a thread waits for, by the kernel function in which it waits (/proc/PID/wchan).
 
-The collector notes it at each tick, for the main thread of each process, in which workers fetch. So a read is told
+The collector notes it at each tick, for the main thread of each process, in which workers fetch. This tells a read
 from a lock, a sleep or a child process by where the workers wait. How many bytes they read does not tell: those may
 have come from the page cache.
 """

@@ -56,16 +56,17 @@ def throughput(snapshot: Queryable, within: Span, training_loaders: Sequence[int
     Args:
         snapshot: of the run.
         within: the span.
-        training_loaders: the loaders whose batches count, without those of validation; all by default.
+        training_loaders: the loaders whose samples count, without those of validation; all by default.
     """
-    chosen = (
-        "" if training_loaders is None else f" AND loader IN ({', '.join(map(str, training_loaders)) or 'NULL'})"
+    loaders = ", ".join(map(str, training_loaders or ())) or "NULL"
+    chosen = "" if training_loaders is None else f" FILTER (loader IN ({loaders}))"
+    seconds, trained = (
+        f"nullif((max(time_ns + last_after_ns){part} - min(time_ns){part}) / 1e9, 0)" for part in ("", chosen)
     )
-    seconds = "nullif((max(time_ns + last_after_ns) - min(time_ns)) / 1e9, 0)"
+    samples = f"sum(samples_count){chosen} - arg_min(samples_count_first, time_ns){chosen}"
     return snapshot.query(
         f"SELECT coalesce(sum(n), 0)::BIGINT n, (sum(n) - 1) / {seconds} batches_per_second, "
-        f"(sum(samples_count) - arg_min(samples_count_first, time_ns)) / {seconds} samples_per_second "
-        f"FROM {tiled(within, 'batch')} WHERE {OF_SPAN}{chosen}",
+        f"({samples}) / {trained} samples_per_second FROM {tiled(within, 'batch')} WHERE {OF_SPAN}",
         within.params,
     ).iloc[0]
 

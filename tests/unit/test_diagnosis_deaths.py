@@ -283,7 +283,7 @@ def test_a_command_that_nothing_attached_to_says_why():
     verdict = diagnose(over(Script(), 0).tables())
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
-    assert "over before its processes could be looked at" in verdict.findings[0].summary
+    assert "ended before its processes were sampled" in verdict.findings[0].summary
 
 
 def test_finished_helper_keeps_its_word():

@@ -103,7 +103,7 @@ def test_a_run_without_iterations_names_what_was_attached():
 @pytest.mark.parametrize(
     ("obstacle", "why", "remedy"),
     [
-        ("PYTHONPATH replaced", "PYTHONPATH was set anew", "PYTHONPATH=.:$PYTHONPATH"),
+        ("PYTHONPATH replaced", "PYTHONPATH was replaced", "PYTHONPATH=.:$PYTHONPATH"),
         ("-S", "started with -S", "Leave -S out"),
         (None, "do not tell why", "training_harness.attach()"),
     ],

@@ -1,12 +1,15 @@
 """What counts as a step, which share of the run is lost, and what is not known without a DataLoader."""
 
-import numpy as np
 import pytest
-from simulated_runs import MAIN, START_SECONDS, Script, finished, frame, jittered, ns, simulate, started
+from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, ns, simulate, started
 
-from collector.diagnosis.tables import counted_steps
+from collector.diagnosis.summary import step_unit
+from collector.diagnosis.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import UNIT_BATCH, UNIT_OPTIMIZER, UNIT_OWN, UNIT_PASS
+from collector.store.runs import Run
+from training_harness import layout
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING, STEP, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_OWN, UNIT_PASS
 
 PARENT, CHILDREN = ("node", 50, 4000), [("node", 100 + child, 5000 + child) for child in range(2)]
 
@@ -18,18 +21,38 @@ def step_rows(count, unit, begin=START_SECONDS + 2, every=0.2, **more):
     ]
 
 
-def test_steps_are_those_of_the_highest_unit_in_the_run_alone():
-    steps = frame("step", [*step_rows(5, UNIT_PASS), *step_rows(20, UNIT_BATCH), *step_rows(3, UNIT_OPTIMIZER)])
-    assert len(counted_steps(steps)) == 3
-    assert len(counted_steps(steps[steps["unit"] < UNIT_OPTIMIZER])) == 20
-    own = frame("step", [*step_rows(3, UNIT_OPTIMIZER), *step_rows(4, UNIT_OWN)])
-    assert len(counted_steps(own)) == 4
+@pytest.fixture
+def recorded(tmp_path):
+    """Writes steps into the journals of a run, each a unit and the time in the optimizer, and loads its tables."""
+
+    def load(*steps):
+        run = Run(layout.create_run(tmp_path, name="units", argv=["train.py"]))
+        writer = JournalWriter(run.journal_dir, STEP, Identity(host="node", pid=1, start_ticks=2))
+        missing = {column.name: MISSING[column.code] for column in STEP.columns}
+        for number, (unit, optimizer_ns) in enumerate(steps):
+            known = {"time_ns": number + 1, "step": number, "unit": unit, "optimizer_ns": optimizer_ns}
+            writer.append(*(missing | {name: value for name, value in known.items() if value is not None}).values())
+        writer.close()
+        return load_tables(run)
+
+    return load
 
 
-def test_older_runs_say_by_their_phases_what_ended_a_step():
-    rows = [*step_rows(3, np.nan, optimizer_ns=1000.0), *step_rows(20, np.nan)]
-    assert len(counted_steps(frame("step", rows))) == 3
-    assert len(counted_steps(frame("step", step_rows(20, np.nan)))) == 20
+@pytest.mark.parametrize(
+    ("steps", "count", "unit"),
+    [
+        ([(UNIT_PASS, None)] * 5 + [(UNIT_BATCH, None)] * 20 + [(UNIT_OPTIMIZER, 9)] * 3, 3, "optimizer step"),
+        ([(UNIT_PASS, None)] * 5 + [(UNIT_BATCH, None)] * 20, 20, "batch"),
+        ([(UNIT_OPTIMIZER, 9)] * 3 + [(UNIT_OWN, None)] * 4, 4, "step"),
+        ([(None, 9)] * 3 + [(None, None)] * 20, 3, "optimizer step"),
+        ([(None, None)] * 20, 20, "batch"),
+    ],
+    ids=["optimizer", "batches", "own", "older run", "older evaluation"],
+)
+def test_steps_are_those_of_the_highest_unit_in_the_run_alone(recorded, steps, count, unit):
+    tables = recorded(*steps)
+    assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
+    assert step_unit(tables) == unit
 
 
 def trainings(*, rank=None):
@@ -155,7 +178,7 @@ def test_one_training_needs_no_pid_at_its_findings():
     assert [finding.locus.main_pid for finding in found if finding.kind == "workers-too-slow"] == [None]
 
 
-@pytest.mark.parametrize(("epochs", "words"), [(1, "once in an epoch"), (2, "comes back in each epoch")])
+@pytest.mark.parametrize(("epochs", "words"), [(1, "once in an epoch"), (2, "pays it in each epoch")])
 def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_would_cost(epochs, words):
     script = simulate(
         workers=2,

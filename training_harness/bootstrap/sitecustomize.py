@@ -37,5 +37,8 @@ def _run_the_users_own() -> None:
         sys.path.append(_HERE)
 
 
-_run_the_shim()
+try:
+    _run_the_shim()
+except Exception:
+    sys.modules.pop(_SHIM, None)
 _run_the_users_own()

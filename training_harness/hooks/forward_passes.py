@@ -5,9 +5,10 @@ optimizer. They call a module, again and again. Watching every module call would
 through `Module._call_impl` (torch/nn/modules/module.py), so the calls are watched in two phases:
 
 1. Discovery: a global forward pre-hook, torch's own API, sees which class is called from outside any other module.
-   It goes as soon as one class has been called `_CALLS_TO_LEAD` times, or when the process uses a DataLoader.
+   It goes as soon as one class with parameters has been called `_CALLS_TO_LEAD` times, or when the process uses a
+   DataLoader.
 2. Counting: only the `__call__` of that class is replaced. Nothing is stored in the module itself, so what is
-   pickled, scripted or copied stays as it was.
+   pickled, scripted or copied stays as it was. If the class turns out to be a part of another one, that one counts.
 
 Code that is being compiled is never counted. A compiled model is called through `OptimizedModule`, whose class is
 then the one that counts; discovery ends before anything is compiled, because torch warns of global hooks there.
@@ -19,6 +20,7 @@ import functools
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -48,13 +50,22 @@ class ForwardHook(Hook):
         self._progress = progress
         self._calls: Counter[type] = Counter()
         self._discovery: Any = None
-        self._leading = Hook("forward")
-        self._call_code = sys.modules[MODULE].Module._wrapped_call_impl.__code__
+        self._leading, self._leads = Hook("forward"), False
+        self._module = sys.modules[MODULE].Module
+        self._call_code = self._module._wrapped_call_impl.__code__
         self._is_compiling = compiler.is_compiling()
 
     def discover(self) -> None:
         """Watch all module calls until one class leads."""
-        self._discovery = sys.modules[MODULE].register_module_forward_pre_hook(self._called)
+
+        def called(module: Any, _args: object) -> None:
+            try:
+                if not self._is_compiling() and self.active and not self._progress.sees_batches:
+                    self._called(module, sys._getframe(1))
+            except Exception as error:
+                self.fail(error)
+
+        self._discovery = sys.modules[MODULE].register_module_forward_pre_hook(called)
 
     def end_discovery(self) -> None:
         """Take the global pre-hook out."""
@@ -75,35 +86,45 @@ class ForwardHook(Hook):
         self.end_discovery()
         self._leading.remove()
 
-    def _called(self, module: Any, _args: object) -> None:
-        """Note a module call during discovery; returns None, so that the arguments stay as they are."""
-        if self._is_compiling() or not self.active or self._progress.sees_batches:
-            return
-        try:
-            if self._outermost(sys._getframe(1)) is module and not _is_worker():
-                kind = type(module)
-                self._calls[kind] += 1
-                if self._calls[kind] >= _CALLS_TO_LEAD:
-                    self.end_discovery()
-                    self.lead(kind, self._calls[kind])
-        except Exception as error:
-            self.fail(error)
+    def _called(self, module: Any, frame: FrameType) -> None:
+        """Note a module call during discovery; one without parameters is a transform or a loss, not the model."""
+        if _is_worker():
+            self.end_discovery()
+        elif next(module.parameters(), None) is not None and self._outermost(frame) is module:
+            kind = type(module)
+            self._calls[kind] += 1
+            if (passes := self._calls[kind]) >= _CALLS_TO_LEAD:
+                self.lead(kind)
+                self._begin(passes)
 
-    def lead(self, kind: type, passes: int = 0) -> None:
-        """Count the calls of this class from now on, with those so far; no other class counts any longer."""
+    def lead_with_the_most_called(self) -> None:
+        """End the discovery before its time, with what it has seen so far."""
+        self.end_discovery()
+        if self._calls and not self._leads:
+            self.lead(self._calls.most_common(1)[0][0])
+
+    def lead(self, kind: type) -> None:
+        """Count the calls of this class from now on; no other class counts any longer."""
         self._progress.tape.play()  # calls that are logged count only while their hook is active
+        self.end_discovery()
         self._leading.remove()
-        self._leading = Hook("forward")
+        self._calls.clear()
+        self._leading, self._leads = Hook("forward"), True
+        self._leading.replace(kind, "__call__", self._counted)
+
+    def _begin(self, passes: int = 0) -> None:
+        """Say that this process iterates, at a pass of the top-level module, and with which passes before."""
         current = session.start()
         if current is not None:
             self._progress.announce(current)
-            made = has_optimizer()
-            self._progress.follow_passes(current, has_optimizer=made, passes=passes)
-            self._leading.replace(kind, "__call__", self._counted)
+            self._progress.follow_passes(current, has_optimizer=has_optimizer(), passes=passes)
 
     def _counted(self, original: Any) -> Any:
         hook, progress, is_compiling, outermost = self, self._progress, self._is_compiling, self._outermost
-        leading = self._leading
+        leading, base = self._leading, self._module
+        is_inherited = (
+            original is base.__call__
+        )  # else FX, which replaces that one while it traces, would be bypassed
         tape, clock, cpu_clock = progress.tape, time.monotonic_ns, progress.cpu_clock
         boundary_cpu_clock = progress.boundary_cpu_clock
         entered, passed = progress.entered, progress.passed
@@ -112,34 +133,42 @@ class ForwardHook(Hook):
         @functools.wraps(original)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal running
+            plain = base.__call__ if is_inherited else original
             if is_compiling() or running or not leading.active or progress.sees_batches:
-                return original(module, *args, **kwargs)
-            running = True
+                return plain(module, *args, **kwargs)
+            running, counts = True, False
             try:
                 outer = outermost(sys._getframe(1))
-                current = session.active
                 if outer is not None:
-                    hook.lead(type(outer))
-                elif current is not None:
-                    if not current.process_started:  # a forked child goes on with its parent's modules
-                        progress.announce(current)
-                    now_ns = clock()
+                    hook._met_within(type(outer))
+                elif (current := session.active or session.start()) is not None:
+                    if (
+                        not current.process_started or not progress.sees_passes
+                    ):  # the first pass, or a forked child's
+                        hook._begin()
+                    counts, now_ns = True, clock()
                     tape.log((leading, entered, now_ns, get_ident(), boundary_cpu_clock(now_ns)))
                     if now_ns >= tape.due_ns and progress.ended_by <= PASS:
                         progress.catch_up(now_ns)
             except Exception as error:
                 hook.fail(error)
             try:
-                return original(module, *args, **kwargs)
+                return plain(module, *args, **kwargs)
             finally:
                 running = False
                 try:
-                    if leading.active:
+                    if counts and leading.active:
                         tape.log((leading, passed, clock(), get_ident(), cpu_clock()))
                 except Exception as error:
                     hook.fail(error)
 
         return call
+
+    def _met_within(self, outer: type) -> None:
+        """Let the class lead within whose modules the leading one was met several times."""
+        self._calls[outer] += 1
+        if self._calls[outer] >= _CALLS_TO_LEAD:
+            self.lead(outer)
 
     def _outermost(self, frame: FrameType | None) -> Any:
         """Return the module whose call is the outermost one on the stack, None outside of any."""
@@ -165,30 +194,33 @@ def install(progress: Progress) -> ForwardHook:
         return hook
 
 
-def install_compiled(progress: Progress, hook: ForwardHook) -> Hook:
+def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
     """End the discovery before anything is compiled, and count the calls of compiled modules.
 
     Raises:
         AttributeError: this torch has no such classes.
     """
     module = sys.modules[_EVAL_FRAME]
-    compiled: type = module.OptimizedModule
 
-    def make(original: Any) -> Any:
+    def guarded(original: Any, then: Callable[[Any], None]) -> Any:
         @functools.wraps(original)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 if hook.active and not progress.sees_batches and not _is_worker():
-                    hook.end_discovery()
-                    hook.lead(compiled)
+                    then(self)
             except Exception as error:
                 hook.fail(error)
-            original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-        return init
+        return call
 
     with Hook("forward:compiled") as own:
-        own.replace(module.OptimizeContext, "__init__", make)
+        end: Callable[[Any], None] = lambda _: hook.lead_with_the_most_called()  # noqa: E731
+        own.replace(module.OptimizeContext, "__init__", lambda original: guarded(original, end))
+        lead: Callable[[Any], None] = lambda _: hook.lead(module.OptimizedModule)  # noqa: E731
+        own.replace(module.OptimizedModule, "__init__", lambda original: guarded(original, lead))
+        in_place: Callable[[Any], None] = lambda model: hook.lead(type(model))  # noqa: E731
+        own.replace(sys.modules[MODULE].Module, "compile", lambda original: guarded(original, in_place))
         return own
 
 

@@ -7,7 +7,7 @@ fetch took. So the wait for a core counts up to the time in which it did not com
 
 A fetch that waits for a child process (ffmpeg, say) is blocked, and yet a core computes: the CPU time of children
 that it waited for is counted too. Children also add what they read to their parent's counters, so bytes are those
-of the thread, unless no child has ended meanwhile: then threads that help count as well.
+that the thread itself read.
 
 Reading the CPU clocks and /proc costs about 10 µs a fetch. Fetches that begin within `FULL_EVERY_NS` of the last
 full one are timed without, and leave those columns missing: the cost stays below 1 % of the time spent.
@@ -24,13 +24,13 @@ from training_harness.records import MISSING_INT32, MISSING_INT64
 
 FULL_EVERY_NS = 2_000_000
 _NO_FILE = -1
-#: What one fetch's own readings of /proc add to `rchar` at most: two lines of schedstat and both files of io.
-_OWN_READS_BYTES = 384
+#: What one fetch's own readings of /proc add to `rchar` at most: two lines of schedstat and a file of io.
+_OWN_READS_BYTES = 256
 _IO_BYTES = 192
 
 
 class Fetched(NamedTuple):
-    """One fetch, in ns and counts; children, faults and bytes are since the full reading before."""
+    """One fetch, in ns and counts; faults and bytes are since the full reading before."""
 
     wall_ns: int
     cpu_ns: int = MISSING_INT64
@@ -45,32 +45,29 @@ class Fetched(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counters that only rise: faults (getrusage(2)), CPU time of children, bytes read (proc_pid_io(5))."""
+    """Counters that only rise: faults of the process (getrusage(2)), bytes of the thread (proc_pid_io(5))."""
 
     major_faults: int
     minor_faults: int
-    children_cpu_ns: int
-    thread_bytes: int
-    process_bytes: int
+    read_bytes: int
     storage_bytes: int
 
 
 class FetchMeter:
     """Reads the counters of one thread of this process; opened in that thread."""
 
-    _schedstat = _io = _thread_io = _NO_FILE
+    _schedstat = _io = _NO_FILE
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._schedstat = _open("/proc/thread-self/schedstat")
-        self._io = _open("/proc/self/io")
-        self._thread_io = _open("/proc/thread-self/io")
+        self._io = _open("/proc/thread-self/io")
         self._full = False
         self._full_at_ns = 0
         self._counted = self._counts()
 
     def __del__(self) -> None:
-        for descriptor in (self._schedstat, self._io, self._thread_io):
+        for descriptor in (self._schedstat, self._io):
             if descriptor != _NO_FILE:
                 os.close(descriptor)
 
@@ -81,6 +78,7 @@ class FetchMeter:
         if self._full:
             self._full_at_ns = now_ns
             self._run_queue_ns = self._run_queue()
+            self._children_cpu_ns = _children_cpu_ns()
             self._process_cpu_ns = time.process_time_ns()
             self._cpu_ns = time.thread_time_ns()
             now_ns = time.monotonic_ns()
@@ -97,15 +95,15 @@ class FetchMeter:
         waited_ns = max(0, wall_ns - cpu_ns)
         run_queue_ns = min(waited_ns, self._run_queue() - self._run_queue_ns)
         blocked_ns = waited_ns - run_queue_ns
+        children_cpu_ns = _children_cpu_ns() - self._children_cpu_ns
         before, self._counted = self._counted, self._counts()
-        now = self._counted
-        children_cpu_ns = now.children_cpu_ns - before.children_cpu_ns
-        read_bytes = storage_bytes = MISSING_INT64
-        if self._io != _NO_FILE and self._thread_io != _NO_FILE:
-            of_thread, of_process = now.thread_bytes - before.thread_bytes, now.process_bytes - before.process_bytes
-            read_bytes = max(0, (of_thread if children_cpu_ns else of_process) - _OWN_READS_BYTES)
-            storage_bytes = now.storage_bytes - before.storage_bytes
-        major, minor = now.major_faults - before.major_faults, now.minor_faults - before.minor_faults
+        major, minor, read_bytes, storage_bytes = (
+            now - then for now, then in zip(self._counted, before, strict=True)
+        )
+        if self._io == _NO_FILE:
+            read_bytes = storage_bytes = MISSING_INT64
+        else:
+            read_bytes = max(0, read_bytes - _OWN_READS_BYTES)
         spent_ns = cpu_ns, process_cpu_ns, children_cpu_ns, run_queue_ns, blocked_ns
         return Fetched(wall_ns, *spent_ns, major, minor, read_bytes, storage_bytes)
 
@@ -113,18 +111,17 @@ class FetchMeter:
         return int(os.pread(self._schedstat, 64, 0).split()[1])
 
     def _counts(self) -> _Counts:
-        own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-        children_cpu_ns = round((children.ru_utime + children.ru_stime) * 1e9)
-        thread, process = _io_counts(self._thread_io), _io_counts(self._io)
-        return _Counts(own.ru_majflt, own.ru_minflt, children_cpu_ns, thread[0], process[0], process[1])
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        if self._io == _NO_FILE:
+            return _Counts(usage.ru_majflt, usage.ru_minflt, 0, 0)
+        lines = os.pread(self._io, _IO_BYTES, 0).split(b"\n", 5)
+        return _Counts(usage.ru_majflt, usage.ru_minflt, int(lines[0][7:]), int(lines[4][12:]))  # rchar, read_bytes
 
 
-def _io_counts(descriptor: int) -> tuple[int, int]:
-    """Read `rchar` and `read_bytes`: what read(2) and its kin gave, and what came from storage for it."""
-    if descriptor == _NO_FILE:
-        return 0, 0
-    lines = os.pread(descriptor, _IO_BYTES, 0).split(b"\n", 5)
-    return int(lines[0][7:]), int(lines[4][12:])
+def _children_cpu_ns() -> int:
+    """CPU time of the children that have ended and were waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return round((usage.ru_utime + usage.ru_stime) * 1e9)
 
 
 def _open(path: str) -> int:

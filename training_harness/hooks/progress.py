@@ -52,7 +52,6 @@ class Progress:
 
     def __init__(self) -> None:
         self.copies_are_seen = self.uses_cuda = False
-        self.sees_batches = self.sees_passes = self._reads_cpu = False
         self.on_batches: Callable[[], None] = _nothing
         self.capabilities: dict[str, bool] = {}
         self.requests = Requests()
@@ -62,11 +61,13 @@ class Progress:
         self._gauges_hook = Hook("device_memory")
         self._device_times = DeviceTimes()
         self._device_times_hook = Hook("device_time")
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin as in a new run: what was counted in another one, or before a fork, is not of this one."""
         self.tape.clear()
         self.step = 0
+        self.sees_batches = self.sees_passes = self._reads_cpu = False
         self.ended_by = NOBODY
         self.thread = 0
         self.begin(0)
@@ -84,7 +85,7 @@ class Progress:
     def announce(self, current: session.Session) -> None:
         """Say once that this process trains; called wherever training may begin."""
         if not current.process_started:
-            self._forget()  # what was counted in another run, or before a fork, is not of this one
+            self.forget()
             current.before_flush = self.tape.play
             announce(current, self.capabilities)
         self._look_for_cuda()
@@ -238,7 +239,7 @@ class Progress:
             spent_ns[OTHER],
         )
         if self._outside_read_ns and not self.sees_batches:
-            outside_cpu_ns = self._outside_cpu_ns * spent_ns[OTHER] // self._outside_read_ns
+            outside_cpu_ns = max(0, self._outside_cpu_ns) * spent_ns[OTHER] // self._outside_read_ns
         samples = self._samples if self._samples > 0 else MISSING_INT32
         passes = self._passes if self.sees_passes else MISSING_INT32
         unit = self.ended_by - 1
@@ -286,4 +287,4 @@ class Progress:
 
 
 def _nothing() -> None:
-    """Stand for a call that nobody waits for."""
+    """Do nothing."""

@@ -54,22 +54,24 @@ class WorkerEntry:
         return run_worker(self.original, starting.loader, starting.epoch, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _SpawnedEntry, (self.original.__module__, starting.loader, starting.epoch)
+        return _SpawnedEntry, (self.original.__module__, starting.loader, starting.epoch, session.group)
 
 
 class _SpawnedEntry:
-    """What a `WorkerEntry` becomes in a spawned worker: it carries its loader and epoch along."""
+    """A `WorkerEntry` in a spawned worker: it carries its loader, its epoch and the rank of the training along."""
 
-    def __init__(self, module: str, loader: int, epoch: int) -> None:
+    def __init__(self, module: str, loader: int, epoch: int, group: tuple[int, int] | None) -> None:
         self.module = module
         self.loader = loader
         self.epoch = epoch
+        self.group = group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         loop = importlib.import_module(self.module)._worker_loop
         original = loop.original if isinstance(loop, WorkerEntry) else loop
         try:
             session.start()
+            session.group = self.group
             stage_calls.install_imported()
         except Exception as error:
             Hook("worker").fail(error)
@@ -85,6 +87,8 @@ def run_worker(
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
         current = session.active
+        if current is not None and current.identity.rank is None and session.group is not None:
+            current.become_rank(*session.group)
         if current is not None and all(name in bound.arguments for name in _NEEDED):
             recorder = FetchRecorder(hook, current, loader, epoch, int(bound.arguments["worker_id"]))
             bound.arguments["index_queue"] = _IndexQueue(bound.arguments["index_queue"], recorder)
