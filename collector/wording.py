@@ -20,6 +20,7 @@ _MEASURED = {
     "capacity_ratio": "demand / capacity of the workers",
     "fetch_seconds": "fetch time per batch",
     "fetch_cpu_ratio": "fetch time on CPU",
+    "fetch_threads_cpu_ratio": "fetch time, other threads on CPU",
     "fetch_children_cpu_ratio": "fetch time, child processes on CPU",
     "fetch_run_queue_ratio": "fetch time waiting for a core",
     "fetch_blocked_ratio": "fetch time blocked",

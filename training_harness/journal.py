@@ -136,6 +136,7 @@ class JournalWriter:
         self._loss_reason = WRITE_FAILED
         self._told_count = 0
         self._fd = -1
+        self._file = 0, 0
         self._room_bytes = 0
         self._retry_at_ns = 0
 
@@ -174,7 +175,7 @@ class JournalWriter:
     def _write(self, records: bytes) -> None:
         written = 0
         try:
-            if self._room_bytes > 0 or self._open_segment():
+            if (self._room_bytes > 0 and self._owns_descriptor()) or self._open_segment():
                 written = os.write(self._fd, records)
         except OSError:
             self._loss_reason = WRITE_FAILED
@@ -214,13 +215,30 @@ class JournalWriter:
         """In a forked child: leave the segment, its lock and what is held to the parent."""
         self._held.clear()
         self._room_bytes = 0
-        if self._fd >= 0:
+        if self._owns_descriptor():
             os.close(self._fd)
-            self._fd = -1
+        self._fd = -1
 
     def __del__(self) -> None:
-        if self._fd >= 0:
+        if self._owns_descriptor():
             os.close(self._fd)
+
+    def _owns_descriptor(self) -> bool:
+        """Return whether the descriptor is still that of the segment.
+
+        A program that closes all descriptors (a daemon, `os.closerange`) gives its own next files these numbers.
+        """
+        if self._fd < 0:
+            return False
+        try:
+            status = os.fstat(self._fd)
+        except OSError:
+            is_own = False
+        else:
+            is_own = (status.st_dev, status.st_ino) == self._file
+        if not is_own:
+            self._fd = -1
+        return is_own
 
     def _open_segment(self) -> bool:
         if self._waits():
@@ -268,11 +286,13 @@ class JournalWriter:
         Its number never changes while the writer lives: a thread that is about to write meets the old segment or
         the new one, never a file of the user's that got the number in between.
         """
-        if self._fd < 0:
-            self._fd = fresh
-        else:
+        status = os.fstat(fresh)
+        if self._owns_descriptor():
             os.dup2(fresh, self._fd, inheritable=False)
             os.close(fresh)
+        else:
+            self._fd = fresh
+        self._file = status.st_dev, status.st_ino
 
     def _header(self) -> bytes:
         body: dict[str, Any] = {

@@ -244,6 +244,7 @@ PROCESS = Stream(
         Column("swap_bytes", "q", "bytes", "swapped out"),
         Column("file_bytes", "q", "bytes", "resident pages of mapped files (RssFile)"),
         Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
+        Column("data_bytes", "q", "bytes", "private writable address space (VmData), touched or not"),
         Column("fd_count", "i", "count", "open file descriptors"),
         Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
         Column("thread_count", "i", "count", "threads"),

@@ -32,9 +32,7 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
     has_loader = not loading_queries.loaders(moment.snapshot).empty
     items = [
-        Metric(
-            label="Steps", value=number(_steps(moment, step["step"])), help=f"{_unit(moment)} so far, of one rank"
-        ),
+        _steps(moment, step["step"]),
         Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
         _data_wait(moment),
         _throughput(moment),

@@ -54,6 +54,7 @@ class Status(NamedTuple):
     file_bytes: int | None
     shm_bytes: int | None
     swap_bytes: int | None
+    data_bytes: int | None
     thread_count: int | None
     allowed_cores_count: int | None
 
@@ -130,6 +131,7 @@ def read_status(proc: str, pid: int) -> Status | None:
         file_bytes=_kibibytes(text, b"RssFile:"),
         shm_bytes=_kibibytes(text, b"RssShmem:"),
         swap_bytes=_kibibytes(text, b"VmSwap:"),
+        data_bytes=_kibibytes(text, b"VmData:"),
         thread_count=field(text, b"Threads:"),
         allowed_cores_count=_cores_in(text),
     )

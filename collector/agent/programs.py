@@ -58,13 +58,21 @@ def read_program(proc: str, pid: int) -> Program | None:
         return None
     argv = [os.fsdecode(word) for word in words.rstrip(b"\0").split(b"\0")]
     pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
-    is_python = _PYTHON.fullmatch(os.path.basename(argv[0])) is not None
+    names = (os.path.basename(argv[0]), os.path.basename(_executable(proc, pid)))  # the first may have been changed
+    is_python = any(_PYTHON.fullmatch(name) for name in names)
     shown = redacted(argv) if is_python else [os.path.basename(argv[0])]  # other programs name secrets anywhere
     return Program(
         argv=tuple(word[:_CHARACTERS_AT_MOST] for word in shown[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,
         obstacle=obstacle(argv, {name: value for name, _, value in pairs}) if is_python else NO_PYTHON,
     )
+
+
+def _executable(proc: str, pid: int) -> str:
+    try:
+        return os.readlink(f"{proc}/{pid}/exe")
+    except OSError:
+        return ""
 
 
 def obstacle(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:

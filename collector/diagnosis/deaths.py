@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from collector.diagnosis.victims import (
 from collector.quantities import plain_text
 from collector.store.runs import ProcessKey
 
+#: torch/_utils.py, ExceptionWrapper: an exception that a worker passed on, and a line of the traceback in it.
+_FROM_WORKER = "in DataLoader worker process"
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV
 
 
@@ -132,7 +136,9 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
 def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
     message = plain_text(str(event.get("message") or "")).strip()
     lines = message.splitlines() or [""]
-    headline = lines[-1 if event.get("type") == "ProcessRaisedException" else 0]  # it quotes a whole traceback
+    # What another process raised is told with its whole traceback, whose last line says it.
+    is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
+    headline = lines[-1 if is_quoted else 0]
     who = life.name(key)
     evidence = [
         fact("exception", f"{event.get('type')}: {message}"[:300], "uncaught", unit="text"),
@@ -163,8 +169,11 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
 
 
 def _at(event: Mapping[str, Any]) -> str:
-    """Say at which line an exception was raised: ` at train.py:37, in main`."""
+    """Say at which line an exception was raised, in a worker at the line there: ` at train.py:37, in main`."""
     site = event.get("site")
+    if _FROM_WORKER in str(event.get("message")):
+        frames = [frame for frame in _FRAME.findall(str(event["message"])) if "/site-packages/" not in frame[0]]
+        site = "{}:{}, in {}".format(*frames[-1]) if frames else site
     return f" at {os.path.basename(str(site))}" if site else ""
 
 

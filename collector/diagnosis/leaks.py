@@ -85,6 +85,8 @@ def _main_growth(tables: RunTables, key: ProcessKey) -> Leak | None:
     grown = growth(times, resident, negligible=negligible_bytes(resident), steps=steps)
     if grown is None:
         return None
+    if share_of(times, floats(rows, "data_bytes"), grown) < CONFIRMED:
+        return None  # it fills memory that it had asked for before, and no more
     forks = _forks(tables, key, times)
     private = cumulative_rise(_written(rows), forks)
     undisturbed = np.ptp(forks[times >= grown.since_seconds]) == 0

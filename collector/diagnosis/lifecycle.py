@@ -102,7 +102,7 @@ class Lifecycle:
         for event in self.tables.events_of("process-attached", "process-start"):
             if key := key_of(event):
                 told[key] = event.get("argv")
-        return {key: shlex.join(map(str, argv)) for key, argv in told.items() if argv}
+        return {key: " ".join(shlex.join(map(str, argv)).split()) for key, argv in told.items() if argv}
 
     def may_train(self, key: ProcessKey) -> bool:
         """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""

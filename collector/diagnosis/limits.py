@@ -67,10 +67,13 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         )
     threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
     children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
+    helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
     queued = _share(rows, "run_queue_ns", wall)
-    waiting = float(np.clip(_share(rows, "blocked_ns", wall) - children, 0.0, None))  # for no child that computes
+    blocked = _share(rows, "blocked_ns", wall)
+    waiting = float(np.clip(blocked - children - helpers, 0.0, None))  # for none of these, which compute
     shares = (
         ("fetch_cpu_ratio", threads),
+        ("fetch_threads_cpu_ratio", helpers if helpers >= _PART else float("nan")),
         ("fetch_children_cpu_ratio", children or float("nan")),
         ("fetch_run_queue_ratio", queued),
         ("fetch_blocked_ratio", waiting),

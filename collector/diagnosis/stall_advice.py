@@ -76,6 +76,12 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             ),
             *((measure,) if outlook.is_undecided else ()),
         )
+    if limit.waits_for == "lock":
+        measure = Advice(
+            text="Measure other settings before you add workers: `tidegauge tune -- COMMAND`",
+            expected="workers that wait for one lock only wait longer if there are more of them",
+        )
+        return (*less_per_fetch(limit), measure)
     return _by_replay(outlook, less_per_fetch(limit))
 
 

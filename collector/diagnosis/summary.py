@@ -12,6 +12,7 @@ from collector.diagnosis.frames import SECOND_NS, floats, last, peak, written
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.speed_ups import exposed_summary
 from collector.diagnosis.tables import RunTables, step_units
+from collector.diagnosis.trends import Floats
 from training_harness.records import ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
 _WHO = ["host", "pid", "start_ticks"]
@@ -59,9 +60,10 @@ def data_wait_ratio(tables: RunTables) -> float | None:
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
-    both = np.isfinite(duration) & np.isfinite(wait)
-    if duration[both].sum() > 0:
-        return float(wait[both].sum() / duration[both].sum())
+    loads = step.assign(known=np.isfinite(wait)).groupby(_WHO)["known"].transform("any").to_numpy(dtype=bool)
+    timed = np.isfinite(duration) & loads  # before its first DataLoader a process waited for none
+    if duration[timed].sum() > 0:
+        return float(np.nansum(wait[timed]) / duration[timed].sum())
     return _batch_wait_ratio(tables.stream("batch"))
 
 
@@ -191,14 +193,22 @@ def _per_second(rows: pd.DataFrame, counts: np.ndarray[Any, Any], *, per_rank: b
     if len(rows) < 2:
         return None
     table = rows.assign(count=np.nan_to_num(counts), time=floats(rows, "time_ns"))
-    rates = []
-    for _, mine in table.groupby(_WHO):
-        seconds = (mine["time"].iloc[-1] - mine["time"].iloc[0]) / SECOND_NS
-        if seconds > 0:
-            rates.append(float(mine["count"].iloc[1:].sum() / seconds))
-    if not rates:
+    groups = table.groupby(_WHO)
+    made = (groups["count"].sum() - groups["count"].first()).to_numpy()
+    begins, ends = groups["time"].first().to_numpy(), groups["time"].last().to_numpy()
+    lasting = ends > begins
+    if not lasting.any():
         return None
-    return max(rates) if per_rank else sum(rates)
+    if per_rank:
+        return float((made[lasting] / (ends - begins)[lasting]).max() * SECOND_NS)
+    return float(made.sum() / _covered(begins, ends) * SECOND_NS)
+
+
+def _covered(begins: Floats, ends: Floats) -> float:
+    """Return how long at least one of these spans lasts: trainings may follow each other."""
+    order = np.argsort(begins)
+    reached = np.concatenate([[-np.inf], np.maximum.accumulate(ends[order])[:-1]])
+    return float(np.maximum(ends[order] - np.maximum(begins[order], reached), 0.0).sum())
 
 
 def _overhead(agent: pd.DataFrame) -> dict[str, float | None]:

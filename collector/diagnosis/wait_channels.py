@@ -16,7 +16,20 @@ _MOSTLY = 0.5
 _CHANNELS = (
     ("child", ("do_wait", "kernel_wait", "wait_consider", "__do_sys_wait")),
     ("sleep", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep", "__x64_sys_clock_nano")),
-    ("lock", ("futex", "do_futex", "fcntl_setlk", "flock_lock", "posix_lock", "do_semtimedop", "rwsem", "down_")),
+    (
+        "lock",
+        (
+            "futex",
+            "do_futex",
+            "fcntl_setlk",
+            "flock_lock",
+            "posix_lock",
+            "locks_",
+            "do_semtimedop",
+            "rwsem",
+            "down_",
+        ),
+    ),
     ("pipe", ("pipe_", "anon_pipe", "fifo_pipe", "wait_for_partner")),
     (
         "network",

@@ -18,7 +18,7 @@ NEGLIGIBLE_BYTES = 16 * MIB
 _NEGLIGIBLE_RATIO = 0.01  # of what the process holds
 CONFIRMED = 0.5  # a witness must show at least this share of the growth
 _MOMENT_NS = 10 * SECOND_NS
-_LOADING_NS = 300 * SECOND_NS
+_LOADING_NS = 120 * SECOND_NS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +120,15 @@ def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
 def severity(tables: RunTables, leak: Leak, *, iterates: bool = True) -> Severity:
     """Return a warning, but for a growth that was seen for a moment only while the run goes on.
 
-    Much that ends begins so: a process that has not iterated yet may be loading its data. If a limit is near, the
-    risk of meeting it is a warning of its own.
+    Much that ends begins so. A process without iterations may be loading its data all the while. If a limit is
+    near, the risk of meeting it is a warning of its own.
     """
     if not leak.witnesses:
         return "info"
-    moment_ns = _MOMENT_NS if iterates else _LOADING_NS
-    return "info" if tables.goes_on and leak.end_ns - leak.begin_ns < moment_ns else "warning"
+    lasted_ns = leak.end_ns - leak.begin_ns
+    if not iterates:
+        return "info" if lasted_ns < _LOADING_NS else "warning"
+    return "info" if tables.goes_on and lasted_ns < _MOMENT_NS else "warning"
 
 
 def leak_finding(

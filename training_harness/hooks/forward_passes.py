@@ -17,12 +17,13 @@ then the one that counts; discovery ends before anything is compiled, because to
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 from training_harness import session
@@ -38,6 +39,53 @@ _WORKER = "torch.utils.data._utils.worker"
 _CALLS_TO_LEAD = 3
 
 
+class _Call:
+    """The `__call__` of a class that counts.
+
+    Classes of scripts and notebooks are pickled by value by cloudpickle and dill, with all that is in them: this
+    pickles as the `__call__` that the class would have without it.
+    """
+
+    __slots__ = ("_function", "_plain")
+
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self._function = function
+        self._plain = plain
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        return self._function if module is None else MethodType(self._function, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self._plain,),)
+
+
+class _Leading(Hook):
+    """The replaced `__call__` of one class; an error in it is one of the hook that put it there."""
+
+    def __init__(self, owner: ForwardHook) -> None:
+        super().__init__(owner.name)
+        self._owner = owner
+
+    def take(self, kind: type, call: _Call) -> None:
+        """Put a `__call__` into a class; looked up in the class, it is the function within."""
+        own = vars(kind).get("__call__")
+        type.__setattr__(kind, "__call__", call)
+
+        def undo() -> None:
+            if vars(kind).get("__call__") is not call:
+                return  # somebody wrapped it: it stays, and passes through
+            if own is None:
+                type.__delattr__(kind, "__call__")
+            else:
+                type.__setattr__(kind, "__call__", own)
+
+        self._undo.append(undo)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the owner fail."""
+        self._owner.fail(error)
+
+
 class ForwardHook(Hook):
     """Finds the top-level module's class and counts its calls.
 
@@ -50,7 +98,7 @@ class ForwardHook(Hook):
         self._progress = progress
         self._calls: Counter[type] = Counter()
         self._discovery: Any = None
-        self._leading, self._leads = Hook("forward"), False
+        self._leading, self._leads = _Leading(self), False
         self._module = sys.modules[MODULE].Module
         self._call_code = self._module._wrapped_call_impl.__code__
         self._is_compiling = compiler.is_compiling()
@@ -109,8 +157,8 @@ class ForwardHook(Hook):
         self.end_discovery()
         self._leading.remove()
         self._calls.clear()
-        self._leading, self._leads = Hook("forward"), True
-        self._leading.replace(kind, "__call__", self._counted)
+        self._leading, self._leads = _Leading(self), True
+        self._leading.take(kind, self._counted(kind, vars(kind).get("__call__")))
 
     def _begin(self, passes: int = 0) -> None:
         """Say that this process iterates, at a pass of the top-level module, and with which passes before."""
@@ -119,50 +167,55 @@ class ForwardHook(Hook):
             self._progress.announce(current)
             self._progress.follow_passes(current, has_optimizer=has_optimizer(), passes=passes)
 
-    def _counted(self, original: Any) -> Any:
+    def _counted(self, kind: Any, own: Any) -> _Call:
+        """Return what counts the calls of a class that has a `__call__` of its own, or none."""
         hook, progress, is_compiling, outermost = self, self._progress, self._is_compiling, self._outermost
-        leading, base = self._leading, self._module
-        is_inherited = (
-            original is base.__call__
-        )  # else FX, which replaces that one while it traces, would be bypassed
+        leading = self._leading
         tape, clock, cpu_clock = progress.tape, time.monotonic_ns, progress.cpu_clock
         boundary_cpu_clock = progress.boundary_cpu_clock
         entered, passed = progress.entered, progress.passed
-        running = False  # a module within this one, or another thread's replica of it
+        running: set[int] = set()  # threads that are within a call
 
-        @functools.wraps(original)
+        def plain(module: Any, args: Any, kwargs: Any) -> Any:
+            """Call the next `__call__` in the order of the module's classes, as if this one were not there.
+
+            FX replaces that of `Module` while it traces, and a class that derives from this one may have another.
+            """
+            if own is None:
+                base: Any = super(kind, module)
+                return base.__call__(*args, **kwargs)
+            return own(module, *args, **kwargs)
+
+        @functools.wraps(kind.__call__)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal running
-            plain = base.__call__ if is_inherited else original
-            if is_compiling() or running or not leading.active or progress.sees_batches:
-                return plain(module, *args, **kwargs)
-            running, counts = True, False
+            if is_compiling() or not leading.active or progress.sees_batches or get_ident() in running:
+                return plain(module, args, kwargs)
+            thread, counts = get_ident(), False
+            running.add(thread)
             try:
                 outer = outermost(sys._getframe(1))
                 if outer is not None:
                     hook._met_within(type(outer))
                 elif (current := session.active or session.start()) is not None:
-                    if (
-                        not current.process_started or not progress.sees_passes
-                    ):  # the first pass, or a forked child's
+                    if not (current.process_started and progress.sees_passes):  # the first pass, also after a fork
                         hook._begin()
                     counts, now_ns = True, clock()
-                    tape.log((leading, entered, now_ns, get_ident(), boundary_cpu_clock(now_ns)))
+                    tape.log((leading, entered, now_ns, thread, boundary_cpu_clock(now_ns)))
                     if now_ns >= tape.due_ns and progress.ended_by <= PASS:
                         progress.catch_up(now_ns)
             except Exception as error:
                 hook.fail(error)
             try:
-                return plain(module, *args, **kwargs)
+                return plain(module, args, kwargs)
             finally:
-                running = False
+                running.discard(thread)
                 try:
                     if counts and leading.active:
-                        tape.log((leading, passed, clock(), get_ident(), cpu_clock()))
+                        tape.log((leading, passed, clock(), thread, cpu_clock()))
                 except Exception as error:
                     hook.fail(error)
 
-        return call
+        return _Call(call, own or self._module.__call__)
 
     def _met_within(self, outer: type) -> None:
         """Let the class lead within whose modules the leading one was met several times."""

@@ -6,6 +6,7 @@ another one steps twice in between, the leader is gone or frozen, and the other 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -25,6 +26,24 @@ FASTAI = "fastai.optimizer"
 
 def _nobody() -> None:
     """Stands for a weak reference to no optimizer."""
+
+
+class _PickledAsNothing:
+    """A hook of torch's that does nothing in the process that unpickles it.
+
+    cloudpickle and dill pickle the optimizers of scripts by value, and with them torch's table of global hooks.
+    """
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._function(optimizer, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext, "__exit__")  # takes what it is given, and returns None
 
 
 class StepHook(Hook):
@@ -113,8 +132,8 @@ def install(progress: Progress) -> StepHook:
     with StepHook(progress) as hook:
         stepping, stepped, boundary_cpu_clock = hook.stepping, hook.stepped, progress.boundary_cpu_clock
         hook.before, hook.after = before, after
-        hook.on_remove(module.register_optimizer_step_pre_hook(before).remove)
-        hook.on_remove(module.register_optimizer_step_post_hook(after).remove)
+        hook.on_remove(module.register_optimizer_step_pre_hook(_PickledAsNothing(before)).remove)
+        hook.on_remove(module.register_optimizer_step_post_hook(_PickledAsNothing(after)).remove)
         return hook
 
 
