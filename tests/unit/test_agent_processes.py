@@ -24,6 +24,7 @@ COMMAND = ProcessKey(100, 7)
 
 STATUS = """Name:\tx
 VmRSS:\t    {rss} kB
+VmData:	     900 kB
 RssFile:\t       16 kB
 RssShmem:\t       8 kB
 VmSwap:\t       4 kB
@@ -123,6 +124,7 @@ def test_what_is_read_of_a_process(proc, sampler):
         "file_bytes": 16 * 1024,
         "shm_bytes": 8 * 1024,
         "swap_bytes": 4 * 1024,
+        "data_bytes": 900 * 1024,
         "thread_count": 3,
         "allowed_cores_count": 4,
         "fd_count": 5,

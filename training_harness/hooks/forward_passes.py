@@ -55,6 +55,9 @@ class _Call:
     def __get__(self, module: Any, kind: type | None = None) -> Any:
         return self._function if module is None else MethodType(self._function, module)
 
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._function(module, *args, **kwargs)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self._plain,),)
 
@@ -124,9 +127,9 @@ class ForwardHook(Hook):
     def remove(self) -> None:
         """Take everything out."""
         self._progress.tape.play()
-        self.end_discovery()
         self._leading.remove()
         super().remove()
+        self.end_discovery()
 
     def fail(self, error: BaseException) -> None:
         """Take everything out after an error of the hook's own."""
