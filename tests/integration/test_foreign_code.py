@@ -88,6 +88,23 @@ def test_a_compiled_model_compiles_and_counts_as_ever(attached):
     assert run.events("hook-disabled").empty
 
 
+@pytest.mark.parametrize("case", ["odd_calls", "closes_descriptors"])
+def test_what_a_program_does_to_its_classes_and_files_comes_out_as_ever(attached, tmp_path, case):
+    folder = () if case == "odd_calls" else (tmp_path,)
+    run = attached(SCRIPT, case, *folder)
+    bare = subprocess.run(
+        [sys.executable, SCRIPT, case, *folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=bare_environment(),
+    )
+    assert bare.returncode == 0, bare.stderr
+    assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
+    assert run.events("hook-disabled").empty
+    assert run.table("step")["step"].max() + 1 == {"odd_calls": 11, "closes_descriptors": 40}[case]
+
+
 def test_time_between_forward_and_backward_is_seen_as_outside_the_step(home):
     _, reported = run_and_report(home, sys.executable, SCRIPT, "own_batches", 100)
     assert reported["run"]["steps"] == 100
@@ -165,6 +182,13 @@ def test_an_exception_tells_its_line_in_plain_text_and_the_loader_its_own(home):
     told = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
     (loader,) = [event for event in told if event["kind"] == "loader"]
     assert (Path(loader["file"]).name, loader["variable"]) == ("foreign.py", "train_loader")
+
+
+def test_an_exception_in_a_worker_tells_the_line_there(home):
+    assert tidegauge(home, "run", "--", sys.executable, SCRIPT, "raises_in_a_worker").returncode == 1
+    (crash,) = findings(report(home), "crashed")
+    assert "in __getitem__: ValueError: row 20 is empty" in crash["summary"]
+    assert "foreign.py:" in crash["summary"]
 
 
 def test_a_training_that_the_command_leaves_in_the_background_is_told_to_run(home, tmp_path):

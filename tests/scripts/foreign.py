@@ -3,7 +3,9 @@
 python foreign.py NAME [ARGUMENTS]
 """
 
+import contextlib
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -90,6 +92,71 @@ def own_batches(steps):
         optimizer.step()
         optimizer.zero_grad()
     print(f"{loss.item():.10f}")
+
+
+class Doubled(torch.nn.Module):
+    """A class with a `__call__` of its own, behind the model's in the order of the classes."""
+
+    def __call__(self, *args):
+        return 2 * super().__call__(*args)
+
+
+class Backbone(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+class Both(Backbone, Doubled):
+    pass
+
+
+@case
+def odd_calls():
+    """Prints what a class whose calls are counted does when it is inherited, traced and pickled by value."""
+    torch.manual_seed(0)
+    backbone, both, x = Backbone(), Both(), torch.ones(4, 8)
+    for _ in range(10):
+        backbone(x)
+    print(both(x).sum().item(), (2 * Backbone.__call__(both, x)).sum().item())
+    print([node.op for node in torch.fx.symbolic_trace(backbone).graph.nodes])
+    called = vars(Backbone).get("__call__", torch.nn.Module.__call__)
+    print(pickle.loads(pickle.dumps(called)) is torch.nn.Module.__call__)
+    with torch.no_grad():
+        print(torch.jit.script(backbone)(x).sum().item())
+
+
+@case
+def closes_descriptors(folder):
+    """As a daemon does: all descriptors are closed, and the program's own files get their numbers."""
+    own_batches(10)
+    os.closerange(3, 256)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(f"{folder}/{number}", "w+b", buffering=0)) for number in range(12)]
+        for file in files:
+            file.write(b"mine")
+        own_batches(30)
+        for file in files:
+            file.seek(0)
+        print({file.read() for file in files})
+
+
+class Fails(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 20:
+            raise ValueError("row 20 is empty")
+        return torch.ones(4)
+
+
+@case
+def raises_in_a_worker():
+    train(0, DataLoader(Fails(), batch_size=4, num_workers=1))
 
 
 class Costly(Dataset):

@@ -43,23 +43,27 @@ class _Call:
     """The `__call__` of a class that counts.
 
     Classes of scripts and notebooks are pickled by value by cloudpickle and dill, with all that is in them: this
-    pickles as the `__call__` that the class would have without it.
+    pickles as the `__call__` that the class would have without it. That is also what a lookup in the class finds.
     """
 
-    __slots__ = ("_function", "_plain")
+    __slots__ = ("_function", "_kind", "_own")
 
-    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], kind: type, own: Any) -> None:
         self._function = function
-        self._plain = plain
+        self._kind = kind
+        self._own = own
 
     def __get__(self, module: Any, kind: type | None = None) -> Any:
-        return self._function if module is None else MethodType(self._function, module)
+        if module is not None:
+            return MethodType(self._function, module)
+        base: Any = super(self._kind, kind or self._kind)
+        return self._own or base.__call__
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         return self._function(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return operator.itemgetter(0), ((self._plain,),)
+        return operator.itemgetter(0), ((self.__get__(None),),)
 
 
 class _Leading(Hook):
@@ -70,7 +74,7 @@ class _Leading(Hook):
         self._owner = owner
 
     def take(self, kind: type, call: _Call) -> None:
-        """Put a `__call__` into a class; looked up in the class, it is the function within."""
+        """Put a `__call__` into a class."""
         own = vars(kind).get("__call__")
         type.__setattr__(kind, "__call__", call)
 
@@ -218,7 +222,7 @@ class ForwardHook(Hook):
                 except Exception as error:
                     hook.fail(error)
 
-        return _Call(call, own or self._module.__call__)
+        return _Call(call, kind, own)
 
     def _met_within(self, outer: type) -> None:
         """Let the class lead within whose modules the leading one was met several times."""

@@ -28,8 +28,6 @@ from training_harness.records import MISSING_INT32, MISSING_INT64
 
 #: What ends a step; less one, the `unit` of the step's record. A later one takes over from an earlier one.
 NOBODY, PASS, BATCH, OPTIMIZER, USER = range(5)
-#: Backward passes after which they end the steps where nothing else does.
-_BACKWARDS_TO_LEAD = 3
 #: Stands for the thread's CPU clock where it was not read.
 UNREAD = -1
 
@@ -70,7 +68,7 @@ class Progress:
         self.tape.clear()
         self.step = 0
         self.sees_batches = self.sees_passes = self._reads_cpu = False
-        self._lone_backwards = self._pass_thread = 0
+        self._pass_thread = 0
         self.ended_by = NOBODY
         self.thread = 0
         self.begin(0)
@@ -189,20 +187,7 @@ class Progress:
         self._passes += 1
 
     def backward_began(self, now_ns: int, cpu_ns: int) -> None:
-        """End the forward pass, or the time after it where the module's own call was seen.
-
-        Where there is neither a module, nor a DataLoader, nor an optimizer, backward passes tell the iterations.
-        """
-        current = session.active
-        if current is not None and self.ended_by <= PASS and not (self.sees_passes or self.sees_batches):
-            self._lone_backwards += 1
-            if self.ended_by == NOBODY and self._lone_backwards == _BACKWARDS_TO_LEAD:
-                self.announce(current)
-                self.ended_by, self.step = PASS, _BACKWARDS_TO_LEAD - 1
-            elif self.ended_by == PASS:
-                self.gauge(current)
-                self.end(current, now_ns, cpu_ns)
-                return
+        """End the forward pass, or the time after it where the module's own call was seen."""
         self.mark(OTHER if self.sees_passes and self._passes else FORWARD, now_ns, cpu_ns)
 
     def mark(self, phase: int, now_ns: int, cpu_ns: int = UNREAD) -> None:
