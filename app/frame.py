@@ -24,7 +24,7 @@ MAX_OTHERS = 3
 QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
 tidegauge job images                 # or a built-in job
 tidegauge report                     # the verdict in the terminal"""
-AXIS_HELP = "Time since the run was made, or optimizer steps: what lies before the first step has none"
+AXIS_HELP = "Time since the run was made, or steps: what lies before the first step has none"
 LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into it, switches it off"
 
 

@@ -115,7 +115,7 @@ def draw_no_records(status: str) -> None:
     """That there is nothing to show yet, or ever."""
     if status == "running":
         st.info(
-            "No records yet: they begin with the first DataLoader iterator or optimizer step.",
+            "No records yet: they begin with the first DataLoader iterator, optimizer step or third forward pass.",
             icon=":material/hourglass_top:",
         )
     else:

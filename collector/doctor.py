@@ -52,7 +52,7 @@ _HOOK_POINTS = {
     "_reset": "which processes are the workers of a loader, and whether all of them report",
     "_shutdown_workers": "exit status of a worker that ends while its loader shuts down",
     "worker": "what workers do: fetch, collate, idle, CPU, run queue, I/O",
-    "step": "optimizer steps, memory of devices at each step; without it batches count as steps",
+    "step": "optimizer steps, memory of devices at each step; without it batches or forward passes count as steps",
     "backward": "forward and backward apart",
     "cuda_oom": "snapshot of the allocator when CUDA memory runs out",
     "compiler": "torch.compile leaves the hooks alone",

@@ -46,7 +46,7 @@ METRICS: dict[str, Declared] = {
     name: Declared(f"tidegauge_{name}", meaning, labels)
     for name, labels, meaning in (
         ("run_info", ("name",), "1; the name of the run."),
-        ("steps_total", _RANK, "Optimizer steps."),
+        ("steps_total", _RANK, "Steps: of the optimizer, else batches, else forward passes."),
         ("batches_total", _RANK, "Batches yielded to the training loop."),
         ("samples_total", _RANK, "Samples in those batches."),
         ("step_duration_seconds_total", _RANK, "Time in steps."),

@@ -93,10 +93,10 @@ _SAMPLES = Column("samples_count", "i", "count", "samples in the batch")
 
 STEP = Stream(
     "step",
-    "optimizer step and rank",
+    "step and rank",
     (
         _TIME,
-        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
         Column("duration_ns", "q", "ns", "since the end of the step before"),
         Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
         Column("h2d_ns", "q", "ns", "host time in host to device copies"),
@@ -120,10 +120,10 @@ STEP = Stream(
 
 DEVICE_MEMORY = Stream(
     "device_memory",
-    "optimizer step and device, just before the optimizer runs",
+    "step and device, just before the optimizer runs",
     (
         _TIME,
-        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
         _DEVICE,
         Column("allocated_bytes", "q", "bytes", "in blocks handed to tensors"),
         Column("requested_bytes", "q", "bytes", "asked for, before rounding"),
@@ -213,10 +213,10 @@ STAGE = Stream(
 
 DEVICE_TIME = Stream(
     "device_time",
-    "optimizer step and CUDA device, when its events have come to pass",
+    "step and CUDA device, when its events have come to pass",
     (
         _TIME,
-        Column("step", "q", "id", "optimizer step of this process, from 0"),
+        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
         _DEVICE,
         Column("duration_ns", "q", "ns", "on the device, since the end of the step before"),
         Column("forward_ns", "q", "ns", "from the batch's arrival to the backward pass, copies included"),

@@ -69,7 +69,7 @@ def step_time(moment: Moment) -> Iterator[Block]:
     """Data wait and the rest of each step."""
     table = queries.steps(moment.snapshot, moment.span)
     if table.empty:
-        yield Note(text="No optimizer step in this window, so there is no step time to split.")
+        yield Note(text="No step in this window, so there is no step time to split.")
         return
     yield steps.split(table, moment.theme, revision=moment.run_id)
 

@@ -47,7 +47,7 @@ def facts(moment: Moment) -> Iterator[Block]:
         items=[
             Metric(label="Status", value=verdict.status, help="Of the command, and of the training under it"),
             *last,
-            Metric(label="Steps", value=number(verdict.steps), help="Optimizer steps of the last attempt"),
+            Metric(label="Steps", value=number(verdict.steps), help="Steps of the last attempt"),
             Metric(
                 label="Attempts",
                 value=number(verdict.attempts),
