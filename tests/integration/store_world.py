@@ -13,7 +13,7 @@ from collector.store.reader import read
 from collector.store.runs import Run
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
-from training_harness.records import MISSING_INT32, STREAMS
+from training_harness.records import MISSING_INT32, STREAMS, UNIT_OPTIMIZER
 
 #: Segments of this host alone are deleted. A writer of it needs a living pid: others are missed in /proc.
 HOST = socket.gethostname()
@@ -48,7 +48,7 @@ class Writer:
     def write(self, count: int = 1) -> None:
         for _ in range(count):
             n = self.written
-            self._append("step", n, *[n * 10 + k for k in range(8)], MISSING_INT32)
+            self._append("step", n, *[n * 10 + k for k in range(10)], MISSING_INT32, UNIT_OPTIMIZER)
             self._append("batch", 0, 0, n, n % 3, *[n * 7 + k for k in range(7)])
             if n % 100 == 0:
                 self._events.append("epoch-start", loader=0, epoch=n // 100)
