@@ -74,7 +74,7 @@ def test_the_report_is_json_for_programs(trained):
     assert body["run"]["name"] == "demo"
     assert (body["run"]["status"], body["run"]["exit_status"]) == ("finished", 0)
     assert (body["run"]["steps"], body["run"]["workers_reporting"]) == (150, [1, 1])
-    parts = {"peak", "throughput", "data_wait_ratio", "exposed_stall", "overhead", "last_minute"}
+    parts = {"peak", "throughput", "data_wait_ratio", "outside_step", "exposed_stall", "overhead", "last_minute"}
     assert set(body["summary"]) == parts
     for finding in body["findings"]:
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
@@ -158,7 +158,7 @@ def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monke
         exec(compile(block, QUERYING.name, "exec"), names)
     said = capsys.readouterr().out
     assert "of the training was waiting for data" in said
-    assert "time in the DataLoader's `__next__` within the step" in said
+    assert "time in the DataLoader's `__next__`" in said
     [(worker, batches)] = names["by_worker"].select("worker", "batches").rows()
     assert worker == 0
     assert batches >= 150  # some were made and not asked for

@@ -26,22 +26,23 @@ def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path
     assert sorted(zip(starts["rank"], attempt_of.values(), strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     steps = run.table("step").assign(attempt=lambda table: table.pid.map(attempt_of))
     made = {key: rows.step.tolist() for key, rows in steps.groupby(["attempt", "rank"])}
-    # The batch that rank 0 takes before there is an optimizer is a step of its own.
-    assert made == {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2], (1, 0): [*range(7)], (1, 1): [*range(6)]}
+    # The batch that rank 0 takes before there is an optimizer is no step of the run: optimizer steps count anew.
+    assert made == {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2], (1, 0): [0, *range(6)], (1, 1): [*range(6)]}
     batches = run.table("batch")
     late = batches[(batches.pid.map(attempt_of) == 1)]
     assert late["rank"].iloc[0] == 0
     assert (late["rank"] == 1).sum() == 6, "the rank that joined late is there in full"
 
     verdict = diagnose(load_tables(run.run))
-    assert (verdict.status, verdict.attempts, verdict.steps) == ("finished", 2, 7)
+    assert (verdict.status, verdict.attempts, verdict.steps) == ("finished", 2, 6)
     [restart] = [finding for finding in verdict.findings if finding.severity != "info"]
     assert restart.severity == "warning"
     assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
 
 
-def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached):
-    run = attached(SCRIPTS / "replicas.py", environ={"PYTHONPATH": ""})
+def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path):
+    folder = layout.create_run(tmp_path, name="replicas", argv=[])
+    run = attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
     assert run.done.returncode == 0, run.done.stderr
     stages = run.table("stage")
     names = {"scatter", "replicate", "parallel_apply", "gather"}
