@@ -43,12 +43,12 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a ratio."""
+        """Return the error of the prediction, as a ratio of the measurement."""
         return self.rate.batches_per_second / self.measured - 1
 
     @property
     def is_held(self) -> bool:
-        """Whether the measurement lies in the interval."""
+        """Return whether the measurement lies in the interval."""
         return self.rate.low <= self.measured <= self.rate.high
 
     @property

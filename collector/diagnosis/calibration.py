@@ -181,7 +181,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What fetches take, in seconds by fetch, and what want of cores made of it.
+    """The time of each fetch by its parts, in seconds, and the effect of too few cores on it.
 
     Attributes:
         wall: from begin to end.

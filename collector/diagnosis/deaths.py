@@ -136,7 +136,7 @@ def _crashes(tables: RunTables, life: Lifecycle, victims: Sequence[Victim]) -> l
 def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> Finding:
     message = plain_text(str(event.get("message") or "")).strip()
     lines = message.splitlines() or [""]
-    # What another process raised is told with its whole traceback, whose last line says it.
+    # An exception of another process quotes its traceback; the last line of that is the exception.
     is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
     headline = lines[-1 if is_quoted else 0]
     who = life.name(key)

@@ -23,7 +23,7 @@ _BLOCKED = 0.5
 FILLED = 0.7
 _FULL = 0.9  # of the usable cores
 _PART = 0.1  # of a fetch
-#: What one request to slow storage may take, and its rate: a rotating disk, or a file server (seconds, bytes/s).
+#: Latency of one request to slow storage, and its rate: a rotating disk, or a file server (seconds, bytes/s).
 _REQUEST_SECONDS, _STORAGE_RATE = 0.01, 10e6
 _READ_AHEAD_BYTES = 128 * 1024  # of one request (Linux, VM_READAHEAD_PAGES)
 _EXPLAINED = 0.5  # of the blocked time
@@ -31,7 +31,7 @@ _EXPLAINED = 0.5  # of the blocked time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimit:
-    """What limits the fetches of a loop, and why.
+    """The limit of a loop's fetches, and its evidence.
 
     Attributes:
         by: as in the findings, None if it is none of these.

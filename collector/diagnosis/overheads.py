@@ -1,4 +1,4 @@
-"""What it takes to pass indices and batches between the loop and its workers, measured in a recorded stretch.
+"""The cost of passing indices and batches between the loop and its workers, measured in a recorded stretch.
 
 A worker sends a batch by a thread of its own, and another one hands out the file descriptors of its tensors when
 the loop unpickles them (torch.multiprocessing, `file_descriptor` strategy). Both need the GIL of the worker. If it

@@ -290,7 +290,7 @@ def _play(
 
 @dataclass(frozen=True, slots=True)
 class _Overheads:
-    """What passing batches and indices takes, by setting: of a trace, where computing is so many times slower."""
+    """The cost of passing batches and indices, by setting, where computing takes so many times longer."""
 
     gap: Floats
     dispatch: Floats

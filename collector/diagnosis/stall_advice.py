@@ -19,7 +19,7 @@ _LESS_COMPUTING = (
     "Do less work per sample: decode at the training size, cache or precompute what does not change, batch the "
     "transforms"
 )
-#: What a fetch waits for (`wait_channels.WAITS`) -> how to wait less.
+#: Reason of the waiting (`wait_channels.WAITS`) -> the advice to wait less.
 _LESS_WAITING = {
     "storage": "Read less, or from nearer: a local copy or page cache, fewer and larger files, sequential shards",
     "pipe": "Make what fills the pipe faster, or let each worker read for itself",

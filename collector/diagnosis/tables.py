@@ -98,7 +98,7 @@ class RunTables:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a process of the training was alive and part of the run; the collector outlives it."""
+        """Return whether a process of the training was alive and part of the run; the collector outlives it."""
         collector = command_and_collector({"collector": self.manifest.get("collector")})
         detached = {_writer(event) for event in self.events_of("process-exit") if event.get("detached")}
         return bool(self.living and self.living - collector - detached)

@@ -42,6 +42,17 @@ def report(home: Path) -> dict:
     return json.loads(tidegauge(home, "report", "--format", "json").stdout)
 
 
+def run_bare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A case without Tidegauge."""
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=bare_environment(),
+    )
+
+
 def findings(reported: dict, kind: str) -> list[dict]:
     return [finding for finding in reported["findings"] if finding["kind"] == kind]
 
@@ -75,13 +86,7 @@ def test_the_outermost_module_is_counted_though_a_part_of_it_led_first(attached,
 
 def test_a_compiled_model_compiles_and_counts_as_ever(attached):
     run = attached(SCRIPT, "compiled", 20)
-    bare = subprocess.run(
-        [sys.executable, SCRIPT, "compiled", "20"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=bare_environment(),
-    )
+    bare = run_bare("compiled", "20")
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
     assert run.table("step")["step"].max() + 1 == 20
@@ -92,13 +97,7 @@ def test_a_compiled_model_compiles_and_counts_as_ever(attached):
 def test_what_a_program_does_to_its_classes_and_files_comes_out_as_ever(attached, tmp_path, case):
     folder = () if case == "odd_calls" else (tmp_path,)
     run = attached(SCRIPT, case, *folder)
-    bare = subprocess.run(
-        [sys.executable, SCRIPT, case, *folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=bare_environment(),
-    )
+    bare = run_bare(case, *folder)
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
     assert run.events("hook-disabled").empty

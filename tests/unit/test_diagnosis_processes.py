@@ -22,6 +22,21 @@ def program(grown, *, key=MAIN, script=None, watched=False, **more):
     return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=10**13)
 
 
+def see(script, name, *, has_torch, obstacle):
+    """Note the Python program that the collector saw."""
+    script.event(
+        START_SECONDS + 3,
+        "process-seen",
+        COLLECTOR,
+        process_pid=MAIN[1],
+        process_start_ticks=MAIN[2],
+        argv=["python", name],
+        is_python=True,
+        has_torch=has_torch,
+        obstacle=obstacle,
+    )
+
+
 def leaks(script):
     return [finding for finding in diagnose(script.tables()).findings if finding.kind == "main-heap-leak"]
 
@@ -31,17 +46,7 @@ RAMP = 10.0 * np.arange(180)
 
 def test_a_leak_without_any_iteration_is_found_and_told_with_less_certainty():
     script = finished(program(RAMP))
-    script.event(
-        START_SECONDS + 3,
-        "process-seen",
-        COLLECTOR,
-        process_pid=MAIN[1],
-        process_start_ticks=MAIN[2],
-        argv=["python", "serve.py"],
-        is_python=True,
-        has_torch=False,
-        obstacle=None,
-    )
+    see(script, "serve.py", has_torch=False, obstacle=None)
     (found,) = leaks(script)
     assert found.severity == "warning"
     assert found.confidence < 0.85
@@ -121,17 +126,7 @@ def test_a_run_without_iterations_names_what_was_attached():
 def test_a_training_without_hooks_gets_the_true_reason_and_its_remedy(obstacle, why, remedy):
     script = program(np.zeros(60))
     script.event(START_SECONDS + 61, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=0)
-    script.event(
-        START_SECONDS + 3,
-        "process-seen",
-        COLLECTOR,
-        process_pid=MAIN[1],
-        process_start_ticks=MAIN[2],
-        argv=["python", "train.py"],
-        is_python=True,
-        has_torch=True,
-        obstacle=obstacle,
-    )
+    see(script, "train.py", has_torch=True, obstacle=obstacle)
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "cannot-tell"]
     assert why in found.summary
     assert remedy in found.advice[0].text

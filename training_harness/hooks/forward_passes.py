@@ -106,8 +106,7 @@ class ForwardHook(Hook):
         self._calls: Counter[type] = Counter()
         self._discovery: Any = None
         self._leading, self._leads = _Leading(self), False
-        self._module = sys.modules[MODULE].Module
-        self._call_code = self._module._wrapped_call_impl.__code__
+        self._call_code = sys.modules[MODULE].Module._wrapped_call_impl.__code__
         self._is_compiling = compiler.is_compiling()
 
     def discover(self) -> None:
