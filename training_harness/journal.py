@@ -136,7 +136,8 @@ class JournalWriter:
         self._loss_reason = WRITE_FAILED
         self._told_count = 0
         self._fd = -1
-        self._file = 0, 0
+        self._file: tuple[int, int] | None = None
+        self._own_files: set[tuple[int, int]] = set()
         self._room_bytes = 0
         self._retry_at_ns = 0
 
@@ -228,17 +229,10 @@ class JournalWriter:
 
         A program that closes all descriptors (a daemon, `os.closerange`) gives its own next files these numbers.
         """
-        if self._fd < 0:
-            return False
         try:
-            status = os.fstat(self._fd)
+            return self._fd >= 0 and _file_of(self._fd) in self._own_files
         except OSError:
-            is_own = False
-        else:
-            is_own = (status.st_dev, status.st_ino) == self._file
-        if not is_own:
-            self._fd = -1
-        return is_own
+            return False
 
     def _open_segment(self) -> bool:
         if self._waits():
@@ -284,15 +278,19 @@ class JournalWriter:
         """Let the writer's one descriptor stand for another segment.
 
         Its number never changes while the writer lives: a thread that is about to write meets the old segment or
-        the new one, never a file of the user's that got the number in between.
+        the new one, never a file of the user's that got the number in between. Both are its own until the switch
+        is made.
         """
-        status = os.fstat(fresh)
+        old, new = self._file, _file_of(fresh)
+        self._own_files.add(new)
         if self._owns_descriptor():
             os.dup2(fresh, self._fd, inheritable=False)
             os.close(fresh)
         else:
             self._fd = fresh
-        self._file = status.st_dev, status.st_ino
+        self._file = new
+        if old is not None:
+            self._own_files.discard(old)
 
     def _header(self) -> bytes:
         body: dict[str, Any] = {
@@ -334,6 +332,11 @@ class EventLog:
                 os.close(descriptor)
         except (OSError, ValueError):
             pass
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _environment_int(name: str) -> int | None:
