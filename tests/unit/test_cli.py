@@ -103,7 +103,7 @@ def test_the_jobs_are_those_that_there_are():
         (["collect", "nope"], "no run 'nope'"),
         (["export"], "Missing option '--to'"),
         (["export", "--to", __file__], "test_cli.py' is a file"),
-        (["export", "nope", "--to", "/tmp/x"], "no run 'nope'"),
+        (["export", "nope", "--to", f"{__file__}.exported"], "no run 'nope'"),
         (["prune"], "give --keep N, --max-size SIZE, or both"),
         (["prune", "--keep", "-1"], "-1 is not in the range x>=0"),
         (["tune"], "Missing argument 'COMMAND...'; see tidegauge tune --help"),
