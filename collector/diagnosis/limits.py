@@ -40,7 +40,8 @@ class WorkerLimit:
         evidence: the shares of a fetch's time.
         others: the cores are in use by what is no part of the run.
         waits_for: a key of `WAITS`, where fetches are mostly blocked and it is known on what.
-        cpu_ratio, children_ratio, blocked_ratio: shares of a fetch's wall time, NaN if unknown.
+        cpu_ratio, children_ratio, blocked_ratio: shares of a fetch's wall time, NaN if unknown; what children take
+            includes their waiting for cores that are full.
     """
 
     by: str | None
@@ -68,12 +69,13 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
     children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
     helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
+    told_helpers = helpers if helpers >= _PART else 0.0
     queued = _share(rows, "run_queue_ns", wall)
     blocked = _share(rows, "blocked_ns", wall)
     waiting = float(np.clip(blocked - children - helpers, 0.0, None))  # for none of these, which compute
     shares = (
         ("fetch_cpu_ratio", threads),
-        ("fetch_threads_cpu_ratio", helpers if helpers >= _PART else float("nan")),
+        ("fetch_threads_cpu_ratio", told_helpers or float("nan")),
         ("fetch_children_cpu_ratio", children or float("nan")),
         ("fetch_run_queue_ratio", queued),
         ("fetch_blocked_ratio", waiting),
@@ -93,7 +95,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         usable_cores=cores,
         others=others,
         waits_for=waits_for,
-        cpu_ratio=max(threads, float(np.nan_to_num(process))),
+        cpu_ratio=float(np.nan_to_num(threads)) + told_helpers,
         children_ratio=children,
         blocked_ratio=waiting,
         evidence=tuple(

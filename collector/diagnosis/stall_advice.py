@@ -93,7 +93,7 @@ def less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
         (
             limit.children_ratio,
             _LESS_WAITING["child"],
-            "child processes compute {share} of a fetch, which is shorter by what is saved",
+            "child processes take {share} of a fetch, which is shorter by what is saved",
         ),
         (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and is shorter by what is saved"),
     )
