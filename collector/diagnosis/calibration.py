@@ -242,11 +242,12 @@ def _without_queueing(trace: Trace, setting: Setting, wall: Floats) -> Trace:
 def _sharing(loop: Loop, rows: pd.DataFrame, blocked: Floats) -> Sharing | None:
     """Whether several workers that mostly wait do so for one thing in common."""
     ends, took = rows["made_ns"].to_numpy() / SECOND_NS, rows["fetch_ns"].to_numpy() / SECOND_NS
-    known = np.isfinite(floats(rows, "cpu_ns")) & np.isfinite(floats(rows, "run_queue_ns"))
+    queued = floats(rows, "run_queue_ns") / SECOND_NS
+    known = np.isfinite(floats(rows, "cpu_ns")) & np.isfinite(queued)
     if loop.num_workers < 2 or not known.all() or blocked.sum() < _BLOCKED * took.sum():
         return None
     workers, places = (floats(rows, name).astype(np.intp) for name in ("worker", "index"))
-    return sharing(ends - took, ends, blocked, workers, places)
+    return sharing(ends - took, ends, blocked, workers, places, float(queued.sum() / took.sum()))
 
 
 def _shared(trace: Trace, found: Sharing | None, setting: Setting, measured: float) -> Trace | None:

@@ -8,9 +8,9 @@ One run with one setting shows it in three ways. All are judged against chance:
   (drifts, patterns of long and short batches).
 - Beside: where a thing is shared in proportion, a fetch goes faster while other workers pause. Then what fetches
   took is less even than what they took counted by their share, time divided by the fetches in progress.
-- Turn: who waits for a turn ends no later for having begun later. That is asked besides where all fetches take the
-  same time, for then the machine's own jitter makes neighbours somewhat alike. Nor does it do alone: who keeps to a
-  pace of its own ends no later either.
+- Turn: who waits for a turn ends no later for having begun later. That is asked besides where fetches differ by no
+  more than the machine's own jitter, which makes neighbours alike: a busy moment delays all of them. Nor does it do
+  alone: who keeps to a pace of its own ends no later either.
 
 Workers that never pause and whose reads are all alike may leave no trace. And a storage that others make slow for
 all workers at once looks like one that they share.
@@ -28,7 +28,7 @@ from collector.diagnosis.trends import Floats
 
 _SIGMAS = 2.71  # one in 300 by chance; there are three ways to be taken in, so one in 100 in all
 _NEARER = 0.5  # of all that neighbours can have in common: nearer to sharing everything than to sharing nothing
-_JITTER = 0.02  # of what fetches usually take: a busy machine makes them differ by so much
+_JITTER = 0.02  # of what fetches usually take: a machine makes them differ by so much, also an idle one
 _PAUSED = 2e-3  # seconds: a worker that began no later than that after its last fetch had its next index already
 _APART = 4  # fetches of a worker: so far apart they never are in progress together
 _FEW = 20  # ways to shift, and blocks of fetches
@@ -48,6 +48,7 @@ class Sharing:
         alike_sigmas, beside_sigmas, turn_sigmas: how far from chance it is that neighbours are alike (negative:
             that they differ), that fetches go slower beside others, that they end no later for having begun later.
         spread_ratio: by how much fetches usually differ.
+        jitter_ratio: by how much the machine makes them differ.
         service: what each fetch would have been blocked if nobody else had been, shared in proportion; seconds.
 
     """
@@ -57,6 +58,7 @@ class Sharing:
     beside_sigmas: float
     turn_sigmas: float
     spread_ratio: float
+    jitter_ratio: float
     service: Floats
 
     @property
@@ -73,7 +75,7 @@ class Sharing:
     @property
     def because(self) -> str:
         """How that shows, in words; empty where it does not."""
-        if self.spread_ratio < _JITTER:
+        if not self.is_sure:
             together = min(self.alike_sigmas, self.turn_sigmas) >= _SIGMAS
             return "fetches are late together, and who begins later ends no later" if together else ""
         if self.alike_sigmas >= _SIGMAS and self.alike_ratio >= _NEARER:
@@ -87,10 +89,12 @@ class Sharing:
     @property
     def is_sure(self) -> bool:
         """Whether nothing else explains it, as the jitter of the machine and workers that keep to a pace."""
-        return self.spread_ratio >= _JITTER
+        return self.spread_ratio >= self.jitter_ratio
 
 
-def sharing(begins: Floats, ends: Floats, blocked: Floats, workers: _Whole, places: _Whole) -> Sharing:
+def sharing(
+    begins: Floats, ends: Floats, blocked: Floats, workers: _Whole, places: _Whole, queued_ratio: float = 0.0
+) -> Sharing:
     """Judge fetches, in any order.
 
     Args:
@@ -99,6 +103,7 @@ def sharing(begins: Floats, ends: Floats, blocked: Floats, workers: _Whole, plac
         blocked: for how many seconds of it.
         workers: that made it.
         places: in its epoch. The same place in another epoch may be the same samples, so it is no new evidence.
+        queued_ratio: share of their time that they wait for a core: so busy a machine makes them differ by that.
 
     """
     order = np.argsort(begins, kind="stable")
@@ -119,6 +124,7 @@ def sharing(begins: Floats, ends: Floats, blocked: Floats, workers: _Whole, plac
         beside_sigmas=_from_chance(gains, blocks),
         turn_sigmas=_from_chance(-late * off[prompt], blocks[prompt]),
         spread_ratio=spread,
+        jitter_ratio=max(_JITTER, queued_ratio),
         service=service,
     )
 

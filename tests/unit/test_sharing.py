@@ -97,6 +97,14 @@ def test_workers_that_keep_to_a_pace_of_their_own_are_not_taken_for_sharing():
     assert not any(each.is_shared for each in found)
 
 
+def test_a_machine_that_is_busy_at_times_makes_fetches_alike_and_is_no_sharing():
+    begins, ends, workers = fetches(alone, spread=0.005)
+    busy = np.random.default_rng(0).lognormal(0, 0.08, 1000)[(begins // 0.05).astype(np.intp)]
+    numbers = workers.astype(np.intp), np.arange(len(begins))
+    assert sharing(begins, ends, (ends - begins) * busy, *numbers).is_shared
+    assert not sharing(begins, ends, (ends - begins) * busy, *numbers, queued_ratio=0.1).is_shared
+
+
 def test_pauses_of_others_show_that_workers_wait_by_themselves():
     assert judged(*fetches(alone, pause=0.01)).is_apart
 
