@@ -9,7 +9,7 @@ import pandas as pd
 from app.figures.axis import Axis
 from app.figures.base import Chart, Trace, blank, faint, line
 from app.figures.samples import sample_line
-from app.figures.steps import above, bound_ms
+from app.figures.steps import above, bound_ms, mean_and_wait
 from app.format import byte_axis
 from app.theme import Theme
 from collector.quantities import percent, quantity, size
@@ -50,7 +50,7 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, re
 
 def _of_steps(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterator[Trace]:
     """The mean, and where a point stands for several steps, a band from there to the slowest."""
-    mean = steps["wait_ms"] + steps["rest_ms"]
+    mean = steps["wait_ms"].fillna(0) + steps["rest_ms"]
     yield line(name, steps["x"], mean, colour, "ms", line={"dash": dash}, legendgroup=name)
     if int(steps["n"].max()) > 1:
         band = {"fill": "tonexty", "fillcolor": f"{colour}{_BAND_ALPHA}", "line": {"width": 1}}
@@ -59,12 +59,11 @@ def _of_steps(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterato
 
 
 def _in_words(name: str, steps: pd.DataFrame) -> str:
-    weights = steps["n"]
-    wait = (steps["wait_ms"] * weights).sum()
-    total = wait + (steps["rest_ms"] * weights).sum()
+    mean_ms, wait_ratio = mean_and_wait(steps)
+    waits = "no DataLoader seen" if wait_ratio is None else f"{percent(wait_ratio)} of it data wait"
     return (
-        f"{name}: mean {quantity(total / weights.sum(), 'ms')}, {percent(wait / total)} of it data wait, slowest "
-        f"{quantity(steps['slowest_ms'].max(), 'ms')} (n = {int(weights.sum()):,})"
+        f"{name}: mean {quantity(mean_ms, 'ms')}, {waits}, slowest "
+        f"{quantity(steps['slowest_ms'].max(), 'ms')} (n = {int(steps['n'].sum()):,})"
     )
 
 

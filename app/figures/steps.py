@@ -29,8 +29,11 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     """
     figure = blank(theme, x_title="step", y_title="time per step (ms)", revision=revision)
     grouped = int(steps["n"].max()) > 1
-    figure.add_trace(area("data wait", steps["step"], steps["wait_ms"], theme.wait, "ms"))
-    figure.add_trace(area("rest of the step", steps["step"], steps["rest_ms"], theme.latency, "ms"))
+    waits = steps["wait_ms"].notna().any()
+    if waits:
+        figure.add_trace(area("data wait", steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
+    rest = "rest of the step" if waits else "step"
+    figure.add_trace(area(rest, steps["step"], steps["rest_ms"], theme.latency, "ms"))
     if grouped:
         figure.add_trace(
             line(
@@ -42,18 +45,27 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
                 line={"width": 1, "dash": "dot"},
             )
         )
-    weights = steps["n"]
-    wait = (steps["wait_ms"] * weights).sum()
-    total = wait + (steps["rest_ms"] * weights).sum()
-    caption = f"{percent(wait / total)} of the time in {int(weights.sum()):,} steps is data wait."
+    count = int(steps["n"].sum())
+    mean_ms, wait_ratio = mean_and_wait(steps)
+    if wait_ratio is None:
+        caption = f"{quantity(mean_ms, 'ms')} on average of {count:,} steps. No DataLoader was seen in them."
+    else:
+        caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
     if grouped:
-        caption += (
-            f" Each point is the mean of up to {int(weights.max()):,} steps, the dotted line the slowest of them."
-        )
+        most = int(steps["n"].max())
+        caption += f" Each point is the mean of up to {most:,} steps, the dotted line the slowest of them."
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
-    return Chart(title="How much of a step is waiting for data?", figure=figure, caption=caption)
+    title = "How much of a step is waiting for data?" if waits else "How long does a step take?"
+    return Chart(title=title, figure=figure, caption=caption)
+
+
+def mean_and_wait(steps: pd.DataFrame) -> tuple[float, float | None]:
+    """The mean time of a step (ms), and the share of it that is data wait: None where no DataLoader was seen."""
+    wait, rest = ((steps[name] * steps["n"]).sum(min_count=1) for name in ("wait_ms", "rest_ms"))
+    total = rest if pd.isna(wait) else wait + rest
+    return total / steps["n"].sum(), None if pd.isna(wait) else wait / total
 
 
 def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:

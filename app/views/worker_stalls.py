@@ -25,6 +25,7 @@ from training_harness.records import INLINE_WORKER
 GROUPS = ("data loading", "training")
 OF_WORKERS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
+NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 
 
@@ -32,7 +33,8 @@ def in_words(moment: Moment) -> str:
     """The gravest finding, or how much is waited, and the name of the finding below that is about that."""
     found, chosen = recent(moment), _chosen(moment)
     if found is None:
-        return answer(chosen, NOTHING)
+        has_loader = not loading_queries.loaders(moment.snapshot).empty
+        return answer(chosen, NOTHING if has_loader else NO_LOADER)
     waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time over {_batches(found)}"
     if found.seen.wait_ratio < KEPT_BUSY:
         return answer(chosen, f"{NOTHING} {waiting}.")

@@ -151,7 +151,8 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     """Where the step time goes, by step.
 
     Returns:
-        step (first of its group), n, wait_ms and rest_ms (means), slowest_ms.
+        step (first of its group), n, wait_ms (NaN where no DataLoader is known to be waited for) and rest_ms
+        (means), slowest_ms.
 
     """
     source, _ = pieces(snapshot, within, "step", 2 * GRID_BUCKETS)
@@ -161,7 +162,7 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     width = 1 if reach.empty else (int(reach["step"].max()) - low) // (2 * GRID_BUCKETS) + 1
     return snapshot.query(
         "SELECT min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
-        "coalesce(sum(wait_ns), 0) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "
+        "sum(wait_ns) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "
         f"max(slowest_ns) / 1e6 slowest_ms {timed} GROUP BY (timed_step_low - {low}) // {width} ORDER BY 1",
         within.params,
     )

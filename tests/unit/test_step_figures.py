@@ -96,3 +96,13 @@ def test_where_each_step_is_drawn_there_is_no_band():
     assert [trace.name for trace in chart.figure.data] == ["a", "b"]
     assert "mean of up to" not in chart.caption
     assert "a: mean 10 ms, 10% of it data wait, slowest 10 ms (n = 400)" in chart.caption
+
+
+def test_steps_without_a_loader_show_no_data_wait_instead_of_none():
+    unknown = _steps().assign(wait_ms=np.nan, rest_ms=10.0)
+    chart = steps.split(unknown, LIGHT, revision="r")
+    assert [trace.name for trace in chart.figure.data] == ["step"]
+    assert chart.caption == "10 ms on average of 400 steps. No DataLoader was seen in them."
+    compared = _compared(own=unknown, loaded=_steps())
+    assert "own: mean 10 ms, no DataLoader seen, slowest 10 ms" in compared.caption
+    assert list(compared.figure.data[0].y[:3]) == [10.0] * 3
