@@ -65,6 +65,11 @@ class Moment:
         """Of the run."""
         return self.run.run_id
 
+    @property
+    def has_loader(self) -> bool:
+        """Whether a DataLoader of the run is known, used in the chosen window or not."""
+        return not loading_queries.loaders(self.snapshot).empty
+
     def once(self, what: Hashable, find: Callable[[], Found]) -> Found:
         """What several panels want, looked for when the first of them asks."""
         if what not in self._found:

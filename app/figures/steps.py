@@ -28,13 +28,17 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
     """
     figure = blank(theme, x_title="step", y_title="time per step (ms)", revision=revision)
-    grouped = int(steps["n"].max()) > 1
-    waits = steps["wait_ms"].notna().any()
-    if waits:
+    count, most = int(steps["n"].sum()), int(steps["n"].max())
+    mean_ms, wait_ratio = mean_and_wait(steps)
+    if wait_ratio is None:
+        title, rest = "How long does a step take?", "step"
+        caption = f"{quantity(mean_ms, 'ms')} on average of {count:,} steps. No DataLoader was seen in them."
+    else:
+        title, rest = "How much of a step is waiting for data?", "rest of the step"
+        caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
         figure.add_trace(area("data wait", steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
-    rest = "rest of the step" if waits else "step"
     figure.add_trace(area(rest, steps["step"], steps["rest_ms"], theme.latency, "ms"))
-    if grouped:
+    if most > 1:
         figure.add_trace(
             line(
                 "slowest step",
@@ -45,19 +49,10 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
                 line={"width": 1, "dash": "dot"},
             )
         )
-    count = int(steps["n"].sum())
-    mean_ms, wait_ratio = mean_and_wait(steps)
-    if wait_ratio is None:
-        caption = f"{quantity(mean_ms, 'ms')} on average of {count:,} steps. No DataLoader was seen in them."
-    else:
-        caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
-    if grouped:
-        most = int(steps["n"].max())
         caption += f" Each point is the mean of up to {most:,} steps, the dotted line the slowest of them."
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
-    title = "How much of a step is waiting for data?" if waits else "How long does a step take?"
     return Chart(title=title, figure=figure, caption=caption)
 
 

@@ -13,7 +13,7 @@ from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
 from collector.quantities import MISSING, number, percent, quantity, size
-from collector.store import line_queries, loading_queries, moment_queries, queries
+from collector.store import line_queries, moment_queries, queries
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
 #: Events that tell of a part that failed.
@@ -41,13 +41,12 @@ def key_figures(moment: Moment) -> Iterator[Block]:
             command=f"tidegauge collect {moment.run_id}",
         )
         return
-    has_loader = not loading_queries.loaders(moment.snapshot).empty
     n = f"over {int(table['n'].sum()):,} samples"
     slowest = table.iloc[int(table["interval_p95_ms"].fillna(-1).to_numpy().argmax())]
     both = f"{quantity(slowest['interval_ms'], 'ms')} / {quantity(slowest['interval_p95_ms'], 'ms')}"
     yield Metrics(
         items=[
-            workers_reporting(moment.verdict, has_loader=has_loader),
+            workers_reporting(moment.verdict, has_loader=moment.has_loader),
             Metric(label="Interval p50 / p95", value=both, help=f"Achieved between two samples, {n}"),
             Metric(
                 label="Lag",

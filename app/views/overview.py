@@ -30,14 +30,13 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     sampled = ", from a sample of them" if step["n"] > SAMPLED_BEYOND else ""
     over = f"over {int(step['n']):,} steps in the chosen window{sampled}"
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
-    has_loader = not loading_queries.loaders(moment.snapshot).empty
     items = [
         _steps(moment, step["step"]),
         Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
         _data_wait(moment),
         _throughput(moment),
         _host_peak(moment),
-        _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=has_loader),
+        _gpu_peak(moment) or workers_reporting(moment.verdict, has_loader=moment.has_loader),
     ]
     yield Metrics(items=items)
 

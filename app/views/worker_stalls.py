@@ -33,8 +33,7 @@ def in_words(moment: Moment) -> str:
     """The gravest finding, or how much is waited, and the name of the finding below that is about that."""
     found, chosen = recent(moment), _chosen(moment)
     if found is None:
-        has_loader = not loading_queries.loaders(moment.snapshot).empty
-        return answer(chosen, NOTHING if has_loader else NO_LOADER)
+        return answer(chosen, NOTHING if moment.has_loader else NO_LOADER)
     waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time over {_batches(found)}"
     if found.seen.wait_ratio < KEPT_BUSY:
         return answer(chosen, f"{NOTHING} {waiting}.")

@@ -131,7 +131,7 @@ def odd_calls():
 
 @case
 def closes_descriptors(folder):
-    """As a daemon does: all descriptors are closed, and the program's own files get their numbers."""
+    """A daemon: it closes all descriptors, and its own files get their numbers."""
     own_batches(10)
     os.closerange(3, 256)
     with contextlib.ExitStack() as stack:
