@@ -130,12 +130,12 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
 
 
 def _otherwise(chosen: Option, per_batch: float, unit: str) -> list[Metric]:
-    """The throughput if sharing turns out the other way, where the run leaves that open."""
+    """The throughput if workers share as little, or as much, as the prediction does not take them to."""
     return [
         Metric(
             label=label,
             value=f"{number(rate.batches_per_second * per_batch)} {unit}",
-            help=f"This run does not tell which it is: {in_words(chosen, per_batch, unit)}.",
+            help=f"This run does not tell how much they share: {in_words(chosen, per_batch, unit)}.",
         )
         for label, rate in (
             ("If workers share what they wait for", chosen.if_shared),

@@ -64,17 +64,17 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
         rate = outlook.measured.batches_per_second
         measure = Advice(
             text="Measure more workers: `tidegauge tune -- COMMAND`",
-            expected="they help if each has a limit of its own instead, which this run does not rule out",
+            expected="they help if a part of the waiting is each worker's own, which one setting does not rule out",
         )
         return (
             *(_by_replay(outlook, less_per_fetch(limit)) if outlook.best else ()),
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
-                expected=f"more workers only lengthen each wait: it gives all of them about "
+                expected=f"more workers only lengthen the wait for it: it gives all of them about "
                 f"{number(rate)} batches/s",
             ),
-            *((measure,) if outlook.is_undecided else ()),
+            measure,
         )
     if limit.waits_for == "lock":
         measure = Advice(

@@ -50,7 +50,8 @@ class Option(Rate):
     Attributes:
         if_shared: its throughput if the workers share what they wait for; None where the run decides that, or where
             it makes no difference. The main prediction then is that each waits for itself.
-        if_apart: its throughput if each worker waits for itself, where the main prediction is that they share.
+        if_apart: its throughput if each worker waits for itself, where the main prediction is that they share. No
+            run at one setting tells how much they share, so what they share in part gives something between.
         wait_ratio: share of the time that the loop waits for batches.
         memory_bytes: host memory while the loop runs (`loader_memory.held`), NaN if unknown.
         most_bytes: host memory when the training pauses and the queues are full: that must fit.
@@ -93,12 +94,6 @@ class Forecast:
         return _options(self.measured, self.memory, self.error, self.cores, settings)
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether the run leaves open if the workers share what they wait for."""
-        common = self.measured.common
-        return self.measured.otherwise is not None and not (common and common.is_sure)
-
-    @property
     def front(self) -> list[Option]:
         """The settings that fit, of which no other waits less and takes no more memory."""
         found: list[Option] = []
@@ -120,11 +115,12 @@ def in_words(option: Option, per_batch: float = 1.0, unit: str = "batches/s") ->
     """
     rate, low, high = (number(each * per_batch) for each in (option.batches_per_second, option.low, option.high))
     words = f"{rate} {unit} ({low}-{high})"
-    apart, shared = "if each worker waits for itself", "if they share one thing"
     if option.if_shared is not None:
-        words += f" {apart}, {number(option.if_shared.batches_per_second * per_batch)} {shared}"
+        shared = number(option.if_shared.batches_per_second * per_batch)
+        words += f" if each worker waits for itself, {shared} if they share one thing"
     elif option.if_apart is not None:
-        words += f" {shared}, {number(option.if_apart.batches_per_second * per_batch)} {apart}"
+        apart = number(option.if_apart.batches_per_second * per_batch)
+        words += f" if they share all that they wait for, {apart} if nothing"
     else:
         return words
     return f"{words}; `tidegauge tune -- COMMAND` decides"
@@ -206,7 +202,9 @@ def _option(
         low=min(rate.low for rate in rates),
         high=max(rate.high for rate in rates),
     )
-    otherwise = None if other is None else _otherwise(measured, main, _rate(other, own, error), setting)
+    otherwise = None if other is None else _rate(other, own, error)
+    if otherwise is not None and main.low <= otherwise.batches_per_second <= main.high:
+        otherwise = None  # the same, within the interval
     more, more_shm = memory.most(prediction) - memory.held, memory.prefetched(setting) - memory.prefetched(own)
     return Option(
         setting=setting,
@@ -226,17 +224,6 @@ def _rate(prediction: Prediction, own: Setting, error: float) -> Rate:
     unsure = MODEL_ERROR if own.num_workers or prediction.setting == own else UNSEEN_ERROR
     low, high = prediction.interval(math.hypot(error, unsure))
     return Rate(batches_per_second=prediction.batches_per_second, low=low, high=high)
-
-
-def _otherwise(measured: Calibrated, main: Rate, other: Rate, setting: Setting) -> Rate | None:
-    """Return the other rate unless it is the same within the interval, or the run rules it out.
-
-    Where workers surely share, fewer of them may still be slower: a part of their waiting may be for themselves.
-    """
-    surely = measured.common is not None and measured.common.is_sure
-    if surely and setting.num_workers >= measured.setting.num_workers:
-        return None
-    return None if main.low <= other.batches_per_second <= main.high else other
 
 
 def _strained(trace: Trace, settings: list[Setting]) -> list[float]:

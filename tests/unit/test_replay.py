@@ -10,7 +10,7 @@ from collector.diagnosis.loader_memory import Memory, Private, held
 from collector.diagnosis.loops import loops
 from collector.diagnosis.replay import Setting, Trace, predict
 from collector.diagnosis.stalls import find_stalls
-from collector.diagnosis.tuning import forecast
+from collector.diagnosis.tuning import forecast, in_words
 from tests.unit.simulated_runs import MAIN, MIB, jittered, sample_host, sample_process, simulate
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
@@ -249,14 +249,13 @@ def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_fewer_than_two_workers_that_wait_leave_open_whether_more_would_share(workers):
     found = outlook(simulate(workers=workers, prefetch=2, **RUN))
-    assert found.is_undecided
     assert found.best.if_shared.batches_per_second < 0.3 * found.best.batches_per_second
     assert found.best.if_shared.high < found.best.low
 
 
 def test_workers_that_show_that_they_wait_for_themselves_have_one_number():
     found = outlook(simulate(workers=2, prefetch=2, **RUN))
-    assert not found.is_undecided
+    assert found.measured.otherwise is None
     assert found.best.if_shared is None
     assert found.best.low > 1.5 * found.measured.batches_per_second
 
@@ -266,7 +265,6 @@ UNDECIDED = RUN | {"service": jittered(0.06, 0.01), "batches": 300}
 
 def test_where_a_run_cannot_tell_whether_workers_share_there_are_two_numbers():
     found = outlook(simulate(workers=2, prefetch=2, **UNDECIDED))
-    assert found.is_undecided
     now, best = found.measured.batches_per_second, found.best
     assert best.low > 2 * now, "if each worker waits for itself"
     assert best.if_shared.batches_per_second == pytest.approx(now, rel=0.1)
@@ -299,6 +297,9 @@ def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
     (fewer,) = found.at([Setting(num_workers=1, prefetch_factor=2)])
     apart = fewer.if_apart.batches_per_second
     assert apart < 0.7 * found.measured.batches_per_second, "a part of their waiting may be for themselves"
+    (more,) = found.at([Setting(num_workers=4, prefetch_factor=2)])
+    assert more.if_apart.batches_per_second > 1.5 * more.batches_per_second, "so a part of more workers' would be"
+    assert "if they share all that they wait for, " in in_words(more)
     told = find_stalls(script.tables())[0]
     assert "one thing in common" in told.summary
     assert not any("num_workers=" in advice.text for advice in told.advice)
