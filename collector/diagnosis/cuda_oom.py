@@ -1,4 +1,4 @@
-"""CUDA out of memory, post mortem: what was asked for, what there was, who held it, and what led there."""
+"""CUDA out of memory, post mortem: what was asked for, what there was, what held it, and what led there."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.device_account import account
 from collector.diagnosis.device_growth import tensor_leak
 from collector.diagnosis.device_rows import allocators, devices, record_at
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus, Severity
 from collector.diagnosis.frames import floats, key_of, whole, written
+from collector.diagnosis.oom_message import first_sentences, message_figures
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.victims import fact, rank_of
 from collector.diagnosis.witnesses import Leak
 from collector.quantities import plain_text, size
 from collector.store.runs import ProcessKey
 
-#: Figures of the event, each a measurement: the observer's own integers, and the allocator's gauges.
-_TOLD = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
-#: Name of the evidence -> part of the device's account.
-_AROUND = {"outside_pytorch_bytes": "non-PyTorch", "other_processes_bytes": "other processes"}
+#: What the observer and the allocator tell at the moment of the error.
+_AT_ERROR = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
+_TOTAL = "device_total_bytes"
+#: What the figures of PyTorch's message are good for, rounded as they are: 0.01 GiB.
+_ROUNDED_BYTES = 0.01 * (1 << 30)
+_MESSAGE_CHARACTERS = 500
+_FRACTION_RATIO = 0.99  # of the device: a smaller limit is a share that the process was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scene:
-    """What is known of one error.
+    """What is known of one error, at its own moment.
 
     Attributes:
-        event: the `cuda-oom` event; of a caught error, its gauges tell of the end of the step.
-        figures: name -> bytes, what is known of `_TOLD` and `_AROUND`.
-        growth: the tensors that had been getting more before, None if they had not.
+        event: the `cuda-oom` event.
+        figures: name -> bytes: those of `_AT_ERROR`, `device_total_bytes`, and the memory that this process's
+            PyTorch did not have: `outside_pytorch_bytes` and `other_processes_bytes`, or `unattributed_bytes` where
+            they can't be told apart.
+        growth: the tensors that had been growing before, None if they had not.
         batch_bytes: the last batch, and the largest before it; NaN if not known.
         phase: of the framework, None if it tells none.
 
@@ -46,7 +51,7 @@ class _Scene:
     phase: str | None
 
     def of(self, name: str) -> float:
-        """A figure, NaN if it is not known."""
+        """Return a figure, NaN if it is not known."""
         return self.figures.get(name, math.nan)
 
     @property
@@ -55,9 +60,19 @@ class _Scene:
         return self.event.get("caught") is True
 
     @property
-    def cached_bytes(self) -> float:
-        """What the allocator held and no tensor used, at the error."""
-        return math.nan if self.caught else self.of("reserved_bytes") - self.of("allocated_bytes")
+    def unallocated_bytes(self) -> float:
+        """What the allocator held and no tensor used."""
+        return self.of("reserved_bytes") - self.of("allocated_bytes")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the limit is a share of the device, which the process was given."""
+        return self.of("limit_bytes") < _FRACTION_RATIO * self.of(_TOTAL)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the process reached its own share of the device, and not the device's end."""
+        return self.is_share and self.of("free_bytes") >= self.of("requested_bytes")
 
 
 def find_cuda_ooms(tables: RunTables) -> list[Finding]:
@@ -94,12 +109,7 @@ def _finding(tables: RunTables, key: ProcessKey, device: int | None, event: Mapp
 
 def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mapping[str, Any]) -> _Scene:
     at_ns = float(event.get("error_time_ns") or event["time_ns"])
-    figures = {name: float(event[name]) for name in _TOLD if whole(event.get(name)) is not None}
-    for host, number, samples, ranks in devices(tables):
-        if (host, number) == (key[0], device):
-            parts = account(record_at(samples, at_ns), [record_at(rank.rows, at_ns) for rank in ranks])
-            known = parts.parts if parts else {}
-            figures |= {name: known[part] for name, part in _AROUND.items() if part in known}
+    figures = _figures(tables, key, device, event, at_ns)
     everyones = allocators(tables.stream("device_memory"))
     mine = [one.before(at_ns) for one in everyones if (one.key, one.device) == (key, device)]
     batches = written(tables, "batch", key)
@@ -117,32 +127,84 @@ def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mappin
     )
 
 
+def _figures(
+    tables: RunTables, key: ProcessKey, device: int | None, event: Mapping[str, Any], at_ns: float
+) -> dict[str, float]:
+    """Return the figures of `_Scene`: those of the moment itself, then those of the message, which are rounded."""
+    said = message_figures(str(event.get("message") or ""))
+    figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
+    figures = {name: said[name] for name in ("requested_bytes", "free_bytes") if name in said} | figures
+    if "limit_bytes" not in figures and (limit := said.get("allowed_bytes", said.get("total_bytes"))):
+        figures["limit_bytes"] = limit
+    if "allocated_bytes" not in figures and "allocated_bytes" in said:
+        figures["allocated_bytes"] = said["allocated_bytes"]
+        if "unallocated_bytes" in said:
+            figures["reserved_bytes"] = said["allocated_bytes"] + said["unallocated_bytes"]
+    sample: Mapping[str, float | None] = {}
+    for host, number, samples, _ in devices(tables):
+        if (host, number) == (key[0], device):
+            sample = record_at(samples, at_ns)
+    total = sample.get("total_bytes") or said.get("total_bytes")
+    if total is None:
+        return figures
+    figures[_TOTAL] = total
+    return figures | _elsewhere(figures, total, sample, said.get("process_used_bytes"))
+
+
+def _elsewhere(
+    figures: Mapping[str, float], total: float, sample: Mapping[str, float | None], process_used: float | None
+) -> dict[str, float]:
+    """Return where the memory was that this process's PyTorch did not have; what is not known is not there.
+
+    All that was in use is the device's total less what was free at the error. The driver's last sample adds what
+    other processes hold, and what the driver keeps for itself: both change with no step of this process.
+    """
+    reserved, free = figures.get("reserved_bytes"), figures.get("free_bytes")
+    if reserved is None or free is None:
+        return {}
+    outside = total - free - reserved - (sample.get("reserved_bytes") or 0.0)
+    others = sample.get("other_used_bytes")
+    if others is None and process_used is not None:
+        others = outside - (process_used - reserved)
+        others = others if others > 2 * _ROUNDED_BYTES else 0.0
+    if others is None:
+        return {"unattributed_bytes": max(0.0, outside)}
+    return {"outside_pytorch_bytes": max(0.0, outside - others), "other_processes_bytes": others}
+
+
 def _summary(key: ProcessKey, scene: _Scene) -> str:
     asked = scene.of("requested_bytes")
     text = f"CUDA memory ran out in the training process (pid {key[1]})"
     text += f" in its {scene.phase} phase" if scene.phase else ""
     if math.isfinite(asked):
         text += f": {size(asked)} were asked for, {size(scene.of('free_bytes'))} were free"
-    if math.isfinite(scene.cached_bytes):
-        text += f", tensors held {size(scene.of('allocated_bytes'))}"
-        text += f" and the allocator {size(scene.cached_bytes)} more"
+        if scene.is_limited:
+            text += f" on the device, but the process may use {size(scene.of('limit_bytes'))} of it"
+    if math.isfinite(scene.unallocated_bytes):
+        text += f". Tensors held {size(scene.of('allocated_bytes'))}"
+        text += f", the allocator {size(scene.unallocated_bytes)} more"
     return text + (". The training caught the error and went on." if scene.caught else ".")
 
 
 def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
-    when = "at the end of that step" if scene.caught else "at the error"
     last, before = scene.batch_bytes
     named = (
         ("batch_payload_bytes", last, "last batch before it"),
         ("earlier_batch_payload_peak_bytes", before, "run"),
-        *((name, value, when) for name, value in scene.figures.items()),
+        *(
+            (name, value, "at the error")
+            for name, value in scene.figures.items()
+            if name != _TOTAL or scene.is_share
+        ),
     )
     found = [fact(name, value, window, unit="bytes") for name, value, window in named if math.isfinite(value)]
     found.append(fact("errors_count", whole(scene.event.get("errors_count")) or 1, "since the last such event"))
     if scene.event.get("message"):
-        found.append(fact("exception", plain_text(str(scene.event["message"]))[:300], "uncaught", unit="text"))
+        message = first_sentences(plain_text(str(scene.event["message"])))
+        found.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught", unit="text"))
     else:
-        found.append(fact("caught", str(scene.event.get("caught")), "by the training", unit="text"))
+        went_on = "yes, the training went on" if scene.caught else "not known, the process ended after it"
+        found.append(fact("caught", went_on, "the error", unit="text"))
     if scene.growth is not None:
         rise, n = round(scene.growth.growth.rise), scene.growth.growth.n
         found.append(Evidence(name="allocated_rise_bytes", value=rise, unit="bytes", n=n, window="before it"))
@@ -150,45 +212,48 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
 
 
 def _advice(scene: _Scene) -> tuple[Advice, ...]:
-    """What the figures speak for, the surest first; smaller steps always help."""
+    """Return what the figures speak for, what gains most first; a smaller step always helps, and comes last."""
     asked, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
-    found = []
+    found: list[tuple[float, Advice]] = []
     if scene.growth is not None:
-        found.append(
-            Advice(
-                text="Live tensors had been getting more until then: see gpu-tensor-leak before you look at sizes",
-                expected=f"the {size(scene.growth.growth.rise)} by which they grew are free",
-            )
+        rise = scene.growth.growth.rise
+        advice = Advice(
+            text="Live tensors had been growing until then: see gpu-tensor-leak before you look at sizes",
+            expected=f"the {size(rise)} by which they grew are free",
         )
-    if scene.cached_bytes >= asked:
-        found.append(
-            Advice(
-                text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was "
-                "asked for, in pieces that were too small",
-                expected=f"up to {size(scene.cached_bytes)} become usable",
-            )
+        found.append((rise, advice))
+    if scene.is_limited:
+        more = scene.of(_TOTAL) - scene.of("limit_bytes")
+        advice = Advice(
+            text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
+            expected=f"up to {size(min(more, scene.of('free_bytes')))} become usable",
         )
+        found.append((more, advice))
+    if scene.unallocated_bytes >= asked:
+        advice = Advice(
+            text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was "
+            "asked for, in pieces that were too small",
+            expected=f"up to {size(scene.unallocated_bytes)} become usable",
+        )
+        found.append((scene.unallocated_bytes, advice))
     if others >= asked:
-        found.append(
-            Advice(
-                text="End the other processes on this device, or use another",
-                expected=f"{size(others)} become free",
-            )
+        advice = Advice(
+            text="End the other processes on this device, or use another",
+            expected=f"{size(others)} become free",
         )
+        found.append((others, advice))
     if last > before:
-        found.append(
-            Advice(
-                text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the "
-                "last one was the largest so far",
-                expected=f"no batch above {size(before)}, which fitted",
-            )
+        advice = Advice(
+            text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the "
+            "last one was the largest so far",
+            expected=f"no batch above {size(before)}, which fitted",
         )
-    found.append(
-        Advice(
-            text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
-            "finds the largest that fits), activation checkpointing, bfloat16",
-            expected="activations shrink in proportion to the batch",
-        )
+        found.append((last - before, advice))
+    found.sort(key=lambda each: -each[0])
+    smaller = Advice(
+        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
+        "finds the largest that fits), activation checkpointing, bfloat16",
+        expected="activations shrink in proportion to the batch",
     )
-    return tuple(found)
+    return (*(advice for _, advice in found), smaller)

@@ -252,19 +252,21 @@ def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memor
         hook.remove()
 
 
-def test_an_error_that_the_training_catches_is_told_at_the_end_of_its_step(out_of_memory):
+def test_an_error_that_the_training_catches_is_told_as_it_was_at_the_error(out_of_memory, monkeypatch):
     world = out_of_memory
     world.hook.cuda_is_ready()
     (observer,) = world.observers
     world.end_step()
     for requested in (100, 50):  # a convolution tries again with less
         observer(1, requested, 1000, 30)
-    assert world.events("cuda-oom") == [], "the allocator's callback copies integers only"
-    assert not list((world.current.run_dir / "snapshots").iterdir())
+    assert world.events("cuda-oom") == [], "what becomes of the error is not known yet"
+    allocated = STATS["allocated_bytes"]["all"]
+    monkeypatch.setitem(allocated, "current", 5)  # the step's temporaries are gone when it ends
     world.end_step()
     (first,) = world.events("cuda-oom")
     assert (first["device"], first["errors_count"], first["requested_bytes"]) == (1, 2, 50)
     assert (first["limit_bytes"], first["free_bytes"], first["reserved_bytes"]) == (1000, 30, 32)
+    assert first["allocated_bytes"] == 10
     assert (first["step"], first["caught"]) == (1, True)
     saved = json.loads(gzip.decompress((world.current.run_dir / first["path"]).read_bytes()))
     assert [segment["total_size"] for segment in saved["segments"]] == [40, 20]
@@ -273,6 +275,8 @@ def test_an_error_that_the_training_catches_is_told_at_the_end_of_its_step(out_o
         observer(0, 10, 1000, 30)
         world.end_step()
     assert ["path" in event for event in world.events("cuda-oom")] == [True, True, False, False, False]
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("CUDA out of memory."), None)
+    assert world.events("cuda-oom")[-1]["is_snapshot_later"], "the last error has one in any case"
     assert world.progress.requests.due_ns > time.monotonic_ns() - LOOK_EVERY_NS
 
 
@@ -378,7 +382,7 @@ def test_an_allocator_without_observers_still_has_its_fatal_error_told(out_of_me
     error = RuntimeError("CUDA error: out of memory")
     sys.excepthook(RuntimeError, error, None)
     (told,) = world.events("cuda-oom")
-    assert (told["device"], told["requested_bytes"], told["message"]) == (None, None, str(error))
+    assert (told["device"], told["message"]) == (None, str(error))
     assert "not meaningful" in told["snapshot_error"]
 
 

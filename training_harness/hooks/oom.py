@@ -1,10 +1,11 @@
-"""CUDA out of memory: what was asked for, what there was, and who held it.
+"""CUDA out of memory: what was asked for, what there was, and what held it.
 
-The allocator calls observers before it raises, with the GIL held: they copy four integers and no more, since
-whatever takes the allocator's lock there may wait for a thread that wants the GIL. The rest is done afterwards: by
-the exception hook while the traceback still keeps the tensors alive, at the end of the next step if the training
-caught the error and went on, or at the exit. (c10/cuda/CUDACachingAllocator.cpp `malloc`; the third integer is the
-device's memory, or the share of it that the process may use.)
+The allocator calls observers before it raises. Only then do temporaries of the failing step still exist: when an
+exception hook runs, value stacks and autograd's buffers are gone. So the observer reads the allocator's statistics
+and, for the first errors, takes a snapshot. That is safe: the allocator has let go of its lock by then, and PyTorch
+takes the GIL before that lock everywhere (c10/cuda/CUDACachingAllocator.cpp `malloc`; its documentation takes
+snapshots in an observer, too). The event is written later: by the exception hook, at the end of the next step if
+the training caught the error and went on, or at the exit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +25,12 @@ from training_harness.hooks.progress import Progress
 from training_harness.hooks.snapshots import save_allocator
 from training_harness.layout import MEMORY_HISTORY_VARIABLE
 
-#: A training that tries batch sizes until one fits gets no snapshot of each: the last error gets its own.
-_SNAPSHOTS_OF_CAUGHT = 2
+#: A training that tries batch sizes until one fits gets no snapshot of each; later errors get one a minute at most.
+_SNAPSHOTS_AT_ONCE = 2
+_SNAPSHOT_EVERY_NS = 60 * 10**9
+_SNAPSHOT = ("path", "bytes", "pickle")
+#: Gauges that are read at the error.
+_HELD = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
 _KEPT = 64
 _MESSAGE_CHARACTERS = 2000
 
@@ -41,8 +47,9 @@ class OomHook(Hook):
         super().__init__("cuda_oom")
         self._progress = progress
         self._torch = torch
-        self._noticed: deque[tuple[int, int, int, int, int]] = deque(maxlen=_KEPT)
-        self._snapshots_left = _SNAPSHOTS_OF_CAUGHT
+        self._noticed: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._snapshots_left = _SNAPSHOTS_AT_ONCE
+        self._next_snapshot_ns = 0
 
     def cuda_is_ready(self) -> None:
         """CUDA has just been initialised. Never raises: torch would take it for an error of CUDA's."""
@@ -57,10 +64,33 @@ class OomHook(Hook):
                 Hook(name).fail(error)
 
     def noticed(self, device: int, requested_bytes: int, limit_bytes: int, free_bytes: int) -> None:
-        """The allocator is about to raise."""
-        if self.active:
-            self._noticed.append((time.monotonic_ns(), device, requested_bytes, limit_bytes, free_bytes))
-            self._progress.requests.call(self._training_went_on)
+        """Note an error that the allocator is about to raise. Never raises: the training would get that instead.
+
+        Args:
+            device: that has no memory left.
+            requested_bytes: what was asked for.
+            limit_bytes: the device's memory, or the share of it that the process may use.
+            free_bytes: of the device, as CUDA tells it.
+        """
+        current = session.active
+        if current is None or not self.active:
+            return
+        error: dict[str, Any] = {
+            "device": device,
+            "step": self._progress.step,
+            "error_time_ns": time.monotonic_ns(),
+            "requested_bytes": requested_bytes,
+            "limit_bytes": limit_bytes,
+            "free_bytes": free_bytes,
+        }
+        try:
+            stats = self._torch.cuda.memory_stats_as_nested_dict(device)
+            error |= {name: stats[name]["all"]["current"] for name in _HELD if name in stats}
+            error |= self._snapshot_of(error, current)
+        except Exception as problem:
+            error["snapshot_error"] = f"{type(problem).__name__}: {problem}"
+        self._noticed.append(error)
+        self._progress.requests.call(self._training_went_on)
 
     def tell(
         self, current: session.Session, step: int, *, caught: bool | None, error: BaseException | None = None
@@ -70,28 +100,24 @@ class OomHook(Hook):
         if not errors and error is None:
             return
         # An allocator without observers, or memory that is not the allocator's, leaves the exception alone.
-        at_ns, device, requested, limit, free = errors[-1] if errors else (None,) * 5
-        said: dict[str, Any] = {}
-        if not caught or self._snapshots_left > 0:
-            self._snapshots_left -= 1
-            said = self._snapshot(current)
+        last = errors[-1] if errors else {"device": None, "step": step}
+        if not caught and "path" not in last:
+            last |= {**self._snapshot(current), "is_snapshot_later": True}
         if error is not None:
-            said |= {"type": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]}
-        if device is not None:
-            stats = self._torch.cuda.memory_stats_as_nested_dict(device)
-            said |= {name: stats[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes")}
-        current.events.append(
-            "cuda-oom",
-            device=device,
-            step=step,
-            caught=caught,
-            error_time_ns=at_ns,
-            errors_count=max(1, len(errors)),
-            requested_bytes=requested,
-            limit_bytes=limit,
-            free_bytes=free,
-            **said,
-        )
+            last |= {"type": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]}
+        current.events.append("cuda-oom", caught=caught, errors_count=max(1, len(errors)), **last)
+
+    def _snapshot_of(self, error: Mapping[str, Any], current: session.Session) -> dict[str, Any]:
+        """Take a snapshot if one is due. A library that tries again with less at once fails in the same state."""
+        before = self._noticed[-1] if self._noticed else {}
+        if before.get("step") == error["step"] and "path" in before:
+            return {name: before[name] for name in _SNAPSHOT if name in before}
+        if self._snapshots_left <= 0 and error["error_time_ns"] < self._next_snapshot_ns:
+            return {}
+        self._snapshots_left -= 1
+        taken = self._snapshot(current)
+        self._next_snapshot_ns = time.monotonic_ns() + _SNAPSHOT_EVERY_NS
+        return taken
 
     def _observe(self) -> None:
         self._torch._C._cuda_attach_out_of_memory_observer(self.noticed)
