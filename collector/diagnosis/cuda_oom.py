@@ -134,8 +134,9 @@ def _figures(
     said = message_figures(str(event.get("message") or ""))
     figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
     figures = {name: said[name] for name in ("requested_bytes", "free_bytes") if name in said} | figures
-    if "limit_bytes" not in figures and (limit := said.get("allowed_bytes", said.get("total_bytes"))):
-        figures["limit_bytes"] = limit
+    limits = [said[name] for name in ("allowed_bytes", "total_bytes") if name in said]
+    if limits:
+        figures.setdefault("limit_bytes", min(limits))
     if "allocated_bytes" not in figures and "allocated_bytes" in said:
         figures["allocated_bytes"] = said["allocated_bytes"]
         if "unallocated_bytes" in said:
@@ -156,15 +157,16 @@ def _elsewhere(
 ) -> dict[str, float]:
     """Return where the memory was that this process's PyTorch did not have; what is not known is not there.
 
-    All that was in use is the device's total less what was free at the error. The driver's last sample adds what
-    other processes hold, and what the driver keeps for itself: both change with no step of this process.
+    All that was in use is the device's total less what was free at the error. Of that, the message says what this
+    process had. Without it the driver's last sample says what processes of others hold: no step of this one changes
+    that.
     """
     reserved, free = figures.get("reserved_bytes"), figures.get("free_bytes")
     if reserved is None or free is None:
         return {}
     outside = total - free - reserved - (sample.get("reserved_bytes") or 0.0)
     others = sample.get("other_used_bytes")
-    if others is None and process_used is not None:
+    if process_used is not None:
         others = outside - (process_used - reserved)
         others = others if others > 2 * _ROUNDED_BYTES else 0.0
     if others is None:

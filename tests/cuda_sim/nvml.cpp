@@ -176,4 +176,4 @@ NVML Result nvmlDeviceGetCudaComputeCapability(Handle handle, int *major, int *m
 // --- what PyTorch looks up when it loads the library
 NVML Result nvmlDeviceGetNvLinkRemoteDeviceType(Handle, unsigned, void *) { return NOT_SUPPORTED; }
 NVML Result nvmlDeviceGetNvLinkRemotePciInfo_v2(Handle, unsigned, void *) { return NOT_SUPPORTED; }
-NVML Result nvmlDeviceGetGpuFabricInfoV(Handle, void *) { return NOT_SUPPORTED; }
+NVML Result nvmlDeviceGetGpuFabricInfoV(Handle handle, void *) { return check(handle); }

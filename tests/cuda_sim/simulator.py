@@ -41,8 +41,10 @@ def build(folder: Path) -> Path:
     def compile_library(name: str, *arguments: str, text: str | None = None) -> None:
         target = folder / name
         if not target.exists() or target.stat().st_mtime < newest:
-            command = [*_COMPILE, f"-Wl,-soname,{name}", "-o", str(target), *arguments]
+            scratch = folder / f".{name}.{os.getpid()}"  # others may build, or use, the same
+            command = [*_COMPILE, f"-Wl,-soname,{name}", "-o", str(scratch), *arguments]
             subprocess.run(command, input=text, text=True, check=True)
+            scratch.replace(target)
 
     compile_library("libnvidia-ml.so.1", str(SOURCES / "nvml.cpp"), "-lpthread")
     if has_cuda():

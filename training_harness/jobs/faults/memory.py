@@ -25,7 +25,7 @@ _PICTURE_BYTES = _MIB // 16
 _FLOAT_BYTES = 4
 _ROWS_COUNT = 300_000
 #: Allocator bytes that the process of the fault `cuda-oom` may have.
-_FRACTION_BYTES = 256 * _MIB
+_FRACTION_BYTES = 96 * _MIB
 
 
 @fault("copy-on-read", "copy-on-read-growth")
@@ -200,10 +200,10 @@ def gpu_loss_list(job: Job) -> None:
 
 @fault("cuda-oom", needs_gpu=True, dies=True)
 def cuda_oom(job: Job) -> None:
-    """The activations that a list keeps fill the 256 MiB of the GPU that the process may use."""
+    """The activations that a list keeps fill the 96 MiB of the GPU that the process may use."""
     loss_list(job)
     share = _FRACTION_BYTES / torch.cuda.get_device_properties(job.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(share, job.device)
+    torch.cuda.set_per_process_memory_fraction(share)
 
 
 @fault("gpu-driver-leak", "gpu-non-pytorch-growth", needs_gpu=True)

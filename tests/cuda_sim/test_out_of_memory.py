@@ -1,0 +1,59 @@
+"""CUDA memory runs out: does the account say what PyTorch's own message says?"""
+
+from __future__ import annotations
+
+import pytest
+
+from collector.diagnosis.oom_message import message_figures
+from tests.cuda_sim.conftest import evidence
+
+PLACES = ("forward", "backward", "optimizer", "temporaries", "evaluation")
+CIRCUMSTANCES = {
+    "alone": ((), {}),
+    "expandable segments": ((), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    "a share of the device": (("--fraction", "0.4"), {}),
+    "another process": (("--other", str(600 << 20)), {}),
+}
+#: Two decimals of the message's GiB.
+ROUNDING_BYTES = 0.006 * 2**30
+
+
+def same(value: float, said: float) -> bool:
+    return value == pytest.approx(said, rel=0.03, abs=ROUNDING_BYTES)
+
+
+@pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_account_is_that_of_the_error(watched, place, circumstance):
+    arguments, environ = CIRCUMSTANCES[circumstance]
+    run = watched("errors.py", place, *arguments, **environ)
+    (found,) = run.findings("cuda-oom")
+    figures, said = evidence(found), message_figures(run.done.stderr)
+    assert found["severity"] == "critical"
+    assert same(figures["requested_bytes"], said["requested_bytes"])
+    assert same(figures["allocated_bytes"], said["allocated_bytes"])
+    unallocated = figures["reserved_bytes"] - figures["allocated_bytes"]
+    assert same(unallocated, said["unallocated_bytes"])
+    assert same(figures["outside_pytorch_bytes"] + figures["reserved_bytes"], said["process_used_bytes"])
+    others = 600 << 20 if circumstance == "another process" else 0
+    assert figures["other_processes_bytes"] == pytest.approx(others, abs=300 << 20 if others else 0)
+    first = found["advice"][0]["text"]
+    assert ("expandable_segments" in first) == (said["unallocated_bytes"] >= said["requested_bytes"])
+    assert ("larger share" in first) == (circumstance == "a share of the device")
+    assert run.report["summary"]["peak"]["device_reserved_bytes"] >= figures["reserved_bytes"]
+
+
+def test_errors_that_the_training_catches_have_the_account_of_the_error_too(watched):
+    run = watched("errors.py", "backward", "--catch")
+    (found,) = run.findings("cuda-oom")
+    figures, said = evidence(found), message_figures(run.done.stderr.rpartition("CUDA out of memory")[2])
+    assert (run.done.returncode, found["severity"]) == (0, "info")
+    assert same(figures["allocated_bytes"], said["allocated_bytes"])
+
+
+def test_without_observers_the_message_tells(watched):
+    run = watched("errors.py", "forward", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    (found,) = run.findings("cuda-oom")
+    said = message_figures(run.done.stderr)
+    assert evidence(found)["allocated_bytes"] == said["allocated_bytes"]
+    assert found["limit"]["value"] == 2 << 30
