@@ -12,27 +12,67 @@ import click
 
 from collector.commands.options import say, show_table
 from collector.commands.trials import json_text, raised, try_once
-from collector.diagnosis.batch_sizes import Line, Sized, fit, micro_batch, sized
+from collector.diagnosis.batch_sizes import Sized, line_through, micro_batch, next_size, sized
 from collector.diagnosis.tables import RunTables
 from collector.errors import one_line
 from collector.quantities import count, number, size
 from training_harness.layout import BATCH_TIMES
 
-#: Times the script's own batch size, in the order in which they are tried.
-_FACTORS = (2.0, 0.5, 4.0, 8.0, 0.25, 16.0, 32.0)
+#: Of so many batches a trial takes at least the time, if that is not so many times what was asked for.
+_BATCHES, _LONGEST = 20, 10
+_FEWEST = 3  # batches that show that a size runs
 #: As good as the fastest.
 _AS_FAST = 0.95
-_COLUMNS = ("batch size", "samples/s\nmeasured", "memory\npredicted", "\n90% interval", "memory\nmeasured", "\noff")
+_COLUMNS = ("batch size", "samples/s", "memory\npredicted", "memory\nmeasured", "\noff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A trial: what was predicted for it from those before, and what was measured."""
+    """A trial: the memory that was predicted for it, if it was, and what was measured.
+
+    `ran_out` tells that its memory ran out.
+    """
 
     size: float
-    predicted: tuple[float, float, float] | None
-    measured: Sized | None
-    failure: str
+    predicted_bytes: float | None = None
+    measured: Sized | None = None
+    failure: str = ""
+    ran_out: bool = False
+
+
+@dataclass(kw_only=True)
+class Search:
+    """The trials, in order.
+
+    Attributes:
+        rows: one for each size.
+        is_complete: whether no larger size is worth a trial; False while trials are left or had to end.
+
+    """
+
+    rows: list[Row]
+    is_complete: bool = False
+
+    @property
+    def ran(self) -> list[Sized]:
+        """What was measured."""
+        return [row.measured for row in self.rows if row.measured is not None]
+
+    @property
+    def largest(self) -> Sized:
+        """The largest that ran."""
+        return max(self.ran, key=lambda point: point.batch_size)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of the largest whose speed is known; infinite if none is."""
+        known = [point for point in self.ran if math.isfinite(point.samples_per_second)]
+        return max(known, key=lambda point: point.batch_size).samples_per_second if known else math.inf
+
+    def next_size(self) -> int | None:
+        """Return what to try next, None if the search is over."""
+        found = next_size(self.ran, [row.size for row in self.rows if row.ran_out])
+        return None if found in {row.size for row in self.rows} else found
 
 
 def try_sizes(
@@ -47,60 +87,54 @@ def try_sizes(
 ) -> int:
     """Try them, show what is known in the end or when a signal came, and return the exit status."""
     say(f"the script's own batch size, {seconds:g} s of training")
-    base, failure = _trial(command, home, None, seconds, caught)
+    base = _trial(command, home, None, seconds, caught)
     if caught:
         return 128 + caught[0]
-    if base is None or failure or not base.batch_size > 0:
-        failure = failure or "how many samples a batch has is not known"
+    if not base.size > 0 or (base.measured is None and not base.ran_out):
+        failure = base.failure or "how many samples a batch has is not known"
         as_it_is = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
         nothing = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
         click.echo(json_text({"trials": [as_it_is], **nothing}) if form == "json" else f"as it is: {failure}")
         return 1
-    rows = [Row(size=base.batch_size, predicted=None, measured=base, failure="")]
     say(f"  {_words(base)}")
-    tried = [base]
-    for factor in _FACTORS:
-        size = max(1, round(base.batch_size * factor))
-        if len(rows) > trials or size in {row.size for row in rows}:
-            continue
-        line = fit(tried)
-        predicted = None if line is None else line.at(size)
-        if predicted is not None and predicted[0] > base.room_bytes:
-            rows.append(Row(size=size, predicted=predicted, measured=None, failure="not tried: it would not fit"))
-            continue
-        say(f"batch size {size}, {seconds:g} s of training")
-        found, failure = _trial(command, home, factor, seconds, caught)
+    search = Search(rows=[base])
+    while len(search.rows) <= trials and not caught:
+        size = search.next_size()
+        if size is None:
+            search.is_complete = True
+            break
+        enough = max(seconds, min(_BATCHES * size / search.samples_per_second, _LONGEST * seconds))
+        say(f"batch size {count(size)}, {enough:.3g} s of training")
+        row = _trial(command, home, size / base.size, enough, caught)
         if caught:
             break
-        if found is not None and not failure and found.batch_size != size:
-            failure = f"could not be made so: batches have {number(found.batch_size)} samples"
-        measured = None if failure else found
-        rows.append(Row(size=size, predicted=predicted, measured=measured, failure=failure))
-        if measured is not None:
-            tried.append(measured)
-        say(f"  {failure or _words(measured or base)}")
+        line = line_through(search.ran)
+        predicted = None if line is None else line.at(size)
+        search.rows.append(dataclasses.replace(row, size=size, predicted_bytes=predicted))
+        say(f"  {_words(search.rows[-1])}")
+        if row.measured is None and not row.ran_out:  # the dataset has no more, or the loader makes its own batches
+            break
     if form == "json":
-        click.echo(json_text(as_json(rows, base, fit(tried), effective)))
+        click.echo(json_text(as_json(search, effective)))
     else:
-        _show(rows, base, fit(tried), effective)
+        _show(search, effective)
     return 128 + caught[0] if caught else 0
 
 
-def _trial(
-    command: tuple[str, ...], home: Path, factor: float | None, seconds: float, caught: list[int]
-) -> tuple[Sized | None, str]:
-    """What was measured, and what went wrong; the latter empty if nothing did."""
-    loader = None if factor is None else f"{BATCH_TIMES}{factor:g}"
-    name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:g}"
+def _trial(command: tuple[str, ...], home: Path, factor: float | None, seconds: float, caught: list[int]) -> Row:
+    """Return what was measured, and what went wrong; a trial that failed has no measurement."""
+    loader = None if factor is None else f"{BATCH_TIMES}{factor!r}"
+    name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:.3g}"
     tables, busiest, failed = try_once(command, home, name=name, loader=loader, seconds=seconds, caught=caught)
-    failure = raised(tables) or _not_made(tables) or failed
+    ran_out = bool(tables.events_of("cuda-oom"))
+    failure = "CUDA memory ran out" if ran_out else raised(tables) or _not_made(tables) or failed
     if busiest is None:
-        return None, failure or "no batch"
+        return Row(size=math.nan, failure=failure or "no batch", ran_out=ran_out)
     found = sized(tables, busiest)
-    if math.isnan(found.samples_per_second):
-        too_few = f"{len(busiest.batches)} batches in {seconds:g} s are too few; give more --trial-seconds"
+    if len(busiest.batches) < _FEWEST:
+        too_few = f"{len(busiest.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
         failure = failure or too_few
-    return found, failure
+    return Row(size=found.batch_size, measured=None if failure else found, failure=failure, ran_out=ran_out)
 
 
 def _not_made(tables: RunTables) -> str:
@@ -111,82 +145,86 @@ def _not_made(tables: RunTables) -> str:
     return ""
 
 
-def as_json(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> dict[str, Any]:
-    """The trials and what follows from them, for programs: docs/cli.md."""
-    fits = None if line is None else line.largest(base.room_bytes)
-    split = None if effective is None else _split(rows, fits, effective)
+def as_json(search: Search, effective: int | None) -> dict[str, Any]:
+    """Return the trials and what follows from them, for programs: docs/cli.md."""
+    line, split = line_through(search.ran), _split(search, effective)
+    largest = {"batch_size": search.largest.batch_size, "is_complete": search.is_complete} if search.ran else None
     return {
         "trials": [
             {
                 "batch_size": row.size,
-                "predicted": row.predicted
-                and dict(zip(("memory_bytes", "low", "high"), row.predicted, strict=True)),
+                "predicted": row.predicted_bytes and {"memory_bytes": row.predicted_bytes},
                 "measured": row.measured and dataclasses.asdict(row.measured),
                 "failure": row.failure or None,
             }
-            for row in rows
+            for row in search.rows
         ],
         "base_bytes": line and line.base_bytes,
         "sample_bytes": line and line.sample_bytes,
-        "largest": fits and {"batch_size": fits[0], "by_line": fits[1]},
+        "largest": largest,
         "accumulate": split and {"batch_size": split[0], "steps_count": split[1]},
     }
 
 
-def _split(rows: list[Row], fits: tuple[int, int] | None, effective: int) -> tuple[int, int]:
-    """How to make an effective batch of what fits, or else of what ran; samples, and how many of it."""
-    ran = max(row.measured.batch_size for row in rows if row.measured is not None)
-    return micro_batch(effective, int(ran if fits is None else max(fits[0], 1)))
+def _split(search: Search, effective: int | None) -> tuple[int, int] | None:
+    """Return how to make an effective batch of the largest that ran: its samples, and how many of it."""
+    if effective is None or not search.ran:
+        return None
+    return micro_batch(effective, int(search.largest.batch_size))
 
 
-def _show(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> None:
+def _show(search: Search, effective: int | None) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in _COLUMNS:
         table.add_column(name, justify="right")
-    for row in sorted(rows, key=lambda row: row.size):
-        cells = ["—"] * 5
+    for row in sorted(search.rows, key=lambda row: row.size):
+        cells = ["—"] * 4
         if row.measured is not None:
-            cells[0] = number(round(row.measured.samples_per_second, 1))
-            cells[3] = size(row.measured.memory_bytes)
-        if row.predicted is not None:
-            middle, low, high = row.predicted
-            cells[1] = size(middle)
-            if math.isfinite(low):
-                cells[2] = f"{size(max(0.0, low))} to {size(high)}"
+            if math.isfinite(row.measured.samples_per_second):
+                cells[0] = number(round(row.measured.samples_per_second, 1))
+            cells[2] = size(row.measured.memory_bytes)
+        if row.predicted_bytes is not None:
+            cells[1] = size(row.predicted_bytes)
             if row.measured is not None and row.measured.memory_bytes > 0:
-                cells[4] = f"{middle / row.measured.memory_bytes - 1:+.0%}"
+                cells[3] = f"{row.predicted_bytes / row.measured.memory_bytes - 1:+.0%}"
         table.add_row(count(row.size), *cells)
     show_table(table)
-    for row in rows:
+    for row in search.rows:
         if row.failure:
             click.echo(f"batch size {count(row.size)}: {row.failure}")
-    for words in _conclusion(rows, base, line, effective):
+    for words in _conclusion(search, effective):
         click.echo(words)
 
 
-def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int | None) -> list[str]:
-    known = [row.measured for row in rows if row.measured is not None]
-    best = max(known, key=lambda point: point.samples_per_second)
-    enough = min(
-        (point for point in known if point.samples_per_second >= _AS_FAST * best.samples_per_second),
-        key=lambda point: point.batch_size,
-    )
-    more = enough.samples_per_second / base.samples_per_second - 1
-    told = [f"Fastest, within 5%: batch_size={count(enough.batch_size)}, {more:+.0%} samples/s against its own."]
-    fits = None if line is None else line.largest(base.room_bytes)
-    most = max(point.batch_size for point in known)
-    if line is None or fits is None:
-        told.append("The largest batch cannot be told: memory does not grow with it, or too few ran.")
+def _conclusion(search: Search, effective: int | None) -> list[str]:
+    if not search.ran:
+        return ["No batch size ran; give more --trials, or make the model smaller."]
+    told = []
+    largest, base = search.largest, search.rows[0].measured
+    rates = {point.batch_size: point.samples_per_second for point in search.ran}
+    known = {size: rate for size, rate in rates.items() if math.isfinite(rate)}
+    if known:
+        enough = min(size for size, rate in known.items() if rate >= _AS_FAST * max(known.values()))
+        fastest = f"Fastest, within 5%: batch_size={count(enough)}"
+        if base is not None and base.batch_size in known:
+            fastest += f", {known[enough] / known[base.batch_size] - 1:+.0%} samples/s against its own"
+        told.append(f"{fastest}.")
+    if line := line_through(search.ran):
+        base_bytes, sample_bytes, room_bytes = map(size, (line.base_bytes, line.sample_bytes, largest.room_bytes))
+        told.append(
+            f"Memory ({largest.resource}): {base_bytes} and {sample_bytes} per sample; {room_bytes} may be used."
+        )
+    if not math.isfinite(largest.memory_bytes) or not math.isfinite(largest.room_bytes):
+        told.append("The largest batch that fits can't be told: memory, or its limit, was not sampled.")
+    elif search.is_complete:
+        told.append(f"Largest batch that fits: {count(largest.batch_size)}. It ran.")
     else:
-        told += [
-            f"Memory ({base.resource}): {size(line.base_bytes)} and {size(line.sample_bytes)} per "
-            f"sample; {size(base.room_bytes)} may be used.",
-            f"Largest batch that fits: {fits[0]:,} ({fits[1]:,} by the line alone); tried up to {count(most)}.",
-        ]
-    if effective is not None:
-        batch_size, times = _split(rows, fits, effective)
+        remedy = "the last trial says what is missing" if search.rows[-1].failure else "give more --trials"
+        told.append(f"Batches larger than {count(largest.batch_size)} may fit: {remedy}.")
+    if split := _split(search, effective):
+        batch_size, times = split
         steps = "step" if times == 1 else "steps"
         told.append(
             f"For an effective batch of {count(effective)}: batch_size={count(batch_size)}, {count(times)} {steps} "
@@ -195,6 +233,11 @@ def _conclusion(rows: list[Row], base: Sized, line: Line | None, effective: int 
     return told
 
 
-def _words(point: Sized) -> str:
-    rate = number(round(point.samples_per_second, 1))
-    return f"{count(point.batch_size)} samples a batch, {rate} samples/s, {size(point.memory_bytes)}"
+def _words(row: Row) -> str:
+    point = row.measured
+    if point is None:
+        return row.failure
+    rate = "speed not known"
+    if math.isfinite(point.samples_per_second):
+        rate = f"{number(round(point.samples_per_second, 1))} samples/s"
+    return f"{count(point.batch_size)} samples a batch, {rate}, {size(point.memory_bytes)}"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collector.diagnosis.replay import Setting
     from collector.diagnosis.tuning import Forecast, Option
 
+_TRIALS, _BATCH_TRIALS = 4, 10
 _AS_IT_IS, _PERFECT = "as it is", "perfect loader"
 #: Within 80 columns.
 _COLUMNS = (
@@ -51,7 +52,7 @@ class Row:
 
 @click.command(context_settings=PASS_ON)
 @click.option("--trial-seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True, metavar="S")
-@click.option("--trials", type=click.IntRange(1, 50), default=4, show_default=True, metavar="N")
+@click.option("--trials", type=click.IntRange(1, 50), metavar="N", help="[default: 4, with --batch-size 10]")
 @click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
 @click.option("--batch-size", is_flag=True, help="Try batch sizes: their memory, and the largest that fits.")
 @click.option("--effective-batch", type=click.IntRange(1), metavar="N", help="With --batch-size: split N samples.")
@@ -60,7 +61,7 @@ class Row:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def tune(
     trial_seconds: float,
-    trials: int,
+    trials: int | None,
     ceiling: bool,
     batch_size: bool,
     effective_batch: int | None,
@@ -85,7 +86,7 @@ def tune(
                 command,
                 home,
                 seconds=trial_seconds,
-                trials=trials,
+                trials=trials or _BATCH_TRIALS,
                 effective=effective_batch,
                 form=form,
                 caught=caught,
@@ -107,7 +108,8 @@ def tune(
                 if row.failure:
                     break
                 plan += [
-                    (_title(setting), _loader(setting), known) for setting, known in _chosen(found, row)[:trials]
+                    (_title(setting), _loader(setting), known)
+                    for setting, known in _chosen(found, row)[: trials or _TRIALS]
                 ]
                 if not isinstance(found, str):
                     rows = [dataclasses.replace(row, predicted=found.own)]

@@ -1,8 +1,8 @@
-"""Memory as a function of the batch size: a line through what was measured, and the largest batch that fits.
+"""Memory as a function of the batch size: which size to try next, and the largest that fits.
 
-What a step takes besides the model grows in proportion to its samples: activations, their gradients, the batches in
-queues. Where it does not (attention over padded lengths, a library that chooses another algorithm), the points lie
-off the line, and the interval says so.
+What a step takes besides the model grows in proportion to its samples, but that shows only where it is more than
+what other parts of the step take: the optimizer's temporaries hide the activations of small batches. So a size is
+told only after it ran, and no trial is more than four times as large as the largest that ran.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from collector.diagnosis.device_rows import devices
 from collector.diagnosis.frames import SECOND_NS, floats, last, median, peak
@@ -21,7 +20,11 @@ from collector.diagnosis.loader_memory import FILL, held
 from collector.diagnosis.loops import Loop
 from collector.diagnosis.tables import RunTables
 
-_INTERVAL = 0.9
+_MOST_TIMES = 4  # as large as the largest that ran
+_NEAR = 1.08  # times the largest that ran: not worth another trial
+_SAME_SLOPE = 1.25  # two stretches of the curve whose slopes differ by less are one line
+_DEVICE_FILL = 0.97  # of what a device has for tensors: the allocator's blocks are larger than what is asked for
+_ROUND = 8  # sizes from 64 on are multiples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +33,11 @@ class Sized:
 
     Attributes:
         batch_size: samples per batch of the loop that has most batches.
-        samples_per_second: in the second half of its batches, NaN with fewer than four.
+        samples_per_second: in the second half of its batches; NaN if those are fewer than four, or than in flight.
         memory_bytes: the peak of the resource that binds, NaN if it was not sampled.
         room_bytes: what that may be at most, with the margin.
         resource: `GPU 0`, `host memory` or `cgroup`.
+        is_device: whether that is a device's.
 
     """
 
@@ -42,38 +46,19 @@ class Sized:
     memory_bytes: float
     room_bytes: float
     resource: str
+    is_device: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Memory over batch size, by least squares over `n` points, whose scatter is `error_bytes`."""
+    """The line through the two largest sizes that ran: memory without samples, and of each sample."""
 
     base_bytes: float
     sample_bytes: float
-    error_bytes: float
-    n: int
-    mean_size: float
-    spread: float
 
-    def at(self, size: float) -> tuple[float, float, float]:
-        """What is expected at a size, and its 90 % prediction interval; unbounded with two points."""
-        middle = self.base_bytes + self.sample_bytes * size
-        if self.n < 3:
-            return middle, -math.inf, math.inf
-        quantile = float(stats.t.ppf((1 + _INTERVAL) / 2, self.n - 2))
-        off = quantile * self.error_bytes * math.sqrt(1 + 1 / self.n + (size - self.mean_size) ** 2 / self.spread)
-        return middle, middle - off, middle + off
-
-    def largest(self, room_bytes: float) -> tuple[int, int] | None:
-        """The largest that fits by the upper end of the interval, and by the line; None if memory does not grow."""
-        if self.n < 3 or not self.sample_bytes > 0:
-            return None
-        by_line = math.floor((room_bytes - self.base_bytes) / self.sample_bytes)
-        low, high = 0, max(0, by_line)
-        while low < high:  # the upper end grows with the size, at least beyond the points
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.at(middle)[2] <= room_bytes else (low, middle - 1)
-        return low, max(0, by_line)
+    def at(self, size: float) -> float:
+        """Return the memory that it gives for a size, in bytes."""
+        return self.base_bytes + self.sample_bytes * size
 
 
 def sized(tables: RunTables, loop: Loop) -> Sized:
@@ -81,28 +66,61 @@ def sized(tables: RunTables, loop: Loop) -> Sized:
     size = median(floats(loop.batches, "samples_count"))
     rows = loop.batches.iloc[len(loop.batches) // 2 :]
     times, samples = floats(rows, "time_ns") / SECOND_NS, floats(rows, "samples_count")
-    rate = samples[1:].sum() / (times[-1] - times[0]) if len(rows) > 1 and times[-1] > times[0] else math.nan
-    memory, room, resource = _of_device(tables) or _of_host(tables, loop)
-    return Sized(batch_size=size, samples_per_second=rate, memory_bytes=memory, room_bytes=room, resource=resource)
-
-
-def fit(points: Sequence[Sized]) -> Line | None:
-    """The line through the points; None with fewer than two sizes."""
-    known = [point for point in points if math.isfinite(point.memory_bytes) and point.batch_size > 0]
-    sizes = np.array([point.batch_size for point in known])
-    if len(set(sizes)) < 2:
-        return None
-    memory = np.array([point.memory_bytes for point in known])
-    found = stats.linregress(sizes, memory)
-    left = memory - found.intercept - found.slope * sizes
-    return Line(
-        base_bytes=float(found.intercept),
-        sample_bytes=float(found.slope),
-        error_bytes=math.sqrt(float((left**2).sum()) / max(len(known) - 2, 1)),
-        n=len(known),
-        mean_size=float(sizes.mean()),
-        spread=float(((sizes - sizes.mean()) ** 2).sum()),
+    enough = len(rows) > max(3, loop.num_workers * loop.prefetch_factor) and times[-1] > times[0]
+    rate = samples[1:].sum() / (times[-1] - times[0]) if enough else math.nan
+    device = _of_device(tables)
+    memory, room, resource = device or _of_host(tables, loop)
+    return Sized(
+        batch_size=size,
+        samples_per_second=rate,
+        memory_bytes=memory,
+        room_bytes=room,
+        resource=resource,
+        is_device=device is not None,
     )
+
+
+def line_through(points: Sequence[Sized]) -> Line | None:
+    """Return the line, if memory follows the batch: the three largest sizes that ran lie on one."""
+    known = sorted((point for point in points if math.isfinite(point.memory_bytes)), key=lambda p: p.batch_size)
+    if len({point.batch_size for point in known}) < 3:
+        return None
+    sizes, memory = (np.array([getattr(p, name) for p in known[-3:]]) for name in ("batch_size", "memory_bytes"))
+    below, slope = np.diff(memory) / np.diff(sizes)
+    if not 0 < slope / _SAME_SLOPE < below < slope * _SAME_SLOPE:
+        return None
+    return Line(base_bytes=float(memory[-1] - slope * sizes[-1]), sample_bytes=float(slope))
+
+
+def next_size(points: Sequence[Sized], refused: Sequence[float]) -> int | None:
+    """Return the next size to try; None if the largest that ran is as good as the largest that fits.
+
+    Where memory follows the batch, the line tells. Where it does not yet, memory grows at most in proportion to the
+    size, since a part of it is there with any batch. A device is asked for twice the size even if that might not
+    fit: a trial that runs out of its memory harms nothing.
+
+    Args:
+        points: sizes that ran.
+        refused: sizes that ran out of memory.
+
+    """
+    least = min(refused, default=math.inf)
+    if not points:
+        return max(1, math.floor(least / _MOST_TIMES)) if 1 < least < math.inf else None
+    largest = max(points, key=lambda point: point.batch_size)
+    size, room, memory = largest.batch_size, largest.room_bytes, largest.memory_bytes
+    if not (math.isfinite(room) and memory > 0):
+        return None
+    line = line_through(points)
+    if line:
+        wanted = (room - line.base_bytes) / line.sample_bytes
+    else:
+        wanted = size * max(room / memory, 2.0 if largest.is_device else 0.0)
+    wanted = min(wanted, _MOST_TIMES * size)
+    if wanted >= least:
+        wanted = (size + least) / 2
+    rounded = math.floor(wanted / _ROUND) * _ROUND if wanted >= _ROUND**2 else math.floor(wanted)
+    return rounded if rounded >= max(size + 1, _NEAR * size) else None
 
 
 def micro_batch(effective: int, largest: int) -> tuple[int, int]:
@@ -112,15 +130,16 @@ def micro_batch(effective: int, largest: int) -> tuple[int, int]:
 
 
 def _of_device(tables: RunTables) -> tuple[float, float, str] | None:
-    """The peak of the device that is fullest; what others and other libraries hold of it is not to be had."""
+    """The peak of the fullest device; the driver's own memory, other processes and libraries leave the room."""
     found = []
     for _, device, samples, ranks in devices(tables):
         peak_bytes = sum(peak(rank.column("allocated_peak_bytes")) for rank in ranks)
         total = last(floats(samples, "total_bytes"))
         seconds = floats(samples, "time_ns") / SECOND_NS
         reserved = np.sum([rank.at(seconds, "reserved_bytes") for rank in ranks], axis=0)
-        outside = peak(floats(samples, "used_bytes") - reserved)
-        found.append((peak_bytes, FILL * total - float(np.nan_to_num(outside)), f"GPU {device}"))
+        outside = floats(samples, "used_bytes") - reserved
+        beside = median(outside[len(outside) // 2 :]) + np.nan_to_num(last(floats(samples, "reserved_bytes")))
+        found.append((peak_bytes, _DEVICE_FILL * (total - float(beside)), f"GPU {device}"))
     return max(found, default=None, key=lambda each: np.nan_to_num(each[0]))
 
 

@@ -117,7 +117,7 @@ def test_batch_sizes_are_tried(tmp_path):
     assert done.returncode == 0, done.stderr
     table, told = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert [row.split()[0] for row in table] == ["4", "8"]
+    assert [row.split()[0] for row in table] == ["4", "16"]
     assert all(re.search(r"\d MiB", row) for row in table)
     assert told[0].startswith("Fastest, within 5%: batch_size=")
     assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps? accumulated\.", told[-1])

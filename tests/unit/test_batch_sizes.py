@@ -1,52 +1,88 @@
-"""Memory over batch size: the line, its interval, and what fits."""
-
-import math
+"""The search for the largest batch that fits: which size comes next, and when it is over."""
 
 import numpy as np
 import pytest
 from simulated_runs import MAIN, START_SECONDS, sample_host, sample_process, simulate
 
-from collector.commands.batch_trials import Row, as_json
-from collector.diagnosis.batch_sizes import Sized, fit, micro_batch, sized
+from collector.commands.batch_trials import Row, Search, as_json
+from collector.diagnosis.batch_sizes import Sized, line_through, micro_batch, next_size, sized
 from collector.diagnosis.loops import loops
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MIB = 2**20
+ROOM = 4000 * MIB
 
 
-def points(sizes, *, noise=0.0, seed=0):
-    rng = np.random.default_rng(seed)
-    return [
-        Sized(
-            batch_size=size,
-            samples_per_second=100.0,
-            memory_bytes=(500 + 2 * size) * MIB + noise * MIB * rng.normal(),
-            room_bytes=4000.0 * MIB,
-            resource="host memory",
-        )
-        for size in sizes
-    ]
+def point(size, memory_mib):
+    return Sized(
+        batch_size=size,
+        samples_per_second=100.0,
+        memory_bytes=memory_mib * MIB,
+        room_bytes=ROOM,
+        resource="GPU 0",
+        is_device=True,
+    )
 
 
-def test_the_line_gives_the_largest_batch_that_fits():
-    line = fit(points([16, 32, 64]))
-    assert line.at(128)[0] == pytest.approx(756 * MIB)
-    assert line.largest(4000 * MIB) == pytest.approx((1750, 1750), abs=1)
-    assert fit(points([32, 32])) is None
-    assert not math.isfinite(fit(points([16, 32])).at(64)[2]), "two points say nothing of their scatter"
-    assert fit(points([16, 32])).largest(4000 * MIB) is None
+def search(memory_mib, own, limit_mib=4100, trials=16):
+    """Search with a training that takes so much memory; return the sizes tried and the largest that ran."""
+    ran, refused, tried = [], [], []
+    size = own
+    while size is not None and len(tried) < trials:
+        tried.append(size)
+        needed = memory_mib(size)
+        if needed > limit_mib:
+            refused.append(size)
+        else:
+            ran.append(point(size, needed))
+        size = next_size(ran, refused)
+    assert size is None, tried
+    return tried, max(each.batch_size for each in ran)
 
 
-def test_the_interval_holds_what_comes_as_often_as_it_says():
-    inside, careful = 0, 0
-    for seed in range(400):
-        *known, new = points([16, 32, 64, 128, 256], noise=30, seed=seed)
-        line = fit(known)
-        _, low, high = line.at(256)
-        inside += low <= new.memory_bytes <= high
-        careful += line.largest(4000 * MIB)[0] <= line.largest(4000 * MIB)[1]
-    assert 0.85 <= inside / 400 <= 0.95
-    assert careful == 400
+CURVES = {
+    "activations": lambda size: 500 + 2 * size,
+    "hidden by the optimizer": lambda size: max(800, 100 + 0.05 * size),
+    "a large model": lambda size: 3000 + 0.5 * size,
+    "in steps": lambda size: 500 + 20 * np.ceil(1.5 * size / 20),
+    "faster than the batch": lambda size: 300 + 0.2 * size + 0.002 * size**1.6,
+    "nothing but the batch": lambda size: 0.01 * size,
+}
+
+
+@pytest.mark.parametrize("own", [1, 64])
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_largest_batch_that_fits_is_found_and_has_run(curve, own):
+    memory = CURVES[curve]
+    tried, largest = search(memory, own)
+    truth = next(size for size in range(10**6, 0, -1) if memory(size) <= 4100)
+    assert 0.85 * truth <= largest <= truth
+    ran = 0
+    for size in tried:
+        assert not ran or size <= 4 * ran
+        ran = max(ran, size if memory(size) <= 4100 else 0)
+    assert len(tried) <= 11 or own == 1
+
+
+def test_a_script_whose_own_batch_does_not_fit_is_tried_with_less():
+    tried, largest = search(CURVES["activations"], 10_000)
+    assert tried[1] == 2500
+    assert 1500 <= largest <= 1800
+
+
+def test_without_a_limit_or_without_growth_nothing_is_promised():
+    unknown = Sized(
+        batch_size=8,
+        samples_per_second=1.0,
+        memory_bytes=5.0,
+        room_bytes=float("nan"),
+        resource="GPU 0",
+        is_device=True,
+    )
+    assert next_size([unknown], []) is None
+    assert line_through([point(16, 500), point(32, 500), point(64, 500)]) is None
+    assert line_through([point(16, 500), point(32, 500), point(64, 564)]) is None, "two stretches of two slopes"
+    assert line_through([point(16, 532), point(32, 564), point(64, 628)]).at(128) == pytest.approx(756 * MIB)
 
 
 def test_what_a_process_held_before_it_shared_it_with_its_workers_is_not_counted_twice():
@@ -68,14 +104,6 @@ def test_what_a_process_held_before_it_shared_it_with_its_workers_is_not_counted
     assert (found.resource, round(found.samples_per_second / found.batch_size)) == ("host memory", 10)
 
 
-def test_memory_that_does_not_grow_with_the_batch_has_no_largest():
-    flat = [point for size in (16, 32, 64) for point in points([size])[:1]]
-    flat = [
-        Sized(**{**{name: getattr(p, name) for name in p.__slots__}, "memory_bytes": 500.0 * MIB}) for p in flat
-    ]
-    assert fit(flat).largest(4000 * MIB) is None
-
-
 @pytest.mark.parametrize(
     ("effective", "largest", "split"),
     [(256, 100, (64, 4)), (256, 1000, (256, 1)), (7, 3, (1, 7)), (96, 0, (1, 96))],
@@ -85,15 +113,15 @@ def test_an_effective_batch_is_split_into_equal_ones(effective, largest, split):
 
 
 def test_programs_are_told_what_was_tried_and_what_follows():
-    measured = points([16, 32, 64])
-    rows = [Row(size=point.batch_size, predicted=None, measured=point, failure="") for point in measured]
-    rows.append(Row(size=4096, predicted=fit(measured).at(4096), measured=None, failure="not tried"))
-    told = as_json(rows, measured[0], fit(measured), 96)
+    rows = [Row(size=size, measured=point(size, 500 + 2 * size)) for size in (16, 32, 64)]
+    rows.append(Row(size=4096, predicted_bytes=8692.0 * MIB, failure="CUDA memory ran out", ran_out=True))
+    told = as_json(Search(rows=rows, is_complete=True), 96)
     assert [trial["batch_size"] for trial in told["trials"]] == [16, 32, 64, 4096]
-    assert told["trials"][0]["measured"]["resource"] == "host memory"
-    assert told["trials"][-1]["predicted"]["memory_bytes"] == pytest.approx(8692 * MIB)
-    assert told["trials"][-1]["failure"] == "not tried"
-    assert told["largest"]["batch_size"] == pytest.approx(1750, abs=1)
-    assert told["accumulate"] == {"batch_size": 96, "steps_count": 1}
-    unsure = as_json(rows[:2], measured[0], fit(measured[:2]), None)
-    assert (unsure["largest"], unsure["accumulate"]) == (None, None)
+    assert told["trials"][0]["measured"]["resource"] == "GPU 0"
+    assert told["trials"][-1]["predicted"]["memory_bytes"] == 8692 * MIB
+    assert told["trials"][-1]["failure"] == "CUDA memory ran out"
+    assert (told["base_bytes"], told["sample_bytes"]) == pytest.approx((500 * MIB, 2 * MIB))
+    assert told["largest"] == {"batch_size": 64, "is_complete": True}
+    assert told["accumulate"] == {"batch_size": 48, "steps_count": 2}
+    nothing = as_json(Search(rows=[Row(size=64, failure="CUDA memory ran out", ran_out=True)]), 96)
+    assert (nothing["largest"], nothing["accumulate"], nothing["base_bytes"]) == (None, None, None)
