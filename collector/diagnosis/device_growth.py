@@ -13,7 +13,7 @@ import numpy as np
 
 from collector.diagnosis.device_rows import Allocator, devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, sampled, while_training
+from collector.diagnosis.frames import SECOND_NS, floats, sampled, step_numbers, while_training
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import BLOCK_COUNTS, Floats, growth
 from collector.diagnosis.witnesses import Leak, leak_finding, negligible_bytes, rise_since, witness_of
@@ -82,11 +82,11 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
 def tensor_leak(rank: Allocator) -> Leak | None:
     """Live tensors that get more; without a witness if their number does not grow, or is not known."""
     allocated, counts = rank.column("allocated_bytes"), rank.column("allocation_count")
-    grown = growth(rank.seconds, allocated, negligible=negligible_bytes(allocated))
+    grown = growth(rank.seconds, allocated, negligible=negligible_bytes(allocated), steps=rank.steps)
     if grown is None:
         return None
     # Whole numbers: one more in each of the fewest blocks is the least that is a trend.
-    counted = growth(rank.seconds, counts, negligible=BLOCK_COUNTS[-1])
+    counted = growth(rank.seconds, counts, negligible=BLOCK_COUNTS[-1], steps=rank.steps)
     witnesses: tuple[Evidence, ...] = ()
     if counted is not None:
         rise = round(counted.rise)
@@ -123,7 +123,8 @@ def _tensors(tables: RunTables, rank: Allocator) -> Finding | None:
 
 def _fragmentation(tables: RunTables, rank: Allocator) -> Finding | None:
     unused = rank.column("reserved_bytes") - rank.column("active_bytes")
-    grown = growth(rank.seconds, unused, negligible=negligible_bytes(rank.column("reserved_bytes")))
+    negligible = negligible_bytes(rank.column("reserved_bytes"))
+    grown = growth(rank.seconds, unused, negligible=negligible, steps=rank.steps)
     if grown is None:
         return None
     holes = witness_of("inactive_split_rise_bytes", rank.seconds, rank.column("inactive_split_bytes"), grown)
@@ -154,7 +155,7 @@ def retried_steps(rank: Allocator, since_seconds: float) -> int:
 
 def _pinned_cache(tables: RunTables, rank: Allocator) -> Finding | None:
     owned, active = rank.column("pinned_allocated_bytes"), rank.column("pinned_active_bytes")
-    grown = growth(rank.seconds, owned - active, negligible=negligible_bytes(owned))
+    grown = growth(rank.seconds, owned - active, negligible=negligible_bytes(owned), steps=rank.steps)
     if grown is None:
         return None
     rows = while_training(tables, sampled(tables, rank.key))
@@ -191,7 +192,8 @@ def _pinned_cache(tables: RunTables, rank: Allocator) -> Finding | None:
 
 def _outside(tables: RunTables, locus: Locus, seconds: Floats, own: Floats, whole_device: Floats) -> Finding | None:
     """Growth of what the driver counts above what PyTorch reserves, `own` of the run's processes."""
-    grown = growth(seconds, own, negligible=negligible_bytes(own))
+    steps = step_numbers(tables, str(locus.host), seconds)
+    grown = growth(seconds, own, negligible=negligible_bytes(own), steps=steps)
     if grown is None and not np.isfinite(own).any():
         return _not_attributed(tables, locus, seconds, whole_device)
     if grown is None:
@@ -210,7 +212,8 @@ def _outside(tables: RunTables, locus: Locus, seconds: Floats, own: Floats, whol
 
 
 def _not_attributed(tables: RunTables, locus: Locus, seconds: Floats, whole_device: Floats) -> Finding | None:
-    grown = growth(seconds, whole_device, negligible=negligible_bytes(whole_device))
+    steps = step_numbers(tables, str(locus.host), seconds)
+    grown = growth(seconds, whole_device, negligible=negligible_bytes(whole_device), steps=steps)
     if grown is None:
         return None
     return leak_finding(

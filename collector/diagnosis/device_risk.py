@@ -16,7 +16,7 @@ from collector.diagnosis.device_growth import RETRIES_APART, retried_steps
 from collector.diagnosis.device_rows import Allocator, devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
 from collector.diagnosis.forecast import Course, exhaustion
-from collector.diagnosis.frames import SECOND_NS, floats, last, peak
+from collector.diagnosis.frames import SECOND_NS, floats, last, peak, step_numbers
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import growth, warm_up_end
@@ -55,7 +55,8 @@ def _judge(
     demand = used - reserved + allocated + np.nan_to_num(holes)
     if not total > 0 or not np.isfinite(demand).any():
         return _by_retries(ranks, locus, limit, math.nan)
-    grown = growth(seconds, demand, negligible=negligible_bytes(demand))
+    steps = step_numbers(tables, host, seconds)
+    grown = growth(seconds, demand, negligible=negligible_bytes(demand), steps=steps)
     if grown is not None:
         above = sum(_activations(rank) for rank in ranks)
         course = Course(

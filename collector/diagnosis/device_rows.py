@@ -34,6 +34,11 @@ class Allocator:
         """When its records were made."""
         return floats(self.rows, "time_ns") / SECOND_NS
 
+    @property
+    def steps(self) -> Floats:
+        """The steps in which its records were made."""
+        return floats(self.rows, "step")
+
     def column(self, name: str) -> Floats:
         """One of its gauges."""
         return floats(self.rows, name)
