@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.feed import Problems
+from collector.agent.headroom import Headroom
 from collector.agent.investigate import Investigator
 from collector.agent.outlook import Outlook
 from collector.agent.samples import NamedSample, Sample
@@ -67,6 +68,7 @@ class Outlets:
         self._run: Run | None = None
         self._name = ""
         self._outlook: Outlook | None = None
+        self._headroom = Headroom()
         self._verdict: tuple[Sequence[Finding], float] | None = None
 
     def begin(self, run: Run) -> Counts:
@@ -85,7 +87,8 @@ class Outlets:
     def tick(self, now_ns: int, problems: Problems) -> None:
         """Called by the loop: see to it that there is a verdict when it is time for one."""
         if self._outlook is not None:
-            self._outlook.tick(now_ns, problems)
+            self._headroom.note(now_ns / 1e9, self.latest.samples)
+            self._outlook.tick(now_ns, problems, self._headroom.nearest_seconds)
 
     def heard(self, event: Mapping[str, Any]) -> None:
         """Called by the loop with each event of the run's processes on this host."""

@@ -7,6 +7,7 @@ So it is `tidegauge report --format json` that makes it; a thread waits for what
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,10 @@ from collector.diagnosis.findings import Finding, from_json
 from collector.store.runs import Run
 
 EVERY_SECONDS = 30.0
+#: Where a limit is near, verdicts follow each other faster, whatever they cost, but no faster than this.
+LEAST_SECONDS = 10.0
+#: Of the time until the nearest limit: a growth that one verdict is not sure of the next one still tells in time.
+_SHARE_OF_TIME_LEFT = 0.25
 #: Share of one core that verdicts may take in the long run.
 BUDGET_RATIO = 0.01
 #: A verdict that takes longer is given up.
@@ -28,9 +33,16 @@ PATIENCE_SECONDS = 120.0
 _NICENESS = 10
 
 
-def pause_seconds(cost_seconds: float) -> float:
-    """From the begin of a verdict that cost so much CPU time to the begin of the next."""
-    return max(EVERY_SECONDS, cost_seconds / BUDGET_RATIO)
+def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> float:
+    """Return the time from the begin of one verdict to the begin of the next.
+
+    Args:
+        cost_seconds: CPU time of the last one.
+        nearest_seconds: until the nearest limit is met, at the present rate.
+
+    """
+    usual = max(EVERY_SECONDS, cost_seconds / BUDGET_RATIO)
+    return min(usual, max(LEAST_SECONDS, _SHARE_OF_TIME_LEFT * nearest_seconds))
 
 
 class Outlook:
@@ -50,16 +62,16 @@ class Outlook:
         self._run = run
         self._tell = tell
         self._begun_ns: int | None = None
-        self._pause_seconds = EVERY_SECONDS
+        self._cost_seconds = 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def tick(self, now_ns: int, problems: Problems) -> None:
+    def tick(self, now_ns: int, problems: Problems, nearest_seconds: float = math.inf) -> None:
         """Begin a verdict if it is time for one and none is being made; the first waits one interval."""
         if self._begun_ns is None:
             self._begun_ns = now_ns
-        due = now_ns - self._begun_ns >= self._pause_seconds * 1e9
+        due = now_ns - self._begun_ns >= pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
         if due and (self._thread is None or not self._thread.is_alive()):
             self._begun_ns = now_ns
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="outlook", daemon=True)
@@ -113,5 +125,5 @@ class Outlook:
         giving_up.cancel()
         cost_ns = stat.cpu_ticks * procfs.NS_PER_TICK if stat else 0
         self.spent_ns += cost_ns
-        self._pause_seconds = pause_seconds(cost_ns / 1e9)
+        self._cost_seconds = cost_ns / 1e9
         return said

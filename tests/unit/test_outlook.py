@@ -1,6 +1,7 @@
 """A verdict on the way that fails, hangs or comes too late; that it is told is in tests/integration."""
 
 import json
+import math
 import sys
 import threading
 
@@ -8,7 +9,8 @@ import pytest
 
 from collector.agent import outlook
 from collector.agent.feed import Problems
-from collector.agent.outlook import EVERY_SECONDS, Outlook
+from collector.agent.headroom import Headroom, seconds_left
+from collector.agent.outlook import BUDGET_RATIO, EVERY_SECONDS, LEAST_SECONDS, Outlook, pause_seconds
 from collector.store.runs import Run
 from tests.conftest import wait_for
 from training_harness.journal import EventLog, Identity
@@ -74,3 +76,33 @@ def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
     assert "outlook" not in [thread.name for thread in threading.enumerate()]
     assert world.told == []
     assert not world.events.exists()
+
+
+def test_a_verdict_costs_little_until_a_limit_is_near():
+    assert pause_seconds(0.1) == EVERY_SECONDS
+    assert pause_seconds(1.5) == 1.5 / BUDGET_RATIO
+    for nearest in (1000.0, 200.0, 100.0):
+        assert pause_seconds(1.5, nearest) <= nearest / 2
+    assert pause_seconds(1.5, 1.0) == LEAST_SECONDS
+
+
+def test_what_is_left_is_extended_to_nothing():
+    falling = [(float(at), 1000.0 - 10 * at) for at in range(30)]
+    assert seconds_left(falling) == pytest.approx(75, rel=0.1)
+    assert seconds_left(falling[:4]) == math.inf, "too little was seen"
+    assert seconds_left([(at, 500.0) for at, _ in falling]) == math.inf
+    spike = [(at, left - 400 * (10 <= at < 13)) for at, left in [(at, 500.0) for at, _ in falling]]
+    assert seconds_left(spike) == math.inf
+
+
+def test_the_nearest_limit_is_that_of_any_device_or_of_the_host():
+    headroom = Headroom()
+    assert headroom.nearest_seconds == math.inf
+    for at in range(60):
+        devices = [
+            {"device": 0, "total_bytes": 1000, "used_bytes": 100, "reserved_bytes": None},
+            {"device": 1, "total_bytes": 1000, "used_bytes": 100 + 5 * at, "reserved_bytes": 50},
+        ]
+        host = {"memory_available_bytes": 10_000 - 10 * at, "shm_total_bytes": None, "shm_used_bytes": 7}
+        headroom.note(float(at), {"device": devices, "host": [host], "process": []})
+    assert headroom.nearest_seconds == pytest.approx((1000 - 50 - 100 - 5 * 59) / 5, rel=0.1)
