@@ -310,9 +310,9 @@ DEVICE = Stream(
     (
         _TIME,
         _DEVICE,
-        Column("used_bytes", "q", "bytes", "device memory in use, all processes"),
+        Column("used_bytes", "q", "bytes", "device memory in use, by all processes and the driver"),
         Column("total_bytes", "q", "bytes", "device memory"),
-        Column("reserved_bytes", "q", "bytes", "reserved by the driver"),
+        Column("reserved_bytes", "q", "bytes", "of which the driver reserves for itself, where it tells"),
         Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
         Column("other_used_bytes", "q", "bytes", "of other processes, where it tells of the run's"),
         Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),

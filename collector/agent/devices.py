@@ -91,13 +91,13 @@ class DeviceSampler:
     def _sample(self, number: int, handle: Any, pids: Set[int]) -> Sample:
         nvml = self._nvml
         memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
-        if memory is None:  # an older driver, which counts its own reserve as used
+        if memory is None:  # an older driver, which does not tell its own reserve from what else is used
             memory = self._ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         utilisation = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return {
             "device": number,
-            "used_bytes": getattr(memory, "used", None),
+            "used_bytes": None if memory is None else memory.used + getattr(memory, "reserved", 0),
             "total_bytes": getattr(memory, "total", None),
             "reserved_bytes": getattr(memory, "reserved", None),
             **self._by_process(handle, pids),

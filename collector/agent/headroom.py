@@ -63,4 +63,4 @@ def _left(samples: Mapping[str, Sequence[Sample]]) -> Iterator[tuple[str, float]
     for device in samples.get("device", ()):
         total, used = device.get("total_bytes"), device.get("used_bytes")
         if total is not None and used is not None:
-            yield f"device {device.get('device')}", total - (device.get("reserved_bytes") or 0) - used
+            yield f"device {device.get('device')}", total - used

@@ -138,8 +138,8 @@ def _of_device(tables: RunTables) -> tuple[float, float, str] | None:
         seconds = floats(samples, "time_ns") / SECOND_NS
         reserved = np.sum([rank.at(seconds, "reserved_bytes") for rank in ranks], axis=0)
         outside = floats(samples, "used_bytes") - reserved
-        beside = median(outside[len(outside) // 2 :]) + np.nan_to_num(last(floats(samples, "reserved_bytes")))
-        found.append((peak_bytes, _DEVICE_FILL * (total - float(beside)), f"GPU {device}"))
+        beside = median(outside[len(outside) // 2 :])
+        found.append((peak_bytes, _DEVICE_FILL * (total - beside), f"GPU {device}"))
     return max(found, default=None, key=lambda each: np.nan_to_num(each[0]))
 
 

@@ -8,18 +8,20 @@ the step where the records are made the activations are gone already; so the lim
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.device_growth import RETRIES_APART, retried_steps
-from collector.diagnosis.device_rows import Allocator, devices
+from collector.diagnosis.device_rows import Allocator, capacity_of, devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus
 from collector.diagnosis.forecast import Course, exhaustion
 from collector.diagnosis.frames import SECOND_NS, floats, last, peak, step_numbers
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import growth, warm_up_end
+from collector.diagnosis.trends import Floats, growth, warm_up_end
 from collector.diagnosis.witnesses import negligible_bytes, witness_of
 from collector.quantities import size
 
@@ -37,44 +39,102 @@ _ADVICE = (
 
 
 def find_device_risk(tables: RunTables) -> list[Finding]:
-    """`gpu-oom-risk`, one finding at most per device."""
-    found = [_judge(tables, host, device, rows, ranks) for host, device, rows, ranks in devices(tables)]
+    """`gpu-oom-risk`, one finding at most per device, and per process that may use a share of it only."""
+    found: list[Finding | None] = []
+    for host, device, samples, ranks in devices(tables):
+        capacities = [capacity_of(tables, rank) for rank in ranks]
+        total = max([last(floats(samples, "total_bytes")), *(total for total, _ in capacities)], key=np.nan_to_num)
+        found.append(_judge(tables, _of_device(tables, host, device, samples, ranks, total), ranks))
+        for rank, (_, share) in zip(ranks, capacities, strict=True):
+            if share < total:
+                found.append(_judge(tables, _of_share(tables, rank, share), [rank]))
     return [finding for finding in found if finding is not None]
 
 
-def _judge(
-    tables: RunTables, host: str, device: int, samples: pd.DataFrame, ranks: list[Allocator]
-) -> Finding | None:
-    seconds, used = floats(samples, "time_ns") / SECOND_NS, floats(samples, "used_bytes")
-    total = last(floats(samples, "total_bytes")) - float(np.nan_to_num(last(floats(samples, "reserved_bytes"))))
-    locus, limit = Locus(host=host, device=device), Limit(name=f"GPU {device}", value=total, unit="bytes")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """What is used of a limit of device memory, over time.
+
+    Attributes:
+        what: its name, at the beginning of a sentence.
+        seconds: of the samples.
+        steps: that the training was in then.
+        demand: bytes that can't be given back, between two steps.
+        witnesses: other series of bytes that would grow with it.
+        peak_bytes: the most that was used, NaN if not known.
+
+    """
+
+    what: str
+    locus: Locus
+    limit: Limit
+    seconds: Floats
+    steps: Floats
+    demand: Floats
+    witnesses: Mapping[str, Floats]
+    peak_bytes: float
+
+
+def _of_device(
+    tables: RunTables, host: str, device: int, samples: pd.DataFrame, ranks: list[Allocator], total: float
+) -> _Use:
+    """Return what the driver counts; without it what PyTorch has, which is less."""
+    what, used = f"The memory of GPU {device}", floats(samples, "used_bytes")
+    seconds = floats(samples, "time_ns") / SECOND_NS
+    if not np.isfinite(used).any():
+        what += ", as far as PyTorch has it,"
+        seconds = ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([rank.at(seconds, name) for rank in ranks], axis=0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
-    demand = used - reserved + allocated + np.nan_to_num(holes)
-    if not total > 0 or not np.isfinite(demand).any():
-        return _by_retries(ranks, locus, limit, math.nan)
-    steps = step_numbers(tables, host, seconds)
-    grown = growth(seconds, demand, negligible=negligible_bytes(demand), steps=steps)
+    held = allocated + np.nan_to_num(holes)
+    witnesses = {"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes}
+    is_told = len(used) == len(seconds) and np.isfinite(used).any()
+    return _Use(
+        what=what,
+        locus=Locus(host=host, device=device),
+        limit=Limit(name=f"GPU {device}", value=total, unit="bytes"),
+        seconds=seconds,
+        steps=step_numbers(tables, host, seconds),
+        demand=used - reserved + held if is_told else held,
+        witnesses=witnesses | ({"device_used_rise_bytes": used} if is_told else {"reserved_rise_bytes": reserved}),
+        peak_bytes=peak(used) if is_told else math.nan,
+    )
+
+
+def _of_share(tables: RunTables, rank: Allocator, share: float) -> _Use:
+    """Return what a process has of the share that it may use (`set_per_process_memory_fraction`)."""
+    allocated, holes = rank.column("allocated_bytes"), rank.column("inactive_split_bytes")
+    return _Use(
+        what=f"The share of GPU {rank.device} that pid {rank.key[1]} may use",
+        locus=Locus(host=rank.key[0], rank=rank.rank, device=rank.device, role="main", pid=rank.key[1]),
+        limit=Limit(name=f"its share of GPU {rank.device}", value=share, unit="bytes"),
+        seconds=rank.seconds,
+        steps=rank.steps,
+        demand=allocated + np.nan_to_num(holes),
+        witnesses={
+            "allocated_rise_bytes": allocated,
+            "inactive_split_rise_bytes": holes,
+            "reserved_rise_bytes": rank.column("reserved_bytes"),
+        },
+        peak_bytes=peak(rank.column("reserved_peak_bytes")),
+    )
+
+
+def _judge(tables: RunTables, use: _Use, ranks: list[Allocator]) -> Finding | None:
+    if not use.limit.value > 0 or not np.isfinite(use.demand).any():
+        return _by_retries(ranks, use.locus, use.limit, math.nan)
+    grown = growth(use.seconds, use.demand, negligible=negligible_bytes(use.demand), steps=use.steps)
     if grown is not None:
         above = sum(_activations(rank) for rank in ranks)
-        course = Course(
-            what=f"The memory of GPU {device}",
-            grown=grown,
-            times=seconds,
-            values=demand + above,
-            limit=limit,
-        )
-        series = (
-            ("allocated_rise_bytes", allocated),
-            ("inactive_split_rise_bytes", holes),
-            ("device_used_rise_bytes", used),
-        )
-        witnesses = tuple(w for name, values in series if (w := witness_of(name, seconds, values, grown)))
+        course = Course(what=use.what, grown=grown, times=use.seconds, values=use.demand + above, limit=use.limit)
+        named = use.witnesses.items()
+        witnesses = tuple(w for name, values in named if (w := witness_of(name, use.seconds, values, grown)))
         if witnesses and course.is_relevant:
-            return exhaustion(tables, "gpu-oom-risk", course, locus=locus, witnesses=witnesses, advice=_ADVICE)
-    return _by_retries(ranks, locus, limit, peak(used))
+            kind = "gpu-oom-risk"
+            return exhaustion(tables, kind, course, locus=use.locus, witnesses=witnesses, advice=_ADVICE)
+    return _by_retries(ranks, use.locus, use.limit, use.peak_bytes)
 
 
 def _activations(rank: Allocator) -> float:

@@ -7,13 +7,14 @@ no sawtooth of forward and backward passes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.frames import SECOND_NS, floats, training_end_ns, whole
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, training_end_ns, whole
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
@@ -74,6 +75,22 @@ def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Al
     for host, device in sorted({(one.key[0], one.device) for one in found}):
         mine = samples[(samples["host"] == host) & (floats(samples, "device") == device)]
         yield host, device, mine, [one for one in found if (one.key[0], one.device) == (host, device)]
+
+
+def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:
+    """Return the memory of a process's device and the share of it that the process may use, as PyTorch tells.
+
+    Both are in bytes, NaN if unknown.
+    """
+    events = [
+        event
+        for event in tables.events_of("cuda-device")
+        if key_of(event) == allocator.key and event["device"] == allocator.device
+    ]
+    if not events:
+        return math.nan, math.nan
+    total, ratio = float(events[-1]["total_bytes"]), events[-1].get("allowed_ratio")
+    return total, math.nan if ratio is None else total * float(ratio)
 
 
 def record_at(rows: pd.DataFrame, time_ns: float) -> Mapping[str, float | None]:

@@ -105,8 +105,7 @@ def _peaks(tables: RunTables) -> dict[str, float | None]:
     host, process = tables.stream("host"), tables.stream("process")
     roles = floats(process, "role")
     mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
-    device, errors = tables.stream("device_memory"), tables.events_of("cuda-oom")
-    at_errors = pd.DataFrame(errors, columns=["allocated_bytes", "reserved_bytes"])
+    device = tables.stream("device_memory")
     return {
         "host_used_bytes": _known(
             peak(floats(host, "memory_total_bytes") - floats(host, "memory_available_bytes"))
@@ -120,14 +119,9 @@ def _peaks(tables: RunTables) -> dict[str, float | None]:
         "main_private_dirty_bytes": _known(peak(floats(mains, "private_dirty_bytes"))),
         "worker_rss_bytes": _known(peak(floats(workers, "rss_bytes"))),
         "worker_private_dirty_bytes": _known(peak(floats(workers, "private_dirty_bytes"))),
-        "device_allocated_bytes": _highest(floats(device, "allocated_peak_bytes"), at_errors["allocated_bytes"]),
-        "device_reserved_bytes": _highest(floats(device, "reserved_peak_bytes"), at_errors["reserved_bytes"]),
+        "device_allocated_bytes": _known(peak(floats(device, "allocated_peak_bytes"))),
+        "device_reserved_bytes": _known(peak(floats(device, "reserved_peak_bytes"))),
     }
-
-
-def _highest(records: Floats, at_errors: pd.Series) -> float | None:
-    """Return the peak of the records, which a step that fails does not write, and of the errors."""
-    return _known(peak(np.concatenate([records, pd.to_numeric(at_errors).to_numpy(dtype=float)])))
 
 
 def _peak_sum(process: pd.DataFrame, column: str) -> float | None:

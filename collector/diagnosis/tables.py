@@ -32,6 +32,7 @@ STRUCTURAL_EVENTS = (
     "exception",
     "worker-died",
     "cuda-oom",
+    "cuda-device",
     "command-exit",
     "collector-start",
     "collector-stop",

@@ -78,7 +78,7 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
     times = rows.loc[rows["is_moment"] | is_newest, ["gpu", "time_ns"]].drop_duplicates()
     driver = _lower(times, rows.loc[is_driver, ["gpu", "time_ns", *COLUMNS["device"]]].dropna(subset="used_bytes"))
     records = rows.loc[~is_driver, ["gpu", "pid", "time_ns", "ended_ns", *COLUMNS["device_memory"]]]
-    allocators = _newest(times, records.assign(record_ns=records["time_ns"]))
+    allocators = _nearest(times, records.assign(record_ns=records["time_ns"]))
     held = times.join(allocators.groupby(["gpu", "time_ns"]).sum(), on=["gpu", "time_ns"]).fillna(0)
     driver.loc[driver["process_used_bytes"] < held["reserved_bytes"].to_numpy(), "process_used_bytes"] = np.nan
     chosen = _fullest(driver, held, within, width)
@@ -86,12 +86,20 @@ def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.Dat
     return next(both), next(both)
 
 
-def _newest(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
-    """Each process's newest record at these times, until the process ended; another may have its pid by then."""
+def _nearest(times: pd.DataFrame, records: pd.DataFrame) -> pd.DataFrame:
+    """Each process's record before or after these times, whichever reserved more, until the process ended.
+
+    Between two records the allocator takes memory from the driver, which is asked in between: against the record
+    before, that memory would count as somebody else's.
+    """
     of_each = times.merge(records[["gpu", "pid"]].drop_duplicates(), on="gpu")
-    found = pd.merge_asof(of_each, records, on="time_ns", by=["gpu", "pid"]).dropna(subset="record_ns")
-    has_ended = found["ended_ns"].between(found["record_ns"], found["time_ns"], inclusive="left")
-    return found[~has_ended].drop(columns=["ended_ns", "record_ns"])
+    before, after = (
+        pd.merge_asof(of_each, records, on="time_ns", by=["gpu", "pid"], direction=way)
+        for way in ("backward", "forward")
+    )
+    has_ended = before["ended_ns"].between(before["record_ns"], before["time_ns"], inclusive="left")
+    found = before.mask(after["reserved_bytes"] > before["reserved_bytes"], after)  # another may have its pid later
+    return found[before["record_ns"].notna() & ~has_ended].drop(columns=["ended_ns", "record_ns"])
 
 
 def _lower(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """What is kept of the rows about GPUs: those that tell what took the memory when most of it was taken.
 
 The driver's samples and the allocators' records are rows of one kind here. Of each piece of time stays, for every
-moment at which the driver or a process had most, all that is known of that moment: each process's newest record and
+moment at which the driver or a process had most, all that is known of that moment: the records of each process and
 the driver's samples around it. `is_moment` says which times are such. To keep some of what was kept, in pieces that
 hold whole ones, gives what keeping some of all would.
 """
@@ -71,10 +71,9 @@ def kept(source: str, width_ns: int, since_ns: int = 0) -> str:
         f"min(time_ns) FILTER (taken IS NOT NULL) AS first_known_ns, sum(n) AS n FROM row GROUP BY {piece}, pid), "
         f"moment AS MATERIALIZED (SELECT DISTINCT {piece}, at_ns FROM best WHERE at_ns IS NOT NULL), "
         f"around AS (SELECT {piece}, pid, unnest([max(time_ns) FILTER (time_ns <= at_ns), "
-        f"min(time_ns) FILTER (time_ns >= at_ns AND pid = {DRIVER})]) AS time_ns "
+        "min(time_ns) FILTER (time_ns >= at_ns)]) AS time_ns "
         f"FROM row JOIN moment USING ({piece}) WHERE taken IS NOT NULL GROUP BY {piece}, pid, at_ns), "
-        f"edge AS (SELECT {piece}, pid, unnest([last_ns, last_known_ns, "
-        f"CASE WHEN pid = {DRIVER} THEN first_known_ns END]) AS time_ns FROM best), "
+        f"edge AS (SELECT {piece}, pid, unnest([last_ns, last_known_ns, first_known_ns]) AS time_ns FROM best), "
         f"chosen AS (SELECT {piece}, pid, time_ns FROM around UNION SELECT {piece}, pid, time_ns FROM edge) "
         f"SELECT host, device, pid::INTEGER AS pid, time_ns, {values}, "
         "(CASE WHEN time_ns = any_value(last_ns) THEN any_value(best.n) ELSE 0 END)::INTEGER AS n, "

@@ -102,7 +102,7 @@ def test_what_is_read_of_a_device():
     assert sampler.sample({7, 8}) == [
         {
             "device": 0,
-            "used_bytes": 2 * GIB,
+            "used_bytes": 3 * GIB,
             "total_bytes": 80 * GIB,
             "reserved_bytes": GIB,
             "process_used_bytes": GIB + GIB // 2,

@@ -70,6 +70,7 @@ def cuda_with(stats: list[dict], **more: object) -> SimpleNamespace:
             device_count=lambda: len(stats),
             memory_stats_as_nested_dict=lambda device: stats[device],
             get_allocator_backend=lambda: "native",
+            get_device_properties=lambda device: SimpleNamespace(total_memory=1000),
             **more,
         )
     )
@@ -77,7 +78,8 @@ def cuda_with(stats: list[dict], **more: object) -> SimpleNamespace:
 
 def recorded_by(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
     written: list[tuple[int, ...]] = []
-    DeviceGauges(fake).record(SimpleNamespace(device_memory=written.extend), step)
+    events = SimpleNamespace(append=lambda kind, **fields: None)
+    DeviceGauges(fake).record(SimpleNamespace(device_memory=written.extend, events=events), step)
     return {device: dict(zip(NAMES, values, strict=True)) for _, _, device, *values in written}
 
 

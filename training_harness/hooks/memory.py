@@ -35,6 +35,7 @@ class DeviceGauges:
         self._devices: list[int] = []
         self._look_at_step = 0
         self._is_native = True
+        self._capacities: dict[int, tuple[int, float | None]] = {}
 
     def record(self, current: session.Session, step: int) -> None:
         """Write one record per device in use; nothing at all before CUDA is initialised."""
@@ -48,6 +49,8 @@ class DeviceGauges:
             self._devices = [
                 device for device in range(cuda.device_count()) if any(_reserved(stats_of(device)).values())
             ]
+            for device in self._devices:
+                self._tell_capacity(current, cuda, device)
         if not self._devices:
             return
         pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None)
@@ -59,6 +62,17 @@ class DeviceGauges:
                 stats = {name: stats[name] for name in _TOLD_BY_MALLOC_ASYNC}
             records.append((time.monotonic_ns(), step, device, *gauges(stats, pinned)))
         current.device_memory(records)
+
+    def _tell_capacity(self, current: session.Session, cuda: Any, device: int) -> None:
+        """Write a `cuda-device` event with the device's memory and the share that the process may use, once."""
+        share_of = getattr(cuda, "get_per_process_memory_fraction", None)  # torch >= 2.6
+        allowed_ratio = share_of(device) if share_of is not None and self._is_native else None
+        capacity = cuda.get_device_properties(device).total_memory, allowed_ratio
+        if self._capacities.get(device) != capacity:
+            self._capacities[device] = capacity
+            current.events.append(
+                "cuda-device", device=device, total_bytes=capacity[0], allowed_ratio=allowed_ratio
+            )
 
 
 def gauges(stats: Mapping[str, Any], pinned: Mapping[str, Any]) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ class OomHook(Hook):
             "limit_bytes": limit_bytes,
             "free_bytes": free_bytes,
         }
+        self._progress.gauge(current)  # the step may never come to its own record
         try:
             stats = self._torch.cuda.memory_stats_as_nested_dict(device)
             error |= {name: stats[name]["all"]["current"] for name in _HELD if name in stats}
