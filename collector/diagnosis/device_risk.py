@@ -44,10 +44,11 @@ def find_device_risk(tables: RunTables) -> list[Finding]:
     for host, device, samples, ranks in devices(tables):
         capacities = [capacity_of(tables, rank) for rank in ranks]
         total = max([last(floats(samples, "total_bytes")), *(total for total, _ in capacities)], key=np.nan_to_num)
-        found.append(_judge(tables, _of_device(tables, host, device, samples, ranks, total), ranks))
-        for rank, (_, share) in zip(ranks, capacities, strict=True):
-            if share < total:
-                found.append(_judge(tables, _of_share(tables, rank, share), [rank]))
+        shares = [(rank, share) for rank, (_, share) in zip(ranks, capacities, strict=True) if share < total]
+        of_shares = [_judge(tables, _of_share(tables, rank, share), [rank]) for rank, share in shares]
+        found += of_shares
+        if not any(of_shares):  # a share is used up before the device is
+            found.append(_judge(tables, _of_device(tables, host, device, samples, ranks, total), ranks))
     return [finding for finding in found if finding is not None]
 
 
@@ -82,7 +83,7 @@ def _of_device(
     what, used = f"The memory of GPU {device}", floats(samples, "used_bytes")
     seconds = floats(samples, "time_ns") / SECOND_NS
     if not np.isfinite(used).any():
-        what += ", as far as PyTorch has it,"
+        what += ", counting PyTorch alone since NVML tells nothing,"
         seconds = ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([rank.at(seconds, name) for rank in ranks], axis=0)

@@ -202,9 +202,13 @@ def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
     assert (after["used_bytes"] == after[["used_bytes_was", "used_bytes_then"]].min(axis=1)).all()
     names = ["allocated_bytes", "reserved_bytes"]
     held = tables["allocators"].sort_values("time_ns")[["time_ns", "pid", *names]]
-    newest = pd.merge_asof(held, records, on="time_ns", by="pid", suffixes=("", "_was"))
-    assert len(newest) > 600
-    assert (newest[names].to_numpy() == newest[[f"{name}_was" for name in names]].to_numpy()).all()
+    was, then = (
+        pd.merge_asof(held[["time_ns", "pid"]], records, on="time_ns", by="pid", direction=way)[names]
+        for way in ("backward", "forward")
+    )
+    assert len(held) > 600
+    expected = was.mask(then["reserved_bytes"] > was["reserved_bytes"], then)  # that reserved more
+    assert (held[names].to_numpy() == expected.to_numpy()).all()
 
 
 def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
