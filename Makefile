@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CUDA := .cuda
 SERVE ?= 1
 PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus postgres kills crashes versions compat install-check clean
+.PHONY: setup demo test lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
 
 setup: $(STAMP)
 
@@ -24,7 +25,7 @@ demo: setup
 	@$(BIN)/tidegauge job images --epochs 1
 	@if [ "$(SERVE)" = 1 ]; then $(BIN)/tidegauge dashboard --port $(PORT); fi
 
-test: lint types layers browser prometheus postgres unit
+test: lint types layers browser prometheus postgres compiler unit
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -75,9 +76,27 @@ versions: setup
 compat: setup
 	$(BIN)/python tests/compat/run.py $(COMPAT)
 
+# The CUDA paths on simulated devices (tests/cuda_sim), with PyTorch's CUDA build in an environment of its own (9 GB;
+# about 10 minutes to install and 20 to run). A local index of CPU builds would win over the CUDA build.
+test-cuda: $(CUDA)/.installed compiler
+	$(CUDA)/bin/python -m pytest -n 2 tests/cuda_sim
+
+$(CUDA)/.installed: requirements.txt pyproject.toml
+	@test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	@env -u PIP_EXTRA_INDEX_URL -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null $(CUDA)/bin/python -m pip install --quiet \
+		$$(grep '^torch==' requirements.txt) 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime==13.0.*'
+	@grep -v '^torch==' requirements.txt > $(CUDA)/requirements.txt
+	@$(CUDA)/bin/python -m pip install --quiet -r $(CUDA)/requirements.txt
+	@$(CUDA)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+compiler:
+	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends g++; } \
+		|| echo "g++ is missing and can't be installed here: the tests of NVML will be skipped" >&2
+
 # The base install and the collector's in fresh environments, used as a user would (about 2 minutes, 1 GB).
 install-check: setup
 	$(BIN)/python scripts/install_check.py
 
 clean:
-	rm -rf $(VENV) .versions .compat test-artifacts
+	rm -rf $(VENV) $(CUDA) .versions .compat test-artifacts

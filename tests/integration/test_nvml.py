@@ -1,0 +1,119 @@
+"""The device sampler against the real pynvml, on simulated devices: other processes hold their memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.conftest import bare_environment
+from tests.cuda_sim import simulator
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is missing")
+GIB = 2**30
+#: Holds memory of a device until its stdin ends.
+HOLD = """
+import ctypes, sys
+ctypes.CDLL("libnvidia-ml.so.1").cuda_sim_hold(int(sys.argv[1]), ctypes.c_ulonglong(int(sys.argv[2])))
+print(flush=True)
+sys.stdin.read()
+"""
+#: Samples all devices for the pids that it is given, once per line of stdin.
+SAMPLE = """
+import json, sys
+from collector.agent.devices import DeviceSampler
+sampler = DeviceSampler()
+for line in sys.stdin:
+    print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
+"""
+
+
+class Machine:
+    """Devices, and processes that use them."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self.environ = environ
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, program: str, *arguments: object, **environ: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=self.environ | environ, **pipes)
+        self.processes.append(process)
+        return process
+
+    def hold(self, device: int, size: int) -> int:
+        process = self.start(HOLD, device, size)
+        process.stdout.readline()
+        return process.pid
+
+    def sampler(self, **environ: str) -> Callable[..., list]:
+        process = self.start(SAMPLE, **environ)
+
+        def sample(*pids: int) -> list:
+            print(*pids, file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        return sample
+
+
+@pytest.fixture
+def machine(tmp_path_factory) -> Iterator[Machine]:
+    libraries = simulator.build(tmp_path_factory.getbasetemp() / "nvml")
+    environ = simulator.environment(libraries, memory="4G,2G", devices=2, base=bare_environment())
+    machine = Machine({name: value for name, value in environ.items() if name != "LD_PRELOAD"})
+    yield machine
+    for process in machine.processes:
+        process.communicate()
+    simulator.remove_registry(environ["CUDA_SIM_NAME"])
+
+
+def test_memory_is_that_of_all_processes_and_of_the_driver(machine):
+    mine, _ = machine.hold(0, GIB), machine.hold(0, GIB // 2)
+    reason, (first, second) = machine.sampler()(mine)
+    assert reason is None
+    assert (first["total_bytes"], second["total_bytes"]) == (4 * GIB, 2 * GIB)
+    assert first["used_bytes"] == GIB + GIB // 2 + first["reserved_bytes"]
+    assert (first["process_used_bytes"], first["other_used_bytes"]) == (GIB, GIB // 2)
+    assert second["used_bytes"] == second["reserved_bytes"] > 0
+
+
+def test_what_a_process_held_is_free_when_it_is_gone(machine):
+    mine, sample = machine.hold(0, GIB), machine.sampler()
+    assert sample(mine)[1][0]["process_used_bytes"] == GIB
+    machine.processes[0].communicate()
+    assert sample(mine)[1][0]["used_bytes"] == sample(mine)[1][0]["reserved_bytes"]
+
+
+def test_devices_are_those_that_the_training_sees(machine):
+    (only,) = machine.sampler(CUDA_VISIBLE_DEVICES="1")()[1]
+    assert (only["device"], only["total_bytes"]) == (0, 2 * GIB)
+
+
+def test_a_part_of_a_divided_gpu_is_chosen_by_its_name(machine):
+    machine.environ["CUDA_SIM_MIG"] = "1"
+    (first,) = machine.sampler()()[1]
+    (named,) = machine.sampler(CUDA_VISIBLE_DEVICES="MIG-00000002")()[1]
+    assert (first["total_bytes"], named["total_bytes"]) == (4 * GIB, 2 * GIB)
+
+
+def test_in_a_container_processes_are_missing_not_zero(machine):
+    mine = machine.hold(0, GIB)
+    sample = machine.sampler(CUDA_SIM_NO_PROCESSES="1")(mine)[1][0]
+    assert (sample["process_used_bytes"], sample["other_used_bytes"]) == (None, None)
+    assert sample["used_bytes"] > GIB
+
+
+def test_a_gpu_that_is_lost_in_the_middle_of_a_run_is_missing_from_then_on(machine, tmp_path):
+    sample = machine.sampler(CUDA_SIM_NVML_LOST=str(tmp_path / "lost"))
+    assert sample()[1][0]["total_bytes"] == 4 * GIB
+    (tmp_path / "lost").touch()
+    assert sample()[1][0]["used_bytes"] is None
+
+
+def test_without_a_driver_there_is_a_reason(machine):
+    assert machine.sampler(CUDA_SIM_NO_NVML="1")() == ["none: NVIDIA driver not found", []]
