@@ -145,7 +145,8 @@ def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
         name, now = (gpu, "used_bytes") if by_driver else (f"{gpu} (reserved by PyTorch)", "reserved_bytes")
         # The driver is asked twice a second, and misses what PyTorch held in between.
         peak = float(np.fmax(row["used_peak_bytes"], row["reserved_peak_bytes"]))
-        finding = _forecast(moment, "gpu-oom-risk", row["host"], int(row["device"]))
+        place = row["host"], int(row["device"])
+        finding = _fatal(moment, *place) or _forecast(moment, "gpu-oom-risk", *place)
         yield _row(name, row[now], peak, row["total_bytes"], finding, moment)
 
 
@@ -167,7 +168,7 @@ def _file_rows(moment: Moment) -> Iterator[dict[str, str]]:
             "Peak": number(row["peak_count"]),
             "Peak of capacity": percent(row["peak_count"] / row["limit_count"]),
             "Headroom at peak": number(row["limit_count"] - row["peak_count"]),
-            "Limit met": _when(finding, moment),
+            "Limit met": _when(finding, moment, row["limit_count"]),
         }
 
 
@@ -190,14 +191,22 @@ def _row(
         "Peak": size(peak),
         "Peak of capacity": percent(peak / capacity),
         "Headroom at peak": size(headroom),
-        "Limit met": _when(finding, moment),
+        "Limit met": _when(finding, moment, capacity),
     }
 
 
-def _when(finding: Finding | None, moment: Moment) -> str:
+def _fatal(moment: Moment, host: str, device: int) -> Finding | None:
+    """Return the error that ended the training when this GPU's memory ran out."""
+    found = _forecast(moment, "cuda-oom", host, device)
+    return found if found and found.severity == "critical" else None
+
+
+def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
+    if finding and finding.kind == "cuda-oom":
+        return "met: the training ended"
     if finding and finding.eta:
         return eta(finding.eta).partition(" (")[0]  # the finding has the rest
-    return "no risk found" if moment.verdict and not finding else MISSING
+    return "no risk found" if moment.verdict and not finding and known(capacity) else MISSING
 
 
 VIEW = View(

@@ -208,6 +208,16 @@ def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, 
     assert rows["Non-PyTorch"].tolist()[0] == "—"
 
 
+def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path, run_dir):
+    train(run_dir, np.full(400, 21 * GIB), every=0.1)
+    ask_driver(run_dir, [22 * GIB] * 80)
+    EventLog(run_dir / "events", Identity(HERE, NO_SUCH_PID, 2000)).append(
+        "cuda-oom", time_ns=begin_ns(run_dir) + 40 * SECOND_NS, device=0, step=400, caught=False, message="CUDA"
+    )
+    row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
+    assert row["Limit met"] == "met: the training ended"
+
+
 def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.CUDA)
     train(run_dir, np.full(400, 21 * GIB), host="node-b", every=0.1)
