@@ -67,7 +67,7 @@ class Moment:
 
     @property
     def has_loader(self) -> bool:
-        """Whether a DataLoader of the run is known, used in the chosen window or not."""
+        """True if a DataLoader of the run is known, used in the chosen window or not."""
         return not loading_queries.loaders(self.snapshot).empty
 
     def once(self, what: Hashable, find: Callable[[], Found]) -> Found:

@@ -202,9 +202,8 @@ def _fatal(moment: Moment, host: str, device: int) -> Finding | None:
 
 
 def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
-    if finding and finding.kind == "cuda-oom":
-        share = finding.limit.value if finding.limit else capacity
-        return f"share of {size(share)} met" if share < capacity else "met: the training ended"
+    if finding and finding.kind == "cuda-oom":  # its limit may be a share of the device
+        return f"met: {size(finding.limit.value)}" if finding.limit else "met: the training ended"
     if finding and finding.eta:
         return eta(finding.eta).partition(" (")[0]  # the finding has the rest
     return "no risk found" if moment.verdict and not finding and known(capacity) else MISSING

@@ -1,4 +1,4 @@
-"""How soon a limit may be met, by the newest samples alone: cheap enough for every tick.
+"""Estimate how soon a limit may be met, from the newest samples alone: cheap enough for every tick.
 
 It only decides how soon a verdict is worth its cost. The verdict itself, which asks much more, is `diagnosis`.
 """
@@ -20,7 +20,7 @@ _NOISE_RATIO = 0.01  # of what is left: a smaller loss is none
 
 
 class Headroom:
-    """What is left of each limit, over the last `WINDOW_SECONDS`."""
+    """Headroom of each limit over the last `WINDOW_SECONDS`."""
 
     def __init__(self) -> None:
         self._left: dict[str, deque[tuple[float, float]]] = {}

@@ -24,7 +24,8 @@ from collector.store.runs import Run
 EVERY_SECONDS = 30.0
 #: Where a limit is near, verdicts follow each other faster, whatever they cost, but no faster than this.
 LEAST_SECONDS = 10.0
-#: Of the time until the nearest limit: a growth that one verdict is not sure of the next one still tells in time.
+#: Share of the time until the nearest limit that passes before the next verdict: if one verdict is not sure of a
+#: growth yet, the next one still comes in time.
 _SHARE_OF_TIME_LEFT = 0.25
 #: Share of one core that verdicts may take in the long run.
 BUDGET_RATIO = 0.01

@@ -18,7 +18,7 @@ from collector.errors import one_line
 from collector.quantities import count, number, size
 from training_harness.layout import BATCH_TIMES
 
-#: Of so many batches a trial takes at least the time, if that is not so many times what was asked for.
+#: A trial goes on for about 20 batches, but no longer than 10 times what was asked for.
 _BATCHES, _LONGEST = 20, 10
 _FEWEST = 3  # batches that show that a size runs
 #: As good as the fastest.
@@ -55,7 +55,7 @@ class Search:
 
     @property
     def ran(self) -> list[Sized]:
-        """What was measured."""
+        """Measurements of the sizes that ran."""
         return [row.measured for row in self.rows if row.measured is not None]
 
     @property
@@ -65,7 +65,7 @@ class Search:
 
     @property
     def samples_per_second(self) -> float:
-        """Of the largest whose speed is known; infinite if none is."""
+        """Speed of the largest size whose speed is known; infinite if none is."""
         known = [point for point in self.ran if math.isfinite(point.samples_per_second)]
         return max(known, key=lambda point: point.batch_size).samples_per_second if known else math.inf
 

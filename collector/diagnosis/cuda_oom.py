@@ -20,18 +20,17 @@ from collector.diagnosis.witnesses import Leak
 from collector.quantities import plain_text, size
 from collector.store.runs import ProcessKey
 
-#: What the observer and the allocator tell at the moment of the error.
+#: Figures of the observer and the allocator at the moment of the error.
 _AT_ERROR = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
 _TOTAL = "device_total_bytes"
-#: What the figures of PyTorch's message are good for, rounded as they are: 0.01 GiB.
+#: Figures of PyTorch's message are rounded to 0.01 GiB.
 _ROUNDED_BYTES = 0.01 * (1 << 30)
 _MESSAGE_CHARACTERS = 500
-_FRACTION_RATIO = 0.99  # of the device: a smaller limit is a share that the process was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scene:
-    """What is known of one error, at its own moment.
+    """One error, at its own moment.
 
     Attributes:
         event: the `cuda-oom` event.
@@ -61,18 +60,18 @@ class _Scene:
 
     @property
     def unallocated_bytes(self) -> float:
-        """What the allocator held and no tensor used."""
+        """Memory that the allocator held and no tensor used."""
         return self.of("reserved_bytes") - self.of("allocated_bytes")
 
     @property
-    def is_share(self) -> bool:
-        """Whether the limit is a share of the device, which the process was given."""
-        return self.of("limit_bytes") < _FRACTION_RATIO * self.of(_TOTAL)
-
-    @property
     def is_limited(self) -> bool:
-        """Whether the process reached its own share of the device, and not the device's end."""
-        return self.is_share and self.of("free_bytes") >= self.of("requested_bytes")
+        """True if the process reached its own share of the device, while the device had room.
+
+        The allocator refuses then what would take it beyond its limit (c10/cuda/CUDACachingAllocator.cpp,
+        `alloc_block`).
+        """
+        asked, held = self.of("requested_bytes"), np.fmax(self.of("reserved_bytes"), self.of("allocated_bytes"))
+        return bool(held + asked > self.of("limit_bytes") and self.of("free_bytes") >= asked)
 
 
 def find_cuda_ooms(tables: RunTables) -> list[Finding]:
@@ -196,7 +195,7 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         *(
             (name, value, "at the error")
             for name, value in scene.figures.items()
-            if name != _TOTAL or scene.is_share
+            if name != _TOTAL or scene.is_limited
         ),
     )
     found = [fact(name, value, window, unit="bytes") for name, value, window in named if math.isfinite(value)]

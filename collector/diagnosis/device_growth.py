@@ -195,7 +195,7 @@ def _outside(tables: RunTables, locus: Locus, seconds: Floats, own: Floats, whol
     steps = step_numbers(tables, str(locus.host), seconds)
     grown = growth(seconds, own, negligible=negligible_bytes(own), steps=steps)
     if grown is None and not np.isfinite(own).any():
-        return _not_attributed(tables, locus, seconds, whole_device)
+        return _not_attributed(tables, locus, seconds, steps, whole_device)
     if grown is None:
         return None
     witness = witness_of("device_outside_pytorch_rise_bytes", seconds, whole_device, grown)
@@ -211,8 +211,9 @@ def _outside(tables: RunTables, locus: Locus, seconds: Floats, own: Floats, whol
     )
 
 
-def _not_attributed(tables: RunTables, locus: Locus, seconds: Floats, whole_device: Floats) -> Finding | None:
-    steps = step_numbers(tables, str(locus.host), seconds)
+def _not_attributed(
+    tables: RunTables, locus: Locus, seconds: Floats, steps: Floats, whole_device: Floats
+) -> Finding | None:
     grown = growth(seconds, whole_device, negligible=negligible_bytes(whole_device), steps=steps)
     if grown is None:
         return None

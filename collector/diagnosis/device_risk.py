@@ -54,7 +54,7 @@ def find_device_risk(tables: RunTables) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """What is used of a limit of device memory, over time.
+    """Use of one limit of device memory over time.
 
     Attributes:
         what: its name, at the beginning of a sentence.
@@ -80,18 +80,16 @@ def _of_device(
     tables: RunTables, host: str, device: int, samples: pd.DataFrame, ranks: list[Allocator], total: float
 ) -> _Use:
     """Return what the driver counts; without it what PyTorch has, which is less."""
-    what, used = f"The memory of GPU {device}", floats(samples, "used_bytes")
-    seconds = floats(samples, "time_ns") / SECOND_NS
-    if not np.isfinite(used).any():
-        what += ", counting PyTorch alone since NVML tells nothing,"
-        seconds = ranks[0].seconds
+    used = floats(samples, "used_bytes")
+    is_told = bool(np.isfinite(used).any())
+    what = f"The memory of GPU {device}" + ("" if is_told else ", counting PyTorch alone since NVML tells nothing,")
+    seconds = floats(samples, "time_ns") / SECOND_NS if is_told else ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([rank.at(seconds, name) for rank in ranks], axis=0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
     held = allocated + np.nan_to_num(holes)
     witnesses = {"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes}
-    is_told = len(used) == len(seconds) and np.isfinite(used).any()
     return _Use(
         what=what,
         locus=Locus(host=host, device=device),
@@ -106,17 +104,16 @@ def _of_device(
 
 def _of_share(tables: RunTables, rank: Allocator, share: float) -> _Use:
     """Return what a process has of the share that it may use (`set_per_process_memory_fraction`)."""
-    allocated, holes = rank.column("allocated_bytes"), rank.column("inactive_split_bytes")
     return _Use(
         what=f"The share of GPU {rank.device} that pid {rank.key[1]} may use",
         locus=Locus(host=rank.key[0], rank=rank.rank, device=rank.device, role="main", pid=rank.key[1]),
         limit=Limit(name=f"its share of GPU {rank.device}", value=share, unit="bytes"),
         seconds=rank.seconds,
         steps=rank.steps,
-        demand=allocated + np.nan_to_num(holes),
+        demand=rank.held_bytes,
         witnesses={
-            "allocated_rise_bytes": allocated,
-            "inactive_split_rise_bytes": holes,
+            "allocated_rise_bytes": rank.column("allocated_bytes"),
+            "inactive_split_rise_bytes": rank.column("inactive_split_bytes"),
             "reserved_rise_bytes": rank.column("reserved_bytes"),
         },
         peak_bytes=peak(rank.column("reserved_peak_bytes")),
@@ -140,8 +137,7 @@ def _judge(tables: RunTables, use: _Use, ranks: list[Allocator]) -> Finding | No
 
 def _activations(rank: Allocator) -> float:
     """How far the newest peak lies above what is held after a backward pass and its holes, 0 if not known."""
-    held = rank.column("allocated_bytes") + np.nan_to_num(rank.column("inactive_split_bytes"))
-    above = last(rank.column("allocated_peak_bytes")) - last(held)
+    above = last(rank.column("allocated_peak_bytes")) - last(rank.held_bytes)
     return max(0.0, above) if math.isfinite(above) else 0.0
 
 

@@ -44,6 +44,11 @@ class Allocator:
         """One of its gauges."""
         return floats(self.rows, name)
 
+    @property
+    def held_bytes(self) -> Floats:
+        """Memory that the allocator can't give back: tensors, and the holes between them."""
+        return self.column("allocated_bytes") + np.nan_to_num(self.column("inactive_split_bytes"))
+
     def before(self, time_ns: float) -> Allocator:
         """The same, up to a time."""
         return dataclasses.replace(self, rows=self.rows[floats(self.rows, "time_ns") <= time_ns])
@@ -80,7 +85,8 @@ def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Al
 def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:
     """Return the memory of a process's device and the share of it that the process may use, as PyTorch tells.
 
-    Both are in bytes, NaN if unknown.
+    Both are in bytes, NaN if unknown; so is a share that is all of it. NVML's total is larger by the memory that
+    the driver keeps.
     """
     events = [
         event
@@ -90,7 +96,7 @@ def capacity_of(tables: RunTables, allocator: Allocator) -> tuple[float, float]:
     if not events:
         return math.nan, math.nan
     total, ratio = float(events[-1]["total_bytes"]), events[-1].get("allowed_ratio")
-    return total, math.nan if ratio is None else total * float(ratio)
+    return total, math.nan if ratio is None or ratio >= 1 else total * float(ratio)
 
 
 def record_at(rows: pd.DataFrame, time_ns: float) -> Mapping[str, float | None]:

@@ -249,6 +249,23 @@ def test_the_cache_is_no_demand():
     assert find_device_risk(training(cached=600 * RAMP, total=5000).tables()) == []
 
 
+def test_the_whole_of_what_pytorch_counts_is_no_share_of_the_device():
+    """NVML counts the memory that the driver keeps, PyTorch does not."""
+    script = training(allocated=600 * RAMP, count=AT, total=5000)
+    script.event(SECONDS[0], "cuda-device", device=0, total_bytes=4900 * MIB, allowed_ratio=1.0)
+    [risk] = find_device_risk(script.tables())
+    assert (risk.limit.name, risk.limit.value) == ("GPU 0", 5000 * MIB)
+
+
+def test_a_share_of_the_device_is_met_before_the_device():
+    script = training(allocated=600 * RAMP, count=AT, total=10_000)
+    script.event(SECONDS[0], "cuda-device", device=0, total_bytes=10_000 * MIB, allowed_ratio=0.4)
+    [risk] = find_device_risk(script.tables())
+    assert (risk.limit.name, risk.limit.value) == ("its share of GPU 0", 4000 * MIB)
+    left = 4000 - (2000 + 600) - 500  # without what is outside PyTorch
+    assert risk.eta.mid_seconds == pytest.approx(left / 10, rel=0.1)
+
+
 def test_holes_in_the_cache_cannot_be_given_back():
     [risk] = find_device_risk(training(cached=600 * RAMP, holes=600 * RAMP, total=5000).tables())
     assert risk.rate.value == pytest.approx(10 * MIB, rel=0.1)

@@ -30,7 +30,7 @@ _SNAPSHOTS_AT_ONCE = 2
 _SNAPSHOT_EVERY_NS = 60 * 10**9
 _SNAPSHOT = ("path", "bytes", "pickle")
 #: Gauges that are read at the error.
-_HELD = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+_HELD = ("allocated_bytes", "reserved_bytes")
 _KEPT = 64
 _MESSAGE_CHARACTERS = 2000
 

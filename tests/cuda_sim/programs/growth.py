@@ -1,11 +1,10 @@
 """A training on the GPU in which something grows in each step, or seems to.
 
-growth.py KIND [--bytes N] [--steps N] [--pace even|uneven|slowing]
+growth.py KIND [--bytes N] [--steps N] [--seconds S] [--pace even|uneven|slowing]
 """
 
 import argparse
 import ctypes
-import math
 import time
 
 import torch
@@ -83,4 +82,3 @@ for step, (x,) in enumerate(DataLoader(rows, batch_size=32)):
     loss.backward()
     optimizer.step()
     time.sleep(options.seconds * PACES[options.pace](step))
-assert math.isfinite(step)

@@ -1,0 +1,24 @@
+"""Memory that each step keeps is told by its mechanism, at any pace; what only looks so is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("pace", ["even", "uneven", "slowing"])
+@pytest.mark.parametrize(
+    ("kind", "finding"),
+    [("tensors", "gpu-tensor-leak"), ("library", "gpu-non-pytorch-growth"), ("pinned", "pinned-cache-growth")],
+)
+def test_what_grows_is_told(watched, kind, finding, pace):
+    run = watched("growth.py", kind, "--pace", pace, memory="4G")
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.findings(finding)
+    assert run.warned <= {finding, "gpu-oom-risk"}
+
+
+@pytest.mark.parametrize("kind", ["variable", "evaluation", "filling", "nothing"])
+def test_what_ends_by_itself_is_silent(watched, kind):
+    run = watched("growth.py", kind, memory="4G")
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.warned == set()
