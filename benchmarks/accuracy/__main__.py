@@ -1,9 +1,9 @@
-"""python -m benchmarks.accuracy {memory,predictions,stalls} [options]: are the verdicts right?"""
+"""python -m benchmarks.accuracy {gpu,memory,predictions,stalls} [options]: are the verdicts right?"""
 
 import importlib
 import sys
 
-PARTS = ("memory", "predictions", "stalls")
+PARTS = ("gpu", "memory", "predictions", "stalls")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:

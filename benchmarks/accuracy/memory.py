@@ -22,11 +22,19 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.accuracy.memory_baselines import METHODS, Trace, trace
 from benchmarks.accuracy.memory_cases import UNSEEN, Case, cases
-from benchmarks.accuracy.memory_replay import CLOCKS, HALF, THREE_QUARTERS, Forecast, forecasts, until, warnings
+from benchmarks.accuracy.memory_replay import (
+    CLOCKS,
+    FORECASTS_HEAD,
+    HALF,
+    THREE_QUARTERS,
+    Forecast,
+    forecasts,
+    forecasts_row,
+    until,
+    warnings,
+)
 from benchmarks.accuracy.memory_runs import check, kept, run_all
 from benchmarks.accuracy.memory_synthetic import table
 from collector.diagnosis.findings import KINDS, Finding
@@ -178,20 +186,14 @@ def _row(name: str, hits: int, false_count: int, sick: int, alarms: int, well: i
 
 def _forecasts(found: Sequence[Forecast]) -> Iterator[str]:
     yield from ("", "## Time to the limit", "")
-    yield "| of the way seen | in | leaks | forecast in | median error | p90 error | 90 % interval holds |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from FORECASTS_HEAD
     unseen = [each for each in found if each.case.removeprefix("main-heap-").split("-")[0] in UNSEEN]
     for ratio, clock in itertools.product((HALF, THREE_QUARTERS), CLOCKS):
-        for leaks, group in (("all", found), ("64 and 640 KiB", unseen)):
-            here = [each for each in group if each.way_ratio == ratio and each.clock == clock]
-            told = [each for each in here if math.isfinite(each.mid)]
-            if told:
-                errors = [each.error_ratio for each in told]
-                held = sum(each.holds for each in told)
-                yield (
-                    f"| {ratio:.0%} | {clock} | {leaks} | {len(told)} of {len(here)} | {np.median(errors):.0%} | "
-                    f"{np.quantile(errors, 0.9):.0%} | {held} of {len(told)} ({held / len(told):.0%}) |"
-                )
+        rows = (
+            forecasts_row(ratio, clock, leaks, group)
+            for leaks, group in (("all", found), ("64 and 640 KiB", unseen))
+        )
+        yield from filter(None, rows)
     worst = sorted((each for each in found if not math.isnan(each.mid)), key=lambda each: -each.error_ratio)[:4]
     yield ""
     yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,6 @@ HALF, THREE_QUARTERS = 0.5, 0.75
 _NEAR_THE_END = 0.97
 _ROUNDING_NS = 1_000  # of seconds since 1970: the sample of a moment is seen then
 CLOCKS = ("seconds", "steps")
-_NO_ETA = Eta(low_seconds=math.nan, mid_seconds=math.nan, high_seconds=math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +93,39 @@ def forecasts(case: Case, tables: RunTables) -> list[Forecast]:
         # What the kernel itself holds counts towards a limit, and is no demand.
         kernel = 0.0 if killed else kernel_bytes(until(tables, at * SECOND_NS), _host(tables))
         told = warnings(until(tables, at * SECOND_NS, limit_bytes=limit + kernel))
-        eta = next((each.eta for each in told if each.kind == "host-oom-risk" and each.eta), _NO_ETA)
+        eta = next((each.eta for each in told if each.kind == "host-oom-risk" and each.eta), None)
         truths = end - at, float(np.diff(step_numbers(tables, Lifecycle(tables).mains[0], np.array([at, end])))[0])
-        for clock, truth in zip(CLOCKS, truths, strict=True):
-            when = {name: _known(getattr(eta, f"{name}_{clock}")) for name in ("low", "mid", "high")}
-            found.append(Forecast(case=case.name, way_ratio=ratio, clock=clock, truth=truth, **when))
+        found += of_both_clocks(case.name, ratio, eta, truths)
     return found
+
+
+def of_both_clocks(case: str, way_ratio: float, eta: Eta | None, truths: Sequence[float]) -> list[Forecast]:
+    """Return what was forecast in seconds and in steps, beside the truth of each."""
+    found = []
+    for clock, truth in zip(CLOCKS, truths, strict=True):
+        when = {name: _known(getattr(eta, f"{name}_{clock}", None)) for name in ("low", "mid", "high")}
+        found.append(Forecast(case=case, way_ratio=way_ratio, clock=clock, truth=truth, **when))
+    return found
+
+
+FORECASTS_HEAD = (
+    "| of the way seen | in | leaks | forecast in | median error | p90 error | 90 % interval holds |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def forecasts_row(ratio: float, clock: str, leaks: str, forecasts: Sequence[Forecast]) -> str | None:
+    """Return the row of those made at that part of the way; None if there was none."""
+    here = [each for each in forecasts if each.way_ratio == ratio and each.clock == clock]
+    told = [each for each in here if math.isfinite(each.mid)]
+    if not told:
+        return None
+    errors = [each.error_ratio for each in told]
+    held = sum(each.holds for each in told)
+    return (
+        f"| {ratio:.0%} | {clock} | {leaks} | {len(told)} of {len(here)} | {np.median(errors):.0%} | "
+        f"{np.quantile(errors, 0.9):.0%} | {held} of {len(told)} ({held / len(told):.0%}) |"
+    )
 
 
 def _known(value: float | None) -> float:

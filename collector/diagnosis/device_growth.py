@@ -71,6 +71,8 @@ def find_device_growth(tables: RunTables) -> list[Finding]:
             if rank.key not in pinned and (cache := _pinned_cache(tables, rank)):
                 pinned.add(rank.key)  # each device's records tell of the same cache
                 found.append(cache)
+        if not ranks:
+            continue  # what PyTorch holds is not known
         seconds = floats(samples, "time_ns") / SECOND_NS
         reserved = np.sum([rank.at(seconds, "reserved_bytes") for rank in ranks], axis=0)
         own, whole_device = (floats(samples, name) - reserved for name in ("process_used_bytes", "used_bytes"))

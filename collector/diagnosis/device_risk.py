@@ -1,15 +1,14 @@
 """Will a device run out of memory, and when.
 
-What is asked of it is what the driver counts, less the allocator's cache as far as it can give it back: not the
-holes between live blocks. At the place in
-the step where the records are made the activations are gone already; so the limit is met by as much earlier.
+Demand is what the driver counts, less the allocator's cache as far as it can give it back: not the holes between
+live blocks. Where in the step the records are made, the activations are gone already: the peaks come on top.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -21,8 +20,8 @@ from collector.diagnosis.forecast import Course, exhaustion
 from collector.diagnosis.frames import SECOND_NS, floats, last, peak, step_numbers
 from collector.diagnosis.risk import FULL_RATIO
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import Floats, growth, warm_up_end
-from collector.diagnosis.witnesses import negligible_bytes, witness_of
+from collector.diagnosis.trends import Floats, Growth, growth, warm_up_end
+from collector.diagnosis.witnesses import CONFIRMED, negligible_bytes, share_of, witness_of
 from collector.quantities import size
 
 _ADVICE = (
@@ -34,6 +33,18 @@ _ADVICE = (
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
         "finds the largest that fits), activation checkpointing, bfloat16",
         expected="activations shrink in proportion to the batch",
+    ),
+)
+_OTHERS_ADVICE = (
+    Advice(
+        text="End what grows on this GPU, or run this training on another one (`nvidia-smi` names the processes)",
+        expected="the memory of the GPU is the run's own",
+    ),
+)
+_NO_RECORDS_ADVICE = (
+    Advice(
+        text="Start the training with `tidegauge run`, which reads PyTorch's allocator too",
+        expected="the report says whether tensors, the cache or a library grow",
     ),
 )
 
@@ -63,6 +74,8 @@ class _Use:
         demand: bytes that can't be given back, between two steps.
         witnesses: other series of bytes that would grow with it.
         peak_bytes: the most that was used, NaN if not known.
+        used, library, others: bytes that the driver counts: all, those of the run's processes without PyTorch, and
+            those of other processes; NaN where it does not tell.
 
     """
 
@@ -74,22 +87,25 @@ class _Use:
     demand: Floats
     witnesses: Mapping[str, Floats]
     peak_bytes: float
+    used: Floats
+    library: Floats
+    others: Floats
 
 
 def _of_device(
     tables: RunTables, host: str, device: int, samples: pd.DataFrame, ranks: list[Allocator], total: float
 ) -> _Use:
     """Return what the driver counts; without it what PyTorch has, which is less."""
-    used = floats(samples, "used_bytes")
+    used, own = floats(samples, "used_bytes"), floats(samples, "process_used_bytes")
     is_told = bool(np.isfinite(used).any())
     what = f"The memory of GPU {device}" + ("" if is_told else ", counting PyTorch alone since NVML tells nothing,")
     seconds = floats(samples, "time_ns") / SECOND_NS if is_told else ranks[0].seconds
     reserved, allocated, holes = (
-        np.sum([rank.at(seconds, name) for rank in ranks], axis=0)
+        np.sum([np.zeros(len(seconds)), *(rank.at(seconds, name) for rank in ranks)], axis=0)
         for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
     )
     held = allocated + np.nan_to_num(holes)
-    witnesses = {"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes}
+    unknown = np.full(len(seconds), np.nan)
     return _Use(
         what=what,
         locus=Locus(host=host, device=device),
@@ -97,8 +113,15 @@ def _of_device(
         seconds=seconds,
         steps=step_numbers(tables, host, seconds),
         demand=used - reserved + held if is_told else held,
-        witnesses=witnesses | ({"device_used_rise_bytes": used} if is_told else {"reserved_rise_bytes": reserved}),
+        witnesses={
+            **({"allocated_rise_bytes": allocated, "inactive_split_rise_bytes": holes} if ranks else {}),
+            **({"device_used_rise_bytes": used} if is_told and ranks else {}),
+            **({"process_used_rise_bytes": own} if is_told else {"reserved_rise_bytes": reserved}),
+        },
         peak_bytes=peak(used) if is_told else math.nan,
+        used=used if is_told else unknown,
+        library=own - reserved if is_told and ranks else unknown,
+        others=floats(samples, "other_used_bytes") if is_told else unknown,
     )
 
 
@@ -117,6 +140,9 @@ def _of_share(tables: RunTables, rank: Allocator, share: float) -> _Use:
             "reserved_rise_bytes": rank.column("reserved_bytes"),
         },
         peak_bytes=peak(rank.column("reserved_peak_bytes")),
+        used=(unknown := np.full(len(rank.rows), np.nan)),
+        library=unknown,
+        others=unknown,
     )
 
 
@@ -125,20 +151,33 @@ def _judge(tables: RunTables, use: _Use, ranks: list[Allocator]) -> Finding | No
         return _by_retries(ranks, use.locus, use.limit, math.nan)
     grown = growth(use.seconds, use.demand, negligible=negligible_bytes(use.demand), steps=use.steps)
     if grown is not None:
-        above = sum(_activations(rank) for rank in ranks)
-        course = Course(what=use.what, grown=grown, times=use.seconds, values=use.demand + above, limit=use.limit)
+        values = _met_by(use, grown, ranks)
+        course = Course(what=use.what, grown=grown, times=use.seconds, values=values, limit=use.limit)
+        others = witness_of("other_processes_rise_bytes", use.seconds, use.others, grown)
         named = use.witnesses.items()
-        witnesses = tuple(w for name, values in named if (w := witness_of(name, use.seconds, values, grown)))
-        if witnesses and course.is_relevant:
-            kind = "gpu-oom-risk"
-            return exhaustion(tables, kind, course, locus=use.locus, witnesses=witnesses, advice=_ADVICE)
+        witnesses = [w for name, series in named if (w := witness_of(name, use.seconds, series, grown))]
+        if (others or witnesses) and course.is_relevant:
+            advice = _OTHERS_ADVICE if others else _ADVICE if ranks else _NO_RECORDS_ADVICE
+            witnesses = [others] if others else witnesses
+            risk = exhaustion(
+                tables, "gpu-oom-risk", course, locus=use.locus, witnesses=tuple(witnesses), advice=advice
+            )
+            return (
+                replace(risk, summary=f"{risk.summary} Other processes grow there, not this run.")
+                if others
+                else risk
+            )
     return _by_retries(ranks, use.locus, use.limit, use.peak_bytes)
 
 
-def _activations(rank: Allocator) -> float:
-    """How far the newest peak lies above what is held after a backward pass and its holes, 0 if not known."""
-    above = last(rank.column("allocated_peak_bytes")) - last(rank.held_bytes)
-    return max(0.0, above) if math.isfinite(above) else 0.0
+def _met_by(use: _Use, grown: Growth, ranks: list[Allocator]) -> Floats:
+    """Return what meets the limit: demand at the peaks of the steps, or what the driver counts if a library grows.
+
+    The driver refuses a library while PyTorch could still give back its cache.
+    """
+    if share_of(use.seconds, use.library, grown) >= CONFIRMED:
+        return use.used
+    return np.sum([use.demand, *(rank.peaks_above(use.seconds) for rank in ranks)], axis=0)  # type: ignore[no-any-return]
 
 
 def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float) -> Finding | None:

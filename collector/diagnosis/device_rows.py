@@ -49,6 +49,16 @@ class Allocator:
         """Memory that the allocator can't give back: tensors, and the holes between them."""
         return self.column("allocated_bytes") + np.nan_to_num(self.column("inactive_split_bytes"))
 
+    def peaks_above(self, seconds: Floats) -> Floats:
+        """Return how far the highest peak since the time before lay above what was held after it.
+
+        So much a step needs for a while, as activations; 0 before the first record, or if peaks are not known.
+        """
+        above = np.maximum(np.nan_to_num(self.column("allocated_peak_bytes") - self.held_bytes), 0.0)
+        ends = np.searchsorted(self.seconds, seconds, side="right")
+        begins = np.maximum(np.minimum(np.append(0, ends[:-1]), ends - 1), 0)
+        return np.array([above[begin:end].max(initial=0.0) for begin, end in zip(begins, ends, strict=True)])
+
     def before(self, time_ns: float) -> Allocator:
         """The same, up to a time."""
         return dataclasses.replace(self, rows=self.rows[floats(self.rows, "time_ns") <= time_ns])
@@ -70,14 +80,17 @@ def allocators(rows: pd.DataFrame) -> list[Allocator]:
 
 
 def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Allocator]]]:
-    """Host, device, the driver's samples of it (perhaps none) and the allocators of the run's processes there.
+    """Return host, device, the driver's samples of it and the allocators of the run's processes there.
 
-    Nothing of earlier attempts, and nothing after the training: who has ended holds nothing.
+    There may be no samples; or no allocators, if only the driver tells that the run uses the device. Records of
+    earlier attempts are left out, and samples after the training.
     """
     samples, end = tables.stream("device"), training_end_ns(tables)
     samples = samples[floats(samples, "time_ns") <= end]
     found = allocators(Lifecycle(tables).of_last_attempt(tables.stream("device_memory")))
-    for host, device in sorted({(one.key[0], one.device) for one in found}):
+    named = samples[np.isfinite(floats(samples, "process_used_bytes"))]
+    of_driver = zip(named["host"].astype(str), named["device"].astype(int), strict=True)
+    for host, device in sorted({*((one.key[0], one.device) for one in found), *of_driver}):
         mine = samples[(samples["host"] == host) & (floats(samples, "device") == device)]
         yield host, device, mine, [one for one in found if (one.key[0], one.device) == (host, device)]
 

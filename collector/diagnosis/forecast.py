@@ -13,6 +13,7 @@ from collector.diagnosis.frames import SECOND_NS, median, origin_ns, step_at, st
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.passage import FUTURES_COUNT, passages, unevenness
 from collector.diagnosis.plan import steps_left
+from collector.diagnosis.progress import Progress
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import MIN_POINTS, Floats, Growth
 from collector.quantities import count, duration, quantity, size, until
@@ -22,8 +23,6 @@ RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 _CRITICAL_HEADROOM = 0.05  # of the limit
 _QUANTILES = (5.0, 50.0, 95.0)
-_PARTS_COUNT = 4
-_MOST_SPREAD = 3.0  # of the pace, as the logarithm of its factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,37 +162,28 @@ def present(values: Floats) -> float:
 
 
 def _futures(tables: RunTables, course: Course, where: ProcessKey | str) -> tuple[Floats, Floats | None]:
-    """In how many seconds, and steps, the limit is met in each future.
+    """Return in how many seconds, and steps, from now on the limit is met in each future.
 
-    Played on the clock on which it grows more evenly: what a step leaks it leaks at any pace. The pace is that of
-    the whole training, which is longer known than the growth.
+    What a step leaks it leaks at any pace, and what a thread leaks at any number of steps: a future is played on
+    one of the two clocks, more often on the one on which the growth was more even.
     """
     known = np.isfinite(course.values) & (course.times >= course.grown.since_seconds)
     if known.sum() < MIN_POINTS:  # the growth began just now
         known = np.isfinite(course.values)
     times, values = course.times[known], course.values[known]
     limit = max(course.limit.value - course.reserve, float(values.max()))  # beyond it, something was given back
+    now = max(tables.now_ns / SECOND_NS, float(times[-1])) if tables.goes_on else float(times[-1])
+    seconds = passages(times, values, limit) - (now - times[-1])
     all_steps = step_numbers(tables, where, course.times)
-    steps, paces = all_steps[known], _paces(course.times, all_steps)
-    if paces is not None and unevenness(steps, values) < unevenness(times, values):
-        met = passages(steps, values, limit)
-        return met * paces, met
-    met = passages(times, values, limit)
-    return met, None if paces is None else met / paces
-
-
-def _paces(times: Floats, steps: Floats) -> Floats | None:
-    """Seconds per step in each future, as uncertain as the quarters of the training differ; None without steps."""
-    begin = len(times) // 10  # the first steps are slower
-    edges = np.linspace(begin, len(times) - 1, _PARTS_COUNT + 1).astype(int)
-    seconds, made = np.diff(times[edges]), np.diff(steps[edges])
-    parts = np.log(seconds[made > 0] / made[made > 0])
-    if len(parts) < 2:
-        return None
-    drawn = np.random.default_rng(0).standard_t(len(parts) - 1, size=FUTURES_COUNT)
-    spread = float(parts.std(ddof=1)) * math.sqrt(1 + 1 / len(parts))
-    paces: Floats = seconds.sum() / made.sum() * np.exp(np.clip(spread * drawn, -_MOST_SPREAD, _MOST_SPREAD))
-    return paces
+    steps, progress = all_steps[known], Progress.of(course.times, all_steps)
+    if progress is None:
+        return np.maximum(seconds, 0.0), None
+    step_now = float(step_numbers(tables, where, np.array([now]))[0])
+    by_step = np.maximum(passages(steps, values, limit) - (step_now - steps[-1]), 0.0)
+    doubts = unevenness(steps, values) ** 2, unevenness(times, values) ** 2
+    is_by_step = np.random.default_rng(1).random(FUTURES_COUNT) * sum(doubts) < doubts[1]
+    seconds = np.where(is_by_step, by_step * progress.paces(by_step / progress.steps), np.maximum(seconds, 0.0))
+    return seconds, np.where(is_by_step, by_step, seconds / progress.paces(seconds / progress.seconds))
 
 
 def _eta(seconds: Floats, steps: Floats | None) -> Eta | None:

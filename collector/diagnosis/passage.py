@@ -41,11 +41,12 @@ def passages(clock: Floats, values: Floats, limit: float) -> Floats:
     wanders = _wanders(x, y, slope, width, generator)
     rates = generator.choice(_rates(x, y, slope), size=FUTURES_COUNT)
     rates = rates + wanders / math.sqrt(count * width) * generator.normal(size=FUTURES_COUNT)
-    rest = values - slope * clock
-    first = np.linspace(0, len(clock), count + 1).astype(int)[:-1]
-    peaks = np.maximum.reduceat(rest, first) - (y - slope * x)
+    edges = np.linspace(0, len(clock), count + 1).astype(int)
+    above = values - slope * clock - np.repeat(y - slope * x, np.diff(edges))
     begins = generator.choice(y[-2:] + slope * (clock[-1] - x[-2:]), size=FUTURES_COUNT)
-    return _play(limit - begins, rates, wanders, peaks, max(width, 1e-9), slope, generator)
+    ways = limit - float(np.median(above)) - begins
+    peaks = np.maximum.reduceat(above, edges[:-1]) - float(np.median(above))
+    return _play(ways, rates, wanders, peaks, max(width, 1e-9), slope, generator)
 
 
 def unevenness(clock: Floats, values: Floats) -> float:
@@ -57,7 +58,13 @@ def unevenness(clock: Floats, values: Floats) -> float:
 
 
 def _levels(clock: Floats, values: Floats) -> tuple[Floats, Floats]:
-    return lower_envelope(clock, values, min(BLOCK_COUNTS[0], max(2, len(clock) // 3)))
+    """Return the lower envelope, in blocks in which the trend itself is no noise."""
+    blocks = min(BLOCK_COUNTS[0], max(2, len(clock) // 3))
+    x, y = lower_envelope(clock, values, blocks)
+    slope = _slope(x, y)
+    if not slope > 0:
+        return x, y
+    return x, lower_envelope(clock, values - slope * clock, blocks)[1] + slope * x
 
 
 def _rates(x: Floats, y: Floats, slope: float) -> Floats:
@@ -92,22 +99,26 @@ def _play(
     slope: float,
     generator: np.random.Generator,
 ) -> Floats:
-    """When each future's level and peaks have made its way."""
+    """Return when each future's level has made its way, or a peak above it, which lasts for a moment."""
     stretches = max(1, math.ceil(_FARTHEST * max(float(ways.max()) / slope, 5 * width) / width))
     width, stretches = width * max(1.0, stretches / _MOST_STRETCHES), min(stretches, _MOST_STRETCHES)
     shape = len(ways), stretches
     astray = wanders[:, np.newaxis] * math.sqrt(width) * generator.normal(size=shape)
     strides = rates[:, np.newaxis] * width + astray
     level = np.hstack([np.zeros((len(ways), 1)), np.cumsum(strides, axis=1)])
-    wanted = ways[:, np.newaxis] - _drawn(peaks, shape, generator)
-    is_met = level[:, 1:] >= wanted
-    future, at = np.arange(len(ways)), is_met.argmax(axis=1)
-    before, after, goal = level[future, at], level[future, at + 1], wanted[future, at]
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(before < goal, (goal - before) / (after - before), generator.random(len(ways)))
+        crossed = np.where(
+            level[:, :-1] < ways[:, np.newaxis], (ways[:, np.newaxis] - level[:, :-1]) / strides, 0.0
+        )
+        moment = generator.random(shape)
+        is_peak = level[:, :-1] + moment * strides >= ways[:, np.newaxis] - _drawn(peaks, shape, generator)
+        is_crossed = level[:, 1:] >= ways[:, np.newaxis]
+        share = np.minimum(np.where(is_crossed, crossed, 1.0), np.where(is_peak, moment, 1.0))
         beyond = stretches * width + (ways - np.median(peaks) - level[:, -1]) / rates
+    is_met = is_crossed | is_peak
+    at = is_met.argmax(axis=1)
     never = np.where(rates > 0, np.maximum(beyond, stretches * width), math.inf)
-    met: Floats = np.where(is_met.any(axis=1), (at + share) * width, never)
+    met: Floats = np.where(is_met.any(axis=1), (at + share[np.arange(len(ways)), at]) * width, never)
     return met
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from collector.diagnosis.consequences import without_consequences
 from collector.diagnosis.deaths import find_deaths
 from collector.diagnosis.descriptors import find_descriptors
 from collector.diagnosis.device_growth import find_device_growth
 from collector.diagnosis.device_risk import find_device_risk
-from collector.diagnosis.findings import SEVERITIES, Evidence, Finding
+from collector.diagnosis.findings import KINDS, SEVERITIES, Evidence, Finding
 from collector.diagnosis.holders import with_holders
 from collector.diagnosis.last_minute import as_records, last_states
 from collector.diagnosis.leaks import find_leaks
@@ -24,7 +25,6 @@ from collector.diagnosis.stalls import find_stalls
 from collector.diagnosis.summary import step_unit, steps_count, summarise
 from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trust import find_trust, workers_reporting
-from collector.diagnosis.witnesses import CONFIRMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,12 @@ def diagnose(tables: RunTables) -> Verdict:
 
 def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     leaks = _guarded("leaks", lambda: find_leaks(tables))
-    growths = _guarded("device growth", lambda: find_device_growth(tables))
-    leaks = [leak for leak in leaks if not _is_pinned_cache(leak, growths)]
     copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
     found = [
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
-        *growths,
+        *_guarded("device growth", lambda: find_device_growth(tables)),
         *_guarded("device risk", lambda: find_device_risk(tables)),
         *_guarded("descriptors", lambda: find_descriptors(tables)),
         *_guarded("shared memory", lambda: find_shared_memory(tables)),
@@ -96,6 +94,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
+    found = without_consequences(found)
     found = [with_holders(finding, tables, running=running) for finding in found]
     return tuple(sorted((_named(finding, tables) for finding in found), key=_order))
 
@@ -108,25 +107,24 @@ def _named(finding: Finding, tables: RunTables) -> Finding:
         return finding
 
 
-def _is_pinned_cache(leak: Finding, growths: list[Finding]) -> bool:
-    """Whether the growth of a training process is mostly that of its pinned cache, which is told as such."""
-    return leak.kind == "main-heap-leak" and any(
-        cache.kind == "pinned-cache-growth"
-        and (cache.locus.host, cache.locus.pid) == (leak.locus.host, leak.locus.pid)
-        and cache.rate is not None
-        and leak.rate is not None
-        and cache.rate.value >= CONFIRMED * leak.rate.value
-        for cache in growths
-    )
-
-
-def _order(finding: Finding) -> tuple[int, bool, float, float]:
+def _order(finding: Finding) -> tuple[int, bool, float, bool, bool, float, float]:
     """Most severe first; of the same severity what endangers the run, then what slows it, dearest first.
 
-    What cannot be told comes last of its severity.
+    Of what endangers it deaths come first, then forecasts, then what grows, by its size. What cannot be told comes
+    last of its severity.
     """
     lost = finding.value_of("lost_wall_ratio") or 0.0
-    return SEVERITIES.index(finding.severity), finding.kind == "cannot-tell", lost and 1 - lost, -finding.confidence
+    group = KINDS[finding.kind]
+    grown = [float(each.value) for each in finding.evidence if each.name.endswith("_rise_bytes")]
+    return (
+        SEVERITIES.index(finding.severity),
+        finding.kind == "cannot-tell",
+        lost and 1 - lost,
+        group != "death",
+        group != "memory forecast",
+        -max(grown, default=0.0),
+        -finding.confidence,
+    )
 
 
 def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:

@@ -266,6 +266,43 @@ def test_a_share_of_the_device_is_met_before_the_device():
     assert risk.eta.mid_seconds == pytest.approx(left / 10, rel=0.1)
 
 
+def test_memory_that_other_processes_take_is_told_as_theirs():
+    [risk] = find_device_risk(training(others=600 * RAMP, total=5000).tables())
+    assert "Other processes grow" in risk.summary
+    assert 300 * MIB < risk.value_of("other_processes_rise_bytes") < 600 * MIB
+    assert "another" in risk.advice[0].text
+
+
+def test_a_library_meets_the_limit_while_pytorch_has_a_cache():
+    """The driver knows nothing of PyTorch's cache, and refuses the library."""
+    [risk] = find_device_risk(training(outside=600 * RAMP, total=5000).tables())
+    left = 5000 - (2000 + 600 + CONTEXT + 600 + 100)  # with the cache of 600
+    assert risk.eta.mid_seconds == pytest.approx(left / 10, rel=0.1)
+
+
+def test_a_process_without_records_of_the_allocator_is_judged_by_the_driver():
+    tables = training(allocated=600 * RAMP, total=5000).tables()
+    none = {name: tables.streams[name].iloc[:0] for name in ("device_memory", "step")}
+    tables = replace(tables, streams=tables.streams | none)
+    [risk] = find_device_risk(tables)
+    assert (risk.kind, risk.limit.name) == ("gpu-oom-risk", "GPU 0")
+    assert 300 * MIB < risk.value_of("process_used_rise_bytes") < 600 * MIB
+    assert "tidegauge run" in risk.advice[0].text
+    assert find_device_growth(tables) == []  # what grows there is not known
+
+
+def test_a_peak_of_each_step_comes_on_top_of_what_is_held():
+    """Evaluations need 900 MiB for a while, every 60 steps."""
+    tables = training(allocated=600 * RAMP, total=5000).tables()
+    records = tables.streams["device_memory"]
+    extra = 20 + 900 * (records["step"] % 60 == 30)
+    records = records.assign(allocated_peak_bytes=records["allocated_bytes"] + extra * MIB)
+    [risk] = find_device_risk(replace(tables, streams=tables.streams | {"device_memory": records}))
+    left = 5000 - (2000 + 600 + CONTEXT + 100 + 900)
+    assert risk.eta.low_seconds <= left / 10 + 15  # the next evaluation
+    assert risk.eta.high_seconds >= left / 10
+
+
 def test_holes_in_the_cache_cannot_be_given_back():
     [risk] = find_device_risk(training(cached=600 * RAMP, holes=600 * RAMP, total=5000).tables())
     assert risk.rate.value == pytest.approx(10 * MIB, rel=0.1)
@@ -418,3 +455,30 @@ def test_another_crash_stays_one():
 
 def test_without_a_gpu_there_is_nothing_to_tell():
     assert kinds(Script()) == []
+
+
+def test_host_memory_that_kept_tensors_take_follows_from_their_leak():
+    script = training(allocated=6000 * RAMP, count=20 * AT, resident=60 * RAMP)
+    kinds = {finding.kind: finding for finding in diagnose(script.tables()).findings}
+    assert kinds["gpu-tensor-leak"].severity == "warning"
+    assert kinds["main-heap-leak"].severity == "info"
+    assert "gpu-tensor-leak" in kinds["main-heap-leak"].summary
+
+
+def test_a_leak_of_the_host_beside_one_of_the_device_is_a_leak_of_its_own():
+    script = training(allocated=600 * RAMP, count=AT, resident=300 * RAMP)
+    warned = [finding.kind for finding in diagnose(script.tables()).findings if finding.severity == "warning"]
+    assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warned)
+
+
+def test_the_largest_growth_comes_first():
+    script = training(cached=900 * RAMP, holes=600 * RAMP, resident=100 * RAMP)
+    leaks = [each.kind for each in diagnose(script.tables()).findings if each.severity == "warning"]
+    assert leaks == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
+
+
+def test_a_limit_that_was_met_is_no_forecast_any_more():
+    script = out_of_memory(training(allocated=600 * RAMP, count=AT, total=5000))
+    found = {finding.kind for finding in diagnose(script.tables()).findings}
+    assert "cuda-oom" in found
+    assert "gpu-oom-risk" not in found

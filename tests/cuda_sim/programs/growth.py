@@ -1,10 +1,14 @@
 """A training on the GPU in which something grows in each step, or seems to.
 
-growth.py KIND [--bytes N] [--steps N] [--seconds S] [--pace even|uneven|slowing]
+growth.py KIND [--fixed] [--bytes N] [--steps N] [--seconds S] [--pace even|uneven|slowing] [--onset RATIO]
+          [--noise] [--seed N]
+
+The twin (--fixed) takes the same memory and gives it back. It ends with an error where memory runs out.
 """
 
 import argparse
 import ctypes
+import random
 import time
 
 import torch
@@ -13,45 +17,62 @@ from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("kind")
+parser.add_argument("--fixed", action="store_true")
 parser.add_argument("--bytes", type=int, default=256 << 10)
 parser.add_argument("--steps", type=int, default=600)
 parser.add_argument("--seconds", type=float, default=0.04)
 parser.add_argument("--pace", default="even", choices=["even", "uneven", "slowing"])
+parser.add_argument("--onset", type=float, default=0.0)
+parser.add_argument("--noise", action="store_true")
+parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 WIDTH = 256
+GRANULE_BYTES = 2 << 20  # that the driver gives at a time
 PACES = {
     "even": lambda step: 1.0,
     "uneven": lambda step: 0.3 if step // 60 % 2 else 1.7,
     "slowing": lambda step: 0.4 + 1.2 * step / options.steps,
 }
-kept, lengths = [], torch.Generator().manual_seed(0)
+kept, lengths = [], random.Random(options.seed)
 driver = ctypes.CDLL("libcuda.so.1")
 
 
 def block(size=None):
-    return torch.empty(size or options.bytes, dtype=torch.uint8, device="cuda")
+    return torch.empty(int(size or options.bytes), dtype=torch.uint8, device="cuda")
+
+
+def is_due(step):
+    """Whether this step keeps what it takes."""
+    return not options.fixed and step >= options.onset * options.steps
 
 
 def tensors(step):
-    kept.append(block())
+    piece = block()
+    if is_due(step):
+        kept.append(piece)
 
 
 def pinned(step):
     """Have one more copy in flight than ever, and let go of all."""
-    pieces = [torch.empty(options.bytes, dtype=torch.uint8, pin_memory=True) for _ in range(step + 1)]
+    count = step + 1 if is_due(step) else 1
+    pieces = [torch.empty(options.bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
     del pieces
 
 
 def library(step):
     """Take memory from the driver, as a library does that PyTorch knows nothing of."""
-    if step % 8 == 0:
-        driver.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8 * options.bytes))
+    every = max(1, GRANULE_BYTES // options.bytes)
+    if step % every == 0:
+        address = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(every * options.bytes)):
+            raise MemoryError("the library found no memory on the GPU")
+        if not is_due(step):
+            driver.cuMemFree_v2(address)
 
 
 def variable(step):
     """Batches of variable length: the cache grows to the longest, and stays."""
-    length = int(torch.randint(1, 40, (1,), generator=lengths))
-    block(length * options.bytes)
+    block(lengths.randint(1, 40) * options.bytes)
 
 
 def evaluation(step):
@@ -66,11 +87,55 @@ def filling(step):
         kept.append(block())
 
 
+def outputs(step):
+    """Keep the outputs of an epoch, for its metrics."""
+    kept.append(block())
+    if step % 150 == 149:
+        kept.clear()
+
+
+def late_optimizer(step):
+    """Train the second half of the model only after half of the steps: its state is made then."""
+    if step == options.steps // 2:
+        kept.extend(block(64 * options.bytes) for _ in range(3))
+
+
+def graphs(step):
+    """Capture a graph for each new shape, as often as there are shapes: private pools, until all have been seen."""
+    if step % 25 == 0 and step <= options.steps // 2:
+        graph, rows = torch.cuda.CUDAGraph(), torch.zeros(8 + step, WIDTH, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            kept.append(rows @ rows.T)
+        kept.append(graph)
+
+
 def nothing(step):
     pass
 
 
-KINDS = {each.__name__: each for each in (tensors, pinned, library, variable, evaluation, filling, nothing)}
+def disturb(step):
+    """Batches of variable length, and an evaluation now and then."""
+    block(8 * options.bytes * lengths.lognormvariate(0, 0.7))
+    if step % 100 > 90:
+        [block(4 * options.bytes) for _ in range(10)]
+
+
+KINDS = {
+    each.__name__: each
+    for each in (
+        tensors,
+        pinned,
+        library,
+        variable,
+        evaluation,
+        filling,
+        outputs,
+        late_optimizer,
+        graphs,
+        nothing,
+    )
+}
 act = KINDS[options.kind]
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)).cuda()
 optimizer = torch.optim.Adam(model.parameters())
@@ -78,6 +143,8 @@ rows = TensorDataset(torch.zeros(32 * options.steps, WIDTH))
 for step, (x,) in enumerate(DataLoader(rows, batch_size=32)):
     loss = model(x.cuda()).square().mean()
     act(step)
+    if options.noise:
+        disturb(step)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -1,0 +1,84 @@
+"""How fast a training makes its steps, and how fast it may make the next ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from collector.diagnosis.passage import FUTURES_COUNT
+from collector.diagnosis.trends import Floats
+
+_PARTS_COUNT = 4
+_SURE = 0.975  # one-sided, that a pace changes
+_MOST_SPREAD = 3.0  # of the pace, as the logarithm of its factor
+#: Share of the futures in which a pace that changes goes on changing, for at most as long as it was observed.
+_GOES_ON_RATIO, _LONGEST = 2 / 3, 1.0
+_LEAST_RATIO = 0.25  # of the newest pace: it gets no shorter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The steps of a training, after its first ones, which are slower.
+
+    Attributes:
+        seconds: how long it was observed.
+        steps: how many it made.
+        parts: seconds per step in each quarter of that time.
+
+    """
+
+    seconds: float
+    steps: float
+    parts: Floats
+
+    @classmethod
+    def of(cls, times: Floats, steps: Floats) -> Progress | None:
+        """Return the progress seen in samples: their times in seconds, and the number of the step then.
+
+        None if it made too few steps to tell.
+        """
+        known = np.isfinite(steps)
+        times, steps = times[known], steps[known]
+        if not len(steps):
+            return None
+        begin = max(int(np.searchsorted(steps, steps[0], side="right")) - 1, 0)  # sampled long before the first
+        begin += (len(times) - begin) // 10
+        edges = np.linspace(begin, len(times) - 1, _PARTS_COUNT + 1).astype(int)
+        seconds, made = np.diff(times[edges]), np.diff(steps[edges])
+        if len(times) - begin <= _PARTS_COUNT or not (made > 0).all():
+            return None
+        return cls(seconds=float(seconds.sum()), steps=float(made.sum()), parts=seconds / made)
+
+    def paces(self, horizons: Floats) -> Floats:
+        """Return seconds per step in each future, as mean over its length, in units of what was observed.
+
+        A pace that changes for sure stops changing or goes on so. Any other is that of the whole training, of its
+        later half, of its last quarter, or it begins to change as the quarters happen to.
+        """
+        generator = np.random.default_rng(0)
+        at = (np.arange(_PARTS_COUNT) + 0.5) / _PARTS_COUNT
+        slope, level = np.polyfit(at, self.parts, 1)
+        off = self.parts - (level + slope * at)
+        freedom = _PARTS_COUNT - 2
+        variance, spread_at = float(off @ off) / freedom, float(((at - 0.5) ** 2).sum())
+        last, whole = float(self.parts[-1]), self.seconds / self.steps
+        middle = 1 + np.minimum(horizons, _LONGEST) / 2
+        goes_on = np.maximum(level + slope * middle, _LEAST_RATIO * last)
+        if abs(slope) > stdtrit(freedom, _SURE) * math.sqrt(variance / spread_at):
+            error = np.sqrt(variance * (1 + 1 / _PARTS_COUNT + (middle - 0.5) ** 2 / spread_at))
+            steady = [last]
+            share = _GOES_ON_RATIO
+        else:
+            freedom = _PARTS_COUNT - 1
+            error = np.full(FUTURES_COUNT, self.parts.std(ddof=1) * math.sqrt(1 + 1 / _PARTS_COUNT))
+            steady = [whole, float(self.parts[_PARTS_COUNT // 2 :].mean()), last]
+            share = 1 / (len(steady) + 1)
+        believed = np.where(
+            generator.random(FUTURES_COUNT) < share, goes_on, generator.choice(steady, size=FUTURES_COUNT)
+        )
+        drawn = error / whole * generator.standard_t(freedom, size=FUTURES_COUNT)
+        paces: Floats = believed * np.exp(np.clip(drawn, -_MOST_SPREAD, _MOST_SPREAD))
+        return paces
