@@ -21,6 +21,7 @@ class Cuda:
         self.done_ms = float("inf")
         self.capturing = False
         self.device = 0
+        self.working = {0}
         self.made = 0
         cuda = self
 
@@ -61,7 +62,8 @@ def cuda(monkeypatch):
 @pytest.fixture
 def world(cuda):
     rows: list[tuple[int, ...]] = []
-    return DeviceTimes(), SimpleNamespace(device_time=lambda *row: rows.append(row)), rows
+    times = DeviceTimes(lambda device: device in cuda.working)
+    return times, SimpleNamespace(device_time=lambda *row: rows.append(row)), rows
 
 
 def play(times, session, cuda, step, *, forward=4.0, backward=6.0, micro_batches=1):
@@ -120,3 +122,15 @@ def test_nothing_is_recorded_into_a_graph_or_on_another_device(world, cuda):
         vars(cuda).update(before)
     times.step_ended(session, 2, START_NS + SAMPLE_EVERY_NS)
     assert not rows
+
+
+def test_a_step_that_does_not_use_the_device_has_no_times_and_the_next_one_no_events(world, cuda):
+    times, session, rows = world
+    play(times, session, cuda, 0)
+    cuda.working = {1}
+    play(times, session, cuda, 1)
+    made = cuda.made
+    for step in range(2, 6):
+        play(times, session, cuda, step)
+    assert not rows
+    assert cuda.made == made, "the first event on a device makes a context there"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from training_harness import session
@@ -34,14 +35,20 @@ class _Sampled(NamedTuple):
 
 
 class DeviceTimes:
-    """Samples the steps of the process's current device.
+    """Samples the steps of the process's current device, if it computes on that one.
+
+    An event on an idle device would tell the host's time, and the first one makes a context there.
+
+    Args:
+        has_worked: whether a device, by its number, had a part in the step that ends.
 
     Attributes:
         sampling: whether the step under way is sampled, so that phases are to be marked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_worked: Callable[[int], bool]) -> None:
         self.sampling = False
+        self._has_worked = has_worked
         self._sampled_at_ns = 0
         self._device = -1
         self._marks: list[tuple[int, Any]] = []
@@ -66,7 +73,7 @@ class DeviceTimes:
         """End the sample of this step, write those that came to pass, and perhaps begin another."""
         if self.sampling:
             self.mark(OTHER)
-        if self.sampling:
+        if self.sampling and self._has_worked(self._device):
             self._pending.append(_Sampled(step, self._device, self._marks))
         self._marks = []
         self.sampling = False
@@ -79,8 +86,9 @@ class DeviceTimes:
             return
         self._sampled_at_ns = now_ns
         self._device = cuda.current_device()
-        self.sampling = True
-        self.mark(_START)
+        self.sampling = self._has_worked(self._device)
+        if self.sampling:
+            self.mark(_START)
 
     def _write(self, current: session.Session, sampled: _Sampled, now_ns: int) -> None:
         spent_ns = dict.fromkeys(PHASES, 0)

@@ -36,6 +36,15 @@ class DeviceGauges:
         self._look_at_step = 0
         self._is_native = True
         self._capacities: dict[int, tuple[int, float | None]] = {}
+        self._handed_out: dict[int, int] = {}
+        self._working: set[int] | None = None
+
+    def has_worked(self, device: int) -> bool:
+        """Return whether a device had a part in the step whose record was written last; True if that is not known.
+
+        A step that computes on a device takes memory there, or replays a CUDA graph that has its own.
+        """
+        return self._working is None or device in self._working
 
     def record(self, current: session.Session, step: int) -> None:
         """Write one record per device in use; nothing at all before CUDA is initialised."""
@@ -51,6 +60,7 @@ class DeviceGauges:
             ]
             for device in self._devices:
                 self._tell_capacity(current, cuda, device)
+        self._working = working = set[int]()
         if not self._devices:
             return
         pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None)
@@ -60,8 +70,17 @@ class DeviceGauges:
             stats = stats_of(device)
             if not self._is_native:
                 stats = {name: stats[name] for name in _TOLD_BY_MALLOC_ASYNC}
+            if self._takes_part(device, stats):
+                working.add(device)
             records.append((time.monotonic_ns(), step, device, *gauges(stats, pinned)))
         current.device_memory(records)
+
+    def _takes_part(self, device: int, stats: Mapping[str, Any]) -> bool:
+        """Return whether memory was handed out since the record before, or nobody knows."""
+        pools = stats.get("reserved_bytes_by_private_pools")
+        handed_out = stats["allocated_bytes"]["all"]["allocated"]
+        before, self._handed_out[device] = self._handed_out.get(device), handed_out
+        return handed_out != before or pools is None or any(pool["all"]["current"] for pool in pools.values())
 
     def _tell_capacity(self, current: session.Session, cuda: Any, device: int) -> None:
         """Write a `cuda-device` event with the device's memory and the share that the process may use, once."""

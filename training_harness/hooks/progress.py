@@ -59,7 +59,7 @@ class Progress:
         self._hook = Hook("copy")
         self._gauges = DeviceGauges()
         self._gauges_hook = Hook("device_memory")
-        self._device_times = DeviceTimes()
+        self._device_times = DeviceTimes(self._gauges.has_worked)
         self._device_times_hook = Hook("device_time")
         self.forget()
 
