@@ -242,6 +242,7 @@ def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memor
     for name, value in (("_cuda_init", lambda: None), ("_cuda_getDeviceCount", lambda: 1)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", world.observers.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native", raising=False)
     nothing = {"_queued_calls": [], "_lazy_seed_tracker": torch.cuda._LazySeedTracker()}  # whatever ran before
     for name, value in {**nothing, "_cudart": object(), "_initialized": False}.items():
         monkeypatch.setattr(torch.cuda, name, value)

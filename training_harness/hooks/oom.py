@@ -60,7 +60,7 @@ class OomHook(Hook):
         for name, start in (("cuda_oom_observer", self._observe), ("memory_history", self._record_history)):
             try:
                 start()
-            except Exception as error:  # cudaMallocAsync has neither
+            except Exception as error:
                 Hook(name).fail(error)
 
     def noticed(self, device: int, requested_bytes: int, limit_bytes: int, free_bytes: int) -> None:
@@ -121,6 +121,9 @@ class OomHook(Hook):
         return taken
 
     def _observe(self) -> None:
+        """Attach an observer. Allocators other than PyTorch's own take none; there the exception tells."""
+        if self._torch.cuda.get_allocator_backend() != "native":
+            return
         self._torch._C._cuda_attach_out_of_memory_observer(self.noticed)
 
     def _record_history(self) -> None:
