@@ -40,6 +40,11 @@ class Watched:
     def warned(self) -> set[str]:
         return {finding["kind"] for finding in self.report["findings"] if finding["severity"] != "info"}
 
+    @property
+    def failed_hooks(self) -> list[str]:
+        """What the report says of hooks that failed."""
+        return [each["summary"] for each in self.findings("cannot-tell") if "hook_error" in evidence(each)]
+
     def table(self, stream: str) -> pd.DataFrame:
         with read(self.run) as session:
             return session.query(f'SELECT * FROM "{stream}" ORDER BY time_ns')

@@ -53,30 +53,40 @@ Stream null_stream[kDevices];
 bool active[kDevices];
 thread_local int current = 0;
 thread_local cudaError_t last = cudaSuccess;
-std::vector<int> visible;
 int64_t kernel_ns, copy_limit;
 double copy_rate, flops;
 unsigned long long captures = 0;
+int captures_running = 0;
+bool is_capture_spoiled = false;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 cudaError_t keep(cudaError_t e) {
     if (e != cudaSuccess) last = e;
     return e;
 }
 
-struct Setup {
-    Setup() {
+// Read when CUDA is first asked for, as the driver does: a program may choose its devices until then.
+std::vector<int> &visible() {
+    static std::vector<int> found = [] {
+        std::vector<int> all;
         const char *sel = getenv("CUDA_VISIBLE_DEVICES");
         int n = physical_count();
-        if (!sel)
-            for (int i = 0; i < n; ++i) visible.push_back(i);
-        else
-            for (const char *p = sel; *p;) {
-                char *e;
-                long v = strtol(p, &e, 10);
-                if (e == p || v < 0 || v >= n) break;
-                visible.push_back(v);
-                p = *e == ',' ? e + 1 : e;
-                if (*e && *e != ',') break;
-            }
+        for (int i = 0; !sel && i < n; ++i) all.push_back(i);
+        for (const char *p = sel ? sel : ""; *p;) { // numbers, or UUIDs as NVML tells them, up to the first unknown
+            bool named = !strncmp(p, "GPU-", 4) || !strncmp(p, "MIG-", 4);
+            char *e;
+            long v = strtol(named ? p + 4 : p, &e, named ? 16 : 10) - named;
+            if (e == p || v < 0 || v >= n) break;
+            all.push_back(v);
+            if (named) e += strcspn(e, ",");
+            p = *e == ',' ? e + 1 : e;
+            if (*e && *e != ',') break;
+        }
+        return all;
+    }();
+    return found;
+}
+struct Setup {
+    Setup() {
         const char *k = getenv("CUDA_SIM_KERNEL_NS");
         kernel_ns = k ? atoll(k) : 5000;
         copy_limit = size_of(getenv("CUDA_SIM_COPY_LIMIT"), 65536);
@@ -86,8 +96,8 @@ struct Setup {
     }
 } setup;
 
-int physical(int d) { return visible[d]; }
-bool valid(int d) { return d >= 0 && d < (int)visible.size(); }
+int physical(int d) { return visible()[d]; }
+bool valid(int d) { return d >= 0 && d < (int)visible().size(); }
 void use(int d) {
     if (active[d]) return;
     active[d] = true;
@@ -165,6 +175,13 @@ void drain(Stream *s) {
     }
     if (t > now_ns()) sleep_until(t);
 }
+// Waiting for, or asking after, what may not have run yet spoils a graph that is being captured.
+bool spoils_capture() {
+    if (!captures_running || capture_mode == cudaStreamCaptureModeRelaxed) return false;
+    return is_capture_spoiled = true;
+}
+#define REQUIRE_NO_CAPTURE                                                                                         \
+    if (spoils_capture()) return keep(cudaErrorStreamCaptureUnsupported)
 std::vector<Stream *> streams;
 const Alloc *find(const void *p, uintptr_t *base = nullptr) {
     auto it = allocs.upper_bound((uintptr_t)p);
@@ -190,7 +207,7 @@ void *lazy(size_t n) {
 }
 cudaError_t device_alloc(void **out, size_t n) {
     Lock l(big);
-    if (visible.empty()) return keep(cudaErrorNoDevice);
+    if (visible().empty()) return keep(cudaErrorNoDevice);
     size_t c = (n + (2u << 20) - 1) & ~(size_t)((2u << 20) - 1);
     if (!charge(current, c)) return keep(cudaErrorMemoryAllocation);
     void *p = lazy(c);
@@ -238,7 +255,7 @@ cudaError_t copy(void *dst, const void *src, size_t n, cudaStream_t s, bool wait
 
 // --- devices
 API cudaError_t cudaGetDeviceCount(int *n) {
-    *n = visible.size();
+    *n = visible().size();
     return *n ? cudaSuccess : keep(cudaErrorNoDevice);
 }
 API cudaError_t cudaSetDevice(int d) {
@@ -249,11 +266,12 @@ API cudaError_t cudaSetDevice(int d) {
     return cudaSuccess;
 }
 API cudaError_t cudaGetDevice(int *d) {
-    if (visible.empty()) return keep(cudaErrorNoDevice);
+    if (visible().empty()) return keep(cudaErrorNoDevice);
     *d = current;
     return cudaSuccess;
 }
 API cudaError_t cudaDeviceSynchronize() {
+    REQUIRE_NO_CAPTURE;
     std::vector<Stream *> all;
     {
         Lock l(big);
@@ -269,7 +287,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d) {
     if (!valid(d)) return keep(cudaErrorInvalidDevice);
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "Simulated CUDA device");
-    p->uuid.bytes[0] = d + 1;
+    p->uuid.bytes[3] = physical(d) + 1;
     p->totalGlobalMem = capacity(physical(d));
     p->sharedMemPerBlock = 49152;
     p->regsPerBlock = 65536;
@@ -287,7 +305,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int d) {
     p->multiProcessorCount = 108;
     p->canMapHostMemory = 1;
     p->concurrentKernels = 1;
-    p->pciBusID = d + 1;
+    p->pciBusID = physical(d) + 1;
     p->asyncEngineCount = 3;
     p->unifiedAddressing = 1;
     p->memoryBusWidth = 5120;
@@ -375,6 +393,8 @@ API const char *cudaGetErrorString(cudaError_t e) {
     case 101: return "invalid device ordinal";
     case 600: return "device not ready";
     case 801: return "operation not supported";
+    case 900: return "operation not permitted when stream is capturing";
+    case 901: return "operation failed due to a previous error during capture";
     }
     return "simulated error";
 }
@@ -400,7 +420,7 @@ API cudaError_t cudaFree(void *p) {
         if (t > now_ns()) sleep_until(t);
     } else {
         Lock l(big);
-        if (!visible.empty()) use(current);
+        if (!visible().empty()) use(current);
     }
     return device_free(p);
 }
@@ -526,10 +546,12 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *p) {
     return cudaSuccess;
 }
 API cudaError_t cudaStreamQuery(cudaStream_t s) {
+    REQUIRE_NO_CAPTURE;
     Lock l(big);
     return of(s)->busy_until > now_ns() ? cudaErrorNotReady : cudaSuccess;
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    REQUIRE_NO_CAPTURE;
     drain(of(s));
     return cudaSuccess;
 }
@@ -570,9 +592,11 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
 API cudaError_t cudaEventQuery(cudaEvent_t e) {
+    REQUIRE_NO_CAPTURE;
     return ((Event *)e)->at > now_ns() ? keep(cudaErrorNotReady) : cudaSuccess;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    REQUIRE_NO_CAPTURE;
     auto t = ((Event *)e)->at;
     if (t > now_ns()) sleep_until(t);
     return cudaSuccess;
@@ -593,6 +617,7 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus *c
 }
 API cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
     Lock l(big);
+    if (!captures_running++) is_capture_spoiled = false;
     auto *st = of(s);
     st->capturing = true;
     st->id = ++captures;
@@ -604,7 +629,8 @@ API cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
     auto *st = of(s);
     st->capturing = false;
     *g = st->graph;
-    return cudaSuccess;
+    --captures_running;
+    return is_capture_spoiled ? keep(cudaErrorStreamCaptureInvalidated) : cudaSuccess;
 }
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t s, cudaStreamCaptureStatus *c, unsigned long long *id,
                                          cudaGraph_t *g, const cudaGraphNode_t **deps, const cudaGraphEdgeData **ed,
@@ -623,7 +649,10 @@ API cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_
                                                     size_t, unsigned) {
     return cudaSuccess;
 }
-API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
+API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
+    std::swap(*mode, capture_mode);
+    return cudaSuccess;
+}
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) {
     *e = (cudaGraphExec_t) new Exec{((Graph *)g)->cost};
     return cudaSuccess;
@@ -725,7 +754,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, c
     return cudaSuccess;
 }
 // --- driver
-API CUresult cuInit(unsigned) { return visible.empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
+API CUresult cuInit(unsigned) { return visible().empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
 API CUresult cuDriverGetVersion(int *v) {
     *v = 13000;
     return CUDA_SUCCESS;
@@ -949,7 +978,7 @@ API CUresult cuCtxGetCurrent(CUcontext *c) { return CtxCurrent(c); }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 API CUresult cuGetErrorString(CUresult e, const char **s) { return ErrorString(e, s); }
 API CUresult cuDeviceGetCount(int *n) {
-    *n = visible.size();
+    *n = visible().size();
     return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGet(CUdevice *d, int i) {

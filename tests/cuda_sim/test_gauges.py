@@ -1,0 +1,77 @@
+"""The records of device memory are PyTorch's own numbers, step by step, whatever allocates."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+#: All that cudaMallocAsync's pool tells of the device.
+TOLD_BY_MALLOC_ASYNC = {
+    "allocated_bytes",
+    "active_bytes",
+    "reserved_bytes",
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+}
+PINNED = {"pinned_allocated_bytes", "pinned_active_bytes"}
+
+
+@pytest.fixture
+def recorded(watched, tmp_path):
+    """Runs a program, and gives the run, its records and the numbers that it wrote, one row for each step."""
+
+    def start(program, *arguments, **environ):
+        run = watched(program, str(tmp_path / "statistics"), *arguments, memory="480M", **environ)
+        assert run.done.returncode == 0, run.done.stderr
+        said = json.loads((tmp_path / "statistics").read_text())
+        records = run.table("device_memory").groupby("step").last()  # an error is recorded in its step, too
+        return run, records, pd.DataFrame(said)
+
+    return start
+
+
+def assert_same(records, said, names):
+    assert list(records.index) == list(said.index)
+    for name in sorted(names):
+        assert list(records[name]) == list(said[name]), name
+
+
+def test_every_gauge_is_pytorchs(recorded):
+    run, records, said = recorded("gauges.py")
+    assert_same(records, said, said.columns)
+    assert run.failed_hooks == []
+    for name in ("inactive_split_bytes", "alloc_retry_count", "oom_count", "pinned_active_bytes"):
+        assert said[name].max() > 0, f"{name} is not put to the test"
+
+
+def test_expandable_segments(recorded):
+    _, records, said = recorded("gauges.py", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert_same(records, said, said.columns)
+    assert said["inactive_split_bytes"].max() == 0, "the allocator does not count holes then"
+
+
+def test_a_share_of_the_device(recorded):
+    run, records, said = recorded("gauges.py", "--fraction", "0.25")
+    assert_same(records, said, said.columns)
+    assert said["oom_count"].max() > 0
+    (died_of,) = {each["limit"]["name"]: each["limit"]["value"] for each in run.findings("cuda-oom")}.items()
+    assert died_of[1] == 0.25 * (480 << 20)
+
+
+def test_what_malloc_async_does_not_tell_is_missing_and_no_failure(recorded):
+    run, records, said = recorded("gauges.py", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    assert_same(records, said, TOLD_BY_MALLOC_ASYNC | PINNED)
+    untold = set(said.columns) - TOLD_BY_MALLOC_ASYNC - PINNED
+    assert records[sorted(untold)].isna().all(axis=None)
+    assert run.failed_hooks == []
+
+
+def test_a_graph_is_captured_and_its_pool_is_recorded(recorded):
+    run, records, said = recorded("graph.py")
+    replayed = records.tail(len(said)).reset_index(drop=True)
+    assert_same(replayed, said, said.columns)
+    assert said["private_pool_bytes"].min() > 0
+    assert run.failed_hooks == []
+    assert set(run.table("device_time")["step"]) & set(records.tail(len(said)).index), "the device computes then"

@@ -1,0 +1,57 @@
+"""What NVML does not tell is missing in the records and named in the report; it is never zero."""
+
+from __future__ import annotations
+
+from tests.cuda_sim.conftest import evidence
+
+OFTEN = ("--interval", "0.2")
+LEAK = ("growth.py", "tensors", "--bytes", str(1 << 20), "--steps", "200", "--seconds", "0.02")
+
+
+def test_without_nvml_a_leak_is_judged_by_what_pytorch_tells(watched):
+    run = watched(*LEAK, options=OFTEN, memory="700M", CUDA_SIM_NO_NVML="1")
+    assert run.done.returncode == 0, run.done.stderr
+    assert run.table("device").empty
+    (risk,) = run.findings("gpu-oom-risk")
+    assert "counting PyTorch alone since NVML tells nothing" in risk["summary"]
+    assert risk["limit"]["value"] == 700 << 20
+    assert "device_used_rise_bytes" not in evidence(risk)
+    assert run.findings("gpu-tensor-leak")
+
+
+def test_where_nvml_names_no_processes_nobody_is_blamed(watched):
+    run = watched("errors.py", "forward", options=OFTEN, CUDA_SIM_NO_PROCESSES="1")
+    samples = run.table("device")
+    assert samples["used_bytes"].max() > 0
+    assert samples[["process_used_bytes", "other_used_bytes"]].isna().all(axis=None)
+    (error,) = run.findings("cuda-oom")
+    assert evidence(error)["unattributed_bytes"] > 0
+    assert evidence(error).keys().isdisjoint({"outside_pytorch_bytes", "other_processes_bytes"})
+
+
+def test_a_gpu_that_is_lost_is_missing_from_then_on(watched, tmp_path):
+    lost, said = tmp_path / "lost", tmp_path / "said"
+    said.mkdir()
+    arguments = (str(said), "--use", "0", "--lose", str(lost))
+    run = watched("devices.py", *arguments, options=OFTEN, CUDA_SIM_NVML_LOST=str(lost))
+    assert run.done.returncode == 0, run.done.stderr
+    samples = run.table("device")
+    gauges = ["used_bytes", "total_bytes", "process_used_bytes", "utilisation_ratio", "temperature_celsius"]
+    known = samples[gauges].notna()
+    assert known.iloc[0][["used_bytes", "total_bytes"]].all()
+    assert not known.iloc[-1].any()
+    assert known["used_bytes"].is_monotonic_decreasing, "once lost, it stays so"
+    assert len(run.table("device_memory")) == len(run.table("step")), "PyTorch goes on telling"
+    assert run.report["run"]["status"] == "finished"
+
+
+def test_a_part_of_a_divided_gpu_is_a_device_of_its_own(watched, tmp_path):
+    part = "MIG-00000002-0000-0000-0000-000000000000"
+    environ = {"CUDA_SIM_MIG": "1", "CUDA_VISIBLE_DEVICES": part}
+    run = watched("devices.py", str(tmp_path), "--use", "0", options=OFTEN, memory="1G,2G", count=2, **environ)
+    assert run.done.returncode == 0, run.done.stderr
+    samples = run.table("device")
+    assert set(samples["total_bytes"]) == {2 << 30}
+    fullest = samples.loc[samples["process_used_bytes"].idxmax()]
+    assert fullest["process_used_bytes"] == fullest["used_bytes"] - fullest["reserved_bytes"]
+    assert fullest["process_used_bytes"] > run.table("device_memory")["reserved_bytes"].max()
