@@ -255,6 +255,20 @@ def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memor
         hook.remove()
 
 
+def test_an_error_in_a_worker_is_told_before_the_training_ends_it_by_a_signal(out_of_memory, monkeypatch):
+    world = out_of_memory
+    world.hook.cuda_is_ready()
+    monkeypatch.setattr("training_harness.hooks.oom.is_worker", lambda: True)
+    for _ in range(5):  # a dataset that tries again
+        world.observers[0](1, 100, 1000, 30)
+    told = world.events("cuda-oom")
+    assert len(told) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
+    assert (told[0]["device"], told[0]["requested_bytes"], told[0]["allocated_bytes"]) == (1, 100, 10)
+    assert (told[0]["step"], told[0]["caught"]) == (None, None), (
+        "a worker is in no step; what becomes of it is open"
+    )
+
+
 def test_an_error_that_the_training_catches_is_told_as_it_was_at_the_error(out_of_memory, monkeypatch):
     world = out_of_memory
     world.hook.cuda_is_ready()

@@ -31,10 +31,10 @@ from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import PASS, Progress
 from training_harness.hooks.steps import has_optimizer
+from training_harness.hooks.worker import is_worker
 
 MODULE = "torch.nn.modules.module"
 _EVAL_FRAME = "torch._dynamo.eval_frame"
-_WORKER = "torch.utils.data._utils.worker"
 #: Calls from outside any other module after which a class counts as the top-level one.
 _CALLS_TO_LEAD = 3
 
@@ -142,7 +142,7 @@ class ForwardHook(Hook):
 
     def _called(self, module: Any, frame: FrameType) -> None:
         """Note a module call during discovery; one without parameters is a transform or a loss, not the model."""
-        if _is_worker():
+        if is_worker():
             self.end_discovery()
         elif next(module.parameters(), None) is not None and self._outermost(frame) is module:
             kind = type(module)
@@ -265,7 +265,7 @@ def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                if hook.active and not progress.sees_batches and not _is_worker():
+                if hook.active and not progress.sees_batches and not is_worker():
                     then(self)
             except Exception as error:
                 hook.fail(error)
@@ -281,9 +281,3 @@ def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
         in_place: Callable[[Any], None] = lambda model: hook.lead(type(model))  # noqa: E731
         own.replace(sys.modules[MODULE].Module, "compile", lambda original: guarded(original, in_place))
         return own
-
-
-def _is_worker() -> bool:
-    """Return whether this process is a DataLoader worker: its modules are part of a fetch."""
-    worker = sys.modules.get(_WORKER)
-    return worker is not None and worker.get_worker_info() is not None

@@ -5,7 +5,7 @@ exception hook runs, value stacks and autograd's buffers are gone. So the observ
 and, for the first errors, takes a snapshot. That is safe: the allocator has let go of its lock by then, and PyTorch
 takes the GIL before that lock everywhere (c10/cuda/CUDACachingAllocator.cpp `malloc`; its documentation takes
 snapshots in an observer, too). The event is written later: by the exception hook, at the end of the next step if
-the training caught the error and went on, or at the exit.
+the training caught the error and went on, or at the exit; at once in a DataLoader worker.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from training_harness import session
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.snapshots import save_allocator
+from training_harness.hooks.worker import is_worker
 from training_harness.layout import MEMORY_HISTORY_VARIABLE
 
 #: A training that tries batch sizes until one fits gets no snapshot of each; later errors get one a minute at most.
@@ -75,9 +76,10 @@ class OomHook(Hook):
         current = session.active
         if current is None or not self.active:
             return
+        in_worker = is_worker()
         error: dict[str, Any] = {
             "device": device,
-            "step": self._progress.step,
+            "step": None if in_worker else self._progress.step,
             "error_time_ns": time.monotonic_ns(),
             "requested_bytes": requested_bytes,
             "limit_bytes": limit_bytes,
@@ -90,6 +92,9 @@ class OomHook(Hook):
             error |= self._snapshot_of(error, current)
         except Exception as problem:
             error["snapshot_error"] = f"{type(problem).__name__}: {problem}"
+        if in_worker and "path" in error:  # no step ends there, and the training ends its workers by a signal
+            current.events.append("cuda-oom", caught=None, errors_count=1, **error)
+            return
         self._noticed.append(error)
         self._progress.requests.call(self._training_went_on)
 

@@ -280,6 +280,12 @@ class _DataQueue:
         return getattr(self._queue, name)
 
 
+def is_worker() -> bool:
+    """Return whether this process is a DataLoader worker: its modules are part of a fetch."""
+    worker = sys.modules.get(WORKER_MODULE)
+    return worker is not None and worker.get_worker_info() is not None
+
+
 def install() -> Hook:
     """Replace the worker loop of torch's DataLoader.
 
