@@ -80,7 +80,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
         lambda: [check_shm(host)],
         lambda: [check_pressure(host)],
         lambda: [check_smaps("/proc", os.getpid())],
-        lambda: [check_devices(DeviceSampler().reason)],
+        lambda: [check_devices(DeviceSampler(), Path("/proc"))],
         lambda: [check_lake(), check_store()],
         lambda: [check_home(home)],
         lambda: [check_latest_run(home)],
@@ -203,9 +203,26 @@ def check_smaps(proc: str, pid: int) -> Check:
     return Check(name="smaps_rollup", detail=f"can be read, this process has {_size(rollup.pss_bytes)} PSS")
 
 
-def check_devices(reason: str | None) -> Check:
-    """NVIDIA's management library; a machine without a GPU is well too."""
-    return Check(name="NVML", detail=reason or "works")
+def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
+    """Visible GPUs by NVIDIA's management library, and whether it names the processes that use them.
+
+    A machine without a GPU is well too.
+    """
+    if sampler.reason:
+        return Check(name="NVML", detail=sampler.reason)
+    totals = [sample["total_bytes"] for sample in sampler.sample(set())]
+    sizes = ", ".join("size unknown" if total is None else _size(total) for total in totals)
+    found = f"{len(totals)} GPU{'s' if len(totals) > 1 else ''} ({sizes})"
+    pids = sampler.users()
+    if not pids:
+        return Check(name="NVML", detail=f"{found}; no process uses them now, or NVML hides it, as in a container")
+    if any((proc / str(pid)).exists() for pid in pids):
+        return Check(name="NVML", detail=f"{found}; it names the processes that use them")
+    return Check(
+        name="NVML",
+        detail=f"{found}; the processes that it names are not of this container",
+        remedy="memory of the run and of other jobs can't be told apart; start the container with --pid=host",
+    )
 
 
 def check_lake() -> Check:

@@ -159,8 +159,14 @@ def _told(run: Run, who: str, said: dict[str, Any]) -> Iterator[str]:
         from collector.store.snapshots import growth
 
         grown = growth(run, said)
-        holders = [holder for device in grown.held_bytes for holder in ranked(grown, device)]
-        for holder in holders:
-            yield f"{wording.more(holder)} at {holder.site}: {wording.kept(holder)}"
+        largest_first = sorted(grown.held_bytes, key=lambda device: -grown.held_bytes[device])
+        holders = [(device, holder) for device in largest_first for holder in ranked(grown, device)]
+        for device, holder in holders:
+            yield f"{wording.more(holder)} {_memory(device)} at {holder.site}: {wording.kept(holder)}"
         if not holders:
             yield f"nothing stays within {grown.window}"
+
+
+def _memory(device: str) -> str:
+    """Return the words for the memory of a device, as PyTorch names it."""
+    return "of host memory" if device == "cpu" else f"on GPU {device.rpartition(':')[2]}"

@@ -44,6 +44,12 @@ class DeviceSampler:
         """What each device has now; `pids` are the run's processes. The names are the stream's."""
         return [self._sample(number, handle, pids) for number, handle in enumerate(self._handles)]
 
+    def users(self) -> set[int]:
+        """Return the pids that the driver names: in a container perhaps none, or those of the host."""
+        nvml = self._nvml
+        lists = [self._ask(partial(nvml.nvmlDeviceGetComputeRunningProcesses, handle)) for handle in self._handles]
+        return {process.pid for processes in lists for process in processes or []}
+
     def close(self) -> None:
         """Let go of NVML; harmless without a driver."""
         if self._handles:

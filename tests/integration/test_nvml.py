@@ -31,6 +31,16 @@ for line in sys.stdin:
     print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
 """
 
+#: Prints what doctor says of the devices; its argument is the /proc to look at.
+DOCTOR = """
+import json, sys
+from pathlib import Path
+from collector.agent.devices import DeviceSampler
+from collector.doctor import check_devices
+check = check_devices(DeviceSampler(), Path(sys.argv[1]))
+print(json.dumps([check.detail, check.remedy]), flush=True)
+"""
+
 
 class Machine:
     """Devices, and processes that use them."""
@@ -117,3 +127,18 @@ def test_a_gpu_that_is_lost_in_the_middle_of_a_run_is_missing_from_then_on(machi
 
 def test_without_a_driver_there_is_a_reason(machine):
     assert machine.sampler(CUDA_SIM_NO_NVML="1")() == ["none: NVIDIA driver not found", []]
+
+
+def doctor(machine, proc, **environ):
+    return json.loads(machine.start(DOCTOR, proc, **environ).stdout.readline())
+
+
+def test_doctor_tells_how_many_gpus_how_large_and_whether_processes_are_named(machine, tmp_path):
+    detail, remedy = doctor(machine, "/proc")
+    assert "2 GPUs (4 GiB, 2 GiB)" in detail
+    assert "no process uses them" in detail
+    machine.hold(0, GIB)
+    assert "names the processes" in doctor(machine, "/proc")[0]
+    detail, remedy = doctor(machine, tmp_path)  # those pids are of another container
+    assert "--pid=host" in remedy
+    assert "no process uses them now, or" in doctor(machine, "/proc", CUDA_SIM_NO_PROCESSES="1")[0]
