@@ -64,6 +64,8 @@ _BASE_BYTES = 340 * _MIB
 _STEPS, _STEPS_TO_LIMIT = 1500, 1200
 #: Kinds that follow from a leak of GPU memory.
 _CONSEQUENCES = ("gpu-oom-risk", "cuda-oom", "crashed")
+#: Finding of a fault -> what is true of it besides: it keeps tensors.
+_ALSO = {"cuda-oom": ("gpu-tensor-leak",), "gpu-fragmentation": ("gpu-tensor-leak",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +230,7 @@ def _is_wrong(case: Case, finding: Finding) -> bool:
     if case.kind is None:
         return True
     is_of_memory = KINDS[finding.kind] in ("memory leak", "memory forecast", "death")
-    return is_of_memory and finding.kind not in (case.kind, *_CONSEQUENCES)
+    return is_of_memory and finding.kind not in (case.kind, *_CONSEQUENCES, *_ALSO.get(case.kind, ()))
 
 
 def _forecasts(case: Case, tables: RunTables) -> list[Forecast]:

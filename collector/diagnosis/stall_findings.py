@@ -75,22 +75,24 @@ def _cannot_tell(tables: RunTables, loop: Loop, missing: str, evidence: tuple[Ev
 
 
 def compute_bound(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
-    """The loop does not starve."""
+    """Return that the loop does not starve, and what it takes to receive batches that are made."""
     if loop.num_workers:
-        how = f"and its workers have time to spare ({percent(steady.idle_ratio)} idle)"
+        how = f"its workers have time to spare ({percent(steady.idle_ratio)} idle)"
         second = _ratio("worker_idle_ratio", steady.idle_ratio, steady, tables)
         if steady.idle_ratio < _SPARE_IDLE:
-            how = f"and its workers just keep up ({percent(steady.idle_ratio)} idle)"
+            how = f"its workers just keep up ({percent(steady.idle_ratio)} idle)"
     else:
-        how = f"and a batch is made in {duration(steady.fetch_mean)}"
+        how = f"a batch is made in {duration(steady.fetch_mean)}"
         second = _seconds("fetch_seconds", steady.fetch_mean, steady, tables)
+    received = steady.wait_ratio - steady.starved_ratio
+    if received >= _HANDED:
+        how += f". Another {percent(received)} goes into their transfer: {duration(steady.hand_over)} per batch"
     return Finding(
         kind="compute-bound",
         severity="info",
         confidence=_confidence(steady),
         summary=f"Data loading keeps up: {percent(steady.starved_ratio)} of the loop's time goes into waiting "
-        "for batches "
-        f"of loader {loop.loader} that are not made yet, {how}.",
+        f"for batches of loader {loop.loader} that are not made yet, and {how}.",
         locus=_locus(tables, loop),
         since_step=_since(tables, loop, steady),
         evidence=(*_pace_evidence(steady, tables), second),
