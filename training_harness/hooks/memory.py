@@ -76,7 +76,7 @@ class DeviceGauges:
         current.device_memory(records)
 
     def _takes_part(self, device: int, stats: Mapping[str, Any]) -> bool:
-        """Return whether memory was handed out since the record before, or nobody knows."""
+        """Return whether memory was handed out since the record before; True if that is not known."""
         pools = stats.get("reserved_bytes_by_private_pools")
         handed_out = stats["allocated_bytes"]["all"]["allocated"]
         before, self._handed_out[device] = self._handed_out.get(device), handed_out

@@ -126,7 +126,7 @@ class OomHook(Hook):
         return taken
 
     def _observe(self) -> None:
-        """Attach an observer. Allocators other than PyTorch's own take none; there the exception tells."""
+        """Attach an observer. Other allocators take none: their errors are known from the exception alone."""
         if self._torch.cuda.get_allocator_backend() != "native":
             return
         self._torch._C._cuda_attach_out_of_memory_observer(self.noticed)
