@@ -1,4 +1,4 @@
-"""What is marked on the figures over time: epochs, restarts of the job, and since when a finding holds."""
+"""Marks on the figures over time: epochs, restarts of the job, and since when a finding holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.blocks import evidence_page, needs_attention
 from app.figures.marks import Mark
 from app.pages import POST_MORTEM, Page
 from collector.diagnosis.findings import Finding
-from collector.store import loading_queries, moment_queries
+from collector.store import device_queries, loading_queries, moment_queries
 from collector.store.queries import Queryable, Span
 from collector.wording import since as words_since
 
@@ -18,7 +18,7 @@ MAX_FINDINGS, MAX_RESTARTS = 4, 2
 
 
 def epochs(snapshot: Queryable, within: Span) -> list[Mark]:
-    """Where the epochs of the span begin."""
+    """Return where the epochs of the span begin."""
     begun = moment_queries.epoch_starts(snapshot, within)
     several = begun["loader"].nunique() > 1
     return [
@@ -28,7 +28,7 @@ def epochs(snapshot: Queryable, within: Span) -> list[Mark]:
 
 
 def restarts(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
-    """When a launcher began the job anew, with the way to what ended the attempt before."""
+    """Return when a launcher began the job again, with the address of the post-mortem."""
     begun: dict[int, int] = {}
     told = loading_queries.starts(snapshot)
     told = told[told["kind"] == "process-start"]
@@ -45,9 +45,10 @@ def restarts(snapshot: Queryable, within: Span, address: Callable[[Page], str]) 
 def since(
     findings: Sequence[Finding], snapshot: Queryable, within: Span, address: Callable[[Page], str]
 ) -> list[Mark]:
-    """Since when what needs attention goes on: the earliest of each kind, with the way to its evidence.
+    """Return since when findings that need attention hold: the earliest of each kind, with its page.
 
-    Of a chosen rank, what is of another one is left out.
+    Findings about other ranks than a chosen one are left out. An out-of-memory error of CUDA has a time of its own:
+    its step never ended.
     """
     first: dict[str, Finding] = {}
     for finding in needs_attention(findings):
@@ -58,12 +59,27 @@ def since(
     chosen = list(first.values())[:MAX_FINDINGS]
     steps = [finding.since_step for finding in chosen if finding.since_step is not None]
     times = moment_queries.steps_elapsed(snapshot, within, steps) if steps else []
+    gpus = device_queries.devices(snapshot)
+    at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
     return [
         Mark(
             at_seconds=at,
-            words=f"{finding.kind} {words_since(finding)}",
+            words=f"{finding.kind} {words_since(finding)}{_gpu(finding) if len(gpus) > 1 else ''}",
             address=address(evidence_page(finding.kind)),
         )
-        for finding, at in zip(chosen, times, strict=True)
-        if at is not None
+        for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)
+        if (at := at_step if at_error is None else at_error) is not None
     ]
+
+
+def _error_seconds(finding: Finding, snapshot: Queryable, within: Span) -> float | None:
+    """Return when the error of a `cuda-oom` was raised; None of other findings."""
+    if finding.kind != "cuda-oom":
+        return None
+    errors = device_queries.cuda_errors(snapshot, within)
+    of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"]
+    return float(of_step.iloc[-1]) if len(of_step) else None
+
+
+def _gpu(finding: Finding) -> str:
+    return "" if finding.locus.device is None else f" on GPU {finding.locus.device}"

@@ -19,13 +19,16 @@ from app.format import one_line
 from app.pages import Page
 from app.theme import Theme
 from collector.diagnosis.verdict import Verdict
-from collector.store import loading_queries, moment_queries, queries
+from collector.store import device_queries, loading_queries, moment_queries, queries
 from collector.store.queries import Extent, Queryable, Span, Window
 from collector.store.runs import Run
 
 Found = TypeVar("Found")
 #: Window -> what it is called, in the address too.
 WINDOW_WORDS: dict[Window, str] = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
+
+#: Seconds after an out-of-memory error in which the record of that moment is written.
+_ERROR_SECONDS = 0.1
 
 _log = logging.getLogger("tidegauge.app")
 
@@ -178,12 +181,22 @@ def _along(block: Block, moment: Moment) -> Block:
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
     if {own_axis(block), moment.axis} != {"elapsed"}:
-        clock = moment_queries.step_clock(moment.snapshot, moment.span)
+        clock = _step_clock(moment)
     block = along(block, moment.axis, clock)
     if not moment.others:  # whose figures are of several runs
         epochs, findings = moment.once("marks", lambda: _marks(moment))
         block = marked(block, epochs, findings, moment.theme, clock)
     return in_unit(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
+
+
+def _step_clock(moment: Moment) -> pd.DataFrame:
+    """Return the step at each time; a step that CUDA's memory ran out in never ended, and is there all the same."""
+    clock = moment_queries.step_clock(moment.snapshot, moment.span)
+    errors = device_queries.cuda_errors(moment.snapshot, moment.span)
+    fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
+    fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
+    later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
+    return pd.concat([clock, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
 
 
 def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:

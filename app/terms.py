@@ -1,4 +1,4 @@
-"""What the words of the figures mean, for whoever meets them first. docs/views.md tells more of each."""
+"""The terms of the figures and their meanings. docs/views.md has more about each."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import re
 #: Of the page of all, in the address.
 PATH = "terms"
 TERMS = {
-    "allocated": "what live tensors hold, of what PyTorch's allocator has from the driver",
-    "reserved": "what PyTorch's caching allocator holds from the driver: allocated, and cached for later",
-    "cached": "what the allocator holds and no tensor uses: it is handed out again before the driver is asked",
-    "fragmentation": "free pieces between live blocks, which cannot be given back and may be too small to use",
-    "non-PyTorch": "what the run's processes hold on the device beside the allocator: context, NCCL, libraries",
+    "allocated": "memory in use by live tensors",
+    "reserved": "memory that PyTorch's allocator has from the driver: allocated memory and cache",
+    "cached": "memory that the allocator keeps for new tensors, in use by none",
+    "fragmentation": "free pieces between live blocks: the driver cannot have them back, and they may be too small",
+    "non-PyTorch": "device memory of the run's processes outside the allocator: CUDA context, NCCL, libraries",
     "PSS": "proportional set size: a page that n processes share counts 1/n in each, so it adds up over processes",
     "private dirty": "pages that belong to one process alone and were written: what it would free by ending",
     "RSS": "resident set size: all pages that a process has in memory; pages that are shared count in each process",
     "anonymous": "memory without a file behind it: the kernel cannot drop it, as it can drop page cache",
     "parked": "batches that have arrived before their turn and wait for an earlier one",
     "outstanding": "batches asked for and not yet there",
-    "run queue": "ready to compute, and waiting for a core",
+    "run queue": "time a thread was ready to run but had no CPU core",
 }
 
 
 def anchor(term: str) -> str:
-    """Where a term stands on the page of all."""
+    """Return the anchor of a term on the page of terms."""
     return re.sub(r"\W+", "-", term.lower())
 
 

@@ -52,6 +52,8 @@ def in_unit(chart: Chart, seconds: float) -> Chart:
         if mark.xref == "x":
             for place in {"x", "x0", "x1"} & set(mark):
                 mark[place] /= length
+    if ends := chart.figure.layout.xaxis.range:
+        chart.figure.layout.xaxis.range = [end / length for end in ends]
     chart.figure.layout.xaxis.unifiedhovertitle.text = f"%{{x:,.2f}} {name}"
     title.text = title.text.replace("(s)", f"({name})")
     return chart

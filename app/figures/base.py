@@ -118,8 +118,8 @@ def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> Trac
 
 
 def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:
-    """One layer of a stack; the layers share one grid of x."""
-    return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 1.2})
+    """Return one layer of a stack; the layers share one grid of x. Its edge is thin: a thin layer is all edge."""
+    return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 0.8})
 
 
 def name_rows(figure: go.Figure, names: Sequence[str], **more: Any) -> None:
@@ -157,7 +157,7 @@ def sampled(lines: Lines) -> str:
     return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""
 
 
-def faint(colour: str) -> str:
-    """The colour, half transparent."""
+def faint(colour: str, opacity: float = 0.45) -> str:
+    """Return the colour, partly transparent."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.45)"
+    return f"rgba({red},{green},{blue},{opacity})"

@@ -1,24 +1,25 @@
-"""The memory of a GPU: what takes it over time, and how the allocator's segments are filled."""
+"""The memory of a GPU over time: its use against its capacity, the parts of it, and the allocator's segments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from app.figures.base import MAX_POINTS, Chart, blank, limit
-from app.figures.memory import ELAPSED
-from app.figures.samples import stack
-from app.format import GIB, MIB
+from app.figures.base import MAX_POINTS, Chart, Trace, blank, faint, limit
+from app.figures.memory import against, byte_figure, highest
+from app.figures.samples import sample_line, stack
+from app.format import MIB
 from app.theme import Theme
 from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
-from collector.quantities import known, percent, size
+from collector.quantities import duration, known, percent, size
+from collector.store.line_queries import Lines
 
-#: So many devices are drawn, and of them so many anew in one refresh.
+#: Devices that are drawn, and those of them that one refresh draws.
 MAX_DRAWN, AT_ONCE = 4, 2
-#: The segments that are drawn, the largest first.
+#: Segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
 _COLOURS = {
@@ -29,92 +30,221 @@ _COLOURS = {
     "other processes": "quiet",
     UNATTRIBUTED: "limit",
 }
-#: kind of trouble -> (words, symbol, attribute of the theme).
-_TROUBLE = {"retries": ("cache flushed", "triangle-up", "reserved"), "ooms": ("out of memory", "x", "limit")}
+#: part -> what a sentence says about so many bytes.
+PART_WORDS = {
+    "allocated": "are live tensors",
+    "cached": "are the allocator's cache",
+    "fragmentation": "are fragmentation",
+    "non-PyTorch": "are outside PyTorch",
+    "other processes": "belong to other processes",
+    UNATTRIBUTED: "are unattributed",
+}
+#: key of `device_queries.device_lines` -> name of its line.
+LINE_WORDS = {"reserved": "reserved", "allocated": "allocated", "used": "used, all processes"}
 
 
 def named(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
-    """`GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
+    """Return `GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
     several = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
     return [f"{word} {int(device)} of {host}" if several else f"{word} {int(device)}" for host, device in places]
 
 
 def drawn(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
-    """Which rows of `device_queries.devices` are drawn, those of a rank and the fullest, and what to say of it."""
+    """Choose the rows of `device_queries.devices` to draw, those of a rank and the fullest, and say so."""
     fullness = gpus[["used_peak_bytes", "reserved_peak_bytes"]].max(axis=1) / gpus["total_bytes"]
     is_others = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
     places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_others)))[:MAX_DRAWN]
-    told = (
+    words = (
         f"The {MAX_DRAWN} fullest of {len(gpus)} GPUs are drawn. The table has all; choose a rank to see its own."
     )
-    return sorted(places.tolist()), told if len(gpus) > MAX_DRAWN else ""
+    return sorted(places.tolist()), words if len(gpus) > MAX_DRAWN else ""
 
 
 def own_peaks(gpu: Mapping[Any, Any]) -> str:
-    """What PyTorch counted at most, of a row of `device_queries.devices`: more than was there at any record."""
+    """Return the sentence about the peaks that PyTorch counts itself, of a row of `device_queries.devices`."""
     peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
-    told = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if known(peak))
-    return f" PyTorch's own peaks in one process, over the whole run, between samples too: {told}." if told else ""
+    words = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if known(peak))
+    return f" Peaks that PyTorch counted itself, in one process: {words}." if words else ""
+
+
+def usage(
+    lines: Mapping[str, Lines],
+    errors: pd.DataFrame,
+    theme: Theme,
+    *,
+    name: str,
+    capacity_bytes: float | None,
+    share_bytes: float | None = None,
+    revision: str,
+) -> Chart:
+    """Draw allocated, reserved and used memory of a device over time, with its capacity and the errors.
+
+    Reserved is an area under the line of allocated, for the two often coincide. Of several ranks it is a thin
+    dotted line, since areas would hide each other.
+
+    Args:
+        lines: `device_queries.device_lines`.
+        errors: `device_queries.cuda_errors` of this device.
+        theme: colours.
+        name: of the device.
+        capacity_bytes: of the device, None if it is not known.
+        share_bytes: the share of it that a process may use, if that is a limit of its own.
+        revision: the run.
+
+    """
+    peak = max(highest(lines), float(errors["used_bytes"].max()) if errors["used_bytes"].notna().any() else 0.0)
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used", revision=revision)
+    for key, word in LINE_WORDS.items():
+        of_ranks = list(lines[key].points.groupby("series"))
+        for rank, points in of_ranks:
+            label = f"{word}, {rank!s}" if rank else word
+            x, y = points["elapsed_seconds"], points["value"] / scale
+            style = _line_style(key, theme, is_alone=len(of_ranks) == 1)
+            figure.add_trace(sample_line(label, x, y, **style, unit=unit, showlegend=True))
+    caption = f"Peak {size(peak)}{against(figure, peak, capacity_bytes, scale, theme, word='capacity')}"
+    if known(share_bytes):
+        limit(figure, share_bytes / scale, f"share of the process {size(share_bytes)}", theme)
+        top = max(
+            float(figure.layout.yaxis.range[1] if figure.layout.yaxis.range else 0), share_bytes / scale * 1.12
+        )
+        figure.update_yaxes(range=[0, top])
+        caption += f" The process may use {size(share_bytes)} of it."
+    figure.add_traces([*_errors(errors, theme, scale, peak)])
+    return Chart(
+        title=f"How near is {name} to its limit?",
+        figure=figure,
+        caption=f"{caption}{error_words(errors)}" if peak else "No samples in this window.",
+    )
+
+
+def _line_style(key: str, theme: Theme, *, is_alone: bool) -> dict[str, Any]:
+    if key == "used":
+        return {"colour": theme.host}
+    if key == "allocated":
+        return {"colour": theme.allocated, "line": {"width": 2.4}}
+    if is_alone:
+        fill = {"fill": "tozeroy", "fillcolor": faint(theme.reserved, 0.3)}
+        return {"colour": theme.reserved, "line": {"width": 0.8}, **fill}
+    return {"colour": theme.reserved, "line": {"width": 1.2, "dash": "dot"}}
 
 
 def account(
-    parts: pd.DataFrame, trouble: pd.DataFrame, theme: Theme, *, name: str, capacity_bytes: float, revision: str
+    parts: pd.DataFrame,
+    flushes: pd.DataFrame,
+    errors: pd.DataFrame,
+    theme: Theme,
+    *,
+    name: str,
+    capacity_bytes: float,
+    revision: str,
 ) -> Chart:
-    """What takes the memory of a device, stacked up to its capacity, with retries and OOMs as marks.
+    """Draw the parts of a device's used memory as a stack, with its capacity, cache flushes and errors as marks.
 
     Args:
         parts: `device_account.accounts`.
-        trouble: `device_queries.allocator_trouble`.
+        flushes: `device_queries.cache_flushes` of this device.
+        errors: `device_queries.cuda_errors` of this device.
         theme: colours.
         name: of the device.
         capacity_bytes: of the device, NaN if it is not known.
         revision: the run.
 
     """
-    figure = blank(theme, x_title=ELAPSED, y_title="device memory (GiB)", revision=revision, height=400)
-    layers = [part for part in (*PARTS, UNATTRIBUTED) if part in parts]
-    drawn = [(part, parts[part].fillna(0) / GIB, getattr(theme, _COLOURS[part])) for part in layers]
-    figure.add_traces(list(stack(parts["elapsed_seconds"], drawn, "GiB")))
-    total = parts[layers].sum(axis=1)
-    peak = parts.iloc[int(total.to_numpy().argmax())]
-    top = max(float(total.max()), capacity_bytes if known(capacity_bytes) else 0.0)
-    for kind, (words, symbol, colour) in _TROUBLE.items():
-        at = trouble.loc[trouble[kind] > 0]
-        if not at.empty:
-            figure.add_trace(
-                {
-                    "type": "scatter",
-                    "name": words,
-                    "x": at["elapsed_seconds"].to_numpy(),
-                    "y": np.full(len(at), top / GIB),
-                    "mode": "markers",
-                    "marker": {"symbol": symbol, "size": 11, "color": getattr(theme, colour)},
-                    "text": [_when(*each) for each in zip(at[kind], at["step"], strict=True)],
-                    "hovertemplate": f"{words} %{{text}}<extra></extra>",
-                }
-            )
-    told = ", ".join(f"{part} {size(peak[part])}" for part in layers if known(peak[part]) and peak[part] > 0)
-    caption = f"At the peak of {size(float(total.max()))}, of {len(parts):,} moments: {told}."
-    if known(capacity_bytes):
-        limit(figure, capacity_bytes / GIB, f"capacity {size(capacity_bytes)}", theme)
-        figure.update_yaxes(range=[0, top / GIB * 1.12])
-        caption += f" Capacity {size(capacity_bytes)}, the peak is {percent(float(total.max()) / capacity_bytes)}."
-    missing = [part for part in PARTS if part not in parts]
-    if missing:
+    known_parts = [part for part in (*PARTS, UNATTRIBUTED) if part in parts]
+    total = parts[known_parts].sum(axis=1)
+    peak, at_peak = float(total.max()), parts.iloc[int(total.to_numpy().argmax())]
+    words = {"y_title": "device memory", "revision": revision}
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, **words, height=400)
+    layers = [
+        (part, parts[part].fillna(0) / scale, getattr(theme, _COLOURS[part]))
+        for part in known_parts
+        if (parts[part] > 0).any()
+    ]
+    figure.add_traces(list(stack(parts["elapsed_seconds"], layers, unit)))
+    sentence = against(figure, peak, capacity_bytes, scale, theme, word="capacity")
+    figure.add_traces([*_flushes(flushes, theme, peak / scale), *_errors(errors, theme, scale, peak)])
+    largest = str(at_peak[known_parts].astype(float).idxmax())
+    caption = f"Peak {size(peak)}{sentence} {size(at_peak[largest])} of it {PART_WORDS[largest]}."
+    if missing := [part for part in PARTS if part not in parts]:
         caption += f" Not known here: {', '.join(missing)}."
-    for kind, (words, _, _) in _TROUBLE.items():
-        count = int(trouble[kind].clip(lower=0).sum())
-        caption += f" {words.capitalize()}: {f'{count:,} times' if count > 1 else 'once'}." if count else ""
-    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
+    if parts.get("allocated", pd.Series(dtype=float)).isna().any():
+        caption += " Until PyTorch's first record its memory counts as unattributed."
+    if flushes_count := int(flushes["count"].sum()):
+        caption += f" Cache flushed: {_times(flushes_count)}."
+    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption + error_words(errors))
 
 
-def _when(count: float, step: float) -> str:
-    return f"in step {step:,.0f}" if count == 1 else f"{count:,.0f} times, last in step {step:,.0f}"
+def error_words(errors: pd.DataFrame) -> str:
+    """Return a sentence about the last error that was not caught, and one that counts those that were."""
+    words, fatal = "", errors[~errors["was_caught"].astype(bool)]
+    if len(fatal):
+        last = fatal.iloc[-1]
+        words += f" Out of memory at {_place(last)}{_shortage(last)}."
+    if caught := int(errors.loc[errors["was_caught"].astype(bool), "errors_count"].sum()):
+        words += f" Out-of-memory errors that the training caught: {caught:,}."
+    return words
+
+
+def _flushes(flushes: pd.DataFrame, theme: Theme, top: float) -> Iterator[Trace]:
+    if not flushes.empty:
+        words = "cache flushed"
+        at = zip(flushes["count"], flushes["step"], strict=True)
+        steps = [f"in step {step:,.0f}" if n == 1 else f"{_times(n)}, last in step {step:,.0f}" for n, step in at]
+        yield _marks(words, flushes, np.full(len(flushes), top), steps, "triangle-up", 11, theme.reserved)
+
+
+def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Iterator[Trace]:
+    """Return an x for each error, as high as the use then; hollow and smaller where the training caught it."""
+    was_caught = errors["was_caught"].astype(bool)
+    for words, at, symbol, side in (
+        ("out of memory, caught", errors[was_caught], "x-open", 9),
+        ("out of memory", errors[~was_caught], "x", 12),
+    ):
+        if not at.empty:
+            y = at["used_bytes"].astype(float).fillna(at["reserved_bytes"].astype(float)).fillna(top) / scale
+            texts = [f"at {_place(row)}{_shortage(row)}" for _, row in at.iterrows()]
+            yield _marks(words, at, y, texts, symbol, side, theme.limit)
+
+
+def _marks(words: str, at: pd.DataFrame, y: Any, texts: list[str], symbol: str, side: int, colour: str) -> Trace:
+    return {
+        "type": "scatter",
+        "name": words,
+        "x": at["elapsed_seconds"].to_numpy(),
+        "y": np.asarray(y, dtype=np.float64),
+        "mode": "markers",
+        "marker": {"symbol": symbol, "size": side, "color": colour, "line": {"width": 1.5, "color": colour}},
+        "cliponaxis": False,
+        "text": texts,
+        "hovertemplate": f"{words} %{{text}}<extra></extra>",
+    }
+
+
+def _place(error: pd.Series) -> str:
+    step = error["step"]
+    return (
+        f"step {step:,.0f} ({duration(error['elapsed_seconds'])})"
+        if known(step)
+        else duration(error["elapsed_seconds"])
+    )
+
+
+def _shortage(error: pd.Series) -> str:
+    if not (known(error["requested_bytes"]) and known(error["free_bytes"])):
+        return ""
+    words = f": {size(error['requested_bytes'])} requested, {size(error['free_bytes'])} free"
+    return (
+        f"{words}, but the share of the process is {size(error['limit_bytes'])}" if error["is_of_share"] else words
+    )
+
+
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:,.0f} times"
 
 
 def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """The allocator's segments as bars, blocks in use filled: holes are what cannot be given back.
+    """Draw the allocator's segments as bars, with blocks in use filled. The holes cannot be given back.
 
     Args:
         table: `snapshots.AllocatorSnapshot.segments`.
@@ -148,14 +278,14 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
     figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, zeroline=False)
     whole, held = table["total_bytes"].sum(), table["allocated_bytes"].sum()
-    caption = f"Segments: {len(table):,}, of {size(whole)}, of which {size(held)} are in use."
+    caption = f"{percent(held / whole)} in use: {size(held)} of {size(whole)} in {len(table):,} segments."
     if len(table) > len(shown):
         caption += f" The {len(shown)} largest are drawn."
     return Chart(title="How are the allocator's segments filled?", figure=figure, caption=caption)
 
 
 def _joined(blocks: list[tuple[int, int, bool]]) -> list[tuple[int, int]]:
-    """Offset and bytes of what is in use without a hole."""
+    """Return offset and bytes of each stretch without a hole."""
     joined: list[tuple[int, int]] = []
     for offset, size_bytes, used in blocks:
         if used and joined and sum(joined[-1]) == offset:

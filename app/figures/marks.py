@@ -1,4 +1,4 @@
-"""What happened beside the figures over time: epochs as ticks, and what began to go wrong as lines that lead on."""
+"""Marks on the figures over time: epochs as ticks, and findings as dotted lines with a link to their evidence."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _TICK = 0.04
 _ROW = 19
 #: Of the width: a letter of a tick's label, in the narrowest figures, and the edge, where an epoch parts nothing.
 _LETTER, _EDGE = 0.016, 0.01
+#: An error may come after the last sample of a figure, by a tick of the collector: in units of x, and of the width.
+_BEYOND, _BEYOND_RATIO = 2.0, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,15 @@ def marked(
         return chart
     low, high = float(np.nanmin(x)), float(np.nanmax(x))
 
-    def placed(marks: Sequence[Mark]) -> list[tuple[float, Mark]]:
+    def placed(marks: Sequence[Mark], end: float) -> list[tuple[float, Mark]]:
         places = moved([mark.at_seconds for mark in marks], "elapsed", axis, clock)
-        return [(float(at), mark) for at, mark in zip(places, marks, strict=True) if low <= at <= high]
+        return [(float(at), mark) for at, mark in zip(places, marks, strict=True) if low <= at <= end]
 
-    begun = [(at, mark) for at, mark in placed(epochs) if at > low + _EDGE * (high - low)]
-    told = placed(findings)
+    begun = [(at, mark) for at, mark in placed(epochs, high) if at > low + _EDGE * (high - low)]
+    told = placed(findings, high + max(_BEYOND, _BEYOND_RATIO * (high - low)))
+    if (last := max((at for at, _ in told), default=high)) > high:
+        high = last
+        chart.figure.layout.xaxis.range = [low, high + _EDGE * (high - low)]
     row = _make_room(chart.figure.layout, len(told))
     tops = [1 + row * (len(told) - 1 - place) for place in range(len(told))]
     shapes = [_line(at, top, theme, width=1.4, dash="dot") for top, (at, _) in zip(tops, told, strict=True)]

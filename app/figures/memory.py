@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 from app.figures.base import Chart, Trace, blank, limit, line, sampled
 from app.figures.samples import broken, pauses, sample_line, stack
@@ -22,8 +23,8 @@ METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss
 ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
 #: limit of `memory_queries.HOST_LIMITS` -> what it is.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
-#: A limit so many times above the peak would press the line flat, and is told in the caption alone.
-FARTHEST_LIMIT = 10
+#: A limit farther above the peak than this factor would press the lines flat. The caption alone names it.
+FARTHEST_LIMIT = 4
 #: More restarts of one worker than this would hide its line.
 MAX_MARKED_RESTARTS = 200
 #: A restart stands on its line where a sample is so near (s), or within this share of the line; else on the axis.
@@ -82,7 +83,7 @@ def by_role(
 def against_limit(
     usage: Mapping[str, Lines], theme: Theme, *, name: str, capacity_bytes: float | None, revision: str
 ) -> Chart:
-    """Usage of one limited resource over time, its capacity a dashed line unless that is far away, y from 0.
+    """Draw usage of a limited resource over time, with its limit as a dashed line unless that is far above.
 
     Args:
         usage: label -> line of bytes.
@@ -92,37 +93,61 @@ def against_limit(
         revision: the run.
 
     """
-    peak = max(
-        (float(lines.points["value"].max()) for lines in usage.values() if not lines.points.empty), default=0.0
-    )
-    is_near = capacity_bytes is not None and known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
-    scale, unit = byte_axis(max(peak, capacity_bytes if is_near and capacity_bytes else 0.0))
-    figure = blank(theme, x_title=ELAPSED, y_title=f"used ({unit})", revision=revision)
-    colours = {"allocated": theme.allocated, "reserved": theme.reserved, "anonymous": theme.latency}
+    peak = highest(usage)
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used", revision=revision)
     captions = []
     for label, lines in usage.items():
         if lines.points.empty:
             continue
-        colour = colours.get(label, theme.host)
+        colour = theme.latency if label == "anonymous" else theme.host
         for part, points in lines.points.groupby("series"):
             name_of_line = f"{label}, {part!s}" if part else label
             x, y = points["elapsed_seconds"], points["value"] / scale
             figure.add_trace(sample_line(name_of_line, x, y, colour, unit, showlegend=True))
         values = lines.points["value"]
         of = sampled(lines) or f"n = {lines.samples_count:,}"
-        captions.append(f"{label}: last {size(values.iloc[-1])}, peak {size(values.max())} ({of})")
-    caption = "; ".join(captions) + "." if captions else "No samples in this window."
-    if capacity_bytes is not None and known(capacity_bytes):
-        caption += f" Limit {size(capacity_bytes)}"
-        if is_near:
-            limit(figure, capacity_bytes / scale, f"limit {size(capacity_bytes)}", theme)
-            figure.update_yaxes(range=[0, max(capacity_bytes, peak) / scale * 1.12])
-            caption += "."
-        else:
-            caption += f", of which the peak is {percent(peak / capacity_bytes)}: it is too far above to be drawn."
-    else:
-        caption += " The limit is not known."
+        peak_of_line = f"peak {size(values.max())}, " if len(usage) > 1 else ""
+        captions.append(f"{label} {size(values.iloc[-1])} ({peak_of_line}{of})")
+    sentence = f"Peak {size(peak)}{against(figure, peak, capacity_bytes, scale, theme)}"
+    caption = f"{sentence} Last: {', '.join(captions)}." if captions else "No samples in this window."
     return Chart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)
+
+
+def highest(usage: Mapping[str, Lines]) -> float:
+    """Return the largest value of lines, 0 if they have none."""
+    return max(
+        (float(lines.points["value"].max()) for lines in usage.values() if not lines.points.empty), default=0.0
+    )
+
+
+def byte_figure(
+    peak: float, capacity_bytes: float | None, theme: Theme, *, y_title: str, revision: str, height: int = 320
+) -> tuple[go.Figure, int, str]:
+    """Return an empty figure of bytes over time that `against` finishes, its bytes per unit, and the unit."""
+    scale, unit = byte_axis(max(peak, (capacity_bytes or 0.0) if _is_near(peak, capacity_bytes) else 0.0))
+    return (
+        blank(theme, x_title=ELAPSED, y_title=f"{y_title} ({unit})", revision=revision, height=height),
+        scale,
+        unit,
+    )
+
+
+def against(
+    figure: go.Figure, peak: float, capacity_bytes: float | None, scale: int, theme: Theme, *, word: str = "limit"
+) -> str:
+    """Draw a limit, unless it is far above the peak, and return the end of a sentence about the peak."""
+    if not known(capacity_bytes):
+        return f". The {word} is not known."
+    words = f", {percent(peak / capacity_bytes)} of the {word} of {size(capacity_bytes)}"
+    is_near = _is_near(peak, capacity_bytes)
+    if is_near:
+        limit(figure, capacity_bytes / scale, f"{word} {size(capacity_bytes)}", theme)
+    figure.update_yaxes(range=[0, (max(capacity_bytes, peak) if is_near else peak) / scale * 1.12 or 1])
+    return f"{words}." if is_near else f"{words} (above this axis)."
+
+
+def _is_near(peak: float, capacity_bytes: float | None) -> bool:
+    return known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
 
 
 def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str) -> Chart:

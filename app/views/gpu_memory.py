@@ -17,35 +17,33 @@ from collector.quantities import MISSING, duration, known, number, percent, size
 from collector.store import device_queries
 from collector.store.snapshots import newest_allocator_snapshot
 
-NOTHING = "Nothing is wrong with the memory of a GPU, as far as was seen."
 KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")
 MAX_SITES = 20
 NO_GPU = Note(
-    text="CPU-only run: no CUDA device was used or seen, so there is no GPU memory to show. If there should be "
-    "one, this says why it was not seen:",
+    text="CPU-only run: it used no CUDA device. If it should have, this command finds the reason:",
     command="tidegauge doctor",
 )
 
 
 def findings(moment: Moment) -> Iterator[Block]:
-    """What was found about GPUs."""
+    """Show the findings about GPUs."""
     if moment.verdict is not None and not device_queries.devices(moment.snapshot).empty:
         yield Findings(findings=_chosen(moment))
 
 
 def account(moment: Moment) -> Iterator[Block]:
-    """What takes the memory of each device."""
+    """Draw the parts of the memory of each device."""
     if not _gpus(moment):
         yield NO_GPU
         return
-    places, told = _drawn(moment)
-    if told:
-        yield Note(text=told)
+    places, words = _drawn(moment)
+    if words:
+        yield Note(text=words)
     yield from _charts(moment, places[: devices.AT_ONCE])
 
 
 def further_account(moment: Moment) -> Iterator[Block]:
-    """The same of the other devices that are drawn."""
+    """Draw the other devices."""
     if _gpus(moment):
         yield from _charts(moment, _drawn(moment)[0][devices.AT_ONCE :])
 
@@ -57,11 +55,12 @@ def _drawn(moment: Moment) -> tuple[list[int], str]:
 def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
     for gpu in (_gpus(moment)[place] for place in places):
         if gpu.parts.empty:
-            yield Note(text=f"{gpu.name} has no record in this window: choose a longer one.")
+            yield Note(text=f"{gpu.name} has no record in this window. Choose a longer window.")
             continue
         chart = devices.account(
             gpu.parts,
-            gpu.trouble,
+            gpu.flushes,
+            gpu.errors,
             moment.theme,
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
@@ -71,32 +70,32 @@ def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
 
 
 def table(moment: Moment) -> Iterator[Block]:
-    """The same in numbers: of each device at its peak, and at the end of the window."""
+    """List the parts of each device's memory at its peak and at the end of the window."""
     rows = [row for gpu in _gpus(moment) if not gpu.parts.empty for row in _in_numbers(gpu)]
     if rows:
         yield Table(
             frame=pd.DataFrame(rows).fillna(MISSING),
-            caption="At the peak of the samples and at the end of the window. Total: what the parts add up to, "
-            "and at least so much if one of them was not known then.",
+            caption="Last: while processes of the run used the GPU. A total with an unknown part (—) is a lower "
+            "bound.",
             download=f"{moment.run_id}-gpus",
         )
 
 
 def snapshot(moment: Moment) -> Iterator[Block]:
-    """The newest allocator snapshot: its segments, and the lines that hold most."""
+    """Draw the segments of the newest allocator snapshot, and list the lines that hold most."""
     if device_queries.devices(moment.snapshot).empty:
         return
     taken = newest_allocator_snapshot(moment.run)
     if taken is None:
         yield Note(
-            text="No snapshot of the allocator. One is taken when CUDA memory runs out, and as it goes on with",
+            text="No snapshot of the allocator. An out-of-memory error takes one, and so does this command:",
             command=f"tidegauge snapshot {moment.run_id}",
         )
         return
     yield devices.segments(taken.segments, moment.theme, revision=moment.run_id)
     if taken.sites.empty:
         yield Note(
-            text="The snapshot has no stacks, so which lines hold the memory is not known. They are recorded with",
+            text="The snapshot has no stacks, so the lines that hold the memory are unknown. This records stacks:",
             command="tidegauge run --memory-history 100000 -- python train.py",
         )
         return
@@ -109,43 +108,52 @@ def snapshot(moment: Moment) -> Iterator[Block]:
                 "Blocks": [number(count) for count in top["blocks_count"]],
             }
         ),
-        caption=f"The lines that hold most, of {len(taken.sites):,}, in snapshots/{taken.name} (pid {taken.pid}).",
+        caption=f"Top {len(top)} of {len(taken.sites):,} lines by memory in use, from snapshots/{taken.name} "
+        f"(pid {taken.pid}).",
         download=f"{moment.run_id}-sites",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gpu:
-    """A device that the run uses, what takes its memory (`device_account.accounts`), when it was short of it."""
+    """A device of the run: the parts of its used memory (`device_account.accounts`), cache flushes and errors."""
 
     name: str
     capacity_bytes: float
     own_peaks: str
     parts: pd.DataFrame
-    trouble: pd.DataFrame
+    flushes: pd.DataFrame
+    errors: pd.DataFrame
+
+    @property
+    def totals(self) -> pd.Series:
+        """Used bytes over time."""
+        totals: pd.Series = self.parts.drop(columns="elapsed_seconds").sum(axis=1)
+        return totals
 
 
 def _gpus(moment: Moment) -> list[_Gpu]:
-    return moment.once("gpus", lambda: list(_look_at_gpus(moment)))
+    return moment.once("gpus", lambda: list(_read_gpus(moment)))
 
 
-def _look_at_gpus(moment: Moment) -> Iterator[_Gpu]:
+def _read_gpus(moment: Moment) -> Iterator[_Gpu]:
     found = device_queries.devices(moment.snapshot)
     parts = accounts(*device_queries.device_grid(moment.snapshot, moment.span))
-    trouble = device_queries.allocator_trouble(moment.snapshot, moment.span)
+    flushes = device_queries.cache_flushes(moment.snapshot, moment.span)
+    errors = device_queries.cuda_errors(moment.snapshot, moment.span)
     for name, row in zip(devices.named(found), found.to_dict("records"), strict=True):
         yield _Gpu(
             name=name,
             capacity_bytes=row["total_bytes"],
             own_peaks=devices.own_peaks(row),
             parts=parts[parts["gpu"] == row["gpu"]].drop(columns="gpu").dropna(axis=1, how="all"),
-            trouble=trouble[trouble["gpu"] == row["gpu"]],
+            flushes=flushes[flushes["gpu"] == row["gpu"]],
+            errors=errors[errors["gpu"] == row["gpu"]],
         )
 
 
 def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
-    parts = gpu.parts.drop(columns="elapsed_seconds")
-    totals = parts.sum(axis=1)
+    parts, totals = gpu.parts.drop(columns="elapsed_seconds"), gpu.totals
     for place, words in ((int(totals.to_numpy().argmax()), "at the peak"), (-1, "last")):
         total = float(totals.iloc[place])
         yield {
@@ -165,7 +173,21 @@ def _chosen(moment: Moment) -> list[Finding]:
 def _answer(moment: Moment) -> str:
     if device_queries.devices(moment.snapshot).empty:
         return "This run uses no GPU."
-    return answer(_chosen(moment), NOTHING)
+    return answer(_chosen(moment), _healthy(moment))
+
+
+def _healthy(moment: Moment) -> str:
+    """Return the largest part of the fullest GPU, for a run without findings about GPUs."""
+    used = [gpu for gpu in _gpus(moment) if not gpu.parts.empty]
+    if not used:
+        return "No problem found. There is no record of a GPU in this window."
+    fullest = max(used, key=lambda gpu: gpu.totals.max() / (gpu.capacity_bytes if known(gpu.capacity_bytes) else 1))
+    place = int(fullest.totals.to_numpy().argmax())
+    at_peak = fullest.parts.drop(columns="elapsed_seconds").iloc[place].astype(float)
+    return (
+        f"No problem found. At the peak, {size(at_peak.max())} of the {size(fullest.totals.iloc[place])} in use on "
+        f"{fullest.name} {devices.PART_WORDS[str(at_peak.idxmax())]}."
+    )
 
 
 VIEW = View(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.figures.devices import AT_ONCE, drawn, named, own_peaks
+from app.figures.devices import AT_ONCE, LINE_WORDS, drawn, named, usage
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
@@ -20,89 +21,143 @@ from collector.wording import eta
 
 #: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
-#: As many processes are drawn with their open files.
+#: Processes whose open files are drawn.
 MAX_PROCESSES = 4
-NOTHING = "No limit is forecast to be met."
-OF_GPU = (
-    "That of a GPU is the largest sample of the driver or, if it is more, what PyTorch reserved at its own peak, "
-    "which it knows between samples too: what lay outside PyTorch then leaves still less headroom."
+ABOUT_CGROUPS = "Peak: over the whole run. A cgroup counts page cache too, most of which the kernel can drop."
+ABOUT_GPUS = (
+    "GPU peak: the largest of the driver's samples, the use at an out-of-memory error, and the peak of reserved "
+    "that PyTorch counts. Last: while processes of the run used the GPU."
 )
 #: Findings beside the forecasts whose evidence is here.
 SEEN_HERE = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """A row of the table of limits; bytes, or a count of files."""
+
+    name: str
+    capacity: float
+    last: float
+    peak: float
+    met: str
+    is_count: bool = False
+
+    @property
+    def peak_ratio(self) -> float:
+        """Peak, as a share of the capacity."""
+        return self.peak / self.capacity
+
+
 def findings(moment: Moment) -> Iterator[Block]:
-    """Forecasts, and deaths by lack of memory."""
+    """Show forecasts, and deaths by lack of memory."""
     if moment.verdict is not None:
         yield Findings(findings=_chosen(moment))
 
 
 def limits(moment: Moment) -> Iterator[Block]:
-    """One row per limit."""
-    rows = [*_device_rows(moment), *_host_rows(moment), *_file_rows(moment)]
-    if not rows:
-        yield Note(text="No host or device sample yet: only the collector takes them.")
+    """List the limits."""
+    found = _limits(moment)
+    if not found:
+        yield Note(text="No sample of host or device yet. The collector takes them.")
         return
-    caption = (
-        "Peak is over the whole run. The usage of a cgroup counts page cache, most of which the kernel can "
-        "drop; its anonymous part can't be dropped."
-    )
+    without_gpus = device_queries.devices(moment.snapshot).empty
     yield Table(
-        frame=pd.DataFrame(rows),
-        caption=caption if device_queries.devices(moment.snapshot).empty else f"{caption} {OF_GPU}",
+        frame=pd.DataFrame([_row(limit) for limit in found]),
+        caption=ABOUT_CGROUPS if without_gpus else f"{ABOUT_CGROUPS} {ABOUT_GPUS}",
         download=f"{moment.run_id}-limits",
     )
 
 
 def devices(moment: Moment) -> Iterator[Block]:
-    """One chart per GPU of each host; one note where there is none."""
+    """Draw the GPUs of each host, or say that there is none."""
     table = device_queries.devices(moment.snapshot)
     if table.empty:
-        yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
+        yield Note(text="CPU-only run: it used no CUDA device, so there are no GPU figures.")
         return
-    places, told = drawn(table, moment.span.rank)
-    if told:
-        yield Note(text=told)
+    places, words = drawn(table, moment.span.rank)
+    if words:
+        yield Note(text=words)
     yield from _device_charts(moment, table, places[:AT_ONCE])
 
 
 def further_devices(moment: Moment) -> Iterator[Block]:
-    """The same of the other GPUs that are drawn."""
+    """Draw the other GPUs."""
     table = device_queries.devices(moment.snapshot)
     if not table.empty:
         yield from _device_charts(moment, table, drawn(table, moment.span.rank)[0][AT_ONCE:])
 
 
 def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> Iterator[Block]:
-    names = {"allocated": "allocated", "reserved": "reserved", "used": "used, all processes"}
+    errors = device_queries.cuda_errors(moment.snapshot, moment.span)
     gpus = list(zip(named(table), table.to_dict("records"), strict=True))
     for name, row in (gpus[place] for place in places):
-        lines = device_queries.device_lines(moment.snapshot, moment.span, row["gpu"])
-        chart = memory.against_limit(
-            {names[key]: value for key, value in lines.items()},
+        yield usage(
+            device_queries.device_lines(moment.snapshot, moment.span, row["gpu"]),
+            errors[errors["gpu"] == row["gpu"]],
             moment.theme,
             name=name,
             capacity_bytes=row["total_bytes"],
+            share_bytes=share_bytes(moment, row),
             revision=moment.run_id,
         )
-        yield replace(chart, caption=chart.caption + own_peaks(row))
+
+
+def devices_in_numbers(moment: Moment) -> Iterator[Block]:
+    """List the last and the highest values of the lines of each GPU that is drawn."""
+    table = device_queries.devices(moment.snapshot)
+    if table.empty:
+        return
+    names, rows = named(table), table.to_dict("records")
+    values = [
+        each for place in drawn(table, moment.span.rank)[0] for each in _values(moment, names[place], rows[place])
+    ]
+    if values:
+        yield Table(
+            frame=pd.DataFrame(values),
+            caption="PyTorch's own peak: over the whole run, in one process, between samples too.",
+            download=f"{moment.run_id}-gpu-lines",
+        )
+
+
+def _values(moment: Moment, name: str, row: dict[Any, Any]) -> Iterator[dict[str, str]]:
+    for key, lines in device_queries.device_lines(moment.snapshot, moment.span, row["gpu"]).items():
+        for rank, points in lines.points.groupby("series"):
+            yield {
+                "GPU": name,
+                "Memory": f"{LINE_WORDS[key]}, {rank!s}" if rank else LINE_WORDS[key],
+                "Last": size(points["value"].iloc[-1]),
+                "Peak of samples": size(points["value"].max()),
+                "PyTorch's own peak": size(row.get(f"{key}_peak_bytes")) if key != "used" else MISSING,
+            }
+
+
+def share_bytes(moment: Moment, gpu: dict[Any, Any]) -> float | None:
+    """Return the share of a GPU that a process may use, if it was met or is forecast to be met."""
+    errors = device_queries.cuda_errors(moment.snapshot, moment.whole)
+    met = errors.loc[(errors["gpu"] == gpu["gpu"]) & errors["is_of_share"].astype(bool), "limit_bytes"]
+    if len(met):
+        return float(met.iloc[-1])
+    risk = _forecast(moment, "gpu-oom-risk", gpu["host"], int(gpu["device"]))
+    is_share = risk is not None and risk.limit is not None and "share" in risk.limit.name
+    return float(risk.limit.value) if is_share and risk and risk.limit else None
 
 
 def cgroup_and_host(moment: Moment) -> Iterator[Block]:
-    """The cgroup that binds, else the host's memory."""
+    """Draw the cgroup that binds, else the host's memory."""
     table = memory_queries.host_limits(moment.snapshot)
     bound = table[table["limit"] == "cgroup"]
     yield from _host_charts(moment, bound if not bound.empty else table[table["limit"] == "host"])
 
 
 def shared_memory(moment: Moment) -> Iterator[Block]:
-    """/dev/shm, where batches of workers travel."""
+    """Draw /dev/shm, which carries the batches of workers."""
     table = memory_queries.host_limits(moment.snapshot)
     yield from _host_charts(moment, table[table["limit"] == "shm"])
 
 
 def open_files(moment: Moment) -> Iterator[Block]:
-    """Open files of the processes that are nearest to their limit."""
+    """Draw the open files of the processes that are nearest to their limit."""
     every = memory_queries.open_files(moment.snapshot)
     places = every.head(MAX_PROCESSES)
     if places.empty:
@@ -112,7 +167,7 @@ def open_files(moment: Moment) -> Iterator[Block]:
         chart = memory.open_files(
             lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
         )
-        left = f" The {len(places)} of {len(every)} processes that come nearest to theirs are drawn."
+        left = f" Drawn: the {len(places)} of {len(every)} processes nearest to their limit."
         yield replace(chart, caption=chart.caption + (left if len(places) < len(every) else ""))
 
 
@@ -138,38 +193,49 @@ def _limit_name(row: pd.Series, table: pd.DataFrame) -> str:
     return f"{name} of {row['host']}" if table["host"].nunique() > 1 else name
 
 
-def _device_rows(moment: Moment) -> Iterator[dict[str, str]]:
+def _limits(moment: Moment) -> list[_Limit]:
+    return moment.once("limits", lambda: [*_device_limits(moment), *_host_limits(moment), *_file_limits(moment)])
+
+
+def _device_limits(moment: Moment) -> Iterator[_Limit]:
     table = device_queries.devices(moment.snapshot)
     for gpu, row in zip(named(table), table.to_dict("records"), strict=True):
         by_driver = known(row["used_bytes"])
-        name, now = (gpu, "used_bytes") if by_driver else (f"{gpu} (reserved by PyTorch)", "reserved_bytes")
-        # The driver is asked twice a second, and misses what PyTorch held in between.
-        peak = float(np.fmax(row["used_peak_bytes"], row["reserved_peak_bytes"]))
         place = row["host"], int(row["device"])
-        finding = _fatal(moment, *place) or _forecast(moment, "gpu-oom-risk", *place)
-        yield _row(name, row[now], peak, row["total_bytes"], finding, moment)
+        forecast = _forecast(moment, "gpu-oom-risk", *place)
+        finding = _fatal(moment, *place) or forecast or _forecast(moment, "cuda-oom", *place)
+        yield _Limit(
+            name=gpu if by_driver else f"{gpu} (reserved by PyTorch)",
+            capacity=row["total_bytes"],
+            last=row["used_bytes" if by_driver else "reserved_bytes"],
+            peak=float(np.fmax(row["used_peak_bytes"], row["reserved_peak_bytes"])),
+            met=_when(finding, moment, row["total_bytes"]),
+        )
 
 
-def _host_rows(moment: Moment) -> Iterator[dict[str, str]]:
+def _host_limits(moment: Moment) -> Iterator[_Limit]:
     table = memory_queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
-        name = _limit_name(row, table)
         finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
-        yield _row(name, row["now_bytes"], row["peak_bytes"], row["capacity_bytes"], finding, moment)
+        yield _Limit(
+            name=_limit_name(row, table),
+            capacity=row["capacity_bytes"],
+            last=row["now_bytes"],
+            peak=row["peak_bytes"],
+            met=_when(finding, moment, row["capacity_bytes"]),
+        )
 
 
-def _file_rows(moment: Moment) -> Iterator[dict[str, str]]:
+def _file_limits(moment: Moment) -> Iterator[_Limit]:
     for row in memory_queries.open_files(moment.snapshot).head(1).to_dict("records"):
-        finding = _forecast(moment, "fd-exhaustion-risk")
-        yield {
-            "Limit": f"open files, {row['series']}",
-            "Capacity": number(row["limit_count"]),
-            "Last": number(row["now_count"]),
-            "Peak": number(row["peak_count"]),
-            "Peak of capacity": percent(row["peak_count"] / row["limit_count"]),
-            "Headroom at peak": number(row["limit_count"] - row["peak_count"]),
-            "Limit met": _when(finding, moment, row["limit_count"]),
-        }
+        yield _Limit(
+            name=f"open files, {row['series']}",
+            capacity=row["limit_count"],
+            last=row["now_count"],
+            peak=row["peak_count"],
+            met=_when(_forecast(moment, "fd-exhaustion-risk"), moment, row["limit_count"]),
+            is_count=True,
+        )
 
 
 def _forecast(moment: Moment, kind: str, host: str | None = None, device: int | None = None) -> Finding | None:
@@ -180,19 +246,28 @@ def _forecast(moment: Moment, kind: str, host: str | None = None, device: int | 
     return None
 
 
-def _row(
-    name: str, now: float, peak: float, capacity: float, finding: Finding | None, moment: Moment
-) -> dict[str, str]:
-    headroom = capacity - peak
+def _row(limit: _Limit) -> dict[str, str]:
+    words = number if limit.is_count else size
     return {
-        "Limit": name,
-        "Capacity": size(capacity),
-        "Last": size(now),
-        "Peak": size(peak),
-        "Peak of capacity": percent(peak / capacity),
-        "Headroom at peak": size(headroom),
-        "Limit met": _when(finding, moment, capacity),
+        "Limit": limit.name,
+        "Capacity": words(limit.capacity),
+        "Last": words(limit.last),
+        "Peak": words(limit.peak),
+        "Peak of capacity": percent(limit.peak_ratio),
+        "Headroom at peak": words(limit.capacity - limit.peak),
+        "Limit met": limit.met,
     }
+
+
+def _answer(moment: Moment) -> str:
+    """Return the gravest finding, or the limit that came nearest."""
+    ratios = [(limit.peak_ratio, limit) for limit in _limits(moment) if known(limit.peak_ratio)]
+    nothing = "No limit is forecast to be met."
+    if ratios:
+        ratio, nearest = max(ratios, key=lambda each: each[0])
+        capacity = f"{number(nearest.capacity)} files" if nearest.is_count else size(nearest.capacity)
+        nothing += f" Nearest: {nearest.name}, {percent(ratio)} of {capacity} at the peak."
+    return answer(_chosen(moment), nothing)
 
 
 def _fatal(moment: Moment, host: str, device: int) -> Finding | None:
@@ -203,21 +278,23 @@ def _fatal(moment: Moment, host: str, device: int) -> Finding | None:
 
 def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
     if finding and finding.kind == "cuda-oom":  # its limit may be a share of the device
-        return f"met: {size(finding.limit.value)}" if finding.limit else "met: the training ended"
+        how = "training ended" if finding.severity == "critical" else "error caught"
+        return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
     if finding and finding.eta:
         return eta(finding.eta).partition(" (")[0]  # the finding has the rest
-    return "no risk found" if moment.verdict and not finding and known(capacity) else MISSING
+    return "not forecast" if moment.verdict and not finding and known(capacity) else MISSING
 
 
 VIEW = View(
     name="oom-risk",
     question="How near is each limit, and when will it be met?",
-    answer=lambda moment: answer(_chosen(moment), NOTHING),
+    answer=_answer,
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Limits", build=limits),),
         (Panel(name="GPU memory", build=devices),),
         (Panel(name="Memory of further GPUs", build=further_devices, turn=1),),
+        (Panel(name="GPU memory in numbers", build=devices_in_numbers, turn=1),),
         (
             Panel(name="Host memory", build=cgroup_and_host),
             Panel(name="Shared memory", build=shared_memory),

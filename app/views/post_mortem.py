@@ -1,4 +1,4 @@
-"""Post-mortem: did it die, which process, of what, and what the last minute looked like."""
+"""Post-mortem: whether the run died, which process, of what, and its last minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, needs_attention
-from app.figures import memory
+from app.figures import devices, memory
 from app.moment import Moment, Panel, View
 from app.panel import show
 from collector.diagnosis.findings import KINDS, Finding
@@ -16,56 +16,85 @@ from collector.diagnosis.last_minute import WINDOW_SECONDS
 from collector.diagnosis.trends import MIN_POINTS
 from collector.quantities import MISSING, duration, known, number, size
 from collector.report import exit_words
-from collector.store import memory_queries
+from collector.store import device_queries, memory_queries
 from collector.store.queries import Span
 
 #: More lines than this can't be told apart; the largest are drawn.
 MAX_LINES = 12
+#: Seconds that are drawn after an error that the run outlived.
+_AFTER_ERROR_SECONDS = 5
 
 
 def findings(moment: Moment) -> Iterator[Block]:
-    """What died, and the evidence."""
+    """Show the deaths, with their evidence."""
     if moment.verdict is not None:
         yield Findings(findings=_deaths(moment))
 
 
 def facts(moment: Moment) -> Iterator[Block]:
-    """How the command ended."""
+    """Show how the command ended."""
     verdict = moment.verdict
     if verdict is None:
         return
     ended = MISSING if verdict.exit_status is None else exit_words(verdict.exit_status)
     last = (
-        [Metric(label="So far", value=duration(verdict.duration_seconds), help="Since the start of the run")]
+        [Metric(label="So far", value=duration(verdict.duration_seconds), help="Time since the start of the run")]
         if _goes_on(moment)
         else [
-            Metric(label="Ended with", value=ended, help="Of the command itself, where somebody saw it end"),
-            Metric(label="Lasted", value=duration(verdict.duration_seconds), help="From the start of the run"),
+            Metric(label="Ended with", value=ended, help="Exit status or signal of the command"),
+            Metric(
+                label="Lasted",
+                value=duration(verdict.duration_seconds),
+                help="Time from the start of the run to its end",
+            ),
         ]
     )
     yield Metrics(
         items=[
-            Metric(label="Status", value=verdict.status, help="Of the command, and of the training under it"),
+            Metric(label="Status", value=verdict.status, help="State of the command and of the training under it"),
             *last,
-            Metric(label="Steps", value=number(verdict.steps), help="Steps of the last attempt"),
+            Metric(label="Steps", value=number(verdict.steps), help="Optimizer steps of the last attempt"),
             Metric(
                 label="Attempts",
                 value=number(verdict.attempts),
-                help="How many times the launcher started the ranks",
+                help="Number of times that the launcher started the ranks",
             ),
         ]
     )
 
 
+def gpus(moment: Moment) -> Iterator[Block]:
+    """Draw the last minute of each GPU whose memory ran out."""
+    table = device_queries.devices(moment.snapshot)
+    errors = device_queries.cuda_errors(moment.snapshot, moment.whole)
+    ran_out = errors[~errors["was_caught"].astype(bool)].drop_duplicates("gpu", keep="last").set_index("gpu")
+    names = dict(zip(table["gpu"], devices.named(table), strict=True))
+    chosen = [row for row in table.to_dict("records") if row["gpu"] in ran_out.index and _died_of_cuda(moment)]
+    for row in chosen[: devices.AT_ONCE]:
+        gpu, error = row["gpu"], ran_out.loc[row["gpu"]]
+        within = minute_before(moment, error["elapsed_seconds"] + _AFTER_ERROR_SECONDS)
+        of_minute = device_queries.cuda_errors(moment.snapshot, within)
+        chart = devices.usage(
+            device_queries.device_lines(moment.snapshot, within, gpu),
+            of_minute[of_minute["gpu"] == gpu],
+            moment.theme,
+            name=names[gpu],
+            capacity_bytes=row["total_bytes"],
+            share_bytes=float(error["limit_bytes"]) if error["is_of_share"] else None,
+            revision=moment.run_id,
+        )
+        yield replace(chart, title=f"How did the memory of {names[gpu]} run out?")
+
+
 def processes(moment: Moment) -> Iterator[Block]:
-    """Each process in the last minute."""
+    """Draw the host memory of each process in the last minute."""
     within = last_minute(moment)
     metric = memory_queries.process_metric(moment.snapshot, within, "pss_bytes")
     if metric is None:
-        yield Note(text="No process was sampled in the last minute: only the collector does that.")
+        yield Note(text="No sample of a process in the last minute. The collector takes them.")
         return
     places = memory_queries.processes(moment.snapshot, within, fewest=MIN_POINTS)
-    held = places[metric].fillna(places["rss_bytes"])  # who died young may have no PSS
+    held = places[metric].fillna(places["rss_bytes"])  # a process that died young may have no PSS
     largest = held.groupby(places["series"], sort=False).max().nlargest(MAX_LINES).index.tolist()
     places = places[places["series"].isin(largest)]
     resident = None
@@ -78,12 +107,12 @@ def processes(moment: Moment) -> Iterator[Block]:
         metric=metric,
         revision=moment.run_id,
         resident=resident,
-        title="What did each process hold in the last minute?",
+        title="How much host memory did each process hold in the last minute?",
     )
 
 
 def limits(moment: Moment) -> Iterator[Block]:
-    """The memory that was nearest to its limit, in the last minute."""
+    """Draw the host memory that was nearest to its limit in the last minute."""
     tightest = memory_queries.tightest_limit(moment.snapshot)
     if tightest is not None:
         yield memory.against_limit(
@@ -96,7 +125,7 @@ def limits(moment: Moment) -> Iterator[Block]:
 
 
 def table(moment: Moment) -> Iterator[Block]:
-    """The same in numbers."""
+    """List the processes of the last minute."""
     within = last_minute(moment)
     found = memory_queries.processes(moment.snapshot, within, fewest=None)
     if found.empty:
@@ -105,9 +134,7 @@ def table(moment: Moment) -> Iterator[Block]:
     found = found.merge(memory_queries.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
     found = found.sort_values("highest", ascending=False)
-    lacking = (
-        memory.unread(found, "pss_bytes") and "; (RSS): no PSS was read of it, and RSS counts shared pages fully"
-    )
+    lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
     yield Table(
         frame=pd.DataFrame(
             {
@@ -121,19 +148,19 @@ def table(moment: Moment) -> Iterator[Block]:
                 **_ends(moment, found, (within.to_ns - within.origin_ns) / 1e9),
             }
         ),
-        caption=f"The processes sampled in the last minute of records, largest first{lacking}.",
+        caption=f"Processes with a sample in the last minute, largest first.{lacking}",
         download=f"{moment.run_id}-last-minute",
     )
 
 
 def _pss(found: pd.DataFrame, what: str) -> list[str]:
-    """In words, with RSS, called so, where no PSS was read."""
+    """Return PSS in words, or RSS, marked as such, where no PSS was read."""
     both = zip(found[f"pss_{what}"], found[f"rss_{what}"], strict=True)
     return [size(pss) if known(pss) or not known(rss) else f"{size(rss)} (RSS)" for pss, rss in both]
 
 
 def _ends(moment: Moment, found: pd.DataFrame, end_seconds: float) -> dict[str, list[str]]:
-    """When each process was last seen alive, and whether it was seen to be gone."""
+    """Return when each process was last seen alive, and whether its exit was seen."""
     ago = [f"{max(s, 0.0):.1f} s" if known(s) else MISSING for s in end_seconds - found["alive_seconds"]]
     ended = found["ended"].fillna(False)
     if _goes_on(moment):
@@ -151,10 +178,21 @@ def _goes_on(moment: Moment) -> bool:
 
 
 def last_minute(moment: Moment) -> Span:
-    """The last 60 s that were recorded, of all ranks."""
+    """Return the last 60 s that were recorded, of all ranks."""
+    whole = moment.whole
+    return replace(whole, from_ns=max(whole.from_ns, whole.to_ns - int(WINDOW_SECONDS * 1e9)), rank=None)
+
+
+def minute_before(moment: Moment, end_seconds: float) -> Span:
+    """Return the 60 s before an elapsed time, or the last 60 s if the records end earlier."""
+    to_ns = min(moment.whole.to_ns, moment.whole.origin_ns + int(end_seconds * 1e9))
     return replace(
-        moment.whole, from_ns=max(moment.whole.from_ns, moment.whole.to_ns - int(WINDOW_SECONDS * 1e9)), rank=None
+        last_minute(moment), from_ns=max(moment.whole.from_ns, to_ns - int(WINDOW_SECONDS * 1e9)), to_ns=to_ns
     )
+
+
+def _died_of_cuda(moment: Moment) -> bool:
+    return any(finding.kind == "cuda-oom" for finding in needs_attention(_deaths(moment)))
 
 
 def _deaths(moment: Moment) -> list[Finding]:
@@ -164,12 +202,12 @@ def _deaths(moment: Moment) -> list[Finding]:
 def _answer(moment: Moment) -> str:
     assert moment.verdict is not None, "a view without a verdict has no answer"
     if moment.verdict.status == "running":
-        return answer(_deaths(moment), "It goes on: no process of it has died.")
+        return answer(_deaths(moment), "No. The run is going on, and no process has died.")
     if moment.verdict.status == "finished" and not needs_attention(_deaths(moment)):
-        return "No: it came to its end in good order."
+        return "No. The run finished normally (exit status 0)."
     status = moment.verdict.exit_status
     ended = "" if not known(status) else f" with {exit_words(int(status))}"
-    return answer(_deaths(moment), f"It ended{ended}, and what ended it was not seen.")
+    return answer(_deaths(moment), f"Yes. The run ended{ended}. Its records do not show the cause.")
 
 
 VIEW = View(
@@ -179,6 +217,7 @@ VIEW = View(
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="End", build=facts),),
+        (Panel(name="GPU memory", build=gpus),),
         (Panel(name="Last minute", build=processes),),
         (Panel(name="Limit", build=limits),),
         (Panel(name="Processes", build=table),),

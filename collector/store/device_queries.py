@@ -5,6 +5,8 @@ Each asks for all GPUs at once, and gives what belongs to one of them.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -18,18 +20,67 @@ _IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns"
 _FEWEST_BUCKETS = 200
 #: More marks than this would be a line.
 _TROUBLE_BUCKETS = 200
+#: Errors that are read, the newest: a program that tries batch sizes makes many.
+_MAX_ERRORS = 200
+#: How long before an error, or before an allocator's last record, the driver was asked at least once.
+_ASKED_NS = 60 * 10**9
+#: Columns of `cuda_errors` that the event has.
+_TOLD = ("step", "requested_bytes", "free_bytes", "limit_bytes", "reserved_bytes", "errors_count")
 
 
 def devices(snapshot: Queryable) -> pd.DataFrame:
-    """Usage now, peak and capacity (bytes) of each GPU of each host that the run uses, over the whole run.
+    """Return last usage, peak and capacity (bytes) of each GPU that the run uses, over the whole run.
 
     Returns:
-        gpu (a number for the next two), host, device, used_bytes and used_peak_bytes (the driver's samples, all
-        processes), total_bytes, and
-        reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the worst rank, between records too), and
-        ranks, a list of those that use it, where there are any.
+        gpu (a number for the next two), host, device, used_bytes (the driver's last sample while the run
+        used the device) and used_peak_bytes (the largest one, or at an out-of-memory error; all processes),
+        total_bytes, reserved_bytes (last), reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the
+        worst rank, between records too), and ranks, a list of those that use it, where there are any.
 
     """
+    found = _sampled_devices(snapshot)
+    uses = last_uses(snapshot).set_index("gpu")
+    found["used_bytes"] = found["gpu"].map(uses["used_bytes"]).fillna(found["used_bytes"])
+    at_errors = _errors(snapshot).groupby("gpu")["used_bytes"].max()
+    found["used_peak_bytes"] = np.fmax(found["used_peak_bytes"], found["gpu"].map(at_errors).astype(float))
+    return found
+
+
+def last_uses(snapshot: Queryable) -> pd.DataFrame:
+    """Return when the run's processes used each GPU last: of those that they have left, or died on.
+
+    The driver names them where it can. Elsewhere, as in a container, it is when the last process with an allocator
+    there was seen alive, once all of them were seen to be gone.
+
+    Returns:
+        gpu as in `devices`, until_ns, and used_bytes of the driver's last sample until then, NaN if there is none.
+
+    """
+    return snapshot.query(
+        "WITH torch AS (SELECT host, device, max(time_ns + last_after_ns) AS last_ns FROM device_memory_tiled "
+        "GROUP BY ALL), "
+        f"tail AS (SELECT * FROM device JOIN torch USING (host, device) WHERE time_ns > last_ns - {_ASKED_NS}), "
+        "named AS (SELECT host, device, max(time_ns) FILTER (process_used_bytes > 0) AS named_ns FROM tail "
+        "GROUP BY ALL), "
+        "life AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, "
+        "coalesce(min(alive_low) = 0, FALSE) AS is_gone FROM process_tiled GROUP BY ALL), "
+        "user AS (SELECT DISTINCT host, device, pid, start_ticks FROM device_memory_tiled), "
+        "alive AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, max(time_ns) AS alive_ns "
+        "FROM process WHERE alive IS DISTINCT FROM 0 "
+        f"AND time_ns > (SELECT min(last_ns) - {_ASKED_NS} FROM torch) GROUP BY ALL), "
+        "left_by AS (SELECT host, device, CASE WHEN bool_and(coalesce(is_gone, FALSE)) THEN max(alive_ns) END "
+        "AS alive_ns FROM user LEFT JOIN life USING (host, pid, start_ticks) "
+        "LEFT JOIN alive USING (host, pid, start_ticks) GROUP BY ALL), "
+        "use AS (SELECT host, device, greatest(last_ns, coalesce(named_ns, alive_ns)) AS until_ns FROM torch "
+        "JOIN named USING (host, device) JOIN left_by USING (host, device) "
+        "WHERE coalesce(named_ns, alive_ns) IS NOT NULL) "
+        f"SELECT {_GPU} AS gpu, until_ns, arg_max(used_bytes, time_ns) FILTER (time_ns <= until_ns) AS used_bytes "
+        "FROM use JOIN tail USING (host, device) GROUP BY ALL HAVING max(time_ns) > until_ns"
+    )
+
+
+def _sampled_devices(snapshot: Queryable) -> pd.DataFrame:
+    """Return the columns of `devices` as they were sampled and recorded."""
     return snapshot.query(
         "WITH driver AS (SELECT host, device, arg_max(used_bytes_newest, time_ns + last_after_ns) used_bytes, "
         "max(used_bytes_high) used_peak_bytes, max(total_bytes) total_bytes FROM device_tiled GROUP BY ALL), "
@@ -42,7 +93,10 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
 
 
 def device_lines(snapshot: Queryable, within: Span, gpu: int) -> dict[str, Lines]:
-    """What the caching allocator of each rank has allocated and reserved, and what the driver says is used."""
+    """Return the memory of a GPU: allocated and reserved of each rank, and used by all processes.
+
+    The last is of the driver's samples and of the moments of out-of-memory errors, until the last use by the run.
+    """
     any_rank = "$rank IS NULL OR rank = $rank"
     found: dict[str, Lines] = {}
     for stream, columns, series, where in (
@@ -53,20 +107,37 @@ def device_lines(snapshot: Queryable, within: Span, gpu: int) -> dict[str, Lines
         by = {"gpu": _GPU, "series": series}
         table = tiled_extremes(snapshot, within, source, columns, where=where, by=by, width=width)
         found |= lines_of(table[table["gpu"] == gpu], within, columns)
+    found["used_bytes"] = _of_the_run(snapshot, within, gpu, found["used_bytes"])
     return {name.removesuffix("_bytes"): lines for name, lines in found.items()}
+
+
+def _of_the_run(snapshot: Queryable, within: Span, gpu: int, used: Lines) -> Lines:
+    """Return a line of the driver's samples and of the errors, until the last use of the GPU."""
+    if used.points.empty:
+        return used
+    errors = cuda_errors(snapshot, within)
+    errors = errors[(errors["gpu"] == gpu) & errors["used_bytes"].notna()]
+    seen = errors[["elapsed_seconds", "used_bytes"]].rename(columns={"used_bytes": "value"}).assign(series="")
+    points = pd.concat([used.points, seen]) if len(seen) else used.points
+    uses = last_uses(snapshot)
+    for until_ns in uses.loc[uses["gpu"] == gpu, "until_ns"]:
+        points = points[points["elapsed_seconds"] <= (until_ns - within.origin_ns) / 1e9]
+    points = points.sort_values("elapsed_seconds", kind="stable", ignore_index=True)
+    return Lines(points=points, samples_count=used.samples_count + len(seen))
 
 
 def device_grid(snapshot: Queryable, within: Span) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The records of each GPU when most of it was taken in each bucket of time, and the newest.
 
     Returns:
-        Two tables of the same moments: `gpu` as in `devices`, `bucket`, elapsed_seconds (its begin; the newest its
-        own time) and what an account takes of `device` (process_used_bytes NaN if the allocators held more) and, of
-        each process that had a record by then and had not ended (pid), of `device_memory`.
+        Two tables of the same moments, until the last use of a GPU by the run: `gpu` as in `devices`, `bucket`,
+        elapsed_seconds and what an account takes of `device` (process_used_bytes NaN if the allocators held more)
+        and, of each process that had a record by then and had not ended (pid), of `device_memory`.
 
     """
     source, width = pieces(snapshot, within, "gpu", _shared(snapshot, GRID_BUCKETS))
-    width, asked = max(width, GRID_STEP_NS), f"(FROM {source} WHERE {_IN_SPAN})"
+    width = max(width, GRID_STEP_NS)
+    asked = f"(FROM {source} WHERE {_IN_SPAN}{_until(snapshot)} {_at_errors(snapshot, within)})"
     rows = snapshot.query(
         "WITH ended AS (SELECT host, process_pid AS pid, max(time_ns + last_after_ns) AS ended_ns "
         f"FROM {tiled(within, 'process')} WHERE {_IN_SPAN} AND alive_low = 0 GROUP BY ALL) "
@@ -111,35 +182,114 @@ def _lower(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fullest(driver: pd.DataFrame, held: pd.DataFrame, within: Span, width: int) -> pd.DataFrame:
-    """Of each GPU and bucket the moment at which most was taken, as far as was seen, and the newest."""
+    """Return the moment of each GPU and bucket at which most was in use, and the newest one."""
     table = driver[["gpu", "time_ns"]].assign(bucket=(driver["time_ns"] - within.from_ns) // width)
-    table["elapsed_seconds"] = within.elapsed(within.from_ns + table["bucket"] * width)
+    table["elapsed_seconds"] = within.elapsed(table["time_ns"])
     taken = np.fmax(driver["used_bytes"], held["reserved_bytes"].to_numpy() + driver["other_used_bytes"].fillna(0))
     order = np.lexsort((held["time_ns"], held["allocated_bytes"], held["reserved_bytes"], taken))
     last = table.drop_duplicates("gpu", keep="last")
-    newest = last.assign(bucket=last["bucket"] + 1, elapsed_seconds=within.elapsed(last["time_ns"]))
+    newest = last.assign(bucket=last["bucket"] + 1)
     chosen = pd.concat([table.iloc[order].drop_duplicates(["gpu", "bucket"], keep="last"), newest])
     return chosen.drop_duplicates(["gpu", "time_ns"], keep="last")
 
 
-def allocator_trouble(snapshot: Queryable, within: Span) -> pd.DataFrame:
-    """When an allocator had to give its cache back, or ran out of memory.
+def _until(snapshot: Queryable) -> str:
+    """Return SQL: and not after the last use of a GPU by the run."""
+    uses = last_uses(snapshot)
+    ends = zip(uses["gpu"], uses["until_ns"], strict=True)
+    return "".join(f" AND ({_GPU} <> {gpu} OR time_ns <= {until_ns})" for gpu, until_ns in ends)
+
+
+def _at_errors(snapshot: Queryable, within: Span) -> str:
+    """Return SQL: with a driver's sample of the moment of each out-of-memory error.
+
+    CUDA told what was free then. Other processes, and what no process is named for, are as in the sample before.
+    """
+    errors = _errors(snapshot)
+    errors = errors[errors["used_bytes"].notna() & errors["time_ns"].between(within.from_ns, within.to_ns)]
+    if errors.empty:
+        return ""
+    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["time_ns"].max())
+    samples = snapshot.query(
+        f"SELECT {_GPU} AS gpu, host, device, time_ns, process_used_bytes::DOUBLE AS process_used_bytes, "
+        "other_used_bytes::DOUBLE AS other_used_bytes, used_bytes::DOUBLE AS sample_bytes FROM device "
+        f"WHERE time_ns BETWEEN {first_ns - _ASKED_NS} AND {last_ns} ORDER BY time_ns"
+    )
+    errors = errors[["gpu", "host", "device", "time_ns", "used_bytes"]].sort_values("time_ns")
+    found = pd.merge_asof(errors, samples.drop(columns=["host", "device"]), on="time_ns", by="gpu")
+    nobodys = found["sample_bytes"] - found["process_used_bytes"] - found["other_used_bytes"]
+    found["process_used_bytes"] = (found["used_bytes"] - found["other_used_bytes"] - nobodys).clip(lower=0)
+    found["host"] = "'" + found["host"].str.replace("'", "''") + "'"
+    names = ["host", "device", "time_ns", *COLUMNS["device"]]
+    rows = found[names].astype(object).where(found[names].notna(), "NULL").itertuples(index=False)
+    values = ", ".join(
+        f"({', '.join(str(int(value) if isinstance(value, float) else value) for value in row)})" for row in rows
+    )
+    error = f"(VALUES {values}) AS error({', '.join(names)})"
+    return f"UNION ALL BY NAME SELECT *, {DRIVER} AS pid, 0 AS n, TRUE AS is_moment FROM {error}"
+
+
+def cuda_errors(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """Return the CUDA out-of-memory errors in a span, each at its own time.
+
+    Of a GPU without events about them, the allocators' counts tell, at the record of a step.
 
     Returns:
-        gpu as in `devices`, elapsed_seconds and step of the last in a stretch of time, and how many of each there
-        were then: retries, ooms.
+        gpu as in `devices`, elapsed_seconds, step, errors_count (since the last one here), was_caught (the training
+        went on), requested_bytes, free_bytes, used_bytes (of all processes, then), reserved_bytes, limit_bytes
+        (the device's memory, or the share that the process may use) and is_of_share (that share was met).
 
     """
-    found = [
-        _counted(snapshot, within, column).rename(columns={"count": name})
-        for column, name in (("alloc_retry_count", "retries"), ("oom_count", "ooms"))
-    ]
-    table = pd.concat(found).sort_values("time_ns").fillna({"retries": 0, "ooms": 0})
+    errors = _errors(snapshot)
+    counted = _counted(snapshot, within, "oom_count").rename(columns={"count": "errors_count"})
+    counted = counted[~counted["gpu"].isin(errors["gpu"])].assign(was_caught=False, is_of_share=False)
+    end_ns = within.to_ns if within.to_ns < within.newest_ns else math.inf  # an error may be all that came after
+    errors = errors[errors["time_ns"].between(within.from_ns, end_ns)]
+    columns = ["gpu", "elapsed_seconds", "was_caught", "is_of_share", "used_bytes", *_TOLD]
+    table = pd.concat([each for each in (errors, counted) if len(each)] or [errors]).sort_values("time_ns")
+    table = table.assign(elapsed_seconds=within.elapsed(table["time_ns"])).reindex(columns=columns)
+    return table.reset_index(drop=True)
+
+
+def _errors(snapshot: Queryable) -> pd.DataFrame:
+    """Return the newest errors of the whole run of which there are events, with host, device and time_ns."""
+    told = ", ".join(f"TRY_CAST(body->>'$.{name}' AS BIGINT)::DOUBLE AS {name}" for name in _TOLD)
+    found = snapshot.query(
+        "SELECT host, pid, TRY_CAST(body->>'$.device' AS SMALLINT) AS device, "
+        "coalesce(TRY_CAST(body->>'$.error_time_ns' AS BIGINT), time_ns) AS time_ns, "
+        f"coalesce(body->>'$.caught' = 'true', FALSE) AS was_caught, {told} "
+        f"FROM event WHERE kind = 'cuda-oom' ORDER BY event.time_ns DESC LIMIT {_MAX_ERRORS}"
+    )
+    if found["device"].isna().any():  # an allocator without observers does not tell
+        users = snapshot.query(
+            "SELECT host, pid, min(device) AS only_device FROM device_memory_tiled GROUP BY ALL "
+            "HAVING count(DISTINCT device) = 1"
+        )
+        alone = found.merge(users, how="left", on=["host", "pid"])["only_device"]
+        found["device"] = found["device"].astype(float).fillna(alone)
+    found = found.dropna(subset="device").astype({"device": "int64"})
+    gpus = _sampled_devices(snapshot)[["gpu", "host", "device", "total_bytes"]].astype({"device": "int64"})
+    found = found.merge(gpus, on=["host", "device"])
+    found["used_bytes"] = found["total_bytes"].astype(float) - found["free_bytes"]
+    found["errors_count"] = found["errors_count"].fillna(1)
+    is_above = found["reserved_bytes"] + found["requested_bytes"] > found["limit_bytes"]
+    found["is_of_share"] = is_above & (found["free_bytes"] >= found["requested_bytes"])
+    return found
+
+
+def cache_flushes(snapshot: Queryable, within: Span) -> pd.DataFrame:
+    """Return when an allocator gave its cache back to find room.
+
+    Returns:
+        gpu as in `devices`, elapsed_seconds and step of the last in a stretch of time, and their count.
+
+    """
+    table = _counted(snapshot, within, "alloc_retry_count").sort_values("time_ns")
     return table.assign(elapsed_seconds=within.elapsed(table["time_ns"]))
 
 
 def _counted(snapshot: Queryable, within: Span, column: str) -> pd.DataFrame:
-    """By how much a count of the allocators grew in stretches of the span, where it did."""
+    """Return by how much a count of the allocators grew in stretches of the span, where it did."""
     high = f"{column}_high"
     # As much again before it tells what was counted by then; what lies before the first has nothing to sort.
     since = within.from_ns if within.is_whole else 2 * within.from_ns - within.to_ns

@@ -1,10 +1,9 @@
 """GPUs of one host and of several: no spike is lost, and each has its own chart and row."""
 
-import socket
-
 import make_run as runs
 import numpy as np
 import pytest
+from make_gpus import HERE, OTHER, SECOND_NS, ask_driver, begin_ns, train
 from make_records import GIB, MIB, NO_SUCH_PID, Writers
 from opened import figures, open_view, texts, trace_names
 
@@ -13,60 +12,9 @@ from collector.quantities import size
 from collector.store import device_queries, queries
 from collector.store.reader import read
 from collector.store.runs import Run
-from training_harness import layout
 from training_harness.journal import EventLog, Identity
 
-HERE = socket.gethostname()
-SECOND_NS = 10**9
-TOTAL, OTHER = 24 * GIB, 300 * MIB
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
-
-
-def begin_ns(run_dir):
-    """When the first step of a run began; its steps take 40 s."""
-    return layout.read_manifest(run_dir)["anchors"][HERE]["time_ns"] + 2 * SECOND_NS
-
-
-def train(
-    run_dir, reserved, allocated=None, *, host=HERE, pid=0, rank=None, every=0.02, peaks=None, retries=(), ooms=()
-):
-    """An allocator's record for each step on GPU 0; `peaks` is what it counted at most, allocated and reserved.
-
-    It gave its cache back in the steps `retries`, and ran out of memory in the steps `ooms`.
-    """
-    begin, process = begin_ns(run_dir), Writers(run_dir / "journal", Identity(host, NO_SUCH_PID + pid, 2000, rank))
-    for step, held in enumerate(reserved):
-        of_tensors = held - 2 * GIB if allocated is None else allocated[step]
-        most = dict(zip(("allocated_peak_bytes", "reserved_peak_bytes"), peaks or (of_tensors, held), strict=True))
-        process.append(
-            "device_memory",
-            time_ns=begin + int((step + 1) * every * SECOND_NS),
-            step=step,
-            device=0,
-            allocated_bytes=int(of_tensors),
-            reserved_bytes=int(held),
-            inactive_split_bytes=0,
-            alloc_retry_count=sum(each <= step for each in retries),
-            oom_count=sum(each <= step for each in ooms),
-            **most,
-        )
-    process.close()
-
-
-def ask_driver(run_dir, used, *, host=HERE, every=0.5):
-    """Samples of GPU 0, of which other processes have 300 MiB and nobody 100 MiB."""
-    begin, agent = begin_ns(run_dir), Writers(run_dir / "journal", Identity(host, NO_SUCH_PID + 900, 900))
-    for place, value in enumerate(used):
-        agent.append(
-            "device",
-            time_ns=begin + int((place + 0.4) * every * SECOND_NS),
-            device=0,
-            used_bytes=int(value),
-            total_bytes=TOTAL,
-            process_used_bytes=int(value) - OTHER - 100 * MIB,
-            other_used_bytes=OTHER,
-        )
-    agent.close()
 
 
 def grid(run_dir, host=HERE):
@@ -182,10 +130,13 @@ def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, ru
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
     assert (row["Last"], row["Peak"], row["Headroom at peak"]) == (size(9 * GIB), size(20 * GIB), size(4 * GIB))
-    told = f"between samples too: allocated {size(18 * GIB)}, reserved {size(20 * GIB)}."
-    assert told in texts(at)
-    assert "what PyTorch reserved at its own peak" in texts(at)
-    assert told in texts(open_view(monkeypatch, tmp_path, "gpu_memory"))
+    lines = at.dataframe[1].value.set_index("Memory")["PyTorch's own peak"]
+    assert lines[["allocated", "reserved"]].tolist() == [size(18 * GIB), size(20 * GIB)]
+    assert "the peak of reserved that PyTorch counts" in texts(at)
+    own = f"allocated {size(18 * GIB)}, reserved {size(20 * GIB)}."
+    assert f"Peaks that PyTorch counted itself, in one process: {own}" in texts(
+        open_view(monkeypatch, tmp_path, "gpu_memory")
+    )
 
 
 def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir):
@@ -198,11 +149,10 @@ def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_di
 def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir):
     train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
     ask_driver(run_dir, [9 * GIB] * 80)
-    assert f"allocated: last {size(6 * GIB)}, peak {size(18 * GIB)}" in texts(
-        open_view(monkeypatch, tmp_path, "oom_risk")
-    )
+    lines = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[1].value.set_index("Memory")
+    assert lines.loc["allocated", ["Last", "Peak of samples"]].tolist() == [size(6 * GIB), size(18 * GIB)]
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
-    assert f"At the peak of {size(20 * GIB + OTHER)}" in texts(at)
+    assert f"Peak {size(20 * GIB + OTHER)}, 85% of the capacity of 24 GiB." in texts(at)
     rows = at.dataframe[0].value
     assert rows["Allocated"].tolist() == [size(18 * GIB), size(6 * GIB)]
     assert rows["Non-PyTorch"].tolist()[0] == "—"
@@ -215,7 +165,7 @@ def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path
         "cuda-oom", time_ns=begin_ns(run_dir) + 40 * SECOND_NS, device=0, step=400, caught=False, message="CUDA"
     )
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    assert row["Limit met"] == "met: the training ended"
+    assert row["Limit met"] == "met: training ended"
 
 
 def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path):
@@ -227,11 +177,11 @@ def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path):
     for name in names:
         assert f"How near is {name} to its limit?" in texts(at)
     gpus = dict(zip(names, figures(at), strict=False))
-    assert all(trace_names(gpu) == ["allocated", "reserved", "used, all processes"] for gpu in gpus.values())
+    assert all(trace_names(gpu) == ["reserved", "allocated", "used, all processes"] for gpu in gpus.values())
     table = at.dataframe[0].value.set_index("Limit")
     assert [limit for limit in table.index if limit.startswith("GPU")] == names
     assert table.loc["GPU 0 of node-b", ["Last", "Peak"]].tolist() == [size(22 * GIB)] * 2
-    assert table.loc["GPU 0 of node-b", "Limit met"] == "no risk found"
+    assert table.loc["GPU 0 of node-b", "Limit met"] == "not forecast"
     assert table.loc[f"GPU 0 of {HERE}", "Limit met"].startswith("in")
     overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
     assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {size(21 * GIB)}")
@@ -246,7 +196,7 @@ def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_
         ask_driver(run_dir, [9 * GIB] * 80, host=host)
     at = open_view(monkeypatch, tmp_path, "oom_risk", rank="1")
     shown = dict(zip(sorted((HERE, "node-b")), figures(at), strict=False))
-    assert trace_names(shown["node-b"]) == ["allocated, rank 1", "reserved, rank 1", "used, all processes"]
+    assert trace_names(shown["node-b"]) == ["reserved, rank 1", "allocated, rank 1", "used, all processes"]
     assert trace_names(shown[HERE]) == ["used, all processes"]
 
 
@@ -293,8 +243,8 @@ def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(mon
     assert marks["cache flushed"]["text"][0] == "in step 10"
     assert len(marks["cache flushed"]["text"]) < 300
     assert all("times, last in step" in each for each in marks["cache flushed"]["text"][2:-1])
-    assert marks["out of memory"]["text"] == ["in step 3,000"]
-    assert "Cache flushed: 2,001 times. Out of memory: once." in texts(at)
+    assert marks["out of memory"]["text"] == ["at step 3,000 (32 s)"]
+    assert "Cache flushed: 2,001 times. Out of memory at step 3,000 (32 s)." in texts(at)
 
 
 def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
@@ -305,8 +255,10 @@ def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
         within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
         newest_ns = begin_ns(run_dir) + int(4000 * 0.2 * SECOND_NS)
         recent = queries.replace(within, from_ns=newest_ns - 200 * SECOND_NS, to_ns=newest_ns, newest_ns=newest_ns)
-        trouble = device_queries.allocator_trouble(snapshot, recent)
-    assert trouble[["step", "retries", "ooms"]].to_numpy().tolist() == [[3500, 1, 0]]
+        flushes = device_queries.cache_flushes(snapshot, recent)
+        errors = device_queries.cuda_errors(snapshot, recent)
+    assert flushes[["step", "count"]].to_numpy().tolist() == [[3500, 1]]
+    assert errors.empty
 
 
 def test_what_a_process_held_is_gone_with_it(run_dir):

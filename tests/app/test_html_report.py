@@ -43,7 +43,7 @@ def test_it_has_the_figures_and_words_of_every_view(html):
         "Which process grows, and since when?",
         "What takes the memory of GPU 0?",
         "What does each worker do with its time?",
-        "What did each process hold in the last minute?",
+        "How much host memory did each process hold in the last minute?",
         "Does the collector keep up?",
     ):
         assert f"<h3>{title}</h3>" in html

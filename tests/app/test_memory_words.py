@@ -99,7 +99,7 @@ def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
     assert "No PSS was read of loader 0 worker 2: RSS is drawn, which counts shared pages fully." in texts(at)
     victim = at.dataframe[0].value.set_index("Process").loc["loader 0 worker 2"]
     assert victim[["PSS, highest", "PSS, last"]].tolist() == ["237 MiB (RSS)"] * 2
-    assert "(RSS): no PSS was read of it" in texts(at)
+    assert "(RSS): PSS was not read, and RSS counts shared pages fully." in texts(at)
 
 
 def test_last_seen_is_when_it_lived_to_a_tenth_of_a_second(monkeypatch, bereft):

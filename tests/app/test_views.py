@@ -1,6 +1,5 @@
 """What the views say and draw of runs of every kind."""
 
-import re
 import socket
 
 import make_run as runs
@@ -51,7 +50,7 @@ def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
     assert {m.label: m.value for m in overview.metric}["GPU reserved peak"] == "40%"
     at = open_view(monkeypatch, made["cuda"], "oom_risk")
     gpu = figures(at)[0]
-    assert trace_names(gpu) == ["allocated", "reserved", "used, all processes"]
+    assert trace_names(gpu) == ["reserved", "allocated", "used, all processes"]
     assert gpu["layout"]["yaxis"]["title"]["text"] == "used (GiB)"
     assert "24 GiB" in gpu["layout"]["annotations"][0]["text"]
     table = at.dataframe[0].value
@@ -82,7 +81,7 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
-    assert lines["layout"]["annotations"][0]["text"] == "copy-on-read-growth since step 0"
+    assert "copy-on-read-growth since step 0" in [mark["text"] for mark in lines["layout"]["annotations"]]
     overview = open_view(monkeypatch, made["killed"], "overview", window="last 500 steps")
     run_id = run_of(made["killed"]).name
     (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
@@ -203,9 +202,7 @@ def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made)
     assert trace_names(stack) == [*parts, "cache flushed"]
     assert "capacity 24 GiB" in stack["layout"]["annotations"][0]["text"]
     said = texts(at)
-    assert re.search(r"At the peak of 10.5 GiB, of \d+ moments: allocated 7.55 GiB, cached 1.9 GiB, frag", said)
-    assert "fragmentation 100 MiB" in said
-    assert "non-PyTorch 588 MiB, other processes 300 MiB, unattributed 124 MiB" in said
+    assert "Peak 10.5 GiB, 44% of the capacity of 24 GiB. 7.55 GiB of it are live tensors." in said
     assert "Cache flushed: 2 times" in said
     assert trace_names(segments) == ["free", "in use"]
     account, sites = (table.value for table in at.dataframe)
@@ -259,7 +256,7 @@ def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
     assert set(at.dataframe[0].value["Exit seen"]) == {"no"}
     at = open_view(monkeypatch, made["healthy"], "post_mortem")
-    assert "No: it came to its end in good order" in texts(at)
+    assert "No. The run finished normally (exit status 0)." in texts(at)
 
 
 def test_runs_are_compared_figure_by_figure_and_setting_by_setting(monkeypatch, tmp_path):

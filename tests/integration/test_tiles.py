@@ -114,7 +114,8 @@ def look(run, rank=None):
                 f"gpu {name}": each.points
                 for name, each in device_queries.device_lines(snapshot, within, gpu).items()
             },
-            "trouble": device_queries.allocator_trouble(snapshot, within),
+            "flushes": device_queries.cache_flushes(snapshot, within),
+            "errors": device_queries.cuda_errors(snapshot, within),
             **dict(zip(("driver", "allocators"), device_queries.device_grid(snapshot, within), strict=True)),
         }
         assert loading_queries.used_loaders(snapshot, within) == [0]
@@ -151,13 +152,11 @@ def assert_same(found, expected):
     assert total[0] == pytest.approx(total[1])
     assert tables["by role"].max().tolist() == pytest.approx(raw_tables["by role"].max().tolist(), rel=0.01)
     assert tables["clock"].iloc[-1].tolist() == raw_tables["clock"].iloc[-1].tolist()
-    for each in ("retries", "ooms"):
-        assert tables["trouble"][each].sum() == raw_tables["trouble"][each].sum() > 0
-    found, raw = (
-        each["trouble"].sort_values(["retries", "time_ns", "step"])[["time_ns", "step", "retries", "ooms"]]
-        for each in (tables, raw_tables)
-    )
-    assert found.to_numpy().tolist() == raw.to_numpy().tolist()
+    for trouble, count in (("flushes", "count"), ("errors", "errors_count")):
+        columns = ["elapsed_seconds", "step", count]
+        found, raw = (each[trouble].sort_values(columns)[columns] for each in (tables, raw_tables))
+        assert found[count].sum() > 0
+        assert found.to_numpy().tolist() == raw.to_numpy().tolist()
     assert fullest(tables) == fullest(raw_tables)
 
 
