@@ -59,12 +59,13 @@ def since(
     chosen = list(first.values())[:MAX_FINDINGS]
     steps = [finding.since_step for finding in chosen if finding.since_step is not None]
     times = moment_queries.steps_elapsed(snapshot, within, steps) if steps else []
-    gpus = device_queries.devices(snapshot)
+    has_gpu = any(finding.locus.device is not None for finding in chosen)
+    has_gpus = has_gpu and len(device_queries.devices(snapshot)) > 1
     at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
     return [
         Mark(
             at_seconds=at,
-            words=f"{finding.kind} {words_since(finding)}{_gpu(finding) if len(gpus) > 1 else ''}",
+            words=f"{finding.kind} {words_since(finding)}{_gpu(finding) if has_gpus else ''}",
             address=address(evidence_page(finding.kind)),
         )
         for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)

@@ -192,6 +192,9 @@ def _along(block: Block, moment: Moment) -> Block:
 def _step_clock(moment: Moment) -> pd.DataFrame:
     """Return the step at each time; a step that CUDA's memory ran out in never ended, and is there all the same."""
     clock = moment_queries.step_clock(moment.snapshot, moment.span)
+    findings = moment.verdict.findings if moment.verdict else ()
+    if not any(finding.kind == "cuda-oom" for finding in findings):
+        return clock
     errors = device_queries.cuda_errors(moment.snapshot, moment.span)
     fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
     fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)

@@ -65,11 +65,13 @@ def facts(moment: Moment) -> Iterator[Block]:
 
 def gpus(moment: Moment) -> Iterator[Block]:
     """Draw the last minute of each GPU whose memory ran out."""
+    if not any(finding.kind == "cuda-oom" for finding in needs_attention(_deaths(moment))):
+        return
     table = device_queries.devices(moment.snapshot)
     errors = device_queries.cuda_errors(moment.snapshot, moment.whole)
     ran_out = errors[~errors["was_caught"].astype(bool)].drop_duplicates("gpu", keep="last").set_index("gpu")
     names = dict(zip(table["gpu"], devices.named(table), strict=True))
-    chosen = [row for row in table.to_dict("records") if row["gpu"] in ran_out.index and _died_of_cuda(moment)]
+    chosen = [row for row in table.to_dict("records") if row["gpu"] in ran_out.index]
     for row in chosen[: devices.AT_ONCE]:
         gpu, error = row["gpu"], ran_out.loc[row["gpu"]]
         within = minute_before(moment, error["elapsed_seconds"] + _AFTER_ERROR_SECONDS)
@@ -189,10 +191,6 @@ def minute_before(moment: Moment, end_seconds: float) -> Span:
     return replace(
         last_minute(moment), from_ns=max(moment.whole.from_ns, to_ns - int(WINDOW_SECONDS * 1e9)), to_ns=to_ns
     )
-
-
-def _died_of_cuda(moment: Moment) -> bool:
-    return any(finding.kind == "cuda-oom" for finding in needs_attention(_deaths(moment)))
 
 
 def _deaths(moment: Moment) -> list[Finding]:

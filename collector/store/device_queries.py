@@ -24,6 +24,25 @@ _TROUBLE_BUCKETS = 200
 _MAX_ERRORS = 200
 #: How long before an error, or before an allocator's last record, the driver was asked at least once.
 _ASKED_NS = 60 * 10**9
+#: SQL: the driver's samples since shortly before the last record of an allocator on each GPU.
+_TAIL = (
+    "WITH torch AS (SELECT host, device, max(time_ns + last_after_ns) AS last_ns FROM device_memory_tiled "
+    "GROUP BY ALL), "
+    f"tail AS (SELECT * FROM device JOIN torch USING (host, device) WHERE time_ns > last_ns - {_ASKED_NS})"
+)
+#: SQL: when the last process with an allocator on a GPU was seen alive, NULL while not all of them are gone.
+_LEFT = (
+    "WITH user AS (SELECT host, device, pid, start_ticks, max(time_ns + last_after_ns) AS last_ns "
+    "FROM device_memory_tiled GROUP BY ALL), "
+    "life AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, min(alive_low) = 0 AS is_gone "
+    "FROM process_tiled GROUP BY ALL), "
+    "alive AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, max(time_ns) AS alive_ns "
+    "FROM process WHERE alive IS DISTINCT FROM 0 "
+    f"AND time_ns > (SELECT max(last_ns) - {_ASKED_NS} FROM user) GROUP BY ALL) "
+    f"SELECT {_GPU} AS gpu, CASE WHEN bool_and(coalesce(is_gone, FALSE)) THEN max(alive_ns) END AS alive_ns "
+    "FROM user LEFT JOIN life USING (host, pid, start_ticks) LEFT JOIN alive USING (host, pid, start_ticks) "
+    "GROUP BY host, device"
+)
 #: Columns of `cuda_errors` that the event has.
 _TOLD = ("step", "requested_bytes", "free_bytes", "limit_bytes", "reserved_bytes", "errors_count")
 
@@ -39,6 +58,8 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
 
     """
     found = _sampled_devices(snapshot)
+    if found.empty:
+        return found
     uses = last_uses(snapshot).set_index("gpu")
     found["used_bytes"] = found["gpu"].map(uses["used_bytes"]).fillna(found["used_bytes"])
     at_errors = _errors(snapshot).groupby("gpu")["used_bytes"].max()
@@ -56,27 +77,20 @@ def last_uses(snapshot: Queryable) -> pd.DataFrame:
         gpu as in `devices`, until_ns, and used_bytes of the driver's last sample until then, NaN if there is none.
 
     """
-    return snapshot.query(
-        "WITH torch AS (SELECT host, device, max(time_ns + last_after_ns) AS last_ns FROM device_memory_tiled "
-        "GROUP BY ALL), "
-        f"tail AS (SELECT * FROM device JOIN torch USING (host, device) WHERE time_ns > last_ns - {_ASKED_NS}), "
-        "named AS (SELECT host, device, max(time_ns) FILTER (process_used_bytes > 0) AS named_ns FROM tail "
-        "GROUP BY ALL), "
-        "life AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, "
-        "coalesce(min(alive_low) = 0, FALSE) AS is_gone FROM process_tiled GROUP BY ALL), "
-        "user AS (SELECT DISTINCT host, device, pid, start_ticks FROM device_memory_tiled), "
-        "alive AS (SELECT host, process_pid AS pid, process_start_ticks AS start_ticks, max(time_ns) AS alive_ns "
-        "FROM process WHERE alive IS DISTINCT FROM 0 "
-        f"AND time_ns > (SELECT min(last_ns) - {_ASKED_NS} FROM torch) GROUP BY ALL), "
-        "left_by AS (SELECT host, device, CASE WHEN bool_and(coalesce(is_gone, FALSE)) THEN max(alive_ns) END "
-        "AS alive_ns FROM user LEFT JOIN life USING (host, pid, start_ticks) "
-        "LEFT JOIN alive USING (host, pid, start_ticks) GROUP BY ALL), "
-        "use AS (SELECT host, device, greatest(last_ns, coalesce(named_ns, alive_ns)) AS until_ns FROM torch "
-        "JOIN named USING (host, device) JOIN left_by USING (host, device) "
-        "WHERE coalesce(named_ns, alive_ns) IS NOT NULL) "
-        f"SELECT {_GPU} AS gpu, until_ns, arg_max(used_bytes, time_ns) FILTER (time_ns <= until_ns) AS used_bytes "
-        "FROM use JOIN tail USING (host, device) GROUP BY ALL HAVING max(time_ns) > until_ns"
+    uses = snapshot.query(
+        f"{_TAIL} SELECT {_GPU} AS gpu, host, device, last_ns, max(time_ns) AS newest_ns, "
+        "max(time_ns) FILTER (process_used_bytes > 0) AS until_ns FROM tail GROUP BY ALL"
     )
+    if uses["until_ns"].isna().any():
+        left = snapshot.query(_LEFT)
+        uses["until_ns"] = uses["until_ns"].astype(float).fillna(uses.merge(left, "left", "gpu")["alive_ns"])
+    uses["until_ns"] = uses[["last_ns", "until_ns"]].max(axis=1).where(uses["until_ns"].notna())
+    uses = uses[uses["newest_ns"] > uses["until_ns"]].astype({"until_ns": "int64"})[["gpu", "until_ns"]]
+    if uses.empty:
+        return uses.assign(used_bytes=np.nan)
+    tail = snapshot.query(f"{_TAIL} SELECT {_GPU} AS gpu, time_ns, used_bytes FROM tail ORDER BY time_ns")
+    before = tail.merge(uses, on="gpu").query("time_ns <= until_ns").drop_duplicates("gpu", keep="last")
+    return uses.merge(before[["gpu", "used_bytes"]], "left", "gpu").astype({"used_bytes": float})
 
 
 def _sampled_devices(snapshot: Queryable) -> pd.DataFrame:
@@ -260,6 +274,8 @@ def _errors(snapshot: Queryable) -> pd.DataFrame:
         f"coalesce(body->>'$.caught' = 'true', FALSE) AS was_caught, {told} "
         f"FROM event WHERE kind = 'cuda-oom' ORDER BY event.time_ns DESC LIMIT {_MAX_ERRORS}"
     )
+    if found.empty:
+        return found.assign(gpu=[], total_bytes=[], used_bytes=[], is_of_share=[])
     if found["device"].isna().any():  # an allocator without observers does not tell
         users = snapshot.query(
             "SELECT host, pid, min(device) AS only_device FROM device_memory_tiled GROUP BY ALL "
