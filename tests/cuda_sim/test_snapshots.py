@@ -51,7 +51,7 @@ def test_a_running_training_tells_what_it_holds(watched, tmp_path):
 
     lines = (PROGRAMS / "asking.py").read_text().splitlines()
     keeps = next(number for number, line in enumerate(lines, 1) if "# KEPT" in line)
-    told = re.search(rf"\+([\d.]+) KiB at \S*asking\.py:{keeps}: (\d+) more tensors", said["outputs"][2])
+    told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{keeps}: (\d+) more tensors", said["outputs"][2])
     assert told, said["outputs"][2]
     assert float(told[1]) == 16 * int(told[2])
     assert document("growth")["held_grown_bytes"]["cuda:0"] == int(told[2]) * (16 << 10)
