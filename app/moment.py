@@ -199,7 +199,9 @@ def _step_clock(moment: Moment) -> pd.DataFrame:
     fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
     fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
     later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
-    return pd.concat([clock, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
+    return (
+        pd.concat([clock, later, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
+    )
 
 
 def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:

@@ -22,8 +22,8 @@ _TICK = 0.04
 _ROW = 19
 #: Of the width: a letter of a tick's label, in the narrowest figures, and the edge, where an epoch parts nothing.
 _LETTER, _EDGE = 0.016, 0.01
-#: An error may come after the last sample of a figure, by a tick of the collector: in units of x, and of the width.
-_BEYOND, _BEYOND_RATIO = 2.0, 0.05
+#: An error may come after the last sample, for PSS is read every few ticks: in units of x, and of the width.
+_BEYOND, _BEYOND_RATIO = 5.0, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

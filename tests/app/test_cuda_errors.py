@@ -11,6 +11,9 @@ from make_records import GIB, MIB, NO_SUCH_PID, Writers
 from opened import figures, open_view, texts, trace_names
 
 from app.figures import devices
+from app.figures.base import Chart, blank
+from app.figures.marks import Mark, marked
+from app.figures.memory import ELAPSED
 from app.figures.samples import pauses
 from app.theme import LIGHT
 from collector.quantities import size
@@ -88,7 +91,16 @@ def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path
     raise_error(failed, at=40.4, step=400)
     gpu = figures(open_view(monkeypatch, tmp_path, "oom_risk", x="step"))[0]
     assert gpu["layout"]["xaxis"]["title"]["text"] == "step"
-    assert 399 < numbers(marks(gpu)["out of memory"]["x"])[0] <= 400
+    assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([400])
+
+
+def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
+    chart = Chart(title="", figure=blank(LIGHT, x_title=ELAPSED, y_title="", revision="r"), caption="")
+    chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
+    clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
+    drawn = marked(chart, [], [Mark(at_seconds=33.0, words="cuda-oom at step 305")], LIGHT, clock).figure
+    assert [shape.x0 for shape in drawn.layout.shapes] == [33.0]
+    assert drawn.layout.xaxis.range[1] > 33.0
 
 
 def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, died):
