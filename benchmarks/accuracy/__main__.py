@@ -1,11 +1,11 @@
-"""python -m benchmarks.accuracy {gpu,memory,predictions,stalls} [options]: are the verdicts right?"""
+"""python -m benchmarks.accuracy {batch-sizes,gpu,memory,predictions,stalls} [options]: are the verdicts right?"""
 
 import importlib
 import sys
 
-PARTS = ("gpu", "memory", "predictions", "stalls")
+PARTS = ("batch-sizes", "gpu", "memory", "predictions", "stalls")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         sys.exit(f"say which: python -m benchmarks.accuracy {{{','.join(PARTS)}}} [options]")
-    importlib.import_module(f"benchmarks.accuracy.{sys.argv.pop(1)}").main()
+    importlib.import_module(f"benchmarks.accuracy.{sys.argv.pop(1).replace('-', '_')}").main()

@@ -148,7 +148,9 @@ def _not_made(tables: RunTables) -> str:
 def as_json(search: Search, effective: int | None) -> dict[str, Any]:
     """Return the trials and what follows from them, for programs: docs/cli.md."""
     line, split = line_through(search.ran), _split(search, effective)
-    largest = {"batch_size": search.largest.batch_size, "is_complete": search.is_complete} if search.ran else None
+    largest = (
+        {"batch_size": int(search.largest.batch_size), "is_complete": search.is_complete} if search.ran else None
+    )
     return {
         "trials": [
             {

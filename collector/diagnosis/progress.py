@@ -26,7 +26,7 @@ class Progress:
     Attributes:
         seconds: how long it was observed.
         steps: how many it made.
-        parts: seconds per step in each quarter of that time.
+        parts: seconds per step in each quarter of these steps.
 
     """
 
@@ -46,11 +46,13 @@ class Progress:
             return None
         begin = max(int(np.searchsorted(steps, steps[0], side="right")) - 1, 0)  # sampled long before the first
         begin += (len(times) - begin) // 10
-        edges = np.linspace(begin, len(times) - 1, _PARTS_COUNT + 1).astype(int)
-        seconds, made = np.diff(times[edges]), np.diff(steps[edges])
-        if len(times) - begin <= _PARTS_COUNT or not (made > 0).all():
+        made = float(steps[-1] - steps[begin])
+        if len(times) - begin <= _PARTS_COUNT or not made > 0:
             return None
-        return cls(seconds=float(seconds.sum()), steps=float(made.sum()), parts=seconds / made)
+        moving = np.append(True, np.diff(steps[begin:]) > 0)
+        edges = np.linspace(steps[begin], steps[-1], _PARTS_COUNT + 1)
+        seconds = np.diff(np.interp(edges, steps[begin:][moving], times[begin:][moving]))
+        return cls(seconds=float(seconds.sum()), steps=made, parts=seconds / (made / _PARTS_COUNT))
 
     def paces(self, horizons: Floats) -> Floats:
         """Return seconds per step in each future, as mean over its length, in units of what was observed.

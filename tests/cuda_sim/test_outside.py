@@ -16,7 +16,11 @@ def test_a_process_that_is_watched_from_outside_is_told_of_its_gpu(devices, tmp_
     environ, home = devices(memory="1G"), ("--home", str(tmp_path / "home"))
     with subprocess.Popen([*LEAK, "--steps", "900"], env=environ) as training:
         watched = subprocess.run(
-            [*TIDEGAUGE, "watch", *home, str(training.pid)], env=environ, capture_output=True, text=True, check=False
+            [*TIDEGAUGE, "watch", *home, str(training.pid)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     told = subprocess.run(
         [*TIDEGAUGE, "report", *home, "--format", "json"], env=environ, capture_output=True, text=True, check=True
