@@ -39,6 +39,9 @@ RUN_DIR_VARIABLE = "TIDEGAUGE_RUN_DIR"
 DISABLED_VARIABLE = "TIDEGAUGE_DISABLED"
 #: "0" switches the recognition of stages off.
 STAGES_VARIABLE = "TIDEGAUGE_STAGES"
+#: The `CUDA_VISIBLE_DEVICES` of the command of a run, or `ALL_DEVICES`.
+RUN_DEVICES_VARIABLE = "TIDEGAUGE_DEVICES"
+ALL_DEVICES = "all"
 MEMORY_HISTORY_VARIABLE = "TIDEGAUGE_MEMORY_HISTORY"
 #: Where a team's runs go: a PostgreSQL URL, and a folder or s3:// prefix (`collector.store.shared`).
 STORE_VARIABLE = "TIDEGAUGE_STORE"

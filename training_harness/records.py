@@ -88,7 +88,7 @@ _INDEX = Column("index", "q", "id", "position of the batch in its epoch, from 0"
 _WORKER = Column(
     "worker", "i", "id", "id that DataLoader recorded for the worker; -1: made in the training process"
 )
-_DEVICE = Column("device", "h", "id", "device index as the process sees it")
+_DEVICE = Column("device", "h", "id", "device, numbered as the command of the run sees it")
 _SAMPLES = Column("samples_count", "i", "count", "samples in the batch")
 
 STEP = Stream(

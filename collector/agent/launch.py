@@ -32,7 +32,15 @@ from collector.errors import TidegaugeError
 from collector.store.runs import Run
 from training_harness import layout
 from training_harness.journal import start_ticks
-from training_harness.layout import DISABLED_VARIABLE, HOME_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE, create_run
+from training_harness.layout import (
+    ALL_DEVICES,
+    DISABLED_VARIABLE,
+    HOME_VARIABLE,
+    RUN_DEVICES_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RUN_ID_VARIABLE,
+    create_run,
+)
 
 if TYPE_CHECKING:
     from collector.agent.outlets import Outlets
@@ -159,6 +167,7 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
         **{name: value for name, value in environ.items() if name != RUN_ID_VARIABLE},  # which is in use now
         RUN_DIR_VARIABLE: str(run_dir.absolute()),
         HOME_VARIABLE: str(home.absolute()),
+        RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
         "PYTHONPATH": os.pathsep.join([shim, *rest]),
     }
 

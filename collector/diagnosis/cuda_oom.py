@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from collector.diagnosis.cuda_errors import TOTAL, CudaError, cuda_errors, figures_at
 from collector.diagnosis.device_growth import tensor_leak
-from collector.diagnosis.device_rows import allocators, devices, record_at
-from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Locus, Severity
+from collector.diagnosis.device_rows import allocators
+from collector.diagnosis.findings import Advice, Evidence, Finding, Limit, Severity
 from collector.diagnosis.frames import floats, key_of, whole, written
-from collector.diagnosis.oom_message import first_sentences, message_figures
+from collector.diagnosis.oom_message import first_sentences
 from collector.diagnosis.tables import RunTables
-from collector.diagnosis.victims import fact, rank_of
+from collector.diagnosis.victims import fact
 from collector.diagnosis.witnesses import Leak
 from collector.quantities import plain_text, size
 from collector.store.runs import ProcessKey
 
-#: Figures of the observer and the allocator at the moment of the error.
-_AT_ERROR = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
-_TOTAL = "device_total_bytes"
-#: Figures of PyTorch's message are rounded to 0.01 GiB.
-_ROUNDED_BYTES = 0.01 * (1 << 30)
+_SENTENCE = "CUDA out of memory"
 _MESSAGE_CHARACTERS = 500
 
 
@@ -33,17 +29,15 @@ class _Scene:
     """One error, at its own moment.
 
     Attributes:
-        event: the `cuda-oom` event.
-        figures: name -> bytes: those of `_AT_ERROR`, `device_total_bytes`, and the memory that this process's
-            PyTorch did not have: `outside_pytorch_bytes` and `other_processes_bytes`, or `unattributed_bytes` where
-            they can't be told apart.
+        error: its process, device and event.
+        figures: name -> bytes, of `figures_at`.
         growth: the tensors that had been growing before, None if they had not.
         batch_bytes: the last batch, and the largest before it; NaN if not known.
         phase: of the framework, None if it tells none.
 
     """
 
-    event: Mapping[str, Any]
+    error: CudaError
     figures: Mapping[str, float]
     growth: Leak | None
     batch_bytes: tuple[float, float]
@@ -56,7 +50,7 @@ class _Scene:
     @property
     def caught(self) -> bool:
         """Whether the training went on."""
-        return self.event.get("caught") is True
+        return self.error.event.get("caught") is True
 
     @property
     def unallocated_bytes(self) -> float:
@@ -75,12 +69,8 @@ class _Scene:
 
 
 def find_cuda_ooms(tables: RunTables) -> list[Finding]:
-    """The last error of each process and device; one that ended the training goes before those that it caught."""
-    last: dict[tuple[ProcessKey, int | None], Mapping[str, Any]] = {}
-    for event in sorted(tables.events_of("cuda-oom"), key=lambda event: event.get("caught") is not True):
-        if (key := key_of(event)) is not None:
-            last[key, whole(event.get("device"))] = event
-    return [_finding(tables, key, device, event) for (key, device), event in last.items()]
+    """`cuda-oom`, one finding per process and device: its last error, or the one that ended the training."""
+    return [_finding(tables, error) for error in cuda_errors(tables)]
 
 
 def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:
@@ -89,16 +79,17 @@ def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:
     return frozenset(key for event in events if (key := key_of(event)))
 
 
-def _finding(tables: RunTables, key: ProcessKey, device: int | None, event: Mapping[str, Any]) -> Finding:
-    scene = _scene(tables, key, device, event)
+def _finding(tables: RunTables, error: CudaError) -> Finding:
+    scene = _scene(tables, error)
+    event = error.event
     severity: Severity = "info" if scene.caught else "critical" if event.get("caught") is False else "warning"
     limit = scene.of("limit_bytes")
     return Finding(
         kind="cuda-oom",
         severity=severity,
         confidence=0.97,
-        summary=_summary(key, scene),
-        locus=Locus(host=key[0], rank=rank_of(tables, key), device=device, role="main", pid=key[1]),
+        summary=_summary(scene),
+        locus=error.locus(tables),
         since_step=whole(event.get("step")),
         evidence=_evidence(scene),
         limit=Limit(name="CUDA memory", value=limit, unit="bytes") if math.isfinite(limit) else None,
@@ -106,17 +97,16 @@ def _finding(tables: RunTables, key: ProcessKey, device: int | None, event: Mapp
     )
 
 
-def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mapping[str, Any]) -> _Scene:
-    at_ns = float(event.get("error_time_ns") or event["time_ns"])
-    figures = _figures(tables, key, device, event, at_ns)
+def _scene(tables: RunTables, error: CudaError) -> _Scene:
+    key, at_ns = error.key, error.at_ns
     everyones = allocators(tables.stream("device_memory"))
-    mine = [one.before(at_ns) for one in everyones if (one.key, one.device) == (key, device)]
+    mine = [one.before(at_ns) for one in everyones if (one.key, one.device) == (key, error.device)]
     batches = written(tables, "batch", key)
     payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
     phases = [e for e in tables.events_of("phase") if key_of(e) == key and e["time_ns"] <= at_ns]
     return _Scene(
-        event=event,
-        figures=figures,
+        error=error,
+        figures=figures_at(tables, error),
         growth=tensor_leak(mine[0]) if mine else None,
         batch_bytes=(
             float(payload[-1]) if len(payload) else math.nan,
@@ -126,56 +116,18 @@ def _scene(tables: RunTables, key: ProcessKey, device: int | None, event: Mappin
     )
 
 
-def _figures(
-    tables: RunTables, key: ProcessKey, device: int | None, event: Mapping[str, Any], at_ns: float
-) -> dict[str, float]:
-    """Return the figures of `_Scene`: those of the moment itself, then those of the message, which are rounded."""
-    said = message_figures(str(event.get("message") or ""))
-    figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
-    figures = {name: said[name] for name in ("requested_bytes", "free_bytes") if name in said} | figures
-    limits = [said[name] for name in ("allowed_bytes", "total_bytes") if name in said]
-    if limits:
-        figures.setdefault("limit_bytes", min(limits))
-    if "allocated_bytes" not in figures and "allocated_bytes" in said:
-        figures["allocated_bytes"] = said["allocated_bytes"]
-        if "unallocated_bytes" in said:
-            figures["reserved_bytes"] = said["allocated_bytes"] + said["unallocated_bytes"]
-    sample: Mapping[str, float | None] = {}
-    for host, number, samples, _ in devices(tables):
-        if (host, number) == (key[0], device):
-            sample = record_at(samples, at_ns)
-    total = sample.get("total_bytes") or said.get("total_bytes")
-    if total is None:
-        return figures
-    figures[_TOTAL] = total
-    return figures | _elsewhere(figures, total, sample, said.get("process_used_bytes"))
-
-
-def _elsewhere(
-    figures: Mapping[str, float], total: float, sample: Mapping[str, float | None], process_used: float | None
-) -> dict[str, float]:
-    """Return where the memory was that this process's PyTorch did not have; what is not known is not there.
-
-    All that was in use is the device's total less what was free at the error. Of that, the message says what this
-    process had. Without it the driver's last sample says what processes of others hold: no step of this one changes
-    that.
-    """
-    reserved, free = figures.get("reserved_bytes"), figures.get("free_bytes")
-    if reserved is None or free is None:
-        return {}
-    outside = total - free - reserved - (sample.get("reserved_bytes") or 0.0)
-    others = sample.get("other_used_bytes")
-    if process_used is not None:
-        others = outside - (process_used - reserved)
-        others = others if others > 2 * _ROUNDED_BYTES else 0.0
-    if others is None:
-        return {"unattributed_bytes": max(0.0, outside)}
-    return {"outside_pytorch_bytes": max(0.0, outside - others), "other_processes_bytes": others}
-
-
-def _summary(key: ProcessKey, scene: _Scene) -> str:
-    asked = scene.of("requested_bytes")
-    text = f"CUDA memory ran out in the training process (pid {key[1]})"
+def _summary(scene: _Scene) -> str:
+    asked, error = scene.of("requested_bytes"), scene.error
+    who = f"the training process (pid {error.key[1]})"
+    if error.slot is not None:
+        main, loader, worker = error.slot
+        who = f"DataLoader worker {worker}"
+        who += (
+            f" of loader {loader} (pid {error.key[1]})"
+            if error.key != main
+            else f" of the process with pid {main[1]}"
+        )
+    text = f"CUDA memory ran out in {who}"
     text += f" in its {scene.phase} phase" if scene.phase else ""
     if math.isfinite(asked):
         text += f": {size(asked)} were asked for, {size(scene.of('free_bytes'))} were free"
@@ -195,13 +147,16 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
         *(
             (name, value, "at the error")
             for name, value in scene.figures.items()
-            if name != _TOTAL or scene.is_limited
+            if name != TOTAL or scene.is_limited
         ),
     )
     found = [fact(name, value, window, unit="bytes") for name, value, window in named if math.isfinite(value)]
-    found.append(fact("errors_count", whole(scene.event.get("errors_count")) or 1, "since the last such event"))
-    if scene.event.get("message"):
-        message = first_sentences(plain_text(str(scene.event["message"])))
+    found.append(
+        fact("errors_count", whole(scene.error.event.get("errors_count")) or 1, "since the last such event")
+    )
+    if scene.error.event.get("message"):
+        message = plain_text(str(scene.error.event["message"]))
+        message = first_sentences(message[max(message.rfind(_SENTENCE), 0) :])  # a worker's comes with a traceback
         found.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught", unit="text"))
     else:
         went_on = "yes, the training went on" if scene.caught else "not known, the process ended after it"
@@ -225,7 +180,7 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
         )
         found.append((rise, advice))
     if scene.is_limited:
-        more = scene.of(_TOTAL) - scene.of("limit_bytes")
+        more = scene.of(TOTAL) - scene.of("limit_bytes")
         advice = Advice(
             text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
             expected=f"up to {size(min(more, scene.of('free_bytes')))} become usable",
@@ -251,6 +206,14 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
             expected=f"no batch above {size(before)}, which fitted",
         )
         found.append((last - before, advice))
+    siblings = np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes"))
+    if scene.error.slot is not None and siblings >= asked:
+        advice = Advice(
+            text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the "
+            "device in the training process",
+            expected=f"no context and no cache of each worker: up to {size(siblings)} become free",
+        )
+        found.append((siblings, advice))
     found.sort(key=lambda each: -each[0])
     smaller = Advice(
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "

@@ -112,7 +112,6 @@ def test_two_ranks(trained, where):
     assert (held.groupby("device")["other_used_bytes"].last() == 0).all()
 
 
-@pytest.mark.xfail(strict=True, reason="the collector numbers devices by its own CUDA_VISIBLE_DEVICES")
 def test_ranks_that_choose_their_device_themselves_are_on_two_gpus(trained):
     """Each sees its device as number 0."""
     run, said = trained("--distributed", "--select", "--use", "0", "--use", "0", launcher=TORCHRUN, count=2)

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from collector.store.runs import Run
 from tests.conftest import wait_for
 from tests.cuda_sim.conftest import PROGRAMS, TIDEGAUGE, Watched
@@ -32,7 +30,6 @@ def test_attached_in_the_middle_and_detached_before_the_end(devices, tmp_path):
     assert watched.failed_hooks == []
 
 
-@pytest.mark.xfail(strict=True, reason="told as one of the training process, with the other workers as strangers")
 def test_memory_that_runs_out_in_a_worker_is_told_of_that_worker(watched):
     run = watched("workers.py", memory="1G")
     assert "OutOfMemoryError in DataLoader worker process 1" in run.done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from training_harness import session
+from training_harness.hooks.numbering import number_in_run
 from training_harness.hooks.phases import FORWARD, OTHER
 
 #: Recording five events costs some 20 µs: a step is sampled only if the last one is this long ago.
@@ -97,5 +98,5 @@ class DeviceTimes:
             spent_ns[phase] += round(before.elapsed_time(event) * 1e6)
             before = event
         duration_ns = round(sampled.marks[0][1].elapsed_time(before) * 1e6)
-        current.device_time(now_ns, sampled.step, sampled.device, duration_ns, *spent_ns.values())
+        current.device_time(now_ns, sampled.step, number_in_run(sampled.device), duration_ns, *spent_ns.values())
         self._pool += [event for _, event in sampled.marks]

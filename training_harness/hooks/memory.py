@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from training_harness import session
+from training_harness.hooks.numbering import number_in_run
 from training_harness.records import MISSING_INT64
 
 #: Devices that come into use later are looked for once in so many steps.
@@ -33,6 +34,7 @@ class DeviceGauges:
     def __init__(self, torch: Any = None) -> None:
         self._torch = torch
         self._devices: list[int] = []
+        self._numbers: dict[int, int] = {}
         self._look_at_step = 0
         self._is_native = True
         self._capacities: dict[int, tuple[int, float | None]] = {}
@@ -58,6 +60,7 @@ class DeviceGauges:
             self._devices = [
                 device for device in range(cuda.device_count()) if any(_reserved(stats_of(device)).values())
             ]
+            self._numbers = {device: number_in_run(device) for device in self._devices}
             for device in self._devices:
                 self._tell_capacity(current, cuda, device)
         self._working = working = set[int]()
@@ -72,7 +75,7 @@ class DeviceGauges:
                 stats = {name: stats[name] for name in _TOLD_BY_MALLOC_ASYNC}
             if self._takes_part(device, stats):
                 working.add(device)
-            records.append((time.monotonic_ns(), step, device, *gauges(stats, pinned)))
+            records.append((time.monotonic_ns(), step, self._numbers[device], *gauges(stats, pinned)))
         current.device_memory(records)
 
     def _takes_part(self, device: int, stats: Mapping[str, Any]) -> bool:
@@ -90,7 +93,10 @@ class DeviceGauges:
         if self._capacities.get(device) != capacity:
             self._capacities[device] = capacity
             current.events.append(
-                "cuda-device", device=device, total_bytes=capacity[0], allowed_ratio=allowed_ratio
+                "cuda-device",
+                device=number_in_run(device),
+                total_bytes=capacity[0],
+                allowed_ratio=allowed_ratio,
             )
 
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from training_harness import session
+from training_harness.hooks.numbering import number_in_run
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.progress import Progress
 from training_harness.hooks.snapshots import save_allocator
@@ -78,7 +79,7 @@ class OomHook(Hook):
             return
         in_worker = is_worker()
         error: dict[str, Any] = {
-            "device": device,
+            "device": number_in_run(device),
             "step": None if in_worker else self._progress.step,
             "error_time_ns": time.monotonic_ns(),
             "requested_bytes": requested_bytes,
