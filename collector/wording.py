@@ -37,6 +37,7 @@ _MEASURED = {
     "demand_slope": "growth of the demand",
     "demand_peak_ratio": "highest demand, of the limit",
     "outside_pytorch_bytes": "outside PyTorch",
+    "device_samples_missing_count": "samples without an answer",
     "run_processes_bytes": "other processes of the run",
     "rest_of_run_bytes": "the run, without this process's PyTorch",
     "last_rss_bytes": "last RSS",

@@ -84,6 +84,7 @@ class Agent:
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._devices = DeviceSampler()
+        self._pids_before = frozenset[int]()
         self._ticked_ns: int | None = None
         self._ingest_due_ns = now_ns
         self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
@@ -198,7 +199,9 @@ class Agent:
                 self._events.append("process-seen", **fields)
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
-            self._write("device", now_ns, self._devices.sample(pids))
+            # The driver may still hold what a process had that has just ended.
+            self._write("device", now_ns, self._devices.sample(pids | self._pids_before))
+            self._pids_before = pids
 
     def _own_cost(self, now_ns: int) -> Sample:
         status = procfs.read_status(_PROC, self.key.pid)

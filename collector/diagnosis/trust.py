@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from collector.diagnosis.attachment import find_attachment
+from collector.diagnosis.device_rows import devices
 from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, key_of, whole
+from collector.diagnosis.frames import SECOND_NS, floats, key_of, origin_ns, whole, window_text
 from collector.diagnosis.lifecycle import Lifecycle
 from collector.diagnosis.loops import loader_settings, same_loop
 from collector.diagnosis.tables import RunTables
+from collector.diagnosis.victims import fact
 from collector.store.runs import ProcessKey
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
 GRACE_SECONDS = 20.0
 _GRACE_BATCHES = 3
+_LOST_SAMPLES = 3
 _START_SECONDS = 120.0  # until the first batch: workers under spawn may import for long
 
 #: reason of a `records-lost` event -> what to do.
@@ -42,7 +47,36 @@ def find_trust(tables: RunTables) -> list[Finding]:
     if tables.lost_count > 0:
         found.append(_samples_lost(tables))
     found += [_hook_disabled(event) for event in tables.events_of("hook-disabled")]
-    return found + find_attachment(tables)
+    return found + _lost_devices(tables) + find_attachment(tables)
+
+
+def _lost_devices(tables: RunTables) -> list[Finding]:
+    """`cannot-tell` for each GPU of which the driver has told nothing the last few times, and did before."""
+    found = []
+    for host, device, samples, _ in devices(tables):
+        known = np.flatnonzero(np.isfinite(floats(samples, "used_bytes")))
+        if not len(known) or len(samples) - 1 - known[-1] < _LOST_SAMPLES:
+            continue
+        last_ns, silent = float(floats(samples, "time_ns")[known[-1]]), len(samples) - 1 - int(known[-1])
+        when = window_text(last_ns, float(floats(samples, "time_ns")[-1]), origin_ns(tables))
+        found.append(
+            Finding(
+                kind="cannot-tell",
+                severity="warning",
+                confidence=0.9,
+                summary=f"NVML stopped answering for GPU {device}: what the driver counts is not known since then. "
+                "A GPU that has fallen off the bus ends so.",
+                locus=Locus(host=host, device=device),
+                evidence=(fact("device_samples_missing_count", silent, when),),
+                advice=(
+                    Advice(
+                        text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
+                        expected="the driver names the reason",
+                    ),
+                ),
+            )
+        )
+    return found
 
 
 def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:

@@ -43,6 +43,12 @@ _LEFT = (
     "FROM user LEFT JOIN life USING (host, pid, start_ticks) LEFT JOIN alive USING (host, pid, start_ticks) "
     "GROUP BY host, device"
 )
+#: SQL: the GPUs for which the driver has stopped answering: it told nothing the last few times.
+_LOST = (
+    f"{_TAIL}, late AS (SELECT {_GPU} AS gpu, used_bytes, "
+    "row_number() OVER (PARTITION BY host, device ORDER BY time_ns DESC) AS place FROM tail) "
+    "SELECT gpu FROM late WHERE place <= 3 GROUP BY gpu HAVING count(*) = 3 AND count(used_bytes) = 0"
+)
 #: Columns of `cuda_errors` that the event has.
 _TOLD = ("step", "requested_bytes", "free_bytes", "limit_bytes", "reserved_bytes", "errors_count")
 
@@ -51,10 +57,11 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
     """Return last usage, peak and capacity (bytes) of each GPU that the run uses, over the whole run.
 
     Returns:
-        gpu (a number for the next two), host, device, used_bytes (the driver's last sample while the run
-        used the device) and used_peak_bytes (the largest one, or at an out-of-memory error; all processes),
-        total_bytes, reserved_bytes (last), reserved_peak_bytes and allocated_peak_bytes (the allocator's, of the
-        worst rank, between records too), and ranks, a list of those that use it, where there are any.
+        gpu (a number for the next two), host, device, used_bytes (the driver's last sample while the run used the
+        device; NaN if the driver has stopped answering), used_peak_bytes (the largest one, or at an out-of-memory
+        error; all processes), total_bytes, reserved_bytes (last), reserved_peak_bytes and allocated_peak_bytes (the
+        allocator's, of the worst rank, between records too), and ranks, a list of those that use it, where there
+        are any.
 
     """
     found = _sampled_devices(snapshot)
@@ -62,6 +69,7 @@ def devices(snapshot: Queryable) -> pd.DataFrame:
         return found
     uses = last_uses(snapshot).set_index("gpu")
     found["used_bytes"] = found["gpu"].map(uses["used_bytes"]).fillna(found["used_bytes"])
+    found.loc[found["gpu"].isin(snapshot.query(_LOST)["gpu"]), "used_bytes"] = np.nan
     at_errors = _errors(snapshot).groupby("gpu")["used_bytes"].max()
     found["used_peak_bytes"] = np.fmax(found["used_peak_bytes"], found["gpu"].map(at_errors).astype(float))
     return found

@@ -55,9 +55,6 @@ def test_a_gpu_that_is_lost_is_missing_from_then_on(lost):
     assert lost.report["run"]["status"] == "finished"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the report is silent on it, and its last known usage is shown as that of now"
-)
 def test_the_report_says_that_a_gpu_was_lost(lost):
     assert any("NVML" in each["summary"] for each in lost.report["findings"])
     with read(lost.run) as session:

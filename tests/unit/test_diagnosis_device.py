@@ -482,3 +482,16 @@ def test_a_limit_that_was_met_is_no_forecast_any_more():
     found = {finding.kind for finding in diagnose(script.tables()).findings}
     assert "cuda-oom" in found
     assert "gpu-oom-risk" not in found
+
+
+def test_a_gpu_for_which_the_driver_stopped_answering_is_told_as_lost():
+    tables = training(total=5000).tables()
+    samples = tables.streams["device"]
+    lost = samples["time_ns"] > samples["time_ns"].iloc[-6]
+    silent = samples.assign(
+        used_bytes=samples["used_bytes"].mask(lost), total_bytes=samples["total_bytes"].mask(lost)
+    )
+    told = diagnose(replace(tables, streams=tables.streams | {"device": silent})).findings
+    [gone] = [each for each in told if "NVML stopped answering" in each.summary]
+    assert (gone.kind, gone.severity, gone.locus.device) == ("cannot-tell", "warning", 0)
+    assert not any("NVML" in each.summary for each in diagnose(tables).findings)
