@@ -22,6 +22,7 @@ from collector.store.runs import ProcessKey
 
 _SENTENCE = "CUDA out of memory"
 _MESSAGE_CHARACTERS = 500
+_LEAST_GAIN = 0.01  # of the limit: less is no remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +215,8 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
             expected=f"no context and no cache of each worker: up to {size(siblings)} become free",
         )
         found.append((siblings, advice))
-    found.sort(key=lambda each: -each[0])
+    least = _LEAST_GAIN * scene.of("limit_bytes")
+    found = sorted((each for each in found if not each[0] < least), key=lambda each: -each[0])
     smaller = Advice(
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
         "finds the largest that fits), activation checkpointing, bfloat16",

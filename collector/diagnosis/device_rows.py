@@ -20,6 +20,9 @@ from collector.diagnosis.tables import RunTables
 from collector.diagnosis.trends import Floats
 from collector.store.runs import ProcessKey
 
+#: Segment for blocks of 1 to 10 MiB (c10/cuda/CUDACachingAllocator.cpp, `kLargeBuffer`).
+_SEGMENT_BYTES = 20 * (1 << 20)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
@@ -52,9 +55,12 @@ class Allocator:
     def peaks_above(self, seconds: Floats) -> Floats:
         """Return how far the highest peak since the time before lay above what was held after it.
 
-        So much a step needs for a while, as activations; 0 before the first record, or if peaks are not known.
+        So much a step needs for a while, as activations, in whole segments of the allocator, as far as its cache
+        shows that it took them; 0 before the first record, or if peaks are not known.
         """
         above = np.maximum(np.nan_to_num(self.column("allocated_peak_bytes") - self.held_bytes), 0.0)
+        cached = np.nan_to_num(self.column("reserved_bytes") - self.held_bytes)
+        above = np.where(above > 0, np.maximum(above, np.minimum(cached, above + _SEGMENT_BYTES)), 0.0)
         ends = np.searchsorted(self.seconds, seconds, side="right")
         begins = np.maximum(np.minimum(np.append(0, ends[:-1]), ends - 1), 0)
         return np.array([above[begin:end].max(initial=0.0) for begin, end in zip(begins, ends, strict=True)])

@@ -23,6 +23,9 @@ RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 _CRITICAL_HEADROOM = 0.05  # of the limit
 _QUANTILES = (5.0, 50.0, 95.0)
+#: Odds that a growth goes by steps, where it is as even in seconds.
+_STEP_ODDS = 4.0
+_EVEN = 0.01  # below that the samples decide how even a growth looks, not the growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +183,9 @@ def _futures(tables: RunTables, course: Course, where: ProcessKey | str) -> tupl
         return np.maximum(seconds, 0.0), None
     step_now = float(step_numbers(tables, where, np.array([now]))[0])
     by_step = np.maximum(passages(steps, values, limit) - (step_now - steps[-1]), 0.0)
-    doubts = unevenness(steps, values) ** 2, unevenness(times, values) ** 2
-    is_by_step = np.random.default_rng(1).random(FUTURES_COUNT) * sum(doubts) < doubts[1]
+    doubts = [max(unevenness(clock, values), _EVEN) ** 2 for clock in (steps, times)]
+    odds = _STEP_ODDS * doubts[1] / doubts[0]
+    is_by_step = np.random.default_rng(1).random(FUTURES_COUNT) < odds / (1 + odds)
     seconds = np.where(is_by_step, by_step * progress.paces(by_step / progress.steps), np.maximum(seconds, 0.0))
     return seconds, np.where(is_by_step, by_step, seconds / progress.paces(seconds / progress.seconds))
 
