@@ -22,7 +22,7 @@ from collector.store.runs import ProcessKey
 
 _SENTENCE = "CUDA out of memory"
 _MESSAGE_CHARACTERS = 500
-_LEAST_GAIN = 0.01  # of the limit: less is no remedy
+_LEAST_GAIN = 0.01  # smallest gain of an advice worth giving, as a share of the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

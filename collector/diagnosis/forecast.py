@@ -25,7 +25,7 @@ _CRITICAL_HEADROOM = 0.05  # of the limit
 _QUANTILES = (5.0, 50.0, 95.0)
 #: Odds that a growth goes by steps, where it is as even in seconds.
 _STEP_ODDS = 4.0
-_EVEN = 0.01  # below that the samples decide how even a growth looks, not the growth
+_EVEN = 0.01  # smaller unevenness is noise of sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

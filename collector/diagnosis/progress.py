@@ -12,11 +12,11 @@ from collector.diagnosis.passage import FUTURES_COUNT
 from collector.diagnosis.trends import Floats
 
 _PARTS_COUNT = 4
-_SURE = 0.975  # one-sided, that a pace changes
-_MOST_SPREAD = 3.0  # of the pace, as the logarithm of its factor
+_SURE = 0.975  # one-sided confidence that the pace has a trend
+_MOST_SPREAD = 3.0  # largest error of a pace, as the logarithm of its factor
 #: Share of the futures in which a pace that changes goes on changing, for at most as long as it was observed.
 _GOES_ON_RATIO, _LONGEST = 2 / 3, 1.0
-_LEAST_RATIO = 0.25  # of the newest pace: it gets no shorter
+_LEAST_RATIO = 0.25  # smallest pace in a future, as a share of the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class Progress:
     def paces(self, horizons: Floats) -> Floats:
         """Return seconds per step in each future, as mean over its length, in units of what was observed.
 
-        A pace that changes for sure stops changing or goes on so. Any other is that of the whole training, of its
-        later half, of its last quarter, or it begins to change as the quarters happen to.
+        Where the quarters show a trend, the pace stays at its newest value or goes on changing. Else it is that of
+        the whole training, of its later half or of its last quarter, or it follows the slight trend.
         """
         generator = np.random.default_rng(0)
         at = (np.arange(_PARTS_COUNT) + 0.5) / _PARTS_COUNT
