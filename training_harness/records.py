@@ -329,6 +329,9 @@ AGENT = Stream(
         Column("cpu_ns", "q", "ns", "own CPU time since start, with that of the verdicts on the way"),
         Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
         Column("rss_bytes", "q", "bytes", "own resident set"),
+        Column(
+            "verdict_anon_bytes", "q", "bytes", "anonymous memory of a verdict that is being made; NULL if none"
+        ),
         Column("interval_ns", "q", "ns", "achieved sampling interval"),
         Column("ingest_lag_ns", "q", "ns", "age of the oldest record not yet in the lake"),
         Column("records_ingested_count", "q", "count", "records moved into the lake so far"),

@@ -85,6 +85,7 @@ class Agent:
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._devices = DeviceSampler()
         self._pids_before = frozenset[int]()
+        self._verdict_bytes = 0
         self._ticked_ns: int | None = None
         self._ingest_due_ns = now_ns
         self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
@@ -188,6 +189,7 @@ class Agent:
                     if self._outlets is not None:
                         self._outlets.heard(event)
         host: Sample = {}
+        self._verdict_bytes = self._verdict_anon_bytes()
         with self._problems.guard("host"):
             host = self._host.sample()
             self._write("host", now_ns, [host])
@@ -203,6 +205,9 @@ class Agent:
             self._write("device", now_ns, self._devices.sample(pids | self._pids_before))
             self._pids_before = pids
 
+    def _verdict_anon_bytes(self) -> int:
+        return (self._outlets.verdict_anon_bytes or 0) if self._outlets is not None else 0
+
     def _own_cost(self, now_ns: int) -> Sample:
         status = procfs.read_status(_PROC, self.key.pid)
         fed = self._feed.last
@@ -211,6 +216,8 @@ class Agent:
             "cpu_ns": time.process_time_ns() + (self._outlets.spent_ns if self._outlets else 0),
             "smaps_ns": self._processes.budget.spent_ns,
             "rss_bytes": status.rss_bytes if status else None,
+            # Before the host was read and after: a verdict begins and ends in between.
+            "verdict_anon_bytes": max(self._verdict_bytes, self._verdict_anon_bytes()) or None,
             "interval_ns": None if self._ticked_ns is None else now_ns - self._ticked_ns,
             "ingest_lag_ns": self._feed.lag_ns(now_ns),
             "records_ingested_count": self._feed.records_count,

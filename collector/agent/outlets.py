@@ -107,6 +107,11 @@ class Outlets:
         """CPU time of the verdicts so far."""
         return self._outlook.spent_ns if self._outlook is not None else 0
 
+    @property
+    def verdict_anon_bytes(self) -> int | None:
+        """Anonymous memory of the process that is making a verdict; None if there is none."""
+        return self._outlook.anon_bytes if self._outlook is not None else None
+
     def tell(self, findings: Sequence[Finding]) -> None:
         """Tell of a verdict on the run."""
         self._verdict = (findings, time.time())

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from collector.agent import procfs
 from collector.agent.feed import Problems
@@ -32,6 +33,8 @@ BUDGET_RATIO = 0.01
 #: A verdict that takes longer is given up.
 PATIENCE_SECONDS = 120.0
 _NICENESS = 10
+#: Where memory runs out, the kernel kills the verdict, not the training (Documentation/filesystems/proc.rst).
+_FIRST_TO_BE_KILLED = "1000"
 
 
 def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> float:
@@ -78,6 +81,15 @@ class Outlook:
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="outlook", daemon=True)
             self._thread.start()
 
+    @property
+    def anon_bytes(self) -> int | None:
+        """Anonymous memory of the process that is making a verdict; None if there is none."""
+        child = self._child
+        status = procfs.read_status("/proc", child.pid) if child is not None and child.returncode is None else None
+        if status is None or status.rss_bytes is None:
+            return None
+        return status.rss_bytes - (status.file_bytes or 0) - (status.shm_bytes or 0)
+
     def close(self) -> None:
         """Give up a verdict that is being made: the one at the end of the run says more."""
         self._closed = True
@@ -101,6 +113,7 @@ class Outlook:
                 child.kill()
             with suppress(OSError):  # the training comes first
                 os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+                Path(f"/proc/{child.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
             said = self._listen(child)
             if self._closed:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.frames import SECOND_NS, floats, last
 from collector.diagnosis.tables import RunTables
@@ -21,16 +22,25 @@ def binding_limit(tables: RunTables, host: str) -> tuple[str, float]:
 def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     """Times (seconds) and the memory that can't be reclaimed: anon and shmem of the cgroup that binds.
 
-    Page cache is left out, since the kernel takes it back. Where no cgroup binds, MemTotal - MemAvailable.
+    Page cache is left out, since the kernel takes it back. Where no cgroup binds, MemTotal - MemAvailable. Verdicts
+    that the collector makes on the way come and go, and the kernel kills them first: they are no demand.
     """
     samples = tables.stream("host")
     samples = samples[samples["host"] == host]
     times = floats(samples, "time_ns") / SECOND_NS
+    demand = floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")
     if binding_limit(tables, host)[0] == "cgroup":
         anon = floats(samples, "cgroup_anon_bytes")
         if np.isfinite(anon).any():
-            return times, anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
-    return times, floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")
+            demand = anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
+    return times, demand - _verdict_bytes(tables, samples)
+
+
+def _verdict_bytes(tables: RunTables, samples: pd.DataFrame) -> Floats:
+    """Return what a verdict held at each sample of a host: the collector records both in one tick."""
+    agent = tables.stream("agent")[["host", "time_ns", "verdict_anon_bytes"]]
+    joined = samples[["host", "time_ns"]].merge(agent.drop_duplicates(["host", "time_ns"]), "left")
+    return np.nan_to_num(floats(joined, "verdict_anon_bytes"))
 
 
 def kernel_bytes(tables: RunTables, host: str) -> float:

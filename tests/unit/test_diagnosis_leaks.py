@@ -243,6 +243,20 @@ def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
     assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
 
 
+def test_a_verdict_that_the_collector_makes_on_the_way_is_no_demand():
+    """It holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
+    verdict = 100 * (np.arange(60) % 10 == 3)
+    script = memory(training(), main=100 * RAMP, host=100 * RAMP + verdict, limit=4300 * MIB)
+    rows = [
+        {"time_ns": ns(at), "verdict_anon_bytes": size * MIB if size else np.nan}
+        for at, size in zip(SECONDS, verdict, strict=True)
+    ]
+    script.add("agent", rows, COLLECTOR)
+    (risk,) = (each for each in found(script) if each.kind == "host-oom-risk")
+    assert risk.eta.mid_seconds == pytest.approx(120, rel=0.2)
+    assert risk.eta.low_seconds > 0.7 * risk.eta.mid_seconds
+
+
 @pytest.mark.parametrize(("caches_mib", "seconds"), [(np.nan, 90), (500, 140)])
 def test_what_the_kernel_holds_counts_towards_the_limit_but_for_caches_that_it_gives_back(caches_mib, seconds):
     kernel = {"usage": 5100, "file": 0, "slab_reclaimable": caches_mib}

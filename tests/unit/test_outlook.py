@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,16 @@ def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
 
     assert "no verdict, status -9" in world.error()
     world.outlook.close()
+
+
+def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging):
+    world.begin()
+    wait_for(hanging.exists, "the begin of the verdict")
+    pid = world.outlook._child.pid
+    wait_for(lambda: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the word to the kernel")
+    assert world.outlook.anon_bytes > 0
+    world.outlook.close()
+    assert world.outlook.anon_bytes is None
 
 
 def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
