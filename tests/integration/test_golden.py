@@ -1,0 +1,41 @@
+"""The kept runs give the same reports and figures as when tests/data/golden was written.
+
+After a change that is meant: python -m tests.golden --write, and look at the difference. Without --write that
+compares every page of every run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.golden import golden_files, judged
+from tests.golden.cases import CASES, COMPARISON, RECORDED_GPU, pages_of
+
+#: Kept as journals: with a lake made of them they are the same run.
+STORED = ("ddp", "crash")
+
+
+def expect_no_difference(name, old, new):
+    if lines := golden_files.differing(name, old, new):
+        pytest.fail(lines, pytrace=False)
+
+
+@pytest.mark.parametrize("name", [*CASES, *RECORDED_GPU])
+def test_a_kept_run_is_judged_as_before(name, tmp_path):
+    pages, golden = pages_of(name), golden_files.read_golden(name)
+    old = {**golden, "pages": {page: golden["pages"][page] for page in pages}}
+    expect_no_difference(name, old, judged.judge(name, tmp_path, pages))
+
+
+def test_runs_are_compared_as_before(tmp_path):
+    expect_no_difference(COMPARISON, golden_files.read_golden(COMPARISON), judged.compare(tmp_path))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_printed_report_is_the_same_from_journals_and_from_the_lake(name, tmp_path):
+    run, golden = judged.unpack(name, tmp_path), golden_files.read_golden(name)["report"]
+    assert not (run / "lake.sqlite").exists()
+    expect_no_difference(name, golden, judged.printed_report(run))
+    judged.run_command("collect", str(run))
+    assert (run / "lake.sqlite").exists()
+    expect_no_difference(name, golden, judged.printed_report(run))
