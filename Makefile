@@ -30,7 +30,8 @@ test: lint types layers browser prometheus postgres compiler unit
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python scripts/streams_page.py --check
+	$(BIN)/python scripts/declared_pages.py --check
+	$(BIN)/python scripts/language_check.py
 
 types: setup
 	$(BIN)/mypy

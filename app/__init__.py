@@ -3,15 +3,15 @@
 import contextlib
 import ctypes
 
-#: Of mallopt, in glibc's malloc.h: what an arena may keep at its end, which blocks are mapped, how many arenas.
+#: Parameters of mallopt (glibc's malloc.h): free memory at an arena's end, size of mapped blocks, number of arenas.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _THRESHOLD_BYTES = 2**20
 
-# Streamlit runs each script in a new thread, and for threads glibc has up to eight arenas per core. Each may hold
-# twice the largest block that was ever freed, so each came to keep what the most demanding script needed. With
-# thresholds that stay, what is free goes back, at no cost that could be measured.
-with contextlib.suppress(AttributeError, OSError):  # of another C library
+# Streamlit runs each script in a new thread, and glibc gives threads up to eight arenas per core. Each arena may
+# hold twice the largest block that was ever freed, so in time each holds what the most demanding script needed.
+# With fixed thresholds free memory goes back to the kernel, at no measurable cost.
+with contextlib.suppress(AttributeError, OSError):  # another C library has no mallopt
     _mallopt = ctypes.CDLL(None).mallopt
     _mallopt(_M_TRIM_THRESHOLD, _THRESHOLD_BYTES)
     _mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-    _mallopt(_M_ARENA_MAX, 2)  # or those that there are by now
+    _mallopt(_M_ARENA_MAX, 2)  # arenas that exist already stay

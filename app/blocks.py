@@ -1,4 +1,4 @@
-"""What a panel can consist of, and how Streamlit draws it. Blocks are values; only `draw` has effects."""
+"""The blocks that panels consist of. They are plain values; only `draw` calls Streamlit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import streamlit as st
 from app import pages
 from app.figures.base import Chart
 from app.format import plain
-from app.terms import explained
-from collector.diagnosis.findings import KINDS, Finding, Holder
-from collector.diagnosis.verdict import Verdict
-from collector.quantities import MISSING, number, percent, quantity
-from collector.wording import eta, kept, label, locus, more, since, title
+from app.terms import explain_terms
+from collector.diagnosis import Verdict
+from collector.findings import KINDS, AllocationSite, Finding
+from collector.report import wording
+from collector.units import MISSING, number, percent, quantity
 
-#: severity -> (icon, word, badge colour): never a colour alone.
+#: severity -> (icon, word, badge colour). A colour never stands alone.
 SEVERITY = {
     "critical": (":material/error:", "critical", "red"),
     "warning": (":material/warning:", "warning", "orange"),
     "info": (":material/info:", "info", "blue"),
 }
-#: group of findings -> the page on which the evidence is to be seen.
+#: group of findings -> the page that shows the evidence.
 EVIDENCE_PAGES = {
     "memory forecast": pages.OOM_RISK,
     "memory leak": pages.LEAK_TIMELINE,
@@ -34,23 +34,23 @@ EVIDENCE_PAGES = {
     "death": pages.POST_MORTEM,
     "trust": pages.AGENT_HEALTH,
 }
-#: What is seen on another page than the rest of its group.
-_OF_KIND = {
+#: kind of finding -> its page, for kinds whose evidence is not on the page of their group.
+_KIND_PAGES = {
     **dict.fromkeys(
         ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
     ),
     **dict.fromkeys(("fd-leak", "shm-leak"), pages.OOM_RISK),
     "rank-straggler": pages.OVERVIEW,  # which has the steps of each rank
 }
-#: What a formula begins with.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-#: A table of more rows scrolls.
-_WHOLE_ROWS = 20
-#: At most so many findings stand open; the rest unfold.
-_OPEN_FINDINGS = 4
+#: Characters that a formula of a spreadsheet begins with.
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+#: Rows above which a table scrolls.
+_MAX_UNSCROLLED_ROWS = 20
+#: Findings that are shown at once; the others are in an expander.
+_MAX_OPEN_FINDINGS = 4
 
 
-#: Of a chart's own buttons, the picture and the way back from a zoom; the others are on the mouse.
+#: Plotly's options. Of a chart's buttons, "download" and "reset axes" stay; the mouse does what the others do.
 CONFIG = {
     "displaylogo": False,
     "modeBarButtonsToRemove": ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d"],
@@ -68,7 +68,7 @@ class Metric:
 
 
 def workers_reporting(verdict: Verdict | None, *, has_loader: bool) -> Metric:
-    """How many workers send records; a run whose DataLoaders were not seen yet has none for all that is known."""
+    """Return how many workers send records; the value is missing until a DataLoader is seen."""
     reporting, expected = verdict.workers_reporting if verdict else (None, None)
     inline = "inline" if expected == 0 and has_loader else MISSING
     return Metric(
@@ -87,7 +87,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of texts, ready to be read, with its caption; it can be had as `download`.csv."""
+    """A table of texts with its caption; readers can download it as `download`.csv."""
 
     frame: pd.DataFrame
     download: str
@@ -96,7 +96,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A sentence where a figure would be empty, or that explains one, and the command to type next."""
+    """A sentence that explains a figure or stands in place of an empty one, and the command to type next."""
 
     text: str
     icon: str = ":material/info:"
@@ -105,9 +105,9 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Findings in order; `link` adds the way to evidence, `headline` says how many there are.
+    """Findings in order; `link` adds a link to the evidence, `headline` the number of findings.
 
-    The sentence of the gravest is left out, for it is the view's answer (`answer`).
+    The sentence of the gravest one is left out, since it is the view's answer (`answer`).
     """
 
     findings: Sequence[Finding]
@@ -117,13 +117,13 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widget:
-    """What the reader sets draws itself: a fragment of its own, so that nothing else is read or drawn anew.
+    """Controls and the blocks that depend on them, drawn in their own fragment: the rest of the page stays.
 
-    `still` gives what it shows before anybody sets anything.
+    `initial` returns the blocks for the initial setting, for a page without controls.
     """
 
     draw: Callable[[str], None]
-    still: Callable[[], Sequence[Block]]
+    initial: Callable[[], Sequence[Block]]
 
 
 Block = Chart | Metrics | Table | Note | Findings | Widget
@@ -134,8 +134,8 @@ def draw(block: Block, key: str) -> None:
     match block:
         case Chart():
             with st.container(border=True, height="stretch", gap="xsmall"):
-                st.markdown(f"**{plain(block.title)}**", help=explained(block.words))
-                # Streamlit replaces a Plotly chart whose data have changed: hold its place meanwhile.
+                st.markdown(f"**{plain(block.title)}**", help=explain_terms(block.words))
+                # Streamlit replaces a Plotly chart whose data have changed: the container holds its place.
                 with st.container(height=block.figure.layout.height, border=False):
                     st.plotly_chart(
                         block.figure,
@@ -152,13 +152,13 @@ def draw(block: Block, key: str) -> None:
                 for item in block.items:
                     st.metric(plain(item.label), plain(item.value), help=plain(item.help), border=True)
         case Table():
-            height: Literal["content", "auto"] = "content" if len(block.frame) <= _WHOLE_ROWS else "auto"
+            height: Literal["content", "auto"] = "content" if len(block.frame) <= _MAX_UNSCROLLED_ROWS else "auto"
             st.dataframe(block.frame, hide_index=True, width="stretch", height=height, key=key)
             with st.container(horizontal=True, vertical_alignment="center"):
                 name, icon = f"{block.download}.csv", ":material/download:"
-                # It is made when it is asked for, and nothing on the page changes, so the script need not run.
-                made = partial(sheet, block.frame)
-                st.download_button("CSV", made, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
+                # The file is made at the click. Nothing on the page changes, so the script need not run.
+                data = partial(sheet, block.frame)
+                st.download_button("CSV", data, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
                     st.caption(plain(block.caption))
         case Note():
@@ -172,50 +172,49 @@ def draw(block: Block, key: str) -> None:
 
 
 def sheet(table: pd.DataFrame) -> str:
-    """A table as CSV of which a spreadsheet computes nothing: a text that it would take for a formula is quoted.
+    """Return a table as CSV; texts that a spreadsheet would take for a formula are quoted.
 
-    Runs, stages and paths are named by others (https://owasp.org/www-community/attacks/CSV_Injection).
+    Names of runs, stages and paths come from outside (https://owasp.org/www-community/attacks/CSV_Injection).
     """
 
-    def quoted(cell: object) -> str:
-        return f"'{cell}" if str(cell).startswith(_FORMULA) else str(cell)
+    def quote(cell: object) -> str:
+        return f"'{cell}" if str(cell).startswith(_FORMULA_STARTS) else str(cell)
 
-    return table.map(quoted).rename(columns=quoted).to_csv(index=False)
+    return table.map(quote).rename(columns=quote).to_csv(index=False)
 
 
 def evidence_page(kind: str) -> pages.Page:
-    """Where the evidence of a kind of finding is to be seen."""
-    return _OF_KIND.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
+    """Return the page that shows the evidence of a kind of finding."""
+    return _KIND_PAGES.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
 
 
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings that ask for something to be done."""
+    """Return the findings that ask for action."""
     return [finding for finding in findings if finding.severity != "info"]
 
 
 def evidence(finding: Finding) -> list[tuple[str, str, str]]:
-    """In words what was measured, the value, and of how many observations over which window."""
+    """Return (name, value, number of observations and window) of each measurement, in words."""
     return [
-        (label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
+        (wording.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
         for item in finding.evidence
     ]
 
 
-def grown(holder: Holder) -> str:
-    """What a line makes that stays, how much of it, and what called it."""
-    grew = [] if holder.grown_bytes is None else [more(holder)]
-    return ", from ".join(
-        [", ".join([*grew, kept(holder), f"within {holder.window}"]), *(f"`{caller}`" for caller in holder.callers)]
-    )
+def site_words(site: AllocationSite) -> str:
+    """Return in words how an allocation site grew, within which window, and the lines that called it."""
+    growth = [] if site.grown_bytes is None else [wording.bytes_growth(site)]
+    words = ", ".join([*growth, wording.count_growth(site), f"within {site.window}"])
+    return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
 def answer(findings: Sequence[Finding], nothing: str) -> str:
-    """The gravest finding in its own words, and how many more there are; else that there is nothing."""
+    """Return the gravest finding's summary and the number of others, or `nothing` if none needs attention."""
     urgent = needs_attention(findings)
     if not urgent:
         return nothing
-    more = "" if len(urgent) == 1 else f" And {len(urgent) - 1} more, below."
-    return f"{urgent[0].summary}{more}"
+    others = "" if len(urgent) == 1 else f" And {len(urgent) - 1} more, below."
+    return f"{urgent[0].summary}{others}"
 
 
 def _draw_findings(block: Findings) -> None:
@@ -224,35 +223,35 @@ def _draw_findings(block: Findings) -> None:
     if block.headline:
         things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
         st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
-    for place, finding in enumerate(urgent[:_OPEN_FINDINGS]):
-        _draw_finding(finding, link=block.link, said=place == 0)
-    if urgent[_OPEN_FINDINGS:]:
-        with st.expander(f"{len(urgent) - _OPEN_FINDINGS} more"):
-            for finding in urgent[_OPEN_FINDINGS:]:
-                _draw_finding(finding, link=block.link, said=False)
+    for place, finding in enumerate(urgent[:_MAX_OPEN_FINDINGS]):
+        _draw_finding(finding, link=block.link, has_summary=place > 0)
+    if urgent[_MAX_OPEN_FINDINGS:]:
+        with st.expander(f"{len(urgent) - _MAX_OPEN_FINDINGS} more"):
+            for finding in urgent[_MAX_OPEN_FINDINGS:]:
+                _draw_finding(finding, link=block.link, has_summary=True)
     for finding in rest:
-        with st.expander(plain(f"{title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
+        with st.expander(plain(f"{wording.title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
             _draw_body(finding)
 
 
-def _draw_finding(finding: Finding, *, link: bool, said: bool) -> None:
+def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
     icon, word, colour = SEVERITY[finding.severity]
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.markdown(f"**{title(finding)}**", width="content")
-            where = locus(finding.locus)
+            st.markdown(f"**{wording.title(finding)}**", width="content")
+            where = wording.locus(finding.locus)
             st.caption(
                 plain(
                     " · ".join(
                         part
-                        for part in (where, since(finding), f"confidence {percent(finding.confidence)}")
+                        for part in (where, wording.since(finding), f"confidence {percent(finding.confidence)}")
                         if part
                     )
                 ),
                 width="content",
             )
-        if not said:
+        if has_summary:
             st.markdown(plain(finding.summary))
         _draw_body(finding)
         if link:
@@ -262,11 +261,11 @@ def _draw_finding(finding: Finding, *, link: bool, said: bool) -> None:
 
 def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
-        st.markdown(f":material/schedule: Limit met {eta(finding.eta)}")
-    for holder in finding.held_by:
-        st.markdown(f":material/code: {plain(f'Held by `{holder.site}` {grown(holder)}')}")
+        st.markdown(f":material/schedule: Limit met {wording.eta(finding.eta)}")
+    for site in finding.held_by:
+        st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")
-    if measured := [f"{plain(name)} **{plain(value)}** ({plain(seen)})" for name, value, seen in evidence(finding)]:
-        st.caption("Measured: " + "; ".join(measured))
+    if figures := [f"{plain(name)} **{plain(value)}** ({plain(n)})" for name, value, n in evidence(finding)]:
+        st.caption("Measured: " + "; ".join(figures))

@@ -1,4 +1,4 @@
-"""What the dashboard alone needs: the scales of its axes, the time of day, and texts that Markdown leaves alone."""
+"""Formats of the dashboard alone: byte scales of axes, the time of day, and text that is safe in Markdown."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from datetime import UTC, datetime, tzinfo
 
 GIB = 2**30
 MIB = 2**20
-#: A piece of code, which stays one; an address, which becomes one, since Markdown makes it a link however it is
-#: escaped; or what Markdown and Streamlit's directives make something of.
+#: Code, which stays as it is; an address, which becomes code, since Markdown makes it a link even if it is escaped;
+#: or a sign with a meaning in Markdown or in Streamlit's directives, which is escaped.
 _MARKUP = re.compile(
     r"(?<!`)`(?!`)[^`]+`(?!`)"
     r"|(?P<address>(?:https?://|www\.)[^\s`]+|[-.+\w]+@[-\w]+(?:\.[-\w]+)+)"
@@ -18,27 +18,27 @@ _MARKUP = re.compile(
 
 
 def byte_axis(top_bytes: float) -> tuple[int, str]:
-    """Bytes per unit, and the unit, of an axis that reaches so far: GiB, or MiB below one GiB."""
+    """Return (bytes per unit, unit) for an axis up to `top_bytes`: GiB, or MiB below one GiB."""
     return (GIB, "GiB") if top_bytes >= GIB else (MIB, "MiB")
 
 
 def clock(wall_ns: int, zone: tzinfo = UTC) -> str:
-    """Wall time as hh:mm:ss in that time zone."""
+    """Return wall time as hh:mm:ss in a time zone."""
     return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%H:%M:%S")
 
 
-def one_line(error: BaseException) -> str:
-    """The error as one clear line."""
+def first_line(error: BaseException) -> str:
+    """Return the error as one clear line."""
     text = str(error).strip().partition("\n")[0]
     return text or type(error).__name__
 
 
 def plain(text: str) -> str:
-    """A text that others had a part in, for Markdown: no link, image or heading comes of it; `code` stays code."""
+    """Return a text from outside as Markdown without links, images or headings; `code` stays code."""
 
-    def inert(found: re.Match[str]) -> str:
-        if found["address"]:
-            return f"`{found[0]}`"
-        return f"\\{found[0]}" if found["sign"] else found[0]
+    def escape(match: re.Match[str]) -> str:
+        if match["address"]:
+            return f"`{match[0]}`"
+        return f"\\{match[0]}" if match["sign"] else match[0]
 
-    return _MARKUP.sub(inert, " ".join(text.split()))
+    return _MARKUP.sub(escape, " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""The frame around the views: which run, which rank, which window, live or not. All of it is in the URL."""
+"""The frame around the views, with the controls for run, rank, window, axis and Live. All are in the URL."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from streamlit.navigation.page import StreamlitPage
 
 from app import terms
 from app.figures.axis import AXES
-from app.format import one_line, plain
-from app.judging import ranks_of, status_of
-from app.moment import WINDOW_WORDS, Selection
+from app.format import first_line, plain
 from app.pages import COMPARE, PAGES, Page
-from app.panel import SELECTION
+from app.runtime.moment import WINDOW_WORDS, Selection
+from app.runtime.refresh import SELECTION
+from app.runtime.verdicts import ranks_of, status_of
 from app.visitors import is_expected
-from collector.store import queries
-from collector.store.runs import LATEST, Run, list_runs
+from collector.store import LATEST, Run, list_runs
+from collector.store.queries import spans
 from training_harness.layout import home_path
 
-#: At most so many runs stand beside the chosen one.
+#: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
 QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
 tidegauge job images                 # or a built-in job
@@ -41,7 +41,10 @@ def main() -> None:
 
 
 def _may_enter() -> bool:
-    """Whether the visitor is known, where the server's secrets name an identity provider (docs/sharing.md)."""
+    """Return True if the visitor may see the runs; log-in is needed if the server's secrets ask for it.
+
+    The secrets name the identity provider (docs/sharing.md).
+    """
     if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets:
         return True
     if not st.user.get("is_logged_in"):
@@ -62,23 +65,23 @@ def _page(page: Page) -> StreamlitPage:
 
 def _select(home: Path, *, compares: bool) -> Selection | None:
     try:
-        found = list_runs(home)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the reader needs one line, not a traceback
-        why = f"Cannot read the runs in {home}: {one_line(error)}."
+        runs = list_runs(home)
+    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
+        why = f"Cannot read the runs in {home}: {first_line(error)}."
         st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
         st.code("tidegauge doctor", language="bash")
         return None
-    if not found:
+    if not runs:
         st.subheader("No runs yet", anchor=False)
         st.markdown(plain(f"Nothing has been recorded in `{home}`. Start a training under Tidegauge:"))
         st.code(QUICK_START, language="bash")
         return None
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        run = _pick_run(found)
+        run = _pick_run(runs)
         rank = _pick_rank(run)
         window = st.segmented_control(
             "Window",
-            queries.WINDOWS,
+            spans.WINDOWS,
             default="run",
             required=True,
             format_func=lambda name: WINDOW_WORDS[name],
@@ -88,14 +91,14 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         axis = st.segmented_control(
             "X axis", AXES, default="elapsed", required=True, key="x", bind="query-params", help=AXIS_HELP
         )
-        over = status_of(run) != "running"
-        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP, disabled=over)
-    others = _pick_others(run, found) if compares else ()
+        is_over = status_of(run) != "running"
+        live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP, disabled=is_over)
+    others = _pick_others(run, runs) if compares else ()
     return Selection(run=run, rank=rank, window=window or "run", axis=axis or "elapsed", live=live, others=others)
 
 
 def _pick_run(runs: list[Run]) -> Run:
-    """The chosen run; `latest`, which the URL does not name, is whichever is newest."""
+    """Return the chosen run; `latest`, the default that the URL leaves out, is the newest one."""
     by_id = {LATEST: runs[0], **{run.run_id: run for run in runs}}
     chosen = st.selectbox(
         "Run",
@@ -118,7 +121,7 @@ def _pick_rank(run: Run) -> int | None:
 
 
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
-    """The runs to compare with; the one before, while the reader has not chosen."""
+    """Return the runs to compare with; by default the run before the chosen one."""
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
     before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
     chosen = st.multiselect(

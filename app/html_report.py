@@ -1,6 +1,6 @@
 """`tidegauge report --format html`: the views of a run as one file that opens anywhere, without a network.
 
-The same panels that the dashboard draws give the blocks; here they become HTML. Plotly's script is in it once.
+It turns the blocks of the dashboard's panels into HTML. The file contains Plotly's script once.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, grown
+from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, site_words
 from app.figures.base import Chart
-from app.moment import Selection, View, answer_of, build, moment_of
 from app.pages import COMPARE, PAGES, Page
+from app.runtime.moment import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
-from collector.diagnosis.findings import Finding
-from collector.diagnosis.verdict import Verdict
-from collector.quantities import percent
-from collector.store import queries
-from collector.store.queries import Extent
-from collector.store.reader import Snapshot, read
-from collector.store.runs import Run
-from collector.wording import eta, locus, since, title
+from collector.diagnosis import Verdict
+from collector.findings import Finding
+from collector.report import wording
+from collector.store import Run, Snapshot, read
+from collector.store.queries import Extent, spans
+from collector.units import percent
 
 _STYLE = """
 :root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;
@@ -40,7 +38,7 @@ dd { margin: 0; font-size: 1.25rem } table { border-collapse: collapse; display:
 th, td { border: 1px solid #E5E7EB; padding: .25rem .5rem; text-align: left }
 pre { background: #F4F6F8; padding: .5rem }
 """
-#: Plotly leaves out where a mark leads in a page that comes from a file (its svg_text_utils.js knows no `file:`).
+#: Restores the links of marks: Plotly drops them in a page opened from a file (svg_text_utils.js knows no `file:`).
 _LINKS = """
 function tidegaugeLinks(id) {
   const plot = document.getElementById(id);
@@ -52,26 +50,26 @@ function tidegaugeLinks(id) {
   link();
 }
 """
-#: Nothing is fetched from anywhere.
+#: Content policy of the page, which loads nothing from any address.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def render(run: Run, verdict: Verdict) -> str:
-    """The whole document.
+    """Return the whole document.
 
     Raises:
         TidegaugeError: the run cannot be read.
 
     """
-    shown = [page for page in PAGES if page is not COMPARE]  # it is of several runs
+    pages = [page for page in PAGES if page is not COMPARE]  # which needs several runs
     with read(run) as snapshot:
-        reach = queries.extent(snapshot)
-        sections = [_section(page, run, snapshot, reach, verdict) for page in shown] if reach else []
+        reach = spans.extent(snapshot)
+        sections = [_section(page, run, snapshot, reach, verdict) for page in pages] if reach else []
         problems = snapshot.problems
     nothing = (
         "" if reach else "<p>This run left no records. <code>tidegauge doctor</code> says what works here.</p>"
     )
-    links = "".join(f'<a href="#{page.path}">{page.title}</a>' for page in shown if reach)
+    links = "".join(f'<a href="#{page.path}">{page.title}</a>' for page in pages if reach)
     name = escape(run.run_id)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -92,7 +90,7 @@ def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: V
         view,
         selection,
         run,
-        queries.Memo(snapshot),
+        spans.Memo(snapshot),
         reach,
         verdict=verdict,
         theme=LIGHT,
@@ -132,32 +130,33 @@ def _block(block: Block) -> Iterator[str]:
             yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
         case Findings():
             for place, finding in enumerate(block.findings):
-                yield _finding(finding, said=place == 0 and finding.severity != "info")
+                yield _finding(finding, has_summary=place > 0 or finding.severity == "info")
         case Widget():
-            for each in block.still():
-                yield from _block(each)
+            for inner in block.initial():
+                yield from _block(inner)
 
 
-def _finding(finding: Finding, *, said: bool) -> str:
-    where = [locus(finding.locus), since(finding), f"confidence {percent(finding.confidence)}"]
+def _finding(finding: Finding, *, has_summary: bool) -> str:
+    where = [wording.locus(finding.locus), wording.since(finding), f"confidence {percent(finding.confidence)}"]
+    title = f"{SEVERITY[finding.severity][1]}: {escape(wording.title(finding))}"
     parts = [
-        f'<article class="{finding.severity}"><h3>{SEVERITY[finding.severity][1]}: {escape(title(finding))}</h3>',
+        f'<article class="{finding.severity}"><h3>{title}</h3>',
         f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p>',
     ]
-    if not said:  # as the answer of the view
+    if has_summary:  # the answer of the view has that of the first one
         parts.append(f"<p>{_text(finding.summary)}</p>")
     if finding.eta is not None:
-        parts.append(f"<p>Limit met {escape(eta(finding.eta))}</p>")
+        parts.append(f"<p>Limit met {escape(wording.eta(finding.eta))}</p>")
     if finding.held_by:
-        lines = (f"<li><code>{escape(each.site)}</code> {_text(grown(each))}</li>" for each in finding.held_by)
+        lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
     if finding.advice:
-        advice = (f"<li>{_text(each.text)} <i>{_text(each.expected)}</i></li>" for each in finding.advice)
-        parts.append(f"<ol>{''.join(advice)}</ol>")
-    measured = "; ".join(f"{name} <b>{_text(value)}</b> ({_text(seen)})" for name, value, seen in evidence(finding))
-    return "".join([*parts, f'<p class="quiet">Measured: {measured}</p></article>'])
+        items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
+        parts.append(f"<ol>{''.join(items)}</ol>")
+    figures = "; ".join(f"{name} <b>{_text(value)}</b> ({_text(n)})" for name, value, n in evidence(finding))
+    return "".join([*parts, f'<p class="quiet">Measured: {figures}</p></article>'])
 
 
 def _text(text: str) -> str:
-    """A text that others had a part in, for HTML; `code` is set as such."""
+    """Return a text from outside as HTML, with `code` as an element."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

@@ -1,4 +1,4 @@
-"""The pages, in the order in which a run that went wrong is looked at: the one list of what there is."""
+"""The list of all pages, in the order in which one examines a run that went wrong."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Page:
 
     @property
     def module(self) -> str:
-        """The name of its file in app/views, without the ending."""
+        """Name of its file in app/views, without the ending."""
         return self.path.replace("-", "_")
 
     @property
     def file(self) -> str:
-        """Its file, as Streamlit wants it: from the folder of the entry on."""
+        """Path of its file, relative to the entry script, as Streamlit expects it."""
         return f"views/{self.module}.py"
 
 

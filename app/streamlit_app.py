@@ -1,4 +1,4 @@
-"""The server of the dashboard: Streamlit's own, that loads what pages import before somebody asks for one."""
+"""The server of the dashboard: Streamlit's own, which imports the modules of all pages at its start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from app.pages import PAGES
 
 
 @asynccontextmanager
-async def _with_pages_loaded(_: st.App) -> AsyncIterator[None]:
-    """While the server runs: the browser of a first visitor starts meanwhile."""
+async def _load_pages_at_start(_: st.App) -> AsyncIterator[None]:
+    """Load the pages in a thread, while the browser of a first visitor starts."""
     threading.Thread(target=_load_pages, name="tidegauge-pages", daemon=True).start()
     yield
 
@@ -24,7 +24,7 @@ def _load_pages() -> None:
     for page in PAGES:
         importlib.import_module(f"app.views.{page.module}")
     gc.collect()
-    gc.freeze()  # what is imported stays: no look for garbage need go through it again
+    gc.freeze()  # imported modules stay: garbage collections need not visit them
 
 
-app = st.App("frame.py", lifespan=_with_pages_loaded)
+app = st.App("frame.py", lifespan=_load_pages_at_start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: Of the page of all, in the address.
+#: Path of the page of terms in the address.
 PATH = "terms"
 TERMS = {
     "allocated": "memory in use by live tensors",
@@ -23,18 +23,18 @@ TERMS = {
 
 
 def anchor(term: str) -> str:
-    """Return the anchor of a term on the page of terms."""
+    """Return a term's anchor on the page of terms."""
     return re.sub(r"\W+", "-", term.lower())
 
 
-def explained(text: str) -> str | None:
-    """Each term of a text with its meaning, for a tooltip in Markdown; None if there is none.
+def explain_terms(text: str) -> str | None:
+    """Return the terms in a text with their meanings, as Markdown for a tooltip; None if there are none.
 
-    The term is a link to the page of all, from any other page.
+    Each term links to the page of terms.
     """
-    found = [
+    explanations = [
         f"[**{term}**]({PATH}#{anchor(term)}): {meaning}"
         for term, meaning in TERMS.items()
         if re.search(rf"\b{re.escape(term)}\b", text)
     ]
-    return "\n\n".join(found) or None
+    return "\n\n".join(explanations) or None

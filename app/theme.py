@@ -1,7 +1,7 @@
 """Colours with a fixed meaning, in a light and a dark theme.
 
 The hues are those of Okabe and Ito, darkened on white until each has a contrast of 3:1 or more.
-A colour never carries a meaning alone: dashes, labels and words say it too.
+A colour never carries a meaning alone: dashes, labels or words repeat it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Theme:
 
     @property
     def main(self) -> str:
-        """The training process."""
+        """Colour of the training process."""
         return self.host
 
     @property
     def worker(self) -> str:
-        """DataLoader workers."""
+        """Colour of DataLoader workers."""
         return self.allocated
 
     @property
     def other(self) -> str:
-        """Every other process of the run."""
+        """Colour of all other processes of the run."""
         return self.latency
 
     @property
     def wait(self) -> str:
-        """Time that is lost to waiting."""
+        """Colour of time lost to waiting."""
         return self.reserved
 
 
@@ -76,5 +76,5 @@ DARK = Theme(
 
 
 def theme_of(kind: str | None) -> Theme:
-    """The theme for Streamlit's `light`, `dark`, or None where the browser has not said yet."""
+    """Return the theme for Streamlit's `light` or `dark`, or None while the browser has not reported it."""
     return DARK if kind == "dark" else LIGHT

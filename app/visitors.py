@@ -1,4 +1,4 @@
-"""Which of those whom the identity provider lets in may see the runs."""
+"""The list of visitors that may see the runs, among those that the identity provider lets in."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 
 def is_expected(user: Mapping[str, Any], visitors: Sequence[str] | None) -> bool:
-    """Whether a visitor is on the list, which has addresses and domains (`@example.org`); without one, all are.
+    """Return True if a visitor is on the list, or if there is no list.
 
-    An address that the provider has not verified could be anybody's. Not every provider says that it has.
+    A visitor whose address the provider marks as unverified is refused, since it could be anyone's. Some providers
+    do not report whether they verified it.
 
     Args:
-        user: what the provider says of them (claims of OpenID Connect).
-        visitors: the list.
+        user: the provider's claims about the visitor (OpenID Connect).
+        visitors: addresses and domains (`@example.org`), None for no list.
 
     """
     if visitors is None:
         return True
     address = str(user.get("email") or "").lower()
     domain = "@" + address.rpartition("@")[2]
-    known = {visitor.lower() for visitor in visitors}
-    return user.get("email_verified") is not False and bool(address) and not known.isdisjoint((address, domain))
+    expected = {visitor.lower() for visitor in visitors}
+    return user.get("email_verified") is not False and bool(address) and not expected.isdisjoint((address, domain))

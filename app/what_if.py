@@ -1,4 +1,4 @@
-"""The what-if of a loader: two sliders, and what the replay of the run says to them."""
+"""The what-if of a loader: sliders for its settings, and the prediction that a replay of the run makes for them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from functools import lru_cache
 import streamlit as st
 
 from app.blocks import Block, Metric, Metrics, Note, draw
-from app.figures import outlook as figures
+from app.figures import what_if as figures
 from app.figures.base import Chart
 from app.theme import Theme
-from collector.diagnosis.replay import Setting
-from collector.diagnosis.tuning import Forecast, Option, in_words
-from collector.quantities import number, percent, size
+from collector.diagnosis.tuning import Forecast, Option, Setting, option_text
+from collector.units import number, percent, size
 
 _QUESTION = "What would other settings give?"
-_MOST_PREFETCH = 8
-_LINE_WORKERS = 16
-_KEPT = 8
+_MIN_PREFETCH_RANGE = 8
+_MAX_LINE_POINTS = 16
+_MAX_CACHED = 8
 
 
 def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str) -> None:
-    """Draw the sliders, and below them the throughput, the waiting and the host memory of what they say.
+    """Draw the sliders, and below them the throughput, waiting and host memory of the chosen setting.
 
-    `of` says of which rank (` of rank 1`), empty where there are none.
+    `of` names the rank (` of rank 1`); it is empty without ranks.
     """
     own, start, most = outlook.measured.setting, _start(outlook), _most_workers(outlook)
     st.subheader(_QUESTION, anchor=False)
     st.caption(f"{_source(of)} {_begin(outlook)}")
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
         workers = st.slider("num_workers", 1, most, start.num_workers, key=f"{key}-workers", width=320)
-        depth = max(_MOST_PREFETCH, own.prefetch_factor)
+        depth = max(_MIN_PREFETCH_RANGE, own.prefetch_factor)
         prefetch = st.slider("prefetch_factor", 1, depth, start.prefetch_factor, key=f"{key}-prefetch", width=320)
         help = (
             "in_order: batches come in the order of the sampler; without it (torch ≥ 2.7) whichever is made first"
@@ -47,8 +46,8 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str
         draw(front, f"{key}-front")
 
 
-def at_first(outlook: Forecast, theme: Theme, *, of: str, revision: str) -> list[Block]:
-    """The same as the sliders begin, for a page that has none."""
+def initial_blocks(outlook: Forecast, theme: Theme, *, of: str, revision: str) -> list[Block]:
+    """Return the prediction for the initial setting of the sliders, for a page without sliders."""
     start = _start(outlook)
     figures_of_start = _predicted(outlook, start, _most_workers(outlook), theme, of, revision)
     return [
@@ -59,7 +58,7 @@ def at_first(outlook: Forecast, theme: Theme, *, of: str, revision: str) -> list
 
 
 def _start(outlook: Forecast) -> Setting:
-    """Where the sliders stand before anybody moves them: what is recommended, else what was, with a worker."""
+    """Return the initial setting: the recommended one, else that of the run, with at least one worker."""
     setting = outlook.best.setting if outlook.best else outlook.measured.setting
     return replace(setting, num_workers=max(1, setting.num_workers), in_order=outlook.measured.setting.in_order)
 
@@ -73,12 +72,12 @@ def _source(of: str) -> str:
     return f"By a replay of the last batches{of or ' of this run'}: docs/tuning.md says what it cannot know."
 
 
-@lru_cache(_KEPT)
+@lru_cache(_MAX_CACHED)
 def _predicted(
     outlook: Forecast, setting: Setting, most: int, theme: Theme, of: str, revision: str
 ) -> tuple[Metrics, Chart, Chart]:
-    """What a setting gives, kept: most refreshes have the same forecast, and the replay takes long."""
-    chosen, *line = outlook.at([setting, *_beside(setting, most)])
+    """Predict a setting. The result is cached: most refreshes have the same forecast, and the replay takes long."""
+    chosen, *line = outlook.at([setting, *_line_settings(setting, most)])
     return (
         Metrics(items=_metrics(outlook, chosen, of)),
         figures.by_workers(line, chosen, outlook, theme, of=of, revision=revision),
@@ -87,22 +86,22 @@ def _predicted(
 
 
 def _begin(outlook: Forecast) -> str:
-    """The same in words."""
+    """Return the initial setting as a sentence."""
     if outlook.best is not None:
         return f"The sliders begin at what is recommended: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
     return f"Nothing better was found than the setting of this run: the sliders begin at {start}."
 
 
-def _beside(setting: Setting, most: int) -> list[Setting]:
-    """The same setting with other numbers of workers, and its own."""
-    step = -(-most // _LINE_WORKERS)
+def _line_settings(setting: Setting, most: int) -> list[Setting]:
+    """Return the setting with several numbers of workers, its own among them."""
+    step = -(-most // _MAX_LINE_POINTS)
     numbers = sorted({1, setting.num_workers, *range(step, most + 1, step)})
     return [replace(setting, num_workers=number) for number in numbers]
 
 
 def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
-    own, (per_batch, unit) = outlook.own, figures.rate_unit(outlook)
+    own, (per_batch, unit) = outlook.current, figures.rate_unit(outlook)
     rates = [rate * per_batch for rate in (chosen.batches_per_second, chosen.low, chosen.high)]
     now = f"Now {number(outlook.measured.batches_per_second * per_batch)} {unit}."
     fits = "" if chosen.fits else " It does not fit into what is free."
@@ -113,7 +112,7 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
             value=f"{number(rates[1])} to {number(rates[2])} {unit}",
             help="Of the throughput",
         ),
-        *_otherwise(chosen, per_batch, unit),
+        *_undecided_rates(chosen, per_batch, unit),
         Metric(
             label="Waiting, predicted",
             value=percent(chosen.wait_ratio),
@@ -129,13 +128,13 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     ]
 
 
-def _otherwise(chosen: Option, per_batch: float, unit: str) -> list[Metric]:
-    """The throughput if workers share as little, or as much, as the prediction does not take them to."""
+def _undecided_rates(chosen: Option, per_batch: float, unit: str) -> list[Metric]:
+    """Return the throughput for both cases that the run cannot decide: workers share what they wait for or not."""
     return [
         Metric(
             label=label,
             value=f"{number(rate.batches_per_second * per_batch)} {unit}",
-            help=f"This run does not tell how much they share: {in_words(chosen, per_batch, unit)}.",
+            help=f"This run does not tell how much they share: {option_text(chosen, per_batch, unit)}.",
         )
         for label, rate in (
             ("If workers share what they wait for", chosen.if_shared),

@@ -37,7 +37,7 @@ class Chrome:
         return Window(self, target, session)
 
     def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """What a method of the protocol answers.
+        """Return the answer of a method of the protocol.
 
         Raises:
             RuntimeError: it failed.
@@ -77,7 +77,7 @@ class Window:
         return told["result"].get("value")
 
     def until(self, test: str) -> float:
-        """When an expression became true and was painted, in seconds since the page was asked for."""
+        """Return when an expression became true and was painted, in seconds since the page was asked for."""
         script = f"""new Promise(done => {{
             const painted = () => requestAnimationFrame(() => setTimeout(() => done(performance.now() / 1e3)));
             const look = () => {test} ? painted() : requestAnimationFrame(look);
@@ -109,7 +109,7 @@ def started(executable: str, profile: Path, arguments: Sequence[str]) -> Iterato
 
 
 def _address(written: Path) -> str:
-    """Where it listens: it writes that down."""
+    """Return the address that Chromium listens at, which it writes to a file."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError, ValueError):

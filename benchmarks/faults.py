@@ -31,7 +31,7 @@ def start(home: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
 
 
 def warned(home: Path) -> dict[str, dict[str, Any]]:
-    """What the run's report warns of: kind -> finding."""
+    """Return the warnings of the run's report: kind -> finding."""
     report = [*TIDEGAUGE, "report", "--home", str(home), "--format", "json"]
     findings = json.loads(subprocess.run(report, check=True, capture_output=True).stdout)["findings"]
     return {each["kind"]: each for each in findings if each["severity"] != "info"}
@@ -43,7 +43,7 @@ def cost(finding: dict[str, Any]) -> float:
 
 
 def row(kind: str, repeats: int, steps: list[str]) -> str:
-    """Run one fault and its twin so many times."""
+    """Run one fault and its twin `repeats` times."""
     expected, hits, costs = FAULTS[kind].finding, 0, [0.0]
     beside: Counter[str] = Counter()
     false: Counter[str] = Counter()

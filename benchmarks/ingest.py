@@ -1,4 +1,4 @@
-"""How fast a backlog is caught up, what it costs on disk, and how long a commit and a look take.
+"""Measure the ingest: speed on a backlog, bytes on disk, and the times of a commit and of a read session.
 
     python -m benchmarks.ingest [--triples 1000000]
 
@@ -20,10 +20,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from collector.store import columnar, journals
-from collector.store.ingest import Ingester
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.journals import arrow, segments
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import SEGMENT_BYTES, Identity, JournalWriter
 from training_harness.records import STREAMS
@@ -67,16 +67,16 @@ def write_backlog(run: Run, identity: Identity, triples: int) -> int:
             newest = max(run.journal_dir.glob(f"*.{name}.*"), key=lambda path: int(path.stem.rsplit(".", 1)[1]))
             with newest.open("ab") as file:
                 file.write(records[1:].tobytes())
-    return sum(path.stat().st_size for path in journals.list_segments(run))
+    return sum(path.stat().st_size for path in segments.list_segments(run))
 
 
 def read_seconds(run: Run) -> float:
     """Reading all segments into Arrow."""
     begun = time.perf_counter()
-    for path in journals.list_segments(run):
-        header = journals.read_header(path)
+    for path in segments.list_segments(run):
+        header = segments.read_header(path)
         if header is not None:
-            columnar.read_records(path, header, 0)
+            arrow.read_records(path, header, 0)
     return time.perf_counter() - begun
 
 

@@ -1,4 +1,4 @@
-"""What the collector costs on a loaded node: 8 ranks with 8 workers each, at 5 steps per second and rank.
+"""Measure the cost of the collector on a loaded node: 8 ranks with 8 workers each, at 5 steps per second and rank.
 
     python -m benchmarks.load [--minutes 10] [--verdicts]
 
@@ -23,9 +23,9 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from collector.agent.samples import in_order
-from collector.store.reader import read
-from collector.store.runs import find_run
+from collector.agent.samplers.samples import record_values
+from collector.store.catalogue import find_run
+from collector.store.lake.reader import read
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import ROLE_COLLECTOR, STREAMS
@@ -55,7 +55,7 @@ class Writers:
             self._writers[name] = JournalWriter(self._directory, stream, self._identity, events=self.events)
         usual = {"ns": 10_000_000, "bytes": 2**30, "count": 8, "id": 0}
         sample = {column.name: usual.get(column.unit) for column in stream.columns[1:]}
-        self._writers[name].append(*in_order(stream, time.monotonic_ns(), sample | values))
+        self._writers[name].append(*record_values(stream, time.monotonic_ns(), sample | values))
 
 
 def touched(size_bytes: int) -> bytearray:
@@ -121,7 +121,7 @@ def load(rank: int, worker: int, until: float) -> None:
 
 
 def node(seconds: float) -> None:
-    """All ranks, until so many seconds are over."""
+    """Run all ranks for `seconds`."""
     until = time.monotonic() + seconds
     for pid in [forked(lambda rank=rank: train(rank, until)) for rank in range(RANKS)]:
         os.waitpid(pid, 0)
@@ -154,7 +154,7 @@ def seconds_of(values: pd.Series) -> str:
 
 
 def figures(agent: pd.DataFrame, process: pd.DataFrame) -> Mapping[str, tuple[str, str]]:
-    """What the collector recorded of itself: name -> figure and budget."""
+    """Return the collector's records of itself: name -> figure and budget."""
     span = agent.iloc[-1] - agent.iloc[1]
     smaps_ns = span["smaps_ns"]
     read_at = process[process["pss_bytes"].notna() & (process["role"] != ROLE_COLLECTOR)]

@@ -1,8 +1,8 @@
-"""What the shared store costs as nodes are added, and where it ends.
+"""Measure the cost of the shared store as nodes are added, up to its limit.
 
     python -m benchmarks.nodes [--nodes 1 4 16 32 64] [--every 10] [--seconds 60] [--per-process 8] [--folder]
 
-Starts a PostgreSQL and an S3 service (moto's server) here, then so many collectors of one run. Each writes what a
+Starts a PostgreSQL and an S3 service (moto's server) here, then `--nodes` collectors of one run. Each writes what a
 node with 8 ranks of 8 workers at 5 steps/s gives, through the real journal writer, and commits it with the real
 ingest, over its own connections, as often as `--every` says. What is simulated: the nodes share this machine, and
 up to `--per-process` of them one process, where they take turns; so at most nodes / per-process commits overlap. A
@@ -36,9 +36,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
 from shared_world import BUCKET, Postgres, s3_service
 
-from collector.store import lake, shared
-from collector.store.ingest import Ingester
-from collector.store.runs import Run
+from collector.store.cluster import postgres as shared
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import Identity, JournalWriter
 from training_harness.records import STREAMS
@@ -69,14 +70,14 @@ class Node:
         self.written = 0
 
     def write(self, seconds: float) -> None:
-        """The records of so many seconds."""
+        """Write the records of `seconds` seconds."""
         for name, rate in RATES.items():
             for _ in range(int(rate * seconds)):
                 self._writers[name].append(time.monotonic_ns(), *ZEROS[name])
                 self.written += 1
 
     def commit(self) -> bool:
-        """Whether the lake took all."""
+        """Commit once; return whether the lake took all."""
         with self._here():
             return self._ingester.step().is_whole
 
@@ -100,7 +101,7 @@ class Node:
 def take_turns(
     numbers: range, count: int, home: str, options: argparse.Namespace, ready: Any, results: Any
 ) -> None:
-    """Nodes of one process: each commits every so many seconds, all of the run spread evenly over them."""
+    """Run the nodes of one process: each commits every `options.every` seconds, all of the run spread evenly."""
     nodes = [Node(number, Path(home)) for number in numbers]
     ready.wait()
     begun = time.monotonic()
@@ -148,7 +149,7 @@ def measure(count: int, home: Path, options: argparse.Namespace, servers: dict[s
         each.join()
     commits = sorted(value for taken, *_ in said for value in taken)
     late, again, cpu = (sum(row[k] for row in said) for k in (1, 2, 3))
-    with lake.attached(shared.place(os.environ["TIDEGAUGE_RUN_ID"]), read_only=True, threads=2) as connection:
+    with lake.attach(shared.place(os.environ["TIDEGAUGE_RUN_ID"]), read_only=True, threads=2) as connection:
         tables = " UNION ALL ".join(f'SELECT count(*) AS n FROM {lake.LAKE}."{name}"' for name in RATES)
         stored = connection.execute(f"SELECT sum(n) FROM ({tables})").fetchall()[0][0]
     each_ms = [1000 * value / len(commits) for value in (cpu, *spent.values())]
@@ -162,7 +163,7 @@ def measure(count: int, home: Path, options: argparse.Namespace, servers: dict[s
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and of all that it has started, ended or not."""
+    """Return the CPU seconds of a process and of all that it has started, ended or not."""
     total = 0.0
     for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What Tidegauge adds to a training step and to a worker's batch.
+"""Measure the time that Tidegauge adds to a training step and to a worker's batch.
 
     python benchmarks/overhead.py [--blocks 200] [--steps 100] [--image-pairs 300]
 
@@ -37,8 +37,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, _utils
 
 from training_harness import attach, detach, layout, session
-from training_harness.hooks import meter, worker
-from training_harness.jobs.common import made_data
+from training_harness.hooks.loading import fetch_meter, worker
+from training_harness.jobs.common import ensure_data
 from training_harness.jobs.images import Photographs, small_cnn
 from training_harness.jobs.photographs import ensure_photographs
 
@@ -110,7 +110,7 @@ def worker_block(steps: int) -> Block:
             indices.put((index, list(range(index * BATCH_SIZE, (index + 1) * BATCH_SIZE))))
         indices.put(None)
         sink = Sink()
-        worker.starting.loader = worker.starting.epoch = 0
+        worker.creation.loader = worker.creation.epoch = 0
         # The final None comes without the done event, so that the loop skips no batch.
         with contextlib.suppress(AssertionError):
             _utils.worker._worker_loop(
@@ -125,7 +125,7 @@ def worker_block(steps: int) -> Block:
 def images_block() -> Block:
     """Steps of the `images` job with 8 photographs each, the same and augmented alike in every block."""
     cv2.setNumThreads(0)
-    photographs = Photographs(made_data("photographs", ensure_photographs), limit=24)
+    photographs = Photographs(ensure_data("photographs", ensure_photographs), limit=24)
     loader = DataLoader(photographs, batch_size=8)
     loss_of = torch.nn.CrossEntropyLoss()
     model = small_cnn(len(photographs.classes))
@@ -156,7 +156,7 @@ class Sink:
 
 
 def durations(ends_ns: list[int]) -> list[int]:
-    warm = len(ends_ns) // 4  # the loop is new, and so are its journals: each block attaches anew
+    warm = len(ends_ns) // 4  # the loop is new, and so are its journals: each block attaches again
     return [after - before for before, after in itertools.pairwise(ends_ns[warm:])]
 
 
@@ -224,10 +224,10 @@ def main() -> None:
         ):
             compare(name, block, options.blocks, run_dir)
         compare("worker", worker_block(options.steps), options.blocks, run_dir)
-        usual = meter.FULL_EVERY_NS, session.HOLD_NS
-        meter.FULL_EVERY_NS = session.HOLD_NS = 0
+        usual = fetch_meter.FULL_EVERY_NS, session.HOLD_NS
+        fetch_meter.FULL_EVERY_NS = session.HOLD_NS = 0
         compare("worker, batches > 5 ms", worker_block(options.steps), options.blocks, run_dir)
-        meter.FULL_EVERY_NS, session.HOLD_NS = usual
+        fetch_meter.FULL_EVERY_NS, session.HOLD_NS = usual
         compare_images(options.image_pairs, run_dir)
 
 

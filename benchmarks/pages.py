@@ -1,4 +1,4 @@
-"""What the dashboard takes as a run grows: in a real Chromium, for ten viewers at once, and over 1,000 refreshes.
+"""Measure the dashboard as a run grows: in a real Chromium, for ten viewers at once, and over 1,000 refreshes.
 
     python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
 
@@ -48,12 +48,13 @@ from websockets.sync.client import connect
 from app.pages import PAGES
 from benchmarks import chrome
 from benchmarks.queries import EPOCH, GIB, make
-from collector.agent.feed import INGEST_EVERY_NS, pause_ns
+from collector.agent.ingest_feed import SHORTEST_PAUSE_NS, pause_ns
 from collector.agent.loop import MAINTAIN_EVERY_NS
-from collector.agent.procfs import read_rollup
-from collector.store.ingest import Ingester
-from collector.store.reader import read
-from collector.store.runs import Run, list_runs
+from collector.agent.samplers.procfs import read_rollup
+from collector.store.catalogue import list_runs
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import Identity, JournalWriter, start_ticks
 from training_harness.records import MISSING, STREAMS
@@ -63,16 +64,16 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import screenshots  # noqa: E402 - it stands beside the benchmarks
 
 RANKS = WORKERS = 8
-#: As on a page: whether the run is read anew then, the server decides.
+#: Seconds between two refreshes, as on a page; the server decides if the run is read again then.
 REFRESH_SECONDS = 1.0
 TIMES = 5
 #: Each verdict, every minute or so, makes a few of them slow: of six, chance would decide whether one is met.
 REFRESHES = 16
 STEP_MS = 60
-#: As often as the collector asks the driver.
+#: Steps between two samples of a device: the collector asks the driver as often.
 DEVICE_EVERY_STEPS = 8
 SOAK_VIEW = "overview"
-#: Of JavaScript, in a page.
+#: JavaScript that is evaluated in a page.
 _PAINTED = "document.querySelector('.main-svg, [data-testid=stDataFrame], .stAlert, .stCode')"
 _HEADING = "document.querySelector('h2')?.textContent"
 _CLICKED = f"""(title => {{
@@ -99,7 +100,7 @@ def feed(run: Run) -> None:
         ingester.maintain()  # a run that was kept may lack what the upkeep makes by now
         print("fed", flush=True)
         taken_ns = tidied_ns = time.monotonic_ns()
-        rest_ns, step = INGEST_EVERY_NS, _next_step(run)
+        rest_ns, step = SHORTEST_PAUSE_NS, _next_step(run)
         while True:
             for (name, rank), writer in writers.items():
                 if name != "device" or step % DEVICE_EVERY_STEPS == 0:
@@ -201,7 +202,7 @@ class Viewer:
 
 
 def refreshed(viewer: Viewer, server: psutil.Process) -> list[tuple[Answer, float]]:
-    """So many refreshes that read the run anew, and the server's CPU seconds for each."""
+    """Return up to REFRESHES refreshes that read the run again, and the server's CPU seconds for each."""
     found: list[tuple[Answer, float]] = []
     seen = viewer.opened.samples
     for _ in range(5 * REFRESHES):
@@ -284,14 +285,14 @@ def _switches(window: chrome.Window) -> tuple[dict[str, list[float]], dict[str, 
 
 @dataclass
 class Soak:
-    """What ten viewers see, and what the server holds meanwhile."""
+    """Seconds of each answer to a viewer, and (answers so far, private dirty bytes of the server)."""
 
     seconds: list[float] = field(default_factory=list)
     private_dirty: list[tuple[int, int]] = field(default_factory=list)
 
 
 def soak(run: Run, base: str, server: psutil.Process, viewers: int, refreshes: int) -> Soak:
-    """So many viewers of a live run at once, until so many refreshes have read it anew."""
+    """Let `viewers` viewers follow a live run at once, until `refreshes` refreshes have read it again."""
     found, lock, over = Soak(), threading.Lock(), threading.Event()
 
     def look() -> None:

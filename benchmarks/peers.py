@@ -1,4 +1,4 @@
-"""What a step costs under Tidegauge and under other tools, side by side.
+"""Measure a training step under Tidegauge and under other tools, side by side.
 
     python -m benchmarks.peers [--pairs 60] [--image-pairs 8] [TOOL ...]
 
@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.overhead import BATCH_SIZE, Rows, durations
 from training_harness import attach, detach, layout
-from training_harness.jobs.common import made_data
+from training_harness.jobs.common import ensure_data
 from training_harness.jobs.images import Photographs, prepare_worker, small_cnn
 from training_harness.jobs.photographs import ensure_photographs
 
@@ -146,7 +146,7 @@ def tiny_loop() -> tuple[Any, Block]:
 def images_loop() -> Block:
     """An epoch of the `images` job: 192 photographs, 12 steps."""
     cv2.setNumThreads(0)
-    photographs = Photographs(made_data("photographs", ensure_photographs), limit=192)
+    photographs = Photographs(ensure_data("photographs", ensure_photographs), limit=192)
     loader = DataLoader(photographs, batch_size=16, shuffle=True, num_workers=2, worker_init_fn=prepare_worker)
     loss_of = torch.nn.CrossEntropyLoss()
     model = small_cnn(len(photographs.classes))

@@ -1,4 +1,4 @@
-"""What a look at a run costs as the run grows: every query of every page, and the verdict.
+"""Measure the cost of reading a run as it grows: every query of every page, and the verdict.
 
     python -m benchmarks.queries [--batches 100000 1000000 10000000] [--window run] [--home DIR] [--full]
 
@@ -34,18 +34,20 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from collector.store import lake, queries
-from collector.store.engine import quoted
-from collector.store.ingest import Ingester
-from collector.store.reader import Snapshot, read
-from collector.store.runs import Run, list_runs
+from collector.store.catalogue import list_runs
+from collector.store.duck import quote
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import Snapshot, read
+from collector.store.queries import spans
+from collector.store.runs.run import Run
 from training_harness import layout
 
 STEP_NS = 60_000_000
 WORKERS = 4
 #: Batches of a rank.
 EPOCH = 1_000
-#: How often each stream of samples is written.
+#: Nanoseconds between two rows of each stream of samples.
 SAMPLED_NS = {"process": 10**9, "host": 10**9, "device": 10**9 // 2}
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
@@ -60,14 +62,14 @@ LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * rand
 def make(
     home: Path, batches: int, *, name: str = "queries", ranks: int = 1, workers: int = WORKERS, ago_ns: int = 0
 ) -> Run:
-    """A run of so many batches, steps and fetches; with `ago_ns` it began that long ago at most, and ends now."""
+    """Make a run of `batches` batches, steps and fetches; with `ago_ns` begun at most that long ago, ending now."""
     run = Run(layout.create_run(home, name=f"{name}-{batches}", argv=[]))
     every_ns = STEP_NS // ranks if not ago_ns else min(STEP_NS // ranks, ago_ns // batches)
     if ago_ns:
         begin_earlier(run, batches * every_ns)
-    origin_ns = queries.origin_ns(run.manifest) or 0
+    origin_ns = spans.origin_ns(run.manifest) or 0
     many = {"ranks": ranks, "workers": workers}
-    with lake.writable(run) as connection:
+    with lake.open_writable(run) as connection:
         for name in STREAMS:
             rows_every_ns = SAMPLED_NS.get(name, every_ns)
             times, at_once = batches * every_ns // rows_every_ns, INSERT_ROWS // places_of(name, **many)
@@ -76,7 +78,7 @@ def make(
         tell(connection, origin_ns, every_ns, epochs_count=batches // ranks // EPOCH + 1, **many)
         connection.execute(
             f"INSERT INTO {lake.LAKE}.journal_offset SELECT 'node.1.' || s || '.0.journal', 1, NULL, 0, 0 "
-            f"FROM (VALUES {', '.join(f'({quoted(name)})' for name in STREAMS)}) t(s) "
+            f"FROM (VALUES {', '.join(f'({quote(name)})' for name in STREAMS)}) t(s) "
             "UNION ALL SELECT 'node.1.jsonl', 1, NULL, 0, 0"
         )
     with Ingester(run) as ingester:
@@ -85,7 +87,7 @@ def make(
 
 
 def tell(connection: Any, origin_ns: int, every_ns: int, *, ranks: int, workers: int, epochs_count: int) -> None:
-    """What each rank says of itself, of its loader, and of each epoch."""
+    """Write the events of each rank: its start, its loader, and each epoch."""
     loader = {"loader": 0, "num_workers": workers, "prefetch_factor": 2, "batch_size": 64}
     pids = f"range(101 + rank * {1 + workers}, {101 + workers} + rank * {1 + workers})"
     begins = f"{origin_ns} + (epoch * {EPOCH * ranks} + rank) * {every_ns}"
@@ -118,7 +120,7 @@ def main_pid(rank: str, workers: int) -> str:
 
 
 def places_of(stream: str, *, ranks: int, workers: int) -> int:
-    """How many rows of a stream have one time: processes are those of the ranks, their workers, the collector."""
+    """Return the rows of a stream per time: processes are those of the ranks, their workers, the collector."""
     return {"process": ranks * (1 + workers) + 1, "device": ranks}.get(stream, 1)
 
 
@@ -230,9 +232,9 @@ def proc_number(file: str, name: str) -> int:
     return int(found[1])
 
 
-def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
+def ask(run: Run, page: str, window: spans.Window) -> dict[str, Any]:
     """Build a page twice, the second time measured; the verdict is drawn up beside the pages, so is its own."""
-    from collector.diagnosis.tables import load_tables
+    from collector.diagnosis.run.tables import load_tables
     from collector.diagnosis.verdict import diagnose
 
     costs: list[dict[str, Any]] = []
@@ -242,9 +244,9 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
         return {**costs[0], "points": 0, "queries": []}
     logging.disable(logging.WARNING)  # Streamlit's, about running without a browser
     if page == REFRESH:
-        return of_a_refresh(run)
-    from app import moment
+        return refresh_cost(run)
     from app.blocks import Chart
+    from app.runtime import moment
     from app.theme import LIGHT
 
     view = importlib.import_module(f"app.views.{page}").VIEW
@@ -253,8 +255,8 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
         costs.clear()
         with costs_of(costs, page), read(run) as snapshot:
             measured = Measured(snapshot)
-            memo = queries.Memo(measured)
-            reach = queries.extent(memo)
+            memo = spans.Memo(measured)
+            reach = spans.extent(memo)
             assert reach is not None
             selection = moment.Selection(run=run, rank=None, window=window, live=False)
             now = moment.moment_of(
@@ -269,25 +271,27 @@ def ask(run: Run, page: str, window: queries.Window) -> dict[str, Any]:
     return {**costs[0], "points": points, "queries": measured.costs}
 
 
-def of_a_refresh(run: Run) -> dict[str, Any]:
-    """What a live page pays each second: for a look at the verdict, and its part of drawing up the next one."""
-    from app.judging import draw_up, judged
+def refresh_cost(run: Run) -> dict[str, Any]:
+    """Measure the cost per second of a live page: reading the verdict, and its share of computing the next."""
+    from app.runtime.verdicts import compute_verdict, current_verdict
 
-    draw_up(run)  # the server has made some before
+    compute_verdict(run)  # as in a running server, which has loaded all modules
     costs: list[dict[str, Any]] = []
     with costs_of(costs, "new"):
-        lasts_seconds = draw_up(run).lasts_seconds
-    while judged(run).is_awaited:
+        lifetime_seconds = compute_verdict(run).lifetime_seconds
+    while current_verdict(run).is_pending:
         pass
-    with costs_of(costs, "look"):
-        judged(run)
-    new, look = costs
-    spent = {name: new[name] / lasts_seconds + look[name] for name in ("seconds", "cpu_seconds", "read_bytes")}
-    return {**new, **spent, "points": 0, "queries": []}
+    with costs_of(costs, "current"):
+        current_verdict(run)
+    new, current = costs
+    per_second = {
+        name: new[name] / lifetime_seconds + current[name] for name in ("seconds", "cpu_seconds", "read_bytes")
+    }
+    return {**new, **per_second, "points": 0, "queries": []}
 
 
 def asked(run: Run, page: str, window: str) -> list[dict[str, Any]]:
-    """The answers of so many processes."""
+    """Return the answers of TIMES processes."""
     words = [sys.executable, "-m", "benchmarks.queries", "--ask", str(run.path), page, window]
     return [
         json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
@@ -317,7 +321,7 @@ def figures(answers: list[dict[str, Any]]) -> tuple[str, str, str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
-    parser.add_argument("--window", choices=queries.WINDOWS, default="run")
+    parser.add_argument("--window", choices=spans.WINDOWS, default="run")
     parser.add_argument("--home", type=Path, help="keeps the runs")
     parser.add_argument("--full", action="store_true", help="a line for each query")
     parser.add_argument("--ask", nargs=3, help=argparse.SUPPRESS)

@@ -3,7 +3,7 @@
     python -m benchmarks.soak [--batches 1000000] [--workers 1] [--only bare|followed|alone]
 
 Three processes, one after the other: without Tidegauge, attached with a collector that follows, and attached with
-nobody who takes the journals in. A hundred times on the way they pause, and the private dirty memory of the
+no collector that takes the journals in. A hundred times on the way they pause, and the private dirty memory of the
 training process and of its worker is read (/proc/PID/smaps_rollup), and the bytes of the journals. The worker is
 spawned, not forked: a page that a fork shares becomes private in both when one of them first writes to it, which
 looks like growth and is none. The slope is that of Theil and Sen over all but the first quarter, with its 95 %
@@ -26,11 +26,12 @@ from pathlib import Path
 
 from scipy import stats
 
-from collector.agent.procfs import read_rollup
-from collector.diagnosis.tables import load_tables
+from collector.agent.samplers.procfs import read_rollup
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.reader import read
-from collector.store.runs import Run, find_run
+from collector.store.catalogue import find_run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from training_harness import layout
 
 POINTS = 100
@@ -40,7 +41,7 @@ MODES = ("bare", "followed", "alone")
 
 @dataclass
 class Readings:
-    """What was read on the way, at `batches` each; bytes."""
+    """Readings on the way, at `batches` each; bytes."""
 
     batches: list[int] = field(default_factory=list)
     journals: list[int] = field(default_factory=list)

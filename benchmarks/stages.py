@@ -1,4 +1,4 @@
-"""What it costs to note a stage.
+"""Measure the cost of recording a stage.
 
     python benchmarks/stages.py [--blocks 300]
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from training_harness import stage
-from training_harness.hooks import stage_calls, stages
+from training_harness.hooks.stages import stage_calls, stages
 
 ITEMS_PER_BLOCK = 20
 CALLS_PER_ITEM = 5
@@ -44,7 +44,7 @@ def hot_rows() -> list[tuple[str, float]]:
     hook = stage_calls.install("torch")
     assert hook is not None
     nothing.__module__ = None  # as OpenCV's
-    noted, bare = stage_calls.timed(nothing, "augment", hook), hot_ns(nothing)
+    noted, bare = stage_calls.time_calls(nothing, "augment", hook), hot_ns(nothing)
     named, tensor, unpatched = stage("augment"), torch.ones(1), torch.Tensor.to.__wrapped__
 
     def user_stage() -> None:

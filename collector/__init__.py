@@ -1,1 +1,1 @@
-"""Outside the training: follows a run, stores it, reads it back and judges it."""
+"""The collector: follows a run from outside the training, stores it, reads it back and diagnoses it."""

@@ -1,4 +1,4 @@
-"""`python -P -m collector`: the command line, for processes that we start ourselves."""
+"""`python -P -m collector`: the command line, for processes that Tidegauge itself starts."""
 
 from __future__ import annotations
 

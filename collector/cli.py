@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and what an error looks like."""
+"""The command line: its commands, and how errors are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import traceback
 
 import click
 
-from collector.commands import comparing, keeping, reading, running, serving, tune
+from collector.commands import compare, dashboard, doctor, report, run, storage, tune
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -25,28 +25,28 @@ def cli(context: click.Context) -> None:
 
 
 for _command in (
-    running.run,
-    running.job,
-    running.watch,
-    running.collect,
+    run.run,
+    run.job,
+    run.watch,
+    run.collect,
     tune.tune,
-    reading.report,
-    reading.runs,
-    comparing.compare,
-    reading.snapshot,
-    keeping.export,
-    keeping.prune,
-    serving.dashboard,
-    serving.doctor,
+    report.report,
+    report.runs,
+    compare.compare,
+    report.snapshot,
+    storage.export,
+    storage.prune,
+    dashboard.dashboard,
+    doctor.doctor,
 ):
     cli.add_command(_command)
 
 
 def main() -> None:
-    """Entry point: an error is one line on stderr; a mistake of the user's exits with 2."""
+    """Run the command line; an error is one line on stderr, and a user's mistake exits with 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets "?", not an exception
+            stream.reconfigure(errors="replace")  # A terminal without UTF-8 shows "?" instead of raising.
     try:
         sys.exit(cli.main(prog_name="tidegauge", standalone_mode=False))
     except click.UsageError as error:

@@ -1,8 +1,8 @@
-"""What a user did or met, said in one line."""
+"""The error that users see, and texts made safe for a terminal."""
 
 from __future__ import annotations
 
-#: Set to 1, an unexpected error shows its traceback.
+#: Environment variable that, set to 1, shows the traceback of an unexpected error.
 DEBUG_VARIABLE = "TIDEGAUGE_DEBUG"
 
 
@@ -13,17 +13,17 @@ class TidegaugeError(Exception):
 
 
 def one_line(text: str) -> str:
-    """A message as one line, for a terminal."""
+    """Return a message as one line, for a terminal."""
     return printable(" ".join(text.split()))
 
 
 def printable(text: str) -> str:
-    """A text whose control characters are seen (ESC as ␛) and not obeyed; line breaks stay."""
-    return text if text.isprintable() else text.translate(_SEEN)
+    """Return a text whose control characters are shown (ESC as ␛), not obeyed; line breaks stay."""
+    return text if text.isprintable() else text.translate(_PICTURES)
 
 
-#: Unicode's pictures of control characters; what has none, or is half a surrogate pair, is U+FFFD.
-_SEEN = {
+#: Unicode's pictures of control characters; U+FFFD for those without one and for half a surrogate pair.
+_PICTURES = {
     **{code: 0x2400 + code for code in range(0x20) if code != ord("\n")},
     0x7F: 0x2421,
     **dict.fromkeys((*range(0x80, 0xA0), *range(0xD800, 0xE000)), 0xFFFD),

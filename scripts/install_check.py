@@ -17,7 +17,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ATTACH = "import training_harness; training_harness.attach(); training_harness.detach()"
-#: Where DuckDB would look for an extension that has no package.
+#: Proxy that refuses: DuckDB would look there for an extension that has no package.
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
 
 

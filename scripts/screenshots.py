@@ -40,13 +40,13 @@ ARGUMENTS = (
     "--disable-component-update",
     "--no-first-run",
 )
-#: Of JavaScript: whether the status line of a view stands, with the sentence that answers its question below it.
+#: JavaScript: true once the status line of a view stands, with the sentence that answers its question below it.
 ANSWERED = (
     "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
     ".some(each => each.textContent.includes('data as of'))"
 )
 _RESTS = "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'"
-#: Whether all of the view does, with every chart and the verdict, and nothing still runs.
+#: JavaScript: true once all of the view stands, with every chart and the verdict, and nothing still runs.
 STANDS = " && ".join(
     (
         ANSWERED,
@@ -56,7 +56,7 @@ STANDS = " && ".join(
         "!document.body.textContent.includes('verdict is being drawn up')",
     )
 )
-#: Whether what is in sight does: the page is drawn from its top, so something stands below the window by then.
+#: JavaScript: true once all in sight stands. The page is drawn from its top: something stands below by then.
 FILLS = f"""(() => {{
     const charts = '[data-testid=stPlotlyChart]:not(:has(.main-svg))';
     const tops = which => [...document.querySelectorAll(which)].map(each => each.getBoundingClientRect().top);
@@ -67,7 +67,7 @@ FILLS = f"""(() => {{
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What is photographed: a view, its theme, the window's width and height (pixels), whole or above the fold."""
+    """Screenshot of a view: its theme, the window's width and height (pixels), whole or above the fold."""
 
     view: str
     theme: str = "light"
@@ -76,7 +76,7 @@ class Picture:
     whole: bool = True
 
 
-#: As high as it takes to see charts.
+#: Pictures of the README, high enough to show charts.
 README_PICTURES = {
     ROOT / "docs" / "dashboard.png": Picture(view="overview", size=(1280, 1560), whole=False),
     ROOT / "docs" / "worker-stalls.png": Picture(
@@ -194,7 +194,7 @@ def show_whole(page: Page, width: int) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """Return a port that is free."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def row(spec: str, environment: Path) -> bool | None:
-    """Whether all checks passed; None if this version cannot be had here."""
+    """Return whether all checks passed; None if this version cannot be had here."""
     python = environment / "bin" / "python"
     problem = "" if python.exists() and version(python) else install(spec, environment)
     found = version(python)
@@ -82,7 +82,7 @@ def version(python: Path) -> str:
 
 
 def missing_hooks(python: Path) -> list[str]:
-    """What `tidegauge doctor` misses in this torch."""
+    """Return the hooks that `tidegauge doctor` misses in this torch."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "collector", "doctor", "--python", python],
         env=os.environ | {"COLUMNS": "400"},
@@ -112,7 +112,7 @@ def check(python: Path) -> tuple[bool, str]:
 
 def say(line: str) -> None:
     """Print at once: a version takes minutes."""
-    print(line, flush=True)  # noqa: T201
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

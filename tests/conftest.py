@@ -14,8 +14,8 @@ from typing import TypeVar
 import pandas as pd
 import pytest
 
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
-    """What `condition` gives as soon as that is true; an AssertionError that names `what` if it never is."""
+    """Return the value of `condition` as soon as it is true; an AssertionError names `what` if it never is."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"

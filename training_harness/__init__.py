@@ -4,6 +4,6 @@
 """
 
 from training_harness.attach import attach, detach, step
-from training_harness.hooks.stages import stage
+from training_harness.hooks.stages.stages import stage
 
 __all__ = ["attach", "detach", "stage", "step"]

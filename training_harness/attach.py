@@ -1,6 +1,6 @@
-"""Puts the hooks in and takes them out: at import time under the shim, or by `attach()`.
+"""Installation and removal of the hooks: at import time under the shim, or by `attach()`.
 
-Everything here fails open: what cannot be hooked is named in an event, and the training goes on.
+Everything here fails open: a hook that cannot be installed is named in an event, and the training goes on.
 """
 
 from __future__ import annotations
@@ -17,28 +17,21 @@ from types import TracebackType
 from typing import Any
 
 from training_harness import layout, session
-from training_harness.hooks import (
-    compiler,
-    forward_passes,
-    iterators,
-    loader_sites,
-    oom,
-    stage_calls,
-    steps,
-    trial,
-    worker,
-)
-from training_harness.hooks.announce import farewell
+from training_harness.hooks import compiler, trial
+from training_harness.hooks.loading import iterators, loader_ids, worker
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.progress import Progress
+from training_harness.hooks.process import farewell
+from training_harness.hooks.stages import stage_calls
+from training_harness.hooks.training import cuda_oom, forward_passes, steps
+from training_harness.hooks.training.step_phases import Progress
 
 _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
 
 def _install_loader() -> Hook:
-    hook, found = iterators.install(_progress)
-    _progress.capabilities.update(found)
+    hook, capabilities = iterators.install(_progress)
+    _progress.capabilities.update(capabilities)
     return hook
 
 
@@ -55,15 +48,15 @@ def _install_compiled_passes() -> Hook | None:
 
 
 def _install_stages() -> Hook | None:
-    hook = stage_calls.install("torch", _progress.copied)
-    _progress.copies_are_seen = hook is not None
+    hook = stage_calls.install("torch", _progress.on_copy)
+    _progress.sees_copies = hook is not None
     return hook
 
 
 def _watch_exceptions() -> Hook:
     hook = Hook("exception")
 
-    def watched(previous: Any) -> Any:
+    def make(previous: Any) -> Any:
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             try:
                 session.record_exception(kind, error, trace)
@@ -73,21 +66,21 @@ def _watch_exceptions() -> Hook:
 
         return excepthook
 
-    hook.replace(sys, "excepthook", watched)
+    hook.replace(sys, "excepthook", make)
     return hook
 
 
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-#: hook -> the modules that it needs, and its installer, in the order of installation.
+#: hook -> (the modules that it needs, its installer), in the order of installation.
 HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
     "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
-    # First, so that what it changes is seen.
+    # First, so that the hooks below see the loader as the trial changed it.
     "trial": (
         frozenset({"torch.utils.data.dataloader"}),
         functools.partial(trial.install, "torch.utils.data.dataloader", "DataLoader"),
     ),
     "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
-    "loader site": (frozenset({"torch.utils.data.dataloader"}), loader_sites.install),
+    "loader site": (frozenset({"torch.utils.data.dataloader"}), loader_ids.install),
     "forward": (
         frozenset({forward_passes.MODULE, "torch.compiler"}),
         functools.partial(forward_passes.install, _progress),
@@ -98,9 +91,9 @@ HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
         frozenset({"torch.autograd", "torch.compiler"}),
         functools.partial(steps.install_backward, _progress),
     ),
-    "cuda_oom": (frozenset({"torch.compiler"}), functools.partial(oom.install, _progress)),
+    "cuda_oom": (frozenset({"torch.compiler"}), functools.partial(cuda_oom.install, _progress)),
 }
-_OF_TORCH = sorted(frozenset().union(*(needs for needs, _ in HOOKS.values())))
+_TORCH_MODULES = sorted(frozenset().union(*(needs for needs, _ in HOOKS.values())))
 HOOKS |= {
     f"stage:{module}": (frozenset({module}), functools.partial(stage_calls.install, module))
     for module in (*stage_calls.CALLS, *stage_calls.COMPOSERS)
@@ -117,14 +110,14 @@ HOOKS["forward:compiled"] = (frozenset({"torch._dynamo.eval_frame"}), _install_c
 TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))
 
 
-def imported(module: str) -> None:
-    """One of `TRIGGERS` was imported: install what it makes possible. Never raises."""
+def on_import(module: str) -> None:
+    """Install the hooks that the import of `module`, one of `TRIGGERS`, makes possible. Never raises."""
     try:
         current = session.start()
         if current is None:
             return
         if "torch" in sys.modules:
-            current.say_attached()
+            current.report_attach()
         for name, (needs, install) in HOOKS.items():
             if module not in needs or not needs <= sys.modules.keys():
                 continue
@@ -145,13 +138,13 @@ def imported(module: str) -> None:
 def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None) -> Path | None:
     """Attach Tidegauge to this process, and to the DataLoader workers that it will start.
 
-    Within `tidegauge run` this joins the run that is being followed. Otherwise a new run is begun, of the ranks of
-    one launcher by the first; a collector is started for it if one is installed, else the journals wait for
-    `tidegauge collect`.
+    Within `tidegauge run` this joins the run that is being followed. Otherwise it begins a new run; the first rank
+    of a launcher does so for all of them. A collector is started for the new run if one is installed, else the
+    journals wait for `tidegauge collect`.
 
     Args:
-        run_dir: the run to join instead; a process that is attached stays in its run.
-        name: of a new run; the script's name by default.
+        run_dir: run to join instead; a process that is attached already stays in its run.
+        name: name of a new run; the script's name by default.
 
     Returns:
         The run directory, or None when Tidegauge is disabled, its home cannot be written or there is no torch.
@@ -159,22 +152,22 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
     if os.environ.get(layout.DISABLED_VARIABLE) == "1":
         return None
     try:
-        for module in _OF_TORCH:
+        for module in _TORCH_MODULES:
             importlib.import_module(module)  # the caller wants torch hooked: it is imported, or is about to be
         current = session.active
-        given = current.run_dir if current is not None else run_dir or os.environ.get(layout.RUN_DIR_VARIABLE)
-        if given is None:
+        existing = current.run_dir if current is not None else run_dir or os.environ.get(layout.RUN_DIR_VARIABLE)
+        if existing is None:
             script = name or Path(sys.argv[0]).stem or "notebook"
             directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
             if is_new:
                 _start_collector(directory)
         else:
-            directory = Path(given)
+            directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
         session.start(directory)
         for module in sorted(TRIGGERS & sys.modules.keys()):
-            imported(module)
-        if given is None:  # under `tidegauge run` the shim has seen to it
+            on_import(module)
+        if existing is None:  # under `tidegauge run` the shim watches them
             _hooks["exception"] = _watch_exceptions()
     except Exception as error:
         print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
@@ -183,10 +176,10 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
 
 
 def detach() -> None:
-    """Take every hook out and close the journals; the run ends here. Workers that already run keep reporting."""
+    """Remove every hook and close the journals; the run ends here. Workers that already run keep recording."""
     _progress.capabilities.clear()
     undo = [_hooks.popitem()[1].remove for _ in range(len(_hooks))]
-    undo = [_progress.tape.play, _progress.requests.close, *undo]
+    undo = [_progress.calls.run, _progress.requests.close, *undo]
     for part in (*undo, lambda: farewell(session.active, detached=True), session.stop, _progress.forget):
         try:
             part()
@@ -196,9 +189,9 @@ def detach() -> None:
 
 
 def step() -> None:
-    """End a training step here, at a boundary that only the loop knows; from the first call on nothing else does.
+    """End a training step here, at a boundary that only the loop knows. After the first call nothing else ends one.
 
-    Without a run, and whatever happens, this does nothing to the training.
+    This never affects the training, not even without a run or after an error.
     """
     try:
         steps.step(_progress)
@@ -209,7 +202,7 @@ def step() -> None:
 
 
 def _start_collector(run_dir: Path) -> None:
-    """Start a collector beside this process, if it is installed; it must outlive us and never be in our way."""
+    """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if importlib.util.find_spec("collector") is None or importlib.util.find_spec("duckdb") is None:
         return
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

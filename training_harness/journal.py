@@ -1,18 +1,18 @@
 """The journal writer: fixed-size records, whole in each `write(2)`, to files that only grow.
 
 A segment is `MAGIC`, the header's length (uint32, little-endian), a JSON header, then records. The
-header says who writes and in which layout, so a reader needs nothing else. A segment that ends in
+header names the writing process and the layout, so a reader needs nothing else. A segment that ends in
 less than a whole record was cut short (full disk, power loss): the rest is ignored and the writer
-goes on in the next segment. What was written survives the death of the process, since the page
+goes on in the next segment. Written records survive the death of the process, since the page
 cache outlives it.
 
-A `write(2)` in the middle of a training step costs 3 to 6 µs, five times what it costs in a tight loop, since
-the kernel's code and data push the training's out of the caches. So a writer may be told to hold records that
-follow the last write closely, and to write them together: a kill then costs those of the last few milliseconds.
+A `write(2)` in the middle of a training step costs 3 to 6 µs, five times as much as in a tight loop, since
+the kernel's code and data push the training's out of the caches. So a writer can hold records that follow the
+last write closely, and write them together: a kill then loses those of the last few milliseconds.
 
-A writer keeps a lock on the segment that is open, which the kernel drops when the writer goes on to the next one
-or its process dies: so the collector knows which segments are finished, and deletes them once they are in the
-lake. Where nobody does, a writer stops at `SEGMENTS_AT_MOST` and counts what it loses.
+A writer keeps a lock on its open segment. The kernel drops the lock when the writer goes on to the next segment
+or its process dies. So the collector knows which segments are finished, and deletes them once they are in the
+lake. Where no collector runs, a writer stops at `SEGMENTS_AT_MOST` and counts the records that it loses.
 
 The writer never raises and never blocks on anything but the file system.
 """
@@ -30,28 +30,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training_harness.records import Stream
+
+if TYPE_CHECKING:
+    from training_harness.events import EventKind
 
 MAGIC = b"TDGJ"
 FORMAT_VERSION = 1
 SEGMENT_BYTES = 8 * 2**20
 #: Segments of one writer that may wait for a collector: 64 MiB are some 600,000 batches.
 SEGMENTS_AT_MOST = 8
-#: After a failed write the next attempt waits this long, so that a full disk costs next to nothing.
+#: Nanoseconds between a failed write and the next attempt, so that a full disk costs next to nothing.
 RETRY_AFTER_NS = 1_000_000_000
-#: Why records were lost, in the `records-lost` event.
+#: Reasons of a `records-lost` event.
 WRITE_FAILED = "write-failed"
 NOT_COLLECTED = "not-collected"
 NOT_A_RECORD = "not-a-record"
-#: A FIFO would make the training wait for a reader, and a link lead out of the run.
+#: Flags that keep out a FIFO, which would make the training wait for a reader, and a link, which may leave the run.
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who writes: a process is known by (host, pid, start_ticks), never by its pid alone."""
+    """Identity of a writing process: (host, pid, start_ticks), never the pid alone."""
 
     host: str
     pid: int
@@ -76,33 +79,40 @@ class Identity:
 
 
 def start_ticks(pid: int | str) -> int:
-    """Start time in clock ticks since boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
+    """Return a process's start time in clock ticks since boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
 
     Raises:
         OSError: there is no such process.
 
     """
-    stat = Path(f"/proc/{pid}/stat").read_bytes()
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+    return int(stat_fields(Path(f"/proc/{pid}/stat").read_bytes())[19])
+
+
+def stat_fields(stat: bytes) -> list[bytes]:
+    """Return 20 fields of /proc/PID/stat from the state on, and the rest as one.
+
+    The name before them may hold blanks and brackets.
+    """
+    return stat.rpartition(b") ")[2].split(None, 20)
 
 
 class JournalWriter:
-    """Appends the records of one stream for one process.
+    """Writer of the records of one stream for one process.
 
     Args:
         directory: the run's `journal/` directory.
-        stream: what is written; `append` takes its columns in order.
-        identity: who writes.
-        events: told of losses, when they begin and each time that their count has doubled.
-        segment_bytes: a segment that has reached this size is closed and the next one opened.
-        segments_at_most: with so many of its segments on disk, it opens no other.
+        stream: the stream; `append` takes its columns in order.
+        identity: the writing process.
+        events: log for losses: one event when they begin, and one each time that their count has doubled.
+        segment_bytes: size at which a segment is closed and the next one opened.
+        segments_at_most: number of segments on disk above which the writer opens no other.
         hold_ns: a record whose time is within this span of the last write waits for the next record, `flush`
             or `close`; 0 writes each record at once.
-        clock_ns: for the pause after a failed write.
+        clock_ns: clock for the pause after a failed write.
 
     Attributes:
-        hold: takes a record, as a tuple, for the next `flush` or `append`.
-        lost_count: records that could not be written.
+        hold: function that takes a record, as a tuple, for the next `flush` or `append`.
+        lost_count: number of records that could not be written.
 
     """
 
@@ -128,39 +138,39 @@ class JournalWriter:
         self._hold_ns = hold_ns
         self._clock_ns = clock_ns
         self._record_bytes = stream.struct.size
-        self._held: deque[tuple[Any, ...]] = deque()
-        self.hold = self._held.append
+        self._pending: deque[tuple[Any, ...]] = deque()
+        self.hold = self._pending.append
         self._written_at_ns: float = -hold_ns
         self._sequence = 0
-        self._on_disk: list[Path] = []
+        self._segments: list[Path] = []
         self._loss_reason = WRITE_FAILED
-        self._told_count = 0
+        self._reported_count = 0
         self._fd = -1
         self._file: tuple[int, int] | None = None
-        self._own_files: set[tuple[int, int]] = set()
+        self._segment_files: set[tuple[int, int]] = set()
         self._room_bytes = 0
         self._retry_at_ns = 0
 
     def append(self, *record: Any) -> None:
-        """Write one record, which begins with its time, or hold it; one that can't be written counts as lost."""
+        """Write or hold one record, which begins with its time. A record that can't be written counts as lost."""
         self.hold(record)
         if not 0 <= record[0] - self._written_at_ns < self._hold_ns:
             self.flush()
 
     def append_all(self, records: Sequence[tuple[Any, ...]]) -> None:
-        """Write records that belong together in one go, or hold them all."""
-        self._held.extend(records)
+        """Write or hold records that belong together, all in one go."""
+        self._pending.extend(records)
         if not 0 <= records[-1][0] - self._written_at_ns < self._hold_ns:
             self.flush()
 
     def flush(self) -> None:
-        """Write the records that are held. Each is taken once, whichever thread comes first."""
-        if not self._held:
+        """Write the records on hold. Each is written once, also if several threads call this."""
+        if not self._pending:
             return
         records = []
         try:
-            while self._held:
-                records.append(self._held.popleft())
+            while self._pending:
+                records.append(self._pending.popleft())
         except IndexError:  # another thread was faster
             pass
         if not records:
@@ -176,7 +186,7 @@ class JournalWriter:
     def _write(self, records: bytes) -> None:
         written = 0
         try:
-            if (self._room_bytes > 0 and self._owns_descriptor()) or self._open_segment():
+            if (self._room_bytes > 0 and self._has_segment_open()) or self._open_segment():
                 written = os.write(self._fd, records)
         except OSError:
             self._loss_reason = WRITE_FAILED
@@ -184,75 +194,75 @@ class JournalWriter:
             self._room_bytes -= written
             return
         self._room_bytes = 0
-        if not self._waits():
+        if not self._is_pausing():
             self._retry_at_ns = self._clock_ns() + RETRY_AFTER_NS
         self._lose((len(records) - written + self._record_bytes - 1) // self._record_bytes, self._loss_reason)
 
-    def _waits(self) -> bool:
-        # A clock that went back ends the wait too: then it says nothing.
+    def _is_pausing(self) -> bool:
+        # A clock that went back ends the pause too: its reading says nothing then.
         return 0 < self._retry_at_ns - self._clock_ns() <= RETRY_AFTER_NS
 
     def _lose(self, count: int, reason: str) -> None:
         self.lost_count += count
         self._loss_reason = reason
-        if self.lost_count >= 2 * self._told_count:
-            self._tell_losses()
+        if self.lost_count >= 2 * self._reported_count:
+            self._report_losses()
 
-    def _tell_losses(self) -> None:
-        self._told_count = self.lost_count
+    def _report_losses(self) -> None:
+        self._reported_count = self.lost_count
         if self._events is not None:
             self._events.append(
                 "records-lost", stream=self._stream.name, count=self.lost_count, reason=self._loss_reason
             )
 
     def close(self) -> None:
-        """Write what is held, end the segment and tell of losses; if used again, the writer opens a new segment."""
+        """Write the records on hold, end the segment and report losses. The next record opens a new segment."""
         self.flush()
         self._room_bytes = 0
         if self.lost_count:
-            self._tell_losses()
+            self._report_losses()
 
     def disown(self) -> None:
-        """In a forked child: leave the segment, its lock and what is held to the parent."""
-        self._held.clear()
+        """Leave the segment, its lock and the records on hold to the parent; called in a forked child."""
+        self._pending.clear()
         self._room_bytes = 0
-        if self._owns_descriptor():
+        if self._has_segment_open():
             os.close(self._fd)
         self._fd = -1
 
     def __del__(self) -> None:
-        if self._owns_descriptor():
+        if self._has_segment_open():
             os.close(self._fd)
 
-    def _owns_descriptor(self) -> bool:
-        """Return whether the descriptor is still that of the segment.
+    def _has_segment_open(self) -> bool:
+        """Return whether the descriptor still belongs to the segment.
 
         A program that closes all descriptors (a daemon, `os.closerange`) gives its own next files these numbers.
         """
         try:
-            return self._fd >= 0 and _file_of(self._fd) in self._own_files
+            return self._fd >= 0 and _file_id(self._fd) in self._segment_files
         except OSError:
             return False
 
     def _open_segment(self) -> bool:
-        if self._waits():
+        if self._is_pausing():
             return False
-        self._on_disk = [path for path in self._on_disk if path.exists()]
-        if len(self._on_disk) >= self._segments_at_most:
+        self._segments = [path for path in self._segments if path.exists()]
+        if len(self._segments) >= self._segments_at_most:
             self._loss_reason = NOT_COLLECTED
             return False
-        fresh, path = self._create()
+        descriptor, path = self._create()
         header = self._header()
         try:
-            whole = os.write(fresh, header) == len(header)
+            whole = os.write(descriptor, header) == len(header)
         except OSError:
             whole = False
         if not whole:
-            os.close(fresh)
+            os.close(descriptor)
             os.unlink(path)
             raise OSError(f"{path} has no room for its header")
-        self._switch_to(fresh)
-        self._on_disk.append(path)
+        self._switch_to(descriptor)
+        self._segments.append(path)
         self._room_bytes = self._segment_bytes
         self._retry_at_ns = 0
         return True
@@ -260,37 +270,37 @@ class JournalWriter:
     def _create(self) -> tuple[int, Path]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         while True:
-            # The lake remembers deleted segments by name: a time is not used again, whoever gets this pid.
+            # The lake remembers deleted segments by name: no later process with this pid may use a time again.
             self._sequence = max(self._sequence + 1, self._clock_ns())
             name = f"{self._identity.host}.{self._identity.pid}.{self._stream.name}.{self._sequence}.journal"
             path = self._directory / name
             try:
-                fresh = os.open(path, flags, 0o600)
+                descriptor = os.open(path, flags, 0o600)
             except FileExistsError:
                 continue
             try:
-                fcntl.flock(fresh, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 pass  # a file system without locks: nothing is ever deleted there
-            return fresh, path
+            return descriptor, path
 
-    def _switch_to(self, fresh: int) -> None:
-        """Let the writer's one descriptor stand for another segment.
+    def _switch_to(self, descriptor: int) -> None:
+        """Point the writer's one descriptor at another segment.
 
         Its number never changes while the writer lives: a thread that is about to write meets the old segment or
-        the new one, never a file of the user's that got the number in between. Both are its own until the switch
-        is made.
+        the new one, never a file of the user's that got the number in between. Both count as the writer's until
+        the switch is made.
         """
-        old, new = self._file, _file_of(fresh)
-        self._own_files.add(new)
-        if self._owns_descriptor():
-            os.dup2(fresh, self._fd, inheritable=False)
-            os.close(fresh)
+        old, new = self._file, _file_id(descriptor)
+        self._segment_files.add(new)
+        if self._has_segment_open():
+            os.dup2(descriptor, self._fd, inheritable=False)
+            os.close(descriptor)
         else:
-            self._fd = fresh
+            self._fd = descriptor
         self._file = new
         if old is not None:
-            self._own_files.discard(old)
+            self._segment_files.discard(old)
 
     def _header(self) -> bytes:
         body: dict[str, Any] = {
@@ -309,20 +319,20 @@ class JournalWriter:
 
 
 class EventLog:
-    """Appends rare, structured events, one JSON object per line and one `write(2)` each."""
+    """Log of rare, structured events, one JSON object per line and one `write(2)` each."""
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self._path = directory / f"{identity.host}.{identity.pid}.jsonl"
-        self._who = {
+        self._writer = {
             "host": identity.host,
             "pid": identity.pid,
             "start_ticks": identity.start_ticks,
             "rank": identity.rank,
         }
 
-    def append(self, kind: str, **fields: object) -> None:
-        """Write one event; `fields` must be JSON-able. A failure is silent: events never harm."""
-        event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._who, **fields}
+    def append(self, kind: EventKind, **fields: object) -> None:
+        """Write one event; `fields` must be JSON-able. A failure is silent: events must not harm the training."""
+        event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._writer, **fields}
         try:
             line = json.dumps(event, default=repr).encode() + b"\n"
             descriptor = os.open(self._path, _APPEND, 0o600)
@@ -334,7 +344,7 @@ class EventLog:
             pass
 
 
-def _file_of(descriptor: int) -> tuple[int, int]:
+def _file_id(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 

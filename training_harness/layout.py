@@ -1,14 +1,14 @@
-"""Where runs live, how they are named, and their manifest: the layout of a Tidegauge home.
+"""Layout of a Tidegauge home: the places and names of runs, and their manifests.
 
     <home>/runs/<run_id>/
         run.json                                    the manifest
-        journal/<host>.<pid>.<stream>.<time_ns>.journal    the time (CLOCK_MONOTONIC) of its opening
+        journal/<host>.<pid>.<stream>.<time_ns>.journal    time_ns: CLOCK_MONOTONIC when it was opened
         events/<host>.<pid>.jsonl
         lake.sqlite  data/                          written by the collector
         snapshots/                                  written by the harness, on OOM or on request
-        requests/                                   what `tidegauge snapshot` asks of the harness
+        requests/                                   requests of `tidegauge snapshot` to the harness
 
-    <home>/launches/                                which run the ranks of a launcher belong to, if none was given
+    <home>/launches/                                links to the runs of launchers whose ranks were given none
 
 Standard library alone: both the harness (`attach()`) and the collector create runs.
 """
@@ -43,41 +43,41 @@ STAGES_VARIABLE = "TIDEGAUGE_STAGES"
 RUN_DEVICES_VARIABLE = "TIDEGAUGE_DEVICES"
 ALL_DEVICES = "all"
 MEMORY_HISTORY_VARIABLE = "TIDEGAUGE_MEMORY_HISTORY"
-#: Where a team's runs go: a PostgreSQL URL, and a folder or s3:// prefix (`collector.store.shared`).
+#: Place of a team's runs: a PostgreSQL URL, and a folder or s3:// prefix (`collector.store.cluster.postgres`).
 STORE_VARIABLE = "TIDEGAUGE_STORE"
 DATA_VARIABLE = "TIDEGAUGE_DATA"
-#: The id of the run that begins, the same on every node that takes part in it.
+#: Id of the run that begins, the same on every node that takes part in it.
 RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
-#: "1" in a trial of `tidegauge tune`, for scripts that then write no checkpoints; and what its loaders are to be.
+#: "1" in a trial of `tidegauge tune`, for scripts that then write no checkpoints; and the trial's loader settings.
 TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
 TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
 CEILING = "ceiling"
-#: Before a number: every loader's batch size times that.
+#: Prefix of a number that every loader's batch size is multiplied by.
 BATCH_TIMES = "batch*"
 
 MANIFEST = "run.json"
 MANIFEST_SCHEMA = 1
-#: So begins the name of a directory that is being made or deleted, and is no run.
+#: Prefix of the name of a directory that is being made or deleted, and is no run.
 HIDDEN_PREFIX = ".pruned-"
-#: Beside the manifest of one node's part in a run: that of all nodes.
+#: Manifest of all nodes, next to the one of this node's part in a run.
 NODES = "nodes.json"
-#: In the manifest of a run that this node has no part in.
+#: Key in the manifest of a run that this node has no part in.
 MIRROR = "mirror"
 SNAPSHOTS = "snapshots"
-#: A manifest holds a command line, of which Linux allows 6 MiB.
+#: Largest manifest in bytes. It holds a command line, and Linux allows 6 MiB for one.
 _MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
-#: The folder of the requests, made with the first one, and what can be asked for.
+#: Folder of the requests, made with the first one, and the kinds of requests.
 REQUESTS = "requests"
 SNAPSHOT_KINDS = ("allocator", "census", "growth", "profile")
-#: Those that take several steps, and how many if nothing is said.
+#: Kinds that take several steps -> default number of steps.
 SNAPSHOT_STEPS = {"growth": 100, "profile": 5}
 
-#: An id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
+#: A run id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
 #: User and password in a URL.
-_IN_URL = re.compile(r"://[^/\s@]+@")
-_SECRET = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
+_URL_CREDENTIALS = re.compile(r"://[^/\s@]+@")
+_SECRET_NAME = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
 
 #: The only environment variables whose values are recorded in a manifest.
 RECORDED_ENVIRONMENT = (
@@ -91,7 +91,7 @@ RECORDED_ENVIRONMENT = (
 
 
 def home_path() -> Path:
-    """The Tidegauge home: `TIDEGAUGE_HOME`, else the user's data directory (XDG)."""
+    """Return the Tidegauge home: `TIDEGAUGE_HOME`, else the user's data directory (XDG)."""
     if home := os.environ.get(HOME_VARIABLE):
         return Path(home).expanduser()
     data = os.environ.get("XDG_DATA_HOME") or os.path.join(os.environ.get("HOME", "~"), ".local", "share")
@@ -99,7 +99,7 @@ def home_path() -> Path:
 
 
 def new_run_id(name: str, *, wall_seconds: float) -> str:
-    """`<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
+    """Return `<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_seconds))
     slug = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
     return f"{stamp}-{slug}-{secrets.token_hex(2)}"
@@ -111,25 +111,25 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
     Its id is new, unless the environment gives one.
 
     Raises:
-        OSError: the home cannot be written, or has a run of the given id.
-        ValueError: the given id cannot be one.
+        OSError: the home cannot be written, or has a run with the id from the environment.
+        ValueError: the id from the environment is not valid.
 
     """
-    given = os.environ.get(RUN_ID_VARIABLE)
-    if given and not RUN_ID.fullmatch(given):
-        raise ValueError(f"{given!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
-    run_dir = home / "runs" / (given or new_run_id(name, wall_seconds=time.time()))
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    if run_id and not RUN_ID.fullmatch(run_id):
+        raise ValueError(f"{run_id!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
+    run_dir = home / "runs" / (run_id or new_run_id(name, wall_seconds=time.time()))
     if (run_dir / MANIFEST).exists():
         if not read_manifest(run_dir).get(MIRROR):
-            raise FileExistsError(errno.EEXIST, f"run {given} exists already", str(run_dir))
-        told = run_dir.with_name(f"{HIDDEN_PREFIX}{run_dir.name}-{secrets.token_hex(4)}")
-        os.rename(run_dir, told)  # what this node was told of the others
-        shutil.rmtree(told)
+            raise FileExistsError(errno.EEXIST, f"run {run_id} exists already", str(run_dir))
+        mirror = run_dir.with_name(f"{HIDDEN_PREFIX}{run_dir.name}-{secrets.token_hex(4)}")
+        os.rename(run_dir, mirror)  # the mirror of the other nodes' part gives way to the run itself
+        shutil.rmtree(mirror)
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "run_id": run_dir.name,
         "name": name,
-        "argv": redacted(argv),
+        "argv": redact(argv),
         "cwd": os.getcwd(),
         "git_commit": _git_commit(),
         "host": socket.gethostname(),
@@ -152,12 +152,12 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
 
 
 def launcher_pid() -> int | None:
-    """The process that started this one as one of several ranks (torchrun and its like); None if there is none."""
+    """Return the pid of the launcher (torchrun, say) that started this process as one of several ranks, or None."""
     return os.getppid() if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else None
 
 
 def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[Path, bool]:
-    """The run of this process, and whether it was made here: of the ranks of one launcher, the first makes it.
+    """Return the run of this process, and whether this call made it: the first rank of a launcher makes the run.
 
     Raises:
         OSError: the home cannot be written.
@@ -170,61 +170,61 @@ def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[P
     for directory in (home, launches):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     link = launches / f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
-    with _one_at_a_time(launches / "lock"):
+    with _lock(launches / "lock"):
         if link.is_symlink():
             return link.readlink(), False
-        made = create_run(home, name=name, argv=argv)
-        link.symlink_to(made.absolute())
-    return made, True
+        run_dir = create_run(home, name=name, argv=argv)
+        link.symlink_to(run_dir.absolute())
+    return run_dir, True
 
 
 @contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Only one rank of a launcher does this at once; where there are no locks, one that is late fails."""
-    with path.open("ab") as held:
+def _lock(path: Path) -> Iterator[None]:
+    """Let one rank of a launcher in at a time. On a file system without locks, a rank that comes late fails."""
+    with path.open("ab") as stream:
         with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
 def wall_anchor() -> dict[str, Any]:
-    """One reading of both clocks, so that monotonic times of this boot can be shown as wall time."""
+    """Read both clocks at once, so that monotonic times of this boot can be shown as wall time."""
     return {"time_ns": time.monotonic_ns(), "wall_ns": time.time_ns(), "boot_id": boot_id()}
 
 
 def boot_id() -> str | None:
-    """The kernel's id of this boot: monotonic times and pids mean nothing beyond it."""
+    """Return the kernel's id of this boot: monotonic times and pids mean nothing beyond it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 
 
-def redacted(argv: Sequence[str]) -> list[str]:
-    """A command line without the values of options and variables that are named like secrets, or in URLs."""
-    safe: list[str] = []
+def redact(argv: Sequence[str]) -> list[str]:
+    """Return a command line without credentials in URLs and values of options and variables named like secrets."""
+    words: list[str] = []
     secret_follows = False
     for word in argv:
-        word = _IN_URL.sub("://***@", word)
+        word = _URL_CREDENTIALS.sub("://***@", word)
         option, equals, _ = word.partition("=")
         is_name = option.startswith("-") or (bool(equals) and option.isidentifier())
-        named = is_name and _SECRET.search(option) is not None
-        safe.append("***" if secret_follows else f"{option}=***" if named and equals else word)
-        secret_follows = named and not equals
-    return safe
+        is_secret = is_name and _SECRET_NAME.search(option) is not None
+        words.append("***" if secret_follows else f"{option}=***" if is_secret and equals else word)
+        secret_follows = is_secret and not equals
+    return words
 
 
-def redacted_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values, but for those that are named like secrets."""
-    return {name: "***" if _SECRET.search(str(name)) else value for name, value in values.items()}
+def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the values that are named like secrets."""
+    return {name: "***" if _SECRET_NAME.search(str(name)) else value for name, value in values.items()}
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """The manifest of a run.
+    """Read the manifest of a run.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a manifest, or of a newer Tidegauge.
+        ValueError: it is not a manifest, or a newer Tidegauge wrote it.
 
     """
     path = run_dir / MANIFEST
@@ -246,7 +246,7 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
 
 
 def read_plain(path: Path, limit_bytes: int) -> bytes:
-    """The content of a plain file; a FIFO would keep the reader waiting, and a device has no end.
+    """Return the content of a plain file. A FIFO would keep the reader waiting, and a device has no end.
 
     Raises:
         OSError: it cannot be read.
@@ -263,7 +263,7 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
 
 
 def write_manifest(run_dir: Path, manifest: Mapping[str, Any], *, name: str = MANIFEST) -> None:
-    """Replace the manifest atomically, so that a reader or a kill never meets half of one."""
+    """Replace the manifest atomically: neither a reader nor a kill leaves half of one."""
     path = run_dir / name
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
@@ -292,7 +292,7 @@ def _are_anchors(value: object) -> bool:
     )
 
 
-#: What the readers of a manifest rely on.
+#: Field that readers of a manifest rely on -> test of its value.
 _MANIFEST_FIELDS: dict[str, Callable[[object], bool]] = {
     "name": lambda value: isinstance(value, str),
     "host": lambda value: value is None or isinstance(value, str),
@@ -306,7 +306,7 @@ _MANIFEST_FIELDS: dict[str, Callable[[object], bool]] = {
 
 def _git_commit() -> str | None:
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return git.stdout.strip() or None if git.returncode == 0 else None

@@ -1,8 +1,8 @@
 """Every stream that Tidegauge records, declared once.
 
 The journal layout, the Arrow schema, the lake tables and docs/streams.md are all derived from
-`STREAMS`. Units are part of the names (`_bytes`, `_ns`, `_count`, `_ratio`). A value that is not
-known is *missing*, never zero: the smallest value of an integer type, NaN for a float, no bytes for a
+`STREAMS`. Units are part of the names (`_bytes`, `_ns`, `_count`, `_ratio`). An unknown value is
+*missing*, never zero: the smallest value of an integer type, NaN for a float, no bytes for a
 name. Readers turn all of them into NULL.
 
 This module is pure declarations and imports the standard library alone.
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-#: Bytes of the text columns: UTF-8, cut short or filled with NUL.
+#: Size of a text column in bytes: UTF-8, cut short or filled with NUL.
 NAME_BYTES = 24
 NAME = f"{NAME_BYTES}s"
 
-#: struct codes in use -> the value that stands for "missing" in a record.
+#: struct code -> the value that stands for "missing" in a record.
 MISSING: dict[str, Any] = {
     "q": -(2**63),
     "i": -(2**31),
@@ -31,13 +31,13 @@ MISSING: dict[str, Any] = {
 MISSING_INT64 = -(2**63)
 MISSING_INT32 = -(2**31)
 
-#: What a process is to the run; the `role` column of `process` holds the position in this tuple.
+#: Roles of a process in a run; the `role` column of `process` holds the position in this tuple.
 ROLES = ("main", "worker", "other", "collector")
 ROLE_MAIN, ROLE_WORKER, ROLE_OTHER, ROLE_COLLECTOR = range(4)
 
-#: What ends a step; the `unit` column of `step` holds the position in this tuple. A run counts its highest one.
+#: Ends of a step; the `unit` column of `step` holds the position in this tuple. A run counts its highest unit.
 STEP_UNITS = ("forward pass", "batch", "optimizer step", "step")
-UNIT_PASS, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_OWN = range(4)
+UNIT_PASS, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_SCRIPT = range(4)
 
 #: The worker id of a batch that was made in the training process itself (`num_workers=0`).
 INLINE_WORKER = -1
@@ -63,17 +63,16 @@ class Stream:
 
     @cached_property
     def struct(self) -> struct.Struct:
-        """Packs the columns, in order, little-endian and without padding."""
+        """Packer of the columns, in order, little-endian and without padding."""
         return struct.Struct("<" + "".join(column.code for column in self.columns))
 
     @property
     def layout(self) -> list[list[str]]:
-        """The layout that stands in each journal header: `[name, struct code]` per column."""
+        """Layout in each journal header: `[name, struct code]` per column."""
         return [[column.name, column.code] for column in self.columns]
 
 
-#: Columns that every stream gets from the header of the journal that holds the record. They name
-#: the process that *wrote* the record.
+#: Columns that every record gets from the header of its journal. They name the process that *wrote* the record.
 IDENTITY = (
     Column("host", "s", "name", "host name of the writing process"),
     Column("pid", "i", "id", "process id of the writing process"),
@@ -226,6 +225,16 @@ DEVICE_TIME = Stream(
     ),
 )
 
+HEAP = Stream(
+    "heap",
+    "reading of a training process's heap, four a second at most",
+    (
+        _TIME,
+        Column("in_use_bytes", "q", "bytes", "handed out by the C library's allocator and not freed"),
+        Column("free_bytes", "q", "bytes", "freed, and kept by the allocator: holes between what is in use"),
+    ),
+)
+
 PROCESS = Stream(
     "process",
     "sampled process and tick of the collector",
@@ -341,5 +350,5 @@ AGENT = Stream(
 
 STREAMS: dict[str, Stream] = {
     stream.name: stream
-    for stream in (STEP, DEVICE_TIME, DEVICE_MEMORY, BATCH, FETCH, STAGE, PROCESS, HOST, DEVICE, AGENT)
+    for stream in (STEP, DEVICE_TIME, DEVICE_MEMORY, BATCH, FETCH, STAGE, HEAP, PROCESS, HOST, DEVICE, AGENT)
 }

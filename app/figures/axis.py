@@ -1,79 +1,209 @@
-"""Time on the x axis, as seconds since the run was made or as optimizer steps: every figure can have either."""
+"""Time on the x axis, as seconds since the run was made or as optimizer steps, and the marks on it.
+
+A figure over time is recognised by the title of its x axis. Epochs are ticks. Findings are dotted lines with
+a link to their evidence.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from app.figures.base import HOVERED_SECONDS, Chart, hovered
-from app.figures.memory import ELAPSED
+from app.figures.base import ELAPSED, HOVER_SECONDS, Chart, hover_title
+from app.theme import Theme
 
 Axis = Literal["elapsed", "step"]
 AXES: tuple[Axis, ...] = ("elapsed", "step")
+#: The x title of a figure over time; `time_axis` recognises it.
 _TITLES: dict[Axis, str] = {"elapsed": ELAPSED, "step": "step"}
-#: From so many seconds on, elapsed time is told in another unit, of so many seconds.
+#: Shortest window in seconds, unit of elapsed time in such a window, and length of that unit in seconds.
 _UNITS = ((2 * 3600, "h", 3600), (600, "min", 60))
+#: Above this many epochs, their ticks would merge into a bar: a caption counts them instead.
+MAX_EPOCHS = 100
+#: Height of a tick, as a share of the figure's.
+_TICK_RATIO = 0.04
+#: Height of a label in pixels. Labels stand above the figure, where they hide nothing.
+_LABEL_HEIGHT = 19
+#: Shares of the width of the narrowest figures: a letter of a tick's label, and the left edge, where an epoch that
+#: begins separates nothing.
+_LETTER_RATIO, _EDGE_RATIO = 0.016, 0.01
+#: Distance of a finding's mark from the last sample, at most: in units of x, or as a share of the width if that is
+#: more. An error may come after the last sample, since PSS is read only every few ticks.
+_BEYOND, _BEYOND_RATIO = 5.0, 0.05
 
 
-def along(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
-    """The chart itself along that axis; one whose x is no time, or of a run without steps, stays as it is.
+def convert_axis(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
+    """Convert the chart's x to another axis, in place, and return the chart.
+
+    A chart that is not over time stays as it is, and so does one of a run without steps.
 
     Args:
         chart: a figure over elapsed seconds or steps.
-        axis: what its x is to be.
-        clock: `moment_queries.step_clock`, whose columns are called as the axes. What lies before the first step or
-            after the last has no step, and is not drawn then.
+        axis: the axis to convert to.
+        clock: `moments.step_clock`, with one column per axis. Points before the first step or after the last one
+            have no step, so they are not drawn over steps.
 
     """
-    own = own_axis(chart)
-    if own is None or own == axis or len(clock) < 2:
+    source = time_axis(chart)
+    if source is None or source == axis or len(clock) < 2:
         return chart
     for trace in chart.figure.data:
-        trace.x = moved(trace.x, own, axis, clock)
+        trace.x = convert_x(trace.x, source, axis, clock)
     chart.figure.layout.xaxis.title.text = _TITLES[axis]
-    chart.figure.layout.xaxis.unifiedhovertitle.text = hovered(_TITLES[axis])
+    chart.figure.layout.xaxis.unifiedhovertitle.text = hover_title(_TITLES[axis])
     return chart
 
 
-def in_unit(chart: Chart, seconds: float) -> Chart:
-    """The chart itself with its elapsed time in minutes or hours, if the window of so many seconds asks for it."""
+def scale_elapsed(chart: Chart, window_seconds: float) -> Chart:
+    """Scale a chart's elapsed time to minutes or hours, in place, if the window is long; return the chart.
+
+    Traces, hover texts, marks and the range are in seconds before, and all of them are scaled.
+    """
     title = chart.figure.layout.xaxis.title
-    unit = next(((name, length) for least, name, length in _UNITS if seconds >= least), None)
+    unit = next(((name, seconds) for shortest, name, seconds in _UNITS if window_seconds >= shortest), None)
     if unit is None or not str(title.text).startswith("elapsed"):
         return chart
-    name, length = unit
+    name, unit_seconds = unit
     for trace in chart.figure.data:
-        trace.x = np.asarray(trace.x, dtype=np.float64) / length
+        trace.x = np.asarray(trace.x, dtype=np.float64) / unit_seconds
         if trace.hovertemplate:
-            trace.hovertemplate = trace.hovertemplate.replace(HOVERED_SECONDS, f"%{{x:,.2f}} {name}")
+            trace.hovertemplate = trace.hovertemplate.replace(HOVER_SECONDS, f"%{{x:,.2f}} {name}")
     for mark in (*chart.figure.layout.shapes, *chart.figure.layout.annotations):
         if mark.xref == "x":
-            for place in {"x", "x0", "x1"} & set(mark):
-                mark[place] /= length
+            for coordinate in {"x", "x0", "x1"} & set(mark):
+                mark[coordinate] /= unit_seconds
     if ends := chart.figure.layout.xaxis.range:
-        chart.figure.layout.xaxis.range = [end / length for end in ends]
+        chart.figure.layout.xaxis.range = [end / unit_seconds for end in ends]
     chart.figure.layout.xaxis.unifiedhovertitle.text = f"%{{x:,.2f}} {name}"
     title.text = title.text.replace("(s)", f"({name})")
     return chart
 
 
-def moved(x: Any, own: Axis, axis: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
-    """Places along one axis as places along another, NaN before the first step and after the last.
+def convert_x(x: Any, source: Axis, target: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
+    """Return positions on one axis as positions on another, NaN before the first step and after the last one.
 
-    Of a long run the clock begins after some steps, the slowest perhaps among them: these stand where it begins.
+    The clock of a long run begins after some steps, perhaps the slowest: these are drawn where it begins.
     """
     values = np.asarray(x, dtype=np.float64)
-    if own == axis or len(clock) < 2:
+    if source == target or len(clock) < 2:
         return values
-    known, wanted = clock[own].to_numpy(float), clock[axis].to_numpy(float)
-    if own == "step":
-        values = values.clip(known[0], known[-1])
-    return np.asarray(np.interp(values, known, wanted, left=np.nan, right=np.nan))
+    from_values, to_values = clock[source].to_numpy(float), clock[target].to_numpy(float)
+    if source == "step":
+        values = values.clip(from_values[0], from_values[-1])
+    return np.asarray(np.interp(values, from_values, to_values, left=np.nan, right=np.nan))
 
 
-def own_axis(chart: Chart) -> Axis | None:
-    """What the x of a chart is; None if it is no time."""
-    own = chart.figure.layout.xaxis.title.text
-    return next((axis for axis, title in _TITLES.items() if title == own), None)
+def time_axis(chart: Chart) -> Axis | None:
+    """Return the axis of a chart's x; None if it is not over time."""
+    x_title = chart.figure.layout.xaxis.title.text
+    return next((axis for axis, title in _TITLES.items() if title == x_title), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A moment, in elapsed seconds; `address` is the page that it links to, empty for none."""
+
+    at_seconds: float
+    words: str
+    address: str = ""
+
+
+def add_marks(
+    chart: Chart, epochs: Sequence[Mark], findings: Sequence[Mark], theme: Theme, clock: pd.DataFrame
+) -> Chart:
+    """Add the marks that lie within a chart, and return it; one that is not over time stays as it is.
+
+    Args:
+        chart: a figure over elapsed seconds or steps.
+        epochs: their starts, in order.
+        findings: the moments since when they hold, the gravest first.
+        theme: colours.
+        clock: `moments.step_clock`, which a figure over steps needs.
+
+    """
+    axis = time_axis(chart)
+    if axis is None or (axis == "step" and len(clock) < 2):
+        return chart
+    xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
+    x = np.concatenate(xs) if xs else np.empty(0)
+    if not np.isfinite(x).any():
+        return chart
+    low, high = float(np.nanmin(x)), float(np.nanmax(x))
+
+    def place(marks: Sequence[Mark], end: float) -> list[tuple[float, Mark]]:
+        positions = convert_x([mark.at_seconds for mark in marks], "elapsed", axis, clock)
+        return [(float(at), mark) for at, mark in zip(positions, marks, strict=True) if low <= at <= end]
+
+    ticks = [(at, mark) for at, mark in place(epochs, high) if at > low + _EDGE_RATIO * (high - low)]
+    lines = place(findings, high + max(_BEYOND, _BEYOND_RATIO * (high - low)))
+    if (last := max((at for at, _ in lines), default=high)) > high:
+        high = last
+        chart.figure.layout.xaxis.range = [low, high + _EDGE_RATIO * (high - low)]
+    row_height = _make_room(chart.figure.layout, len(lines))
+    tops = [1 + row_height * (len(lines) - 1 - row) for row in range(len(lines))]
+    shapes = [_line(at, top, theme, width=1.4, dash="dot") for top, (at, _) in zip(tops, lines, strict=True)]
+    labels = [_label(mark, at, top, low, high, theme) for top, (at, mark) in zip(tops, lines, strict=True)]
+    caption = chart.caption
+    if len(ticks) > MAX_EPOCHS:
+        caption += f" {len(ticks):,} epochs began meanwhile, too many to mark."
+    else:
+        shapes += [_line(at, _TICK_RATIO, theme, width=1.0) for at, _ in ticks]
+        labels += _tick_labels(ticks, low, high, theme)
+    layout = chart.figure.layout
+    layout.shapes, layout.annotations = (*layout.shapes, *shapes), (*layout.annotations, *labels)
+    takeaway = " ".join([chart.takeaway, *(f"Marked: {mark.words}." for _, mark in lines)]).strip()
+    return replace(chart, caption=caption, takeaway=takeaway)
+
+
+def _make_room(layout: Any, rows_count: int) -> float:
+    """Lower the top of the y axis by some rows of labels; return a row's height as a share of the lowered axis."""
+    low, high = layout.yaxis.domain or (0.0, 1.0)
+    row_height: float = _LABEL_HEIGHT / (layout.height - layout.margin.t - layout.margin.b)
+    layout.yaxis.domain = (low, high - rows_count * row_height)
+    return row_height / (high - rows_count * row_height - low)
+
+
+def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "x",
+        "yref": "y domain",
+        "x0": at,
+        "x1": at,
+        "y0": 0,
+        "y1": height,
+        "line": {"color": theme.quiet, **style},
+    }
+
+
+def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Theme) -> dict[str, Any]:
+    """Return a label that reaches towards the middle, so that the edge does not cut it."""
+    words = escape(mark.words, quote=False)  # Plotly reads labels as HTML
+    style = f"color:{theme.text}"  # Plotly's own blue is too faint for small letters
+    link = f'<a href="{escape(mark.address)}" target="_self" style="{style}"><u>{words}</u></a>'
+    anchor = "left" if at - low < (high - low) / 2 else "right"
+    font = {"size": 12, "color": theme.text}
+    return _text(at, link if mark.address else words, theme, font=font, xanchor=anchor, y=y, yanchor="bottom")
+
+
+def _tick_labels(
+    ticks: Sequence[tuple[float, Mark]], low: float, high: float, theme: Theme
+) -> Iterator[dict[str, Any]]:
+    """Yield the labels of the ticks that have room for one."""
+    free_from = low
+    for at, mark in ticks:
+        width = len(mark.words) * _LETTER_RATIO * (high - low)
+        if free_from <= at <= high - width:
+            style = {"size": 10, "color": theme.text}
+            yield _text(at, escape(mark.words), theme, font=style, xanchor="left", y=0, yanchor="bottom")
+            free_from = at + width
+
+
+def _text(at: float, text: str, theme: Theme, **attributes: Any) -> dict[str, Any]:
+    common = {"xref": "x", "yref": "y domain", "showarrow": False, "borderpad": 1, "bgcolor": theme.background}
+    return {"x": at, "text": text, **common, **attributes}

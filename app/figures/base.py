@@ -1,4 +1,4 @@
-"""What every figure has in common: layout, axes with units, limit lines, the budget of points."""
+"""The common parts of all figures: layout, axes with units, limit lines, the budget of points."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import numpy as np
 import plotly.graph_objects as go
 
 from app.theme import Theme
-from collector.store.line_queries import Lines
+from collector.store.queries import Lines
 
-#: As Plotly takes one: it checks a trace when it joins a figure, and would check one of its own classes twice.
+ELAPSED = "elapsed (s)"
+
+#: A trace as a dict: Plotly checks it when it is added to a figure, and would check an object of its own twice.
 Trace = dict[str, Any]
-#: No trace has more points than this.
+#: Points of a trace, at most.
 MAX_POINTS = 2000
-#: As the pages; in a report, whatever the reader's system has.
+#: The font of the pages; in a report, the reader's system font.
 FONT = '"Source Sans", system-ui, sans-serif'
-#: Pixels: of a letter on an axis, at most on average, of what stands beside the names, and of the axis's title.
-_LETTER, _BESIDE_NAMES, _TITLE = 7, 20, 24
-#: How a hover gives elapsed time: `axis.in_unit` finds it.
-HOVERED_SECONDS = "%{x:,.1f} s"
+#: Widths in pixels: a letter on an axis (an upper bound of the average), the space around names, an axis title.
+_LETTER_WIDTH, _NAMES_PADDING, _TITLE_WIDTH = 7, 20, 24
+#: Elapsed time in a hover text. `axis.scale_elapsed` replaces it where a window is in minutes or hours.
+HOVER_SECONDS = "%{x:,.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure and its words: the title states the question that it answers, the caption what it shows.
+    """A figure with its title, the question that it answers, and its caption, which says what it shows.
 
-    The title stands outside the figure, where it wraps on a narrow screen and meets no legend.
+    The title stands outside the figure, where it wraps on a narrow screen and does not meet the legend.
     """
 
     title: str
@@ -39,24 +41,24 @@ class Chart:
 
     @property
     def alt(self) -> str:
-        """What the figure says, for one who can't see it."""
+        """Text alternative of the figure, for readers who cannot see it."""
         return f"{self.title} {self.caption} {self.takeaway}".strip()
 
     @property
     def words(self) -> str:
-        """All that is written in and around the figure."""
+        """All text in and around the figure."""
         layout = self.figure.layout
         axes = [layout[name].title.text for name in ("xaxis", "yaxis", "yaxis2") if name in layout]
         return " ".join(map(str, [self.alt, *axes, *(trace.name for trace in self.figure.data)]))
 
 
 def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: int = 320) -> go.Figure:
-    """An empty figure in the house style.
+    """Return an empty figure in the house style.
 
     `revision` is the run: zoom and hidden traces stay as the reader left them while it is the same.
     """
     axis = axis_style(theme)
-    figure = go.Figure(  # in one piece: each later update would check the whole layout anew
+    figure = go.Figure(  # set at once: each later update would check the whole layout again
         layout={
             "template": "none",
             "height": height,
@@ -74,71 +76,68 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
                 "y": 1,
                 "yanchor": "top",
                 "traceorder": "normal",
-                "bgcolor": "rgba(0, 0, 0, 0)",  # of several rows it may reach into the figure: it hides no line
+                "bgcolor": "rgba(0, 0, 0, 0)",  # several rows overlap the figure and must not hide lines
             },
             "uirevision": revision,
-            "xaxis": {"title": axis_title(x_title), "unifiedhovertitle": {"text": hovered(x_title)}, **axis},
+            "xaxis": {"title": axis_title(x_title), "unifiedhovertitle": {"text": hover_title(x_title)}, **axis},
             "yaxis": {"title": axis_title(y_title), "rangemode": "tozero", "automargin": True, **axis},
         }
     )
-    figure.layout.template = None  # an empty one would be written too, and Plotly draws twice as long with any
+    figure.layout.template = None  # Plotly takes twice as long to draw with a template, even an empty one
     return figure
 
 
-def hovered(x_title: str) -> str:
-    """What stands above the values on hover: x with its unit, which the title has."""
-    return HOVERED_SECONDS if x_title.endswith("(s)") else "step %{x:,.0f}" if x_title == "step" else "%{x}"
+def hover_title(x_title: str) -> str:
+    """Return the text above the values on hover: x with the unit that the axis title names."""
+    return HOVER_SECONDS if x_title.endswith("(s)") else "step %{x:,.0f}" if x_title == "step" else "%{x}"
 
 
 def axis_style(theme: Theme) -> dict[str, Any]:
-    """The lines of an axis."""
+    """Return the colours of an axis."""
     return {"gridcolor": theme.grid, "zerolinecolor": theme.grid, "linecolor": theme.grid}
 
 
 def axis_title(text: str) -> dict[str, Any]:
-    """The title of an axis: quantity and unit."""
+    """Return the title of an axis: quantity and unit."""
     return {"text": text, "standoff": 8, "font": {"size": 13}}
 
 
-def line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> Trace:
-    """A line trace on numpy arrays; `unit` stands behind the value on hover.
-
-    Plotly makes HTML of names, and a host or a run may be called anything.
-    """
+def line(name: str, x: Any, y: Any, colour: str, unit: str, **attributes: Any) -> Trace:
+    """Return a line trace on numpy arrays; `unit` follows the value on hover."""
     return dict(
         type="scatter",
-        name=escape(name, quote=False),
+        name=escape(name, quote=False),  # Plotly reads names as HTML, and hosts and runs have any name
         x=np.asarray(x, dtype=np.float64),
         y=np.asarray(y, dtype=np.float32),
-        mode=more.pop("mode", "lines"),
-        line={"color": colour, "width": 1.8, **more.pop("line", {})},
+        mode=attributes.pop("mode", "lines"),
+        line={"color": colour, "width": 1.8, **attributes.pop("line", {})},
         hovertemplate=f"%{{y:,.4~g}} {unit}",
-        **more,
+        **attributes,
     )
 
 
 def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:
-    """Return one layer of a stack; the layers share one grid of x. Its edge is thin: a thin layer is all edge."""
+    """Return one layer of a stack, all on the same x. Its edge is thin, so that a thin layer is visible."""
     return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 0.8})
 
 
-def name_rows(figure: go.Figure, names: Sequence[str], **more: Any) -> None:
-    """Make the y axis one of short names, the first on top, with room for them; `more` is of the axis.
+def name_rows(figure: go.Figure, names: Sequence[str], **axis_attributes: Any) -> None:
+    """Make the y axis one of short names, the first on top, with a margin that has room for them.
 
-    Plotly could find the room itself (`automargin`), but draws everything twice for it.
+    Plotly could choose the margin itself (`automargin`), but would draw everything twice.
     """
-    beside = _BESIDE_NAMES + (_TITLE if figure.layout.yaxis.title.text else 0)
-    left = beside + _LETTER * max(map(len, names))
-    axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False, **more}
+    padding = _NAMES_PADDING + (_TITLE_WIDTH if figure.layout.yaxis.title.text else 0)
+    left = padding + _LETTER_WIDTH * max(map(len, names))
+    axis = {"type": "category", "autorange": "reversed", "showgrid": False, "automargin": False, **axis_attributes}
     figure.update_layout(margin={"l": left}, yaxis=axis)
 
 
 def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
-    """A limit: dashed, neutral, and named on the line itself."""
-    of_line = {"xref": "x domain", "yref": "y"}
+    """Draw a limit as a dashed line in a neutral colour, with its name on it."""
+    position = {"xref": "x domain", "yref": "y"}
     style = {"color": theme.limit, "width": 1.6, "dash": "dash"}
-    # As `add_hline` makes it, which takes five times as long.
-    figure.add_shape(type="line", x0=0, x1=1, y0=value, y1=value, line=style, **of_line)
+    # Plotly's `add_hline` does the same, but takes five times as long.
+    figure.add_shape(type="line", x0=0, x1=1, y0=value, y1=value, line=style, **position)
     figure.add_annotation(
         text=text,
         font={"color": theme.limit},
@@ -148,12 +147,12 @@ def limit(figure: go.Figure, value: float, text: str, theme: Theme) -> None:
         y=value,
         yanchor="bottom",
         showarrow=False,
-        **of_line,
+        **position,
     )
 
 
 def sampled(lines: Lines) -> str:
-    """How a thinned line came about, in words; empty if every sample is drawn."""
+    """Return in words how a line was thinned; empty if every sample is drawn."""
     return f"min-max of {lines.samples_count:,} samples" if lines.thinned else ""
 
 

@@ -1,4 +1,4 @@
-"""The memory of a GPU over time: its use against its capacity, the parts of it, and the allocator's segments."""
+"""Figures of a GPU's memory: use against capacity over time, its parts, and the allocator's segments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from app.figures.memory import against, byte_figure, highest
 from app.figures.samples import sample_line, stack
 from app.format import MIB
 from app.theme import Theme
-from collector.diagnosis.device_account import PARTS, UNATTRIBUTED
-from collector.quantities import duration, known, percent, size
-from collector.store.line_queries import Lines
+from collector.diagnosis import DEVICE_PARTS, UNATTRIBUTED
+from collector.store.queries import Lines
+from collector.units import duration, is_known, percent, size
 
-#: Devices that are drawn, and those of them that one refresh draws.
+#: Number of devices that are drawn, and how many of them one refresh draws.
 MAX_DRAWN, AT_ONCE = 4, 2
-#: Segments that are drawn, the largest first.
+#: Number of segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
 _COLOURS = {
@@ -30,7 +30,7 @@ _COLOURS = {
     "other processes": "quiet",
     UNATTRIBUTED: "limit",
 }
-#: part -> what a sentence says about so many bytes.
+#: part -> end of a sentence about its bytes.
 PART_WORDS = {
     "allocated": "are live tensors",
     "cached": "are the allocator's cache",
@@ -43,18 +43,18 @@ PART_WORDS = {
 LINE_WORDS = {"reserved": "reserved", "allocated": "allocated", "used": "used, all processes"}
 
 
-def named(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
+def device_names(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
     """Return `GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
-    several = gpus["host"].nunique() > 1
+    has_hosts = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
-    return [f"{word} {int(device)} of {host}" if several else f"{word} {int(device)}" for host, device in places]
+    return [f"{word} {int(device)} of {host}" if has_hosts else f"{word} {int(device)}" for host, device in places]
 
 
-def drawn(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
+def select_devices(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
     """Choose the rows of `device_queries.devices` to draw, those of a rank and the fullest, and say so."""
     fullness = gpus[["used_peak_bytes", "reserved_peak_bytes"]].max(axis=1) / gpus["total_bytes"]
-    is_others = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
-    places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_others)))[:MAX_DRAWN]
+    is_other_rank = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
+    places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_other_rank)))[:MAX_DRAWN]
     words = (
         f"The {MAX_DRAWN} fullest of {len(gpus)} GPUs are drawn. The table has all; choose a rank to see its own."
     )
@@ -64,7 +64,7 @@ def drawn(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
 def own_peaks(gpu: Mapping[Any, Any]) -> str:
     """Return the sentence about the peaks that PyTorch counts itself, of a row of `device_queries.devices`."""
     peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
-    words = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if known(peak))
+    words = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if is_known(peak))
     return f" Peaks that PyTorch counted itself, in one process: {words}." if words else ""
 
 
@@ -80,7 +80,7 @@ def usage(
 ) -> Chart:
     """Draw allocated, reserved and used memory of a device over time, with its capacity and the errors.
 
-    Reserved is an area under the line of allocated, for the two often coincide. Of several ranks it is a thin
+    Reserved is an area behind the line of allocated, since the two often coincide. With several ranks it is a thin
     dotted line, since areas would hide each other.
 
     Args:
@@ -103,7 +103,7 @@ def usage(
             style = _line_style(key, theme, is_alone=len(of_ranks) == 1)
             figure.add_trace(sample_line(label, x, y, **style, unit=unit, showlegend=True))
     caption = f"Peak {size(peak)}{against(figure, peak, capacity_bytes, scale, theme, word='capacity')}"
-    if known(share_bytes):
+    if is_known(share_bytes):
         limit(figure, share_bytes / scale, f"share of the process {size(share_bytes)}", theme)
         top = max(
             float(figure.layout.yaxis.range[1] if figure.layout.yaxis.range else 0), share_bytes / scale * 1.12
@@ -151,7 +151,7 @@ def account(
         revision: the run.
 
     """
-    known_parts = [part for part in (*PARTS, UNATTRIBUTED) if part in parts]
+    known_parts = [part for part in (*DEVICE_PARTS, UNATTRIBUTED) if part in parts]
     total = parts[known_parts].sum(axis=1)
     peak, at_peak = float(total.max()), parts.iloc[int(total.to_numpy().argmax())]
     words = {"y_title": "device memory", "revision": revision}
@@ -166,7 +166,7 @@ def account(
     figure.add_traces([*_flushes(flushes, theme, peak / scale), *_errors(errors, theme, scale, peak)])
     largest = str(at_peak[known_parts].astype(float).idxmax())
     caption = f"Peak {size(peak)}{sentence} {size(at_peak[largest])} of it {PART_WORDS[largest]}."
-    if missing := [part for part in PARTS if part not in parts]:
+    if missing := [part for part in DEVICE_PARTS if part not in parts]:
         caption += f" Not known here: {', '.join(missing)}."
     if parts.get("allocated", pd.Series(dtype=float)).isna().any():
         caption += " Until PyTorch's first record its memory counts as unattributed."
@@ -195,7 +195,7 @@ def _flushes(flushes: pd.DataFrame, theme: Theme, top: float) -> Iterator[Trace]
 
 
 def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Iterator[Trace]:
-    """Return an x for each error, as high as the use then; hollow and smaller where the training caught it."""
+    """Yield a cross per error at the height of the memory in use, hollow and smaller if the training caught it."""
     was_caught = errors["was_caught"].astype(bool)
     for words, at, symbol, side in (
         ("out of memory, caught", errors[was_caught], "x-open", 9),
@@ -225,13 +225,13 @@ def _place(error: pd.Series) -> str:
     step = error["step"]
     return (
         f"step {step:,.0f} ({duration(error['elapsed_seconds'])})"
-        if known(step)
+        if is_known(step)
         else duration(error["elapsed_seconds"])
     )
 
 
 def _shortage(error: pd.Series) -> str:
-    if not (known(error["requested_bytes"]) and known(error["free_bytes"])):
+    if not (is_known(error["requested_bytes"]) and is_known(error["free_bytes"])):
         return ""
     words = f": {size(error['requested_bytes'])} requested, {size(error['free_bytes'])} free"
     return (
@@ -256,7 +256,7 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     height = 160 + 14 * len(shown)
     x_title = "offset in the segment (MiB)"
     figure = blank(theme, x_title=x_title, y_title="segment", revision=revision, height=height)
-    used = [(row, *block) for row, blocks in enumerate(shown["blocks"]) for block in _joined(blocks)]
+    used = [(row, *block) for row, blocks in enumerate(shown["blocks"]) for block in _join_blocks(blocks)]
     rows, starts, sizes = np.array(used[:MAX_POINTS] or [(0, 0, 0)], dtype=np.float64).T
     wholes = shown["total_bytes"].to_numpy(np.float64)
     for name, y, base, x, colour in (
@@ -284,7 +284,7 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     return Chart(title="How are the allocator's segments filled?", figure=figure, caption=caption)
 
 
-def _joined(blocks: list[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+def _join_blocks(blocks: list[tuple[int, int, bool]]) -> list[tuple[int, int]]:
     """Return offset and bytes of each stretch without a hole."""
     joined: list[tuple[int, int]] = []
     for offset, size_bytes, used in blocks:

@@ -1,4 +1,4 @@
-"""Memory over time: of the host by role, of each process, and against each limit."""
+"""Figures of memory over time: by role, per process, and against each limit."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import Chart, Trace, blank, limit, line, sampled
-from app.figures.samples import broken, pauses, sample_line, stack
+from app.figures.base import ELAPSED, Chart, Trace, blank, limit, line, sampled
+from app.figures.samples import pauses, sample_line, stack, with_gaps
 from app.format import byte_axis
 from app.theme import Theme
-from collector.quantities import count, growth, known, percent, size
-from collector.store.line_queries import Lines
+from collector.store.queries import Lines
+from collector.units import count, growth, is_known, percent, size
 
-ELAPSED = "elapsed (s)"
-#: column of `process` -> how an axis calls it.
+#: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
-#: role, as in `memory_queries.memory_by_role` -> how a figure calls the processes that have it.
+#: role, as in `process_memory.memory_by_role` -> name of its processes in a figure.
 ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
-#: limit of `memory_queries.HOST_LIMITS` -> what it is.
+#: limit of `process_memory.HOST_LIMITS` -> its name.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
-#: A limit farther above the peak than this factor would press the lines flat. The caption alone names it.
+#: Factor above the peak at which a limit would press the lines flat: only the caption names it then.
 FARTHEST_LIMIT = 4
-#: More restarts of one worker than this would hide its line.
+#: Restarts of one worker above which their marks would hide its line.
 MAX_MARKED_RESTARTS = 200
-#: A restart stands on its line where a sample is so near (s), or within this share of the line; else on the axis.
+#: Distance to the nearest sample (s, or as a share of the line) up to which a restart is drawn on the line; farther
+#: ones are drawn on the axis.
 _NEAR_SECONDS, _NEAR_RATIO = 2.0, 0.01
-#: More places than this are counted in a caption, not named.
+#: Places above which a caption gives their number instead of their names.
 _NAMED_PLACES = 4
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -45,18 +45,18 @@ def by_role(
     revision: str,
     lacking: str = "",
 ) -> Chart:
-    """Process memory stacked by role, under the limit that binds.
+    """Draw process memory stacked by role, under the limit that binds.
 
     Args:
         totals: elapsed_seconds and one column of bytes per role.
         theme: colours.
         metric: the column of `process` that was summed.
-        capacity_bytes: the limit; drawn only if the stack comes within a factor of three of it, else it
-            would press the stack flat and is told in the caption.
+        capacity_bytes: the limit, drawn only if the stack comes within a factor of three of it: else it would press
+            the stack flat, and only the caption names it.
         capacity_name: what the limit is.
         title: the question that the figure answers.
         revision: the run.
-        lacking: the processes that are not in the sums, since the metric was not read of them (`unread`).
+        lacking: the processes missing from the sums, since their metric was not read (`unread`).
 
     """
     word = METRIC_WORDS[metric]
@@ -72,7 +72,7 @@ def by_role(
     caption += f", without {lacking}, of which no {word} was read." if lacking else "."
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
-    if capacity_bytes is not None and known(capacity_bytes):
+    if capacity_bytes is not None and is_known(capacity_bytes):
         name = f"{capacity_name[:1].upper()}{capacity_name[1:]}"
         caption += f" {name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
         if peak * 3 > capacity_bytes:
@@ -88,7 +88,7 @@ def against_limit(
     Args:
         usage: label -> line of bytes.
         theme: colours.
-        name: what is limited.
+        name: of the limited resource.
         capacity_bytes: the limit, None if it is not known.
         revision: the run.
 
@@ -136,7 +136,7 @@ def against(
     figure: go.Figure, peak: float, capacity_bytes: float | None, scale: int, theme: Theme, *, word: str = "limit"
 ) -> str:
     """Draw a limit, unless it is far above the peak, and return the end of a sentence about the peak."""
-    if not known(capacity_bytes):
+    if not is_known(capacity_bytes):
         return f". The {word} is not known."
     words = f", {percent(peak / capacity_bytes)} of the {word} of {size(capacity_bytes)}"
     is_near = _is_near(peak, capacity_bytes)
@@ -147,11 +147,11 @@ def against(
 
 
 def _is_near(peak: float, capacity_bytes: float | None) -> bool:
-    return known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
+    return is_known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
 
 
 def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str) -> Chart:
-    """Open file descriptors of processes; the limit is drawn if a process comes within a factor of three of it."""
+    """Draw open files of processes, and their limit if a process comes within a factor of three of it."""
     figure = blank(theme, x_title=ELAPSED, y_title="open files (count)", revision=revision)
     for place, (name, points) in enumerate(lines.points.groupby("series")):
         style = {"dash": _DASHES[place % len(_DASHES)]}
@@ -175,15 +175,15 @@ def per_process(
     resident: Lines | None = None,
     title: str = "Which process grows, and since when?",
 ) -> Chart:
-    """One line per place in the run; a restarted worker starts a new stretch, marked with a triangle.
+    """Draw one line per place in the run; a triangle marks where a restarted worker begins a new part of its line.
 
     Args:
         lines: the thinned lines, series = place.
-        places: `queries.processes`.
+        places: `process_memory.processes`.
         theme: colours.
         metric: the column of `process` that is drawn.
         revision: the run.
-        resident: the RSS of processes of which the metric was never read, which would not be seen else.
+        resident: the RSS of processes whose metric was never read; else these would not be drawn.
         title: the question that the figure answers.
 
     """
@@ -191,8 +191,8 @@ def per_process(
     parts = {"": dict(iter(lines.points.groupby("series")))}
     if resident is not None and not resident.points.empty:
         parts["RSS"] = dict(iter(resident.points.groupby("series")))
-    drawn = [points for part in parts.values() for points in part.values()]
-    scale, unit = byte_axis(max((float(points["value"].max()) for points in drawn), default=0.0))
+    all_points = [points for part in parts.values() for points in part.values()]
+    scale, unit = byte_axis(max((float(points["value"].max()) for points in all_points), default=0.0))
     y_title = f"{word}, dashed RSS ({unit})" if "RSS" in parts else f"{word} ({unit})"
     figure = blank(theme, x_title=ELAPSED, y_title=y_title, revision=revision, height=400)
     restarts = 0
@@ -202,7 +202,9 @@ def per_process(
         colour = theme.series[number % len(theme.series)]
         dash = _DASHES[number // len(theme.series) % len(_DASHES)]
         of_place = {kind: part[name] for kind, part in parts.items() if name in part}
-        figure.add_traces([*_place(str(name), of_place, starts, scale, unit, {"color": colour, "dash": dash})])
+        figure.add_traces(
+            [*_place_traces(str(name), of_place, starts, scale, unit, {"color": colour, "dash": dash})]
+        )
         restarts += len(starts)
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
@@ -222,16 +224,16 @@ def per_process(
 
 
 def unread(places: pd.DataFrame, metric: str) -> str:
-    """The places in the run with a process whose RSS was read and this metric never, in words; empty if none has.
+    """Return in words the places with processes whose RSS was read but never this metric; empty for none.
 
     Args:
-        places: `queries.processes`.
+        places: `process_memory.processes`.
         metric: a column of it.
 
     """
     lacks = places[metric].isna() & places["rss_bytes"].notna()
     of_places = [
-        (str(name), int(each.sum()), len(each)) for name, each in lacks.groupby(places["series"], sort=False)
+        (str(name), int(flags.sum()), len(flags)) for name, flags in lacks.groupby(places["series"], sort=False)
     ]
     names = [
         name if lacking == all_count else f"{lacking:,} of {all_count:,} processes of {name}"
@@ -243,7 +245,7 @@ def unread(places: pd.DataFrame, metric: str) -> str:
     return " and ".join([part for part in (", ".join(names[:-1]), *names[-1:]) if part])
 
 
-def _place(
+def _place_traces(
     name: str,
     parts: Mapping[str, pd.DataFrame],
     starts: list[float],
@@ -251,28 +253,28 @@ def _place(
     unit: str,
     style: dict[str, str],
 ) -> Iterator[Trace]:
-    """The lines of one place, its samples that stand alone as dots, and its restarts."""
+    """Yield the lines of one place, dots for isolated samples, and marks for restarts."""
     gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
-    everything = []
+    all_points = []
     for kind, points in parts.items():
         x, y = points["elapsed_seconds"].to_numpy(), points["value"].to_numpy() / scale
-        everything.append((x, y))
-        x, y = broken(x, y, [*pauses(x), *gaps])
-        shown, look = (f"{name} ({kind})", {"dash": "dash"}) if kind else (name, {"dash": style["dash"]})
-        yield line(shown, x, y, style["color"], unit, line=look, legendgroup=shown)
-        if (alone := _alone(x)).any():  # a line through one point is not seen
-            dots = line(shown, x[alone], y[alone], style["color"], unit, mode="markers", legendgroup=shown)
+        all_points.append((x, y))
+        x, y = with_gaps(x, y, [*pauses(x), *gaps])
+        label, dash = (f"{name} ({kind})", "dash") if kind else (name, style["dash"])
+        yield line(label, x, y, style["color"], unit, line={"dash": dash}, legendgroup=label)
+        if (isolated := _is_isolated(x)).any():  # a line through one point is invisible
+            dots = line(label, x[isolated], y[isolated], style["color"], unit, mode="markers", legendgroup=label)
             yield dots | {"marker": {"size": 5, "color": style["color"]}, "showlegend": False, "hoverinfo": "skip"}
     if gaps:
-        x, y = (np.concatenate(each) for each in zip(*everything, strict=True))
+        x, y = (np.concatenate(arrays) for arrays in zip(*all_points, strict=True))
         yield _restarts(name, gaps, x, y, style["color"])
 
 
-def _alone(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Which points of a line have a gap, or nothing, on either side."""
+def _is_isolated(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return for each point of a line whether it has a gap, or the line's end, on both sides."""
     gap = np.isnan(np.r_[np.nan, x, np.nan])
-    alone: np.ndarray[Any, Any] = ~gap[1:-1] & gap[:-2] & gap[2:]
-    return alone
+    isolated: np.ndarray[Any, Any] = ~gap[1:-1] & gap[:-2] & gap[2:]
+    return isolated
 
 
 def _restarts(
@@ -282,11 +284,11 @@ def _restarts(
     y: np.ndarray[Any, Any],
     colour: str,
 ) -> Trace:
-    """Each at its time, as high as the sample that is nearest, if one is near."""
+    """Return marks at the restarts, each at the height of the nearest sample, or on the axis if none is near."""
     at = np.asarray(starts)
-    apart = np.abs(at[:, np.newaxis] - x)
-    nearest = apart.argmin(axis=1)
-    is_near = apart.min(axis=1) <= max(_NEAR_SECONDS, _NEAR_RATIO * float(np.ptp(x)))
+    distances = np.abs(at[:, np.newaxis] - x)
+    nearest = distances.argmin(axis=1)
+    is_near = distances.min(axis=1) <= max(_NEAR_SECONDS, _NEAR_RATIO * float(np.ptp(x)))
     return {
         "type": "scatter",
         "name": f"{name} restarted",

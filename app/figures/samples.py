@@ -1,30 +1,38 @@
-"""Lines and stacks of samples, with a gap where samples are missing."""
+"""Lines and stacks of samples, with gaps where samples are missing; figures of the collector's own samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from app.figures.base import Trace, area, line
+from app.figures.base import ELAPSED, Chart, Trace, area, blank, line, sampled
+from app.format import MIB
+from app.theme import Theme
+from collector.store.queries import Lines
+from collector.units import quantity, size
 
-#: A pause is longer than all of these: a multiple of its neighbours, a share of the line (thinned to 500 buckets or
-#: more), and two ticks of the collector in seconds. Steps come in bursts, and a burst has no gaps.
-_TIMES_LONGER, _RATIO, _LEAST_SECONDS = 5, 0.01, 2.0
+#: A pause is longer than each of these: a multiple of the intervals around it, a share of the line (thinned to 500
+#: buckets or more), and two ticks of the collector in seconds. Steps come in bursts, and a burst has no gaps.
+_PAUSE_FACTOR, _PAUSE_RATIO, _SHORTEST_PAUSE_SECONDS = 5, 0.01, 2.0
+#: name -> SQL over `agent`, in seconds.
+COLLECTOR_LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}
 
 
 def pauses(x: Any) -> list[float]:
     """Return where samples go on, in elapsed seconds, after some were missing."""
     x = np.asarray(x, dtype=np.float64)
-    apart = np.diff(x)
-    beside = np.maximum(apart[:-2], apart[2:])  # a single sample between two pauses would not be seen
-    longest = np.maximum(_LEAST_SECONDS, np.maximum(_TIMES_LONGER * beside, _RATIO * (x[-1:] - x[:1])))
-    return [float(each) for each in x[2:-1][apart[1:-1] > longest]]
+    intervals = np.diff(x)
+    # The longer neighbour counts: a single sample between two pauses would not be visible.
+    neighbours = np.maximum(intervals[:-2], intervals[2:])
+    bound = np.maximum(_PAUSE_FACTOR * neighbours, _PAUSE_RATIO * (x[-1:] - x[:1]))
+    is_pause = intervals[1:-1] > np.maximum(_SHORTEST_PAUSE_SECONDS, bound)
+    return [float(at) for at in x[2:-1][is_pause]]
 
 
-def broken(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: Sequence[float]) -> tuple[Any, Any]:
+def with_gaps(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: Sequence[float]) -> tuple[Any, Any]:
     """Return the line with a gap before each moment in `starts`."""
     at = np.searchsorted(x, sorted(starts))
     at = at[(at > 0) & (at < len(x))]
@@ -34,14 +42,43 @@ def broken(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: Sequence[fl
 def sample_line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> Trace:
     """Return a line of samples."""
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    return line(name, *broken(x, y, pauses(x)), colour, unit, **more)
+    return line(name, *with_gaps(x, y, pauses(x)), colour, unit, **more)
 
 
 def stack(x: Any, layers: Sequence[tuple[str, Any, str]], unit: str) -> Iterator[Trace]:
-    """Stack layers of samples, each a name, values and a colour. Either side of a pause is a stack of its own."""
+    """Stack layers of samples, each a (name, values, colour). A pause separates two stacks."""
     x = np.asarray(x, dtype=np.float64)
     bounds = [0, *np.searchsorted(x, pauses(x)).tolist(), len(x)]
     for number, (begin, end) in enumerate(pairwise(bounds)):
         for name, y, colour in layers:
             part = area(name, x[begin:end], np.asarray(y)[begin:end], colour, unit)
             yield part | {"stackgroup": str(number), "legendgroup": name, "showlegend": number == 0}
+
+
+def collector_timing(lines: Mapping[str, Lines], theme: Theme, *, revision: str) -> Chart:
+    """Draw the achieved sampling interval, and the age of the oldest record that is not in the lake."""
+    figure = blank(theme, x_title=ELAPSED, y_title="time (s)", revision=revision)
+    captions = []
+    for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
+        has_hosts = lines[name].points["series"].nunique() > 1
+        for host, points in lines[name].points.groupby("series"):
+            label = f"{name}, {host}" if has_hosts else name
+            x, y = points["elapsed_seconds"], points["value"]
+            figure.add_trace(sample_line(label, x, y, colour, "s", line={"dash": dash}))
+        highest = quantity(lines[name].points["value"].max(), "seconds")
+        captions.append(f"longest {name} {highest} of {lines[name].samples_count:,} samples")
+    caption = f"{'; '.join(captions).capitalize()}. The lag falls with each commit to the lake."
+    if sampled(lines["interval"]):
+        caption += f" Drawn as {sampled(lines['interval'])}."
+    return Chart(title="Does the collector keep up?", figure=figure, caption=caption)
+
+
+def collector_memory(lines: Lines, theme: Theme, *, revision: str) -> Chart:
+    """Draw the resident memory of the collector of each host."""
+    figure = blank(theme, x_title=ELAPSED, y_title="RSS (MiB)", revision=revision)
+    for number, (host, points) in enumerate(lines.points.groupby("series")):
+        colour = theme.series[number % len(theme.series)]
+        x, y = points["elapsed_seconds"], points["value"] / MIB
+        figure.add_trace(sample_line(str(host), x, y, colour, "MiB"))
+    caption = f"Peak {size(lines.points['value'].max())} of {lines.samples_count:,} samples."
+    return Chart(title="What does the collector hold itself?", figure=figure, caption=caption)

@@ -1,28 +1,37 @@
-"""Where the time of a training step goes."""
+"""Figures of step time, for one run or for several on the same axes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import pandas as pd
 
-from app.figures.base import Chart, area, blank, line
+from app.figures.axis import Axis
+from app.figures.base import Chart, Trace, area, blank, faint, line
+from app.figures.samples import sample_line
+from app.format import byte_axis
 from app.theme import Theme
-from collector.quantities import percent, quantity
+from collector.units import percent, quantity, size
 
-#: At most so many points of a run are cut off, each of which is named.
-_MOST_ABOVE = 3
-#: Of no more points than this, none is.
-_FEWEST = 20
-#: The axis is cut where the slowest is so many times as slow as the rest, and ends so much above these.
-_TIMES_SLOWER, _ROOM = 4, 1.25
+#: Points of a run that are cut off, at most. A caption names each.
+_MAX_CUT_POINTS = 3
+#: Points below which no point of a run is cut off.
+_MIN_POINTS_TO_CUT = 20
+#: Multiples of the slowest step that is not cut off: the axis is cut if a step exceeds the first, and then ends at
+#: the second.
+_CUT_FACTOR, _BOUND_FACTOR = 4, 1.25
+#: The x titles in a comparison. Each run has its own clock, so `axis.time_axis` must not recognise them.
+X_TITLES: dict[Axis, str] = {"elapsed": "elapsed in each run (s)", "step": "step of each run"}
+#: Opacity of a band in hexadecimal, a fifth: the lines of other runs are visible through it.
+_BAND_ALPHA = "33"
+_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """Step time as data wait below and the rest above, over steps.
+    """Draw step time over steps, with data wait below and the rest above.
 
     Args:
-        steps: `queries.steps`: step, n, wait_ms, rest_ms, slowest_ms.
+        steps: `training_steps.steps`: step, n, wait_ms, rest_ms, slowest_ms.
         theme: colours.
         revision: the run.
 
@@ -57,31 +66,109 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
 
 def mean_and_wait(steps: pd.DataFrame) -> tuple[float, float | None]:
-    """The mean time of a step (ms), and the share of it that is data wait: None where no DataLoader was seen."""
+    """Return the mean time of a step (ms), and data wait as a share of it: None if no DataLoader was seen."""
     wait, rest = ((steps[name] * steps["n"]).sum(min_count=1) for name in ("wait_ms", "rest_ms"))
     total = rest if pd.isna(wait) else wait + rest
     return total / steps["n"].sum(), None if pd.isna(wait) else wait / total
 
 
 def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
-    """Where to cut the axis (ms) if a few slow steps, the first mostly, would press the others flat; else None.
+    """Return where to cut the axis (ms), None to show it whole.
+
+    It is cut if a few slow steps, mostly the first, would press the others flat.
 
     Args:
-        runs: `queries.steps` of each run on the axis. Of none more than a handful of points is lost.
+        runs: `training_steps.steps` of each run on the axis. No run loses more than a handful of points.
 
     """
     tops = [steps["slowest_ms"] for steps in runs]
-    rest = max(float(top.nlargest(_MOST_ABOVE + 1).iloc[-1] if len(top) >= _FEWEST else top.max()) for top in tops)
+    rest = max(
+        float(top.nlargest(_MAX_CUT_POINTS + 1).iloc[-1] if len(top) >= _MIN_POINTS_TO_CUT else top.max())
+        for top in tops
+    )
     slowest = max(float(top.max()) for top in tops)
-    return _ROOM * rest if slowest > _TIMES_SLOWER * rest else None
+    return _BOUND_FACTOR * rest if slowest > _CUT_FACTOR * rest else None
 
 
 def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
-    """The points above a bound (ms): `2 of 50 points (3 s, at step 0; 1 s, at step 12)`; empty if none is."""
+    """Return the points above a bound (ms): `2 of 50 points (3 s, at step 0; 1 s, at step 12)`; empty for none."""
     over = steps[steps["slowest_ms"] > bound]
-    named = [
-        # what stands for several steps is named by the first of them
+    names = [
+        # a point for several steps has the number of the first one
         f"{quantity(slowest, 'ms')}, {'at' if count == 1 else 'about'} step {int(step):,}"
         for step, count, slowest in over[["step", "n", "slowest_ms"]].itertuples(index=False)
     ]
-    return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(named)})" if named else ""
+    return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(names)})" if names else ""
+
+
+def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, revision: str) -> Chart:
+    """Draw the time per step of each run.
+
+    Args:
+        runs: name -> `training_steps.steps`, with the position on the axis as x.
+        theme: colours.
+        axis: the axis of x.
+        revision: the runs.
+
+    """
+    figure = blank(theme, x_title=X_TITLES[axis], y_title="time per step (ms)", revision=revision)
+    for number, (name, steps) in enumerate(runs.items()):
+        for trace in _step_traces(name, steps, theme.series[number], _DASHES[number % len(_DASHES)]):
+            figure.add_trace(trace)
+    caption = f"{'; '.join(_in_words(name, steps) for name, steps in runs.items())}."
+    most = max(int(steps["n"].max()) for steps in runs.values())
+    if most > 1:
+        caption += (
+            f" Each line is the mean of up to {most:,} steps, and the band above it reaches to the slowest of them."
+        )
+    if (bound := bound_ms(runs.values())) is not None:
+        figure.update_yaxes(range=[0, bound])
+        points = [words for name, steps in runs.items() if (words := above(steps, bound, of=f" of {name}"))]
+        caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {', '.join(points)}."
+    return Chart(title="Is a step faster?", figure=figure, caption=caption)
+
+
+def _step_traces(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterator[Trace]:
+    """Yield the line of means, and a band up to the slowest step if points stand for several steps."""
+    mean = steps["wait_ms"].fillna(0) + steps["rest_ms"]
+    yield line(name, steps["x"], mean, colour, "ms", line={"dash": dash}, legendgroup=name)
+    if int(steps["n"].max()) > 1:
+        band = {"fill": "tonexty", "fillcolor": f"{colour}{_BAND_ALPHA}", "line": {"width": 1}}
+        of_run = {"legendgroup": name, "showlegend": False}
+        yield line(f"{name}, slowest", steps["x"], steps["slowest_ms"], faint(colour), "ms", **band, **of_run)
+
+
+def _in_words(name: str, steps: pd.DataFrame) -> str:
+    mean_ms, wait_ratio = mean_and_wait(steps)
+    waits = "no DataLoader seen" if wait_ratio is None else f"{percent(wait_ratio)} of it data wait"
+    return (
+        f"{name}: mean {quantity(mean_ms, 'ms')}, {waits}, slowest "
+        f"{quantity(steps['slowest_ms'].max(), 'ms')} (n = {int(steps['n'].sum()):,})"
+    )
+
+
+def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, metric: str, revision: str) -> Chart:
+    """Draw the memory of all processes of each run.
+
+    Args:
+        runs: name -> columns x and bytes.
+        theme: colours.
+        axis: the axis of x.
+        metric: name of the memory metric in words.
+        revision: the runs.
+
+    """
+    scale, unit = byte_axis(max((float(total["bytes"].max()) for total in runs.values()), default=0.0))
+    figure = blank(theme, x_title=X_TITLES[axis], y_title=f"{metric} ({unit})", revision=revision)
+    for number, (name, total) in enumerate(runs.items()):
+        style = {"dash": _DASHES[number % len(_DASHES)]}
+        y = total["bytes"] / scale
+        figure.add_trace(sample_line(name, total["x"], y, theme.series[number], unit, line=style))
+    peaks = "; ".join(
+        f"{name}: peak {size(total['bytes'].max())} of {len(total):,} moments" for name, total in runs.items()
+    )
+    return Chart(
+        title="Does it take less host memory?",
+        figure=figure,
+        caption=f"{metric} summed over the processes of each run. {peaks}.",
+    )

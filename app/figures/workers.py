@@ -1,20 +1,35 @@
-"""What DataLoader workers do, and what the training waits for."""
+"""Charts of DataLoader workers: their time, the cost of stages, and what the training waits for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
-from app.figures.base import HOVERED_SECONDS, Chart, axis_style, axis_title, blank, line, name_rows, sampled
-from app.figures.memory import ELAPSED
+from app.figures.base import (
+    ELAPSED,
+    HOVER_SECONDS,
+    MAX_POINTS,
+    Chart,
+    Trace,
+    axis_style,
+    axis_title,
+    blank,
+    line,
+    name_rows,
+    sampled,
+)
 from app.theme import Theme
-from collector.quantities import quantity
-from collector.store.line_queries import Lines
+from collector.diagnosis.loading import Lanes
+from collector.report import wording
+from collector.store.queries import Lines
+from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
-#: column -> (name in the legend, attribute of the theme, pattern of the bar)
+#: column of milliseconds -> (name in the legend, attribute of the theme, pattern of the bar)
 _STAGES = {
     "idle_ms": ("idle, no index to fetch", "quiet", "/"),
     "getitem_ms": ("__getitem__", "latency", ""),
@@ -31,22 +46,35 @@ _QUEUE = {
     "ready": ("host", "solid"),
     "parked": ("latency", "dash"),
 }
+#: Name of the training's lane.
+_LOOP = "training"
+#: Window in milliseconds from which the axis of lanes is in seconds.
+_LONG_MS = 5_000
+#: kind of bar -> (name in the legend, attribute of the theme, pattern, height, offset within the lane)
+_BARS = {
+    "work": ("trains", "host", "", 0.6, -0.4),
+    "wait": ("waits for a batch", "wait", "/", 0.6, -0.4),
+    "getitem": ("__getitem__", "latency", "", 0.6, -0.4),
+    "collate": ("collate", "allocated", ".", 0.6, -0.4),
+    "idle": ("idle, no index to fetch", "quiet", "/", 0.6, -0.4),
+    "parked": ("made, waits for its turn", "limit", "", 0.12, 0.26),
+}
 
 
 def worker_name(worker: int, rank: float | None = None) -> str:
-    """`worker 3`, `rank 1 worker 3`, or `inline` for batches made in the training process."""
+    """Return `worker 3`, `rank 1 worker 3`, or `inline` for batches made in the training process."""
     place = "inline" if worker == INLINE_WORKER else f"worker {worker}"
     return place if rank is None or pd.isna(rank) else f"rank {int(rank)} {place}"
 
 
-def tick(worker: int, rank: float | None) -> str:
-    """The same as short as an axis needs it: `3`, `rank 1: 3`, `inline`."""
+def _tick_label(worker: int, rank: float | None) -> str:
+    """Return the worker's name, short enough for an axis: `3`, `rank 1: 3`, `inline`."""
     place = "inline" if worker == INLINE_WORKER else str(worker)
     return place if rank is None or pd.isna(rank) else f"rank {int(rank)}: {place}"
 
 
 def stages(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """Share of each worker's time that is idle, in the dataset, and in collate."""
+    """Draw the shares of each worker's time that it is idle, in the dataset, and in collate."""
     slowest = split.iloc[int(split["median_ms"].to_numpy().argmax())]
     caption = (
         f"Median fetch: {quantity(split['median_ms'].median(), 'ms')} over all, slowest "
@@ -57,7 +85,7 @@ def stages(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
 
 def causes(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """Share of each worker's fetch time on the CPU, waiting for a core, and blocked."""
+    """Draw the shares of each worker's fetch time on the CPU, waiting for a core, and blocked."""
     caption = f"Split of the time in the dataset and in collate (n = {int(split['n'].sum()):,} batches). "
     caption += "Blocked: on I/O, a lock or a sleep."
     if split["run_queue_ms"].isna().all():
@@ -66,10 +94,13 @@ def causes(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
 
 def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """The longest fetch of each worker over time: a slow worker is a bright row, a straggler a bright cell."""
+    """Draw the longest fetch of each worker over time.
+
+    A slow worker is a bright row, a single slow fetch a bright cell.
+    """
     figure = blank(theme, x_title=ELAPSED, y_title="worker (id)", revision=revision)
-    places = fetches[["worker", "rank"]].drop_duplicates()
-    order = [tick(w, r) for w, r in zip(places["worker"], places["rank"], strict=True)]
+    workers = fetches[["worker", "rank"]].drop_duplicates()
+    labels = [_tick_label(w, r) for w, r in zip(workers["worker"], workers["rank"], strict=True)]
     row = fetches.groupby(["worker", "rank"], sort=False, dropna=False).ngroup()
     grid = _with_gaps(fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms"))
     top = float(np.nanquantile(grid.to_numpy(), 0.99))
@@ -78,7 +109,7 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
             "type": "heatmap",
             "name": "longest fetch",
             "x": grid.columns.to_numpy(),
-            "y": order,
+            "y": labels,
             "z": grid.to_numpy(dtype=np.float32),
             "zmin": 0,
             "zmax": top,
@@ -88,12 +119,12 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
                 "thickness": 12,
                 "outlinewidth": 0,
             },
-            "hovertemplate": f"worker %{{y}}, {HOVERED_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
+            "hovertemplate": f"worker %{{y}}, {HOVER_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
             "hoverongaps": False,
         }
     )
-    figure.update_layout(hovermode="closest", height=max(260, min(640, 140 + 30 * len(order))))
-    name_rows(figure, order)
+    figure.update_layout(hovermode="closest", height=max(260, min(640, 140 + 30 * len(labels))))
+    name_rows(figure, labels)
     figure.update_xaxes(showgrid=False)
     caption = f"Longest fetch per cell, of {int(fetches['n'].sum()):,} batches; empty: no batch made."
     return Chart(
@@ -105,13 +136,13 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
 
 
 def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision: str) -> Chart:
-    """The wait for each batch; below it, the batches that lay parked, ready or outstanding then.
+    """Draw the wait for each batch and, below it, how many batches were parked, ready or outstanding then.
 
-    A loader without workers has no queue, hence no lower part.
+    A loader without workers has no queue, so its chart has no lower part.
     """
     counts = {name: lines.points for name, lines in batches.items() if name in _QUEUE and len(lines.points)}
     figure = blank(theme, x_title=ELAPSED, y_title="wait (ms)", revision=revision, height=440 if counts else 300)
-    if counts:  # two fields above one axis of time
+    if counts:  # two plots share one axis of time
         lower = {"title": axis_title("batches (count)"), "rangemode": "tozero", "automargin": True}
         figure.update_layout(
             xaxis={"anchor": "y2"},
@@ -138,18 +169,18 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
 
 
 def _with_gaps(grid: pd.DataFrame) -> pd.DataFrame:
-    """A grid whose columns begin one step apart: Plotly widens cells until they touch, and would hide a pause."""
+    """Return the grid with a column per time step: Plotly widens cells until they touch, which hides a pause."""
     begins = grid.columns.to_numpy()
     if len(begins) < 2:
         return grid
     step = np.diff(begins).min()
-    places = np.rint((begins - begins[0]) / step).astype(int)
-    whole = grid.set_axis(places, axis="columns").reindex(columns=range(places[-1] + 1))
+    positions = np.rint((begins - begins[0]) / step).astype(int)
+    whole = grid.set_axis(positions, axis="columns").reindex(columns=range(positions[-1] + 1))
     return whole.set_axis(begins[0] + step * whole.columns.to_numpy(), axis="columns")
 
 
 def pattern(shape: str, theme: Theme) -> dict[str, object]:
-    """How a bar is hatched: a meaning is never in a colour alone."""
+    """Return how a bar is hatched: colour alone never carries a meaning."""
     return {
         "shape": shape,
         "fillmode": "overlay",
@@ -168,11 +199,11 @@ def _shares(
     caption: str,
     revision: str,
 ) -> Chart:
-    names = [tick(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)]
+    names = [_tick_label(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)]
     height = max(240, min(640, 150 + 30 * len(names)))
     figure = blank(theme, x_title="share of time (%)", y_title="worker (id)", revision=revision, height=height)
-    known_ms = split[list(parts)]
-    total = known_ms.sum(axis=1)
+    parts_ms = split[list(parts)]
+    total_ms = parts_ms.sum(axis=1)
     for column, (name, colour, shape) in parts.items():
         figure.add_trace(
             {
@@ -180,19 +211,180 @@ def _shares(
                 "name": name,
                 "orientation": "h",
                 "y": names,
-                "x": (known_ms[column] / total * 100).to_numpy(dtype=np.float32),
+                "x": (parts_ms[column] / total_ms * 100).to_numpy(dtype=np.float32),
                 "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
-                "customdata": (known_ms[column] / split["n"]).to_numpy(dtype=np.float32),
+                "customdata": (parts_ms[column] / split["n"]).to_numpy(dtype=np.float32),
                 "hovertemplate": "%{x:.1f} %, %{customdata:,.4~g} ms per batch",
             }
         )
     figure.update_layout(barmode="stack", bargap=0.25, hovermode="y unified")
     name_rows(figure, names)
     figure.update_xaxes(range=[0, 100])
-    whole = ", ".join(
+    mean_shares = ", ".join(
         f"{name} {share:.0f} %"
         for name, share in zip(
-            (name for name, _, _ in parts.values()), known_ms.sum() / known_ms.sum().sum() * 100, strict=True
+            (name for name, _, _ in parts.values()), parts_ms.sum() / parts_ms.sum().sum() * 100, strict=True
         )
     )
-    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {whole}.")
+    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {mean_shares}.")
+
+
+def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) -> Chart:
+    """Draw what the training and its workers do over a few rounds, one lane for each.
+
+    Args:
+        shown: the bars of the lanes and the window they are in.
+        theme: the colours.
+        begin_seconds: begin of the window, in seconds since the run was made.
+        revision: id of the run; zoom and legend stay while it is the same.
+
+    """
+    bars, unit, scale = shown.bars, "ms", 1.0
+    length_ms = (shown.end_ns - shown.begin_ns) / 1e6
+    if length_ms >= _LONG_MS:
+        unit, scale = "s", 1e-3
+    names = [_LOOP, *(f"worker {int(worker)}" for worker in sorted(bars["worker"].dropna().unique()))]
+    height = max(340, min(760, 200 + 34 * len(names)))
+    figure = blank(theme, x_title=f"time in the window ({unit})", y_title="", revision=revision, height=height)
+    for kind, (name, colour, shape, bar_height, offset) in _BARS.items():
+        rows = bars[bars["kind"] == kind].iloc[:MAX_POINTS]
+        if rows.empty:
+            continue
+        hover = "batch %{customdata[0]:,} of worker %{customdata[1]}: %{customdata[2]:,.4~g} ms"
+        figure.add_trace(
+            {
+                "type": "bar",
+                "name": name,
+                "orientation": "h",
+                "y": [_LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]],
+                "base": (rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
+                "x": (rows["duration_ms"] * scale).to_numpy(dtype=np.float32),
+                "width": bar_height,
+                "offset": offset,
+                "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme), "line": {"width": 0}},
+                "customdata": rows[["index", "by", "duration_ms"]].to_numpy(),
+                "hovertemplate": f"{name}, {hover}<extra></extra>",
+            }
+        )
+    figure.update_layout(barmode="overlay", hovermode="closest")
+    all_lanes = [len(names) - 0.5, -0.7]
+    name_rows(figure, names, categoryorder="array", categoryarray=names, autorange=False, range=all_lanes)
+    figure.update_xaxes(range=[0, length_ms * scale])
+    waits = bars[bars["kind"] == "wait"]
+    by_worker = waits.groupby("by")["duration_ms"].sum()
+    worst = by_worker.index[int(by_worker.to_numpy().argmax())]
+    return Chart(
+        title="Who holds up whom when the training waits longest?",
+        figure=figure,
+        caption=f"The {len(waits):,} batches in a row with the longest waiting, {duration(begin_seconds)} after "
+        "the run began. The thin line below a worker's lane: a batch that is made and not yet taken.",
+        takeaway=f"Of {quantity(by_worker.sum(), 'ms')} waited, {quantity(by_worker.max(), 'ms')} were for "
+        f"batches of worker {worst:.0f}.",
+    )
+
+
+def waits_by_position(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+    """Draw the waits by position in the round: the training waits for the worker of a position that stands out."""
+    title = "position in the round: worker (id)"
+    figure = blank(theme, x_title=title, y_title="wait (ms)", revision=revision, height=440)
+    labels = [
+        str(position) if position == worker else f"{position}: worker {worker}"
+        for position, worker in zip(table["position"], table["worker"], strict=True)
+    ]
+    figure.add_trace(
+        {
+            "type": "bar",
+            "name": "mean wait",
+            "x": labels,
+            "y": table["mean_ms"].to_numpy(dtype=np.float32),
+            "marker": {"color": theme.wait},
+            "customdata": table[["n", "ratio"]].to_numpy(),
+            "hovertemplate": "%{y:,.4~g} ms, %{customdata[1]:.1%} of all waiting (n = %{customdata[0]:,})",
+        }
+    )
+    figure.add_trace(
+        {
+            "type": "scatter",
+            "name": "95th percentile",
+            "x": labels,
+            "y": table["p95_ms"].to_numpy(dtype=np.float32),
+            "mode": "markers",
+            "marker": {"symbol": "line-ew-open", "size": 14, "color": theme.text, "line": {"width": 2}},
+            "hovertemplate": "%{y:,.4~g} ms",
+        }
+    )
+    figure.update_xaxes(type="category")
+    worst = table.iloc[int(table["ratio"].to_numpy().argmax())]
+    return Chart(
+        title="Which worker of a round is waited for?",
+        figure=figure,
+        caption=f"Batches by their index modulo num_workers and the worker that DataLoader recorded, without the "
+        f"first of each epoch (n = {int(table['n'].sum()):,}). Equal heights: all are waited for alike.",
+        takeaway=f"Worker {int(worst['worker'])} has {percent(float(worst['ratio']))} of the waiting.",
+    )
+
+
+def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: str) -> Chart:
+    """Draw the time per batch in each stage, on the CPU and off it, over the last `batches_count` batches."""
+    cpu_ms = (table["batch_ms"] * table["cpu_ratio"]).to_numpy(dtype=np.float32)
+    off_cpu_ms = (table["batch_ms"] * (1 - table["cpu_ratio"])).to_numpy(dtype=np.float32)
+    unmeasured_ms = table["batch_ms"].where(table["cpu_ratio"].isna()).to_numpy(dtype=np.float32)
+    figure = _bars(table["stage"], "time per batch (ms)", theme, revision)
+    for name, values, colour, shape in (
+        ("on the CPU", cpu_ms, "allocated", ""),
+        ("waiting: disk, lock or core", off_cpu_ms, "latency", "/"),
+        ("CPU time not measured", unmeasured_ms, "quiet", "."),
+    ):
+        if np.isfinite(values).any():
+            figure.add_trace(_bar(name, table["stage"], values, "ms", theme, colour, shape))
+    figure.update_layout(showlegend=True)  # even with one trace: nothing else explains its pattern
+    longest = table.iloc[int(table["batch_ms"].to_numpy().argmax())]
+    return Chart(
+        title="What does each stage cost?",
+        figure=figure,
+        caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
+        f"stages called within. Over the last {number(batches_count)} batches.",
+        takeaway=f"{wording.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
+        "per batch.",
+    )
+
+
+def awaited_stages(stall: Mapping[str, Any], theme: Theme, *, revision: str) -> Chart:
+    """Draw what the awaited worker did while the training waited.
+
+    `stall` is an entry of the report's `exposed_stall`.
+    """
+    parts = pd.DataFrame(stall["stages"], columns=["stage", "seconds"])
+    figure = _bars(parts["stage"], "waited for (s)", theme, revision)
+    values = parts["seconds"].to_numpy(dtype=np.float32)
+    figure.add_trace(_bar("waited for", parts["stage"], values, "s", theme, "wait", ""))
+    figure.update_layout(showlegend=False)
+    return Chart(
+        title="What does the training wait for?",
+        figure=figure,
+        caption=f"{duration(stall['wait_seconds'])} waited, {percent(stall['wait_ratio'])} of the loop's time, "
+        f"over the last {number(stall['batches'])} batches, by what the worker of the awaited batch was doing.",
+        takeaway=f"Most: {wording.part(parts['stage'].iloc[0])}." if len(parts) else "",
+    )
+
+
+def _bars(stages: pd.Series, x_title: str, theme: Theme, revision: str) -> go.Figure:
+    height = max(240, min(640, 130 + 30 * len(stages)))
+    figure = blank(theme, x_title=x_title, y_title="", revision=revision, height=height)
+    figure.update_layout(barmode="stack", bargap=0.3, hovermode="y unified")
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    return figure
+
+
+def _bar(
+    name: str, stages: pd.Series, values: np.ndarray[Any, Any], unit: str, theme: Theme, colour: str, shape: str
+) -> Trace:
+    return {
+        "type": "bar",
+        "name": name,
+        "orientation": "h",
+        "y": [wording.part(stage) for stage in stages],
+        "x": values,
+        "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
+        "hovertemplate": f"%{{x:,.4~g}} {unit}",
+    }

@@ -1,4 +1,4 @@
-"""Compare: two to four runs beside each other, what was set otherwise, and what came of it."""
+"""Compare: two to four runs side by side, their settings that differ, and the effect."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from typing import Any
 import pandas as pd
 
 from app.blocks import Block, Note, Table
-from app.figures import comparison
-from app.figures.axis import Axis, moved
+from app.figures import steps
+from app.figures.axis import Axis, convert_x
 from app.figures.memory import METRIC_WORDS
-from app.moment import Moment, Panel, View
-from app.panel import show
-from collector.comparison import Measure, change_ratio, differing, measures, words
-from collector.comparison import settings as settings_of
-from collector.quantities import MISSING, number
-from collector.store import memory_queries, moment_queries, queries
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from collector.report import comparison
+from collector.store.queries import moments, process_memory, training_steps
+from collector.units import MISSING, number
 
 NO_OTHER = Note(
     text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
     command="tidegauge run --tag change=workers-8 -- python train.py",
 )
-#: Steps of which the samples differ by no more than this are alike: batches need not all be of one size.
+#: Largest difference in samples per step at which steps count as alike: batch sizes may vary a little.
 _ALIKE_RATIO = 0.01
-#: Figure -> what is said of more, of less and of the same.
+#: figure -> words for more, for less and for the same
 _SPEED = {"step_p50": ("more time in the median step", "less time in the median step", "as long a median step")}
 _RATE = {"samples": ("more samples per second", "fewer samples per second", "as many samples per second")}
 _MEMORY = {"host_peak": ("more host memory", "less host memory", "as much host memory")}
 
 
 def deltas(moment: Moment) -> Iterator[Block]:
-    """The figures of each run, and by how much they differ from those of the first."""
+    """List the figures of each run, and their difference from the first run's."""
     if not moment.others:
         yield NO_OTHER
         return
     first = _measures(moment)
-    columns = {moment.run_id: [words(measure) for measure in first.values()]}
+    columns = {moment.run_id: [comparison.words(measure) for measure in first.values()]}
     for other in moment.others:
         measured = _measures(other)
-        columns[other.run_id] = [words(measured[name], first[name]) for name in first]
+        columns[other.run_id] = [comparison.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     yield Table(
         frame=table[(table[list(columns)] != MISSING).any(axis=1)],
@@ -51,11 +50,11 @@ def deltas(moment: Moment) -> Iterator[Block]:
 
 
 def settings(moment: Moment) -> Iterator[Block]:
-    """What was set otherwise."""
+    """List the settings that differ."""
     if not moment.others:
         return
-    runs = {one.run_id: _settings(one) for one in (moment, *moment.others)}
-    unlike = differing(runs.values())
+    runs = {run.run_id: _settings(run) for run in (moment, *moment.others)}
+    unlike = comparison.differences(runs.values())
     if cautions := list(_cautions(moment, unlike)):
         yield Note(text=" ".join(cautions), icon=":material/balance:")
     if not unlike:
@@ -72,7 +71,7 @@ def settings(moment: Moment) -> Iterator[Block]:
 
 
 def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """What cannot be compared, or not by itself."""
+    """Yield sentences about figures that cannot be compared directly."""
     runs = [other.run_id for other in moment.others if _unlike_steps(moment, other)]
     if runs:
         yield (
@@ -87,71 +86,74 @@ def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[s
 
 
 def step_times(moment: Moment) -> Iterator[Block]:
-    """Time per step."""
+    """Draw the time per step."""
     if not moment.others:
         return
-    found = {}
-    for one in (moment, *moment.others):
-        steps = queries.steps(one.snapshot, one.span)
-        if not steps.empty:
-            found[one.run_id] = steps.assign(x=_place(one, "step", steps["step"]))
-    if len(found) > 1:
-        yield comparison.step_times(found, moment.theme, axis=moment.axis, revision=_revision(moment))
+    curves = {}
+    for run in (moment, *moment.others):
+        rows = training_steps.steps(run.snapshot, run.span)
+        if not rows.empty:
+            curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
+    if len(curves) > 1:
+        yield steps.step_times(curves, moment.theme, axis=moment.axis, revision=_revision(moment))
 
 
 def host_memory(moment: Moment) -> Iterator[Block]:
-    """Memory of all processes together."""
+    """Draw the host memory of all processes together."""
     if not moment.others:
         return
-    found: dict[str, pd.DataFrame] = {}
+    curves: dict[str, pd.DataFrame] = {}
     metrics = set()
-    for one in (moment, *moment.others):
-        metric = memory_queries.process_metric(one.snapshot, one.span, "pss_bytes")
+    for run in (moment, *moment.others):
+        metric = process_memory.process_metric(run.snapshot, run.span, "pss_bytes")
         if metric is not None:
-            grid = memory_queries.memory_by_role(one.snapshot, one.span, metric)
+            grid = process_memory.memory_by_role(run.snapshot, run.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
-            x = _place(one, "elapsed", grid["elapsed_seconds"])
-            found[one.run_id] = pd.DataFrame({"x": x, "bytes": total})
+            x = _to_chosen_axis(run, "elapsed", grid["elapsed_seconds"])
+            curves[run.run_id] = pd.DataFrame({"x": x, "bytes": total})
             metrics.add(METRIC_WORDS[metric])
-    if len(found) > 1:
+    if len(curves) > 1:
         word = " or ".join(sorted(metrics))
-        yield comparison.host_memory(found, moment.theme, axis=moment.axis, metric=word, revision=_revision(moment))
+        yield steps.host_memory(curves, moment.theme, axis=moment.axis, metric=word, revision=_revision(moment))
 
 
-def _place(moment: Moment, own: Axis, x: pd.Series) -> Any:
-    return moved(x, own, moment.axis, moment_queries.step_clock(moment.snapshot, moment.span))
+def _to_chosen_axis(run: Moment, x_axis: Axis, x: pd.Series) -> Any:
+    return convert_x(x, x_axis, run.axis, moments.step_clock(run.snapshot, run.span))
 
 
-def _measures(moment: Moment) -> dict[str, Measure]:
-    return moment.once("measures", lambda: measures(moment.snapshot, moment.span, moment.verdict))
+def _measures(moment: Moment) -> dict[str, comparison.Measure]:
+    return moment.once("measures", lambda: comparison.measures(moment.snapshot, moment.span, moment.verdict))
 
 
 def _settings(moment: Moment) -> dict[str, str]:
-    return settings_of(moment.snapshot, moment.manifest)
+    return comparison.settings(moment.snapshot, moment.manifest)
 
 
 def _revision(moment: Moment) -> str:
-    return " ".join(one.run_id for one in (moment, *moment.others))
+    return " ".join(run.run_id for run in (moment, *moment.others))
 
 
 def _answer(moment: Moment) -> str:
-    against = [f"against {other.run_id}{_compared(moment, other)}" for other in moment.others]
-    said = "; ".join(against)
-    return f"{said[0].upper()}{said[1:]}." if said else ""
+    sentence = "; ".join(f"against {other.run_id}{_difference(moment, other)}" for other in moment.others)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
-def _compared(moment: Moment, other: Moment) -> str:
-    """By how much a run differs from one other.
+def _difference(moment: Moment, other: Moment) -> str:
+    """Return in words how a run differs from another in speed and host memory.
 
-    Speed is that of samples, where it is known: a median step tells neither of a worker that holds up each fourth,
-    nor of steps that are not alike.
+    Speed is samples per second where known. A median step hides a worker that delays every fourth step, and
+    says nothing where the steps of the runs are of different size.
     """
     unlike = _unlike_steps(moment, other)
-    mine, others = _measures(moment), _measures(other)
-    speed = _RATE if unlike or change_ratio(mine["samples"], others["samples"]) is not None else _SPEED
+    values, other_values = _measures(moment), _measures(other)
+    speed = (
+        _RATE
+        if unlike or comparison.change_ratio(values["samples"], other_values["samples"]) is not None
+        else _SPEED
+    )
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
-        if (ratio := change_ratio(mine[name], others[name])) is not None:
+        if (ratio := comparison.change_ratio(values[name], other_values[name])) is not None:
             change = round(ratio, 3)
             parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
         elif name in _RATE:
@@ -160,18 +162,23 @@ def _compared(moment: Moment, other: Moment) -> str:
 
 
 def _unlike_steps(moment: Moment, other: Moment) -> str:
-    """That the steps of two runs are not made of as many samples, in brackets; empty if they are alike."""
-    mine, others = _samples(moment), _samples(other)
-    if mine and others and abs(mine / others - 1) > _ALIKE_RATIO:
-        return f" ({number(mine)} samples per step, there {number(others)})"
-    own, there = _settings(moment), _settings(other)
-    sized = [name for name in own if name.endswith("batch size") and MISSING not in (own[name], there.get(name))]
-    return " (with another batch size)" if any(own[name] != there.get(name, own[name]) for name in sized) else ""
+    """Return, in brackets, how the samples per step of two runs differ; empty if they are alike."""
+    samples, other_samples = _step_samples(moment), _step_samples(other)
+    if samples and other_samples and abs(samples / other_samples - 1) > _ALIKE_RATIO:
+        return f" ({number(samples)} samples per step, there {number(other_samples)})"
+    values, others = _settings(moment), _settings(other)
+    sizes = [
+        name for name in values if name.endswith("batch size") and MISSING not in (values[name], others.get(name))
+    ]
+    return (
+        " (with another batch size)"
+        if any(values[name] != others.get(name, values[name]) for name in sizes)
+        else ""
+    )
 
 
-def _samples(moment: Moment) -> float | None:
-    """Of each step."""
-    return moment.once("samples per step", lambda: queries.step_samples(moment.snapshot, moment.span))
+def _step_samples(moment: Moment) -> float | None:
+    return moment.once("samples per step", lambda: training_steps.step_samples(moment.snapshot, moment.span))
 
 
 VIEW = View(

@@ -9,13 +9,13 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import devices
-from app.moment import Moment, Panel, View
-from app.panel import show
-from collector.diagnosis.device_account import accounts
-from collector.diagnosis.findings import Finding
-from collector.quantities import MISSING, duration, known, number, percent, size
-from collector.store import device_queries
-from collector.store.snapshots import newest_allocator_snapshot
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from collector.diagnosis import accounts
+from collector.findings import Finding
+from collector.store import newest_allocator_snapshot
+from collector.store.queries import gpu_memory
+from collector.units import MISSING, duration, is_known, number, percent, size
 
 KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")
 MAX_SITES = 20
@@ -27,7 +27,7 @@ NO_GPU = Note(
 
 def findings(moment: Moment) -> Iterator[Block]:
     """Show the findings about GPUs."""
-    if moment.verdict is not None and not device_queries.devices(moment.snapshot).empty:
+    if moment.verdict is not None and not gpu_memory.devices(moment.snapshot).empty:
         yield Findings(findings=_chosen(moment))
 
 
@@ -49,7 +49,7 @@ def further_account(moment: Moment) -> Iterator[Block]:
 
 
 def _drawn(moment: Moment) -> tuple[list[int], str]:
-    return devices.drawn(device_queries.devices(moment.snapshot), moment.span.rank)
+    return devices.select_devices(gpu_memory.devices(moment.snapshot), moment.span.rank)
 
 
 def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
@@ -83,7 +83,7 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def snapshot(moment: Moment) -> Iterator[Block]:
     """Draw the segments of the newest allocator snapshot, and list the lines that hold most."""
-    if device_queries.devices(moment.snapshot).empty:
+    if gpu_memory.devices(moment.snapshot).empty:
         return
     taken = newest_allocator_snapshot(moment.run)
     if taken is None:
@@ -137,11 +137,11 @@ def _gpus(moment: Moment) -> list[_Gpu]:
 
 
 def _read_gpus(moment: Moment) -> Iterator[_Gpu]:
-    found = device_queries.devices(moment.snapshot)
-    parts = accounts(*device_queries.device_grid(moment.snapshot, moment.span))
-    flushes = device_queries.cache_flushes(moment.snapshot, moment.span)
-    errors = device_queries.cuda_errors(moment.snapshot, moment.span)
-    for name, row in zip(devices.named(found), found.to_dict("records"), strict=True):
+    found = gpu_memory.devices(moment.snapshot)
+    parts = accounts(*gpu_memory.device_grid(moment.snapshot, moment.span))
+    flushes = gpu_memory.cache_flushes(moment.snapshot, moment.span)
+    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    for name, row in zip(devices.device_names(found), found.to_dict("records"), strict=True):
         yield _Gpu(
             name=name,
             capacity_bytes=row["total_bytes"],
@@ -161,7 +161,7 @@ def _in_numbers(gpu: _Gpu) -> Iterator[dict[str, str]]:
             "When": f"{words}, {duration(gpu.parts['elapsed_seconds'].iloc[place])}",
             **{name[:1].upper() + name[1:]: size(parts[name].iloc[place]) for name in map(str, parts)},
             "Total": size(total),
-            "Of capacity": percent(total / gpu.capacity_bytes) if known(gpu.capacity_bytes) else MISSING,
+            "Of capacity": percent(total / gpu.capacity_bytes) if is_known(gpu.capacity_bytes) else MISSING,
         }
 
 
@@ -171,7 +171,7 @@ def _chosen(moment: Moment) -> list[Finding]:
 
 
 def _answer(moment: Moment) -> str:
-    if device_queries.devices(moment.snapshot).empty:
+    if gpu_memory.devices(moment.snapshot).empty:
         return "This run uses no GPU."
     return answer(_chosen(moment), _healthy(moment))
 
@@ -181,7 +181,9 @@ def _healthy(moment: Moment) -> str:
     used = [gpu for gpu in _gpus(moment) if not gpu.parts.empty]
     if not used:
         return "No problem found. There is no record of a GPU in this window."
-    fullest = max(used, key=lambda gpu: gpu.totals.max() / (gpu.capacity_bytes if known(gpu.capacity_bytes) else 1))
+    fullest = max(
+        used, key=lambda gpu: gpu.totals.max() / (gpu.capacity_bytes if is_known(gpu.capacity_bytes) else 1)
+    )
     place = int(fullest.totals.to_numpy().argmax())
     at_peak = fullest.parts.drop(columns="elapsed_seconds").iloc[place].astype(float)
     return (

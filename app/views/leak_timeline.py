@@ -8,45 +8,45 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
 from app.figures import memory
-from app.moment import Moment, Panel, View
-from app.panel import show
-from app.views.oom_risk import open_files, shared_memory
-from collector.diagnosis.findings import KINDS, Finding
-from collector.diagnosis.trends import MIN_POINTS
-from collector.quantities import MISSING, duration, growth, number, size
-from collector.store import memory_queries
-from training_harness.records import ROLE_COLLECTOR
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from app.shared_panels import open_files, shared_memory
+from collector.diagnosis import MIN_POINTS
+from collector.findings import KINDS, Finding
+from collector.store.queries import process_memory
+from collector.units import MISSING, duration, growth, number, size
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
-#: More lines than this can't be told apart; the steepest are drawn.
+#: Number of lines that a reader can tell apart; the steepest are drawn.
 MAX_LINES = 12
 NOTHING = "No leak has been found."
-#: What leaks and is no memory of a process: these figures of OOM risk show it.
-ELSEWHERE = {"fd-leak": open_files, "shm-leak": shared_memory}
+#: kind of a leak that is not memory of a process -> the panel of OOM risk that shows it.
+_OTHER_LEAKS = {"fd-leak": open_files, "shm-leak": shared_memory}
 
 
 def findings(moment: Moment) -> Iterator[Block]:
-    """The leaks that were found."""
+    """Show the leaks."""
     if moment.verdict is not None:
         yield Findings(findings=_leaks(moment))
 
 
-def beside_memory(moment: Moment) -> Iterator[Block]:
-    """Open files and shared memory, where they leak."""
+def other_leaks(moment: Moment) -> Iterator[Block]:
+    """Draw open files and shared memory, where they leak."""
     kinds = {finding.kind for finding in _leaks(moment)}
-    for kind, build in ELSEWHERE.items():
+    for kind, build in _OTHER_LEAKS.items():
         if kind in kinds:
             yield from build(moment)
 
 
 def per_process(moment: Moment) -> Iterator[Block]:
-    """Private dirty memory of each process; RSS, called RSS, where that can't be read."""
-    metric = memory_queries.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
+    """Draw private dirty memory of each process; RSS, marked as such, where that can't be read."""
+    metric = process_memory.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
     places = _processes(moment)
     shown = _steepest(places, metric)
-    lines = memory_queries.process_lines(moment.snapshot, moment.span, metric, shown)
+    lines = process_memory.process_lines(moment.snapshot, moment.span, metric, shown)
     yield memory.per_process(
         lines,
         places[places["series"].isin(shown)],
@@ -59,45 +59,45 @@ def per_process(moment: Moment) -> Iterator[Block]:
 
 
 def total(moment: Moment) -> Iterator[Block]:
-    """All processes together, as PSS, which adds up."""
-    metric = memory_queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    """Draw the PSS of all processes together; PSS adds up."""
+    metric = process_memory.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is not None:
         yield memory.by_role(
-            memory_queries.memory_by_role(moment.snapshot, moment.span, metric),
+            process_memory.memory_by_role(moment.snapshot, moment.span, metric),
             moment.theme,
             metric=metric,
             capacity_bytes=None,
             capacity_name="",
             title="Does the total grow?",
             revision=moment.run_id,
-            lacking=memory.unread(memory_queries.processes(moment.snapshot, moment.span, fewest=None), metric),
+            lacking=memory.unread(process_memory.processes(moment.snapshot, moment.span, fewest=None), metric),
         )
 
 
 def table(moment: Moment) -> Iterator[Block]:
-    """One row per process, steepest first, Tidegauge's own last."""
-    found = _processes(moment)
-    if found.empty:
+    """List the processes, steepest slope first, Tidegauge's own last."""
+    rows = _processes(moment)
+    if rows.empty:
         return
     alive = "alive" if moment.verdict is not None and moment.verdict.status == "running" else MISSING
-    found["own"] = found["role"] == ROLE_COLLECTOR
-    # Smaps are read as often as the budget allows, RSS at each tick: it tells of a trend before they do.
-    found["by_rss"] = found["private_dirty_slope"].isna() & found["rss_slope"].notna()
-    for what in ("slope", "count"):
-        found[what] = found[f"private_dirty_{what}"].where(~found["by_rss"], found[f"rss_{what}"])
-    found = found.sort_values(["own", "slope"], ascending=[True, False], na_position="last").head(50)
-    slopes = zip(found["slope"], found["by_rss"], strict=True)
+    rows["is_tidegauge"] = rows["role"] == ROLE_COLLECTOR
+    # RSS is sampled at each tick, smaps only as often as the budget allows: RSS shows a trend earlier.
+    rows["by_rss"] = rows["private_dirty_slope"].isna() & rows["rss_slope"].notna()
+    for column in ("slope", "count"):
+        rows[column] = rows[f"private_dirty_{column}"].where(~rows["by_rss"], rows[f"rss_{column}"])
+    rows = rows.sort_values(["is_tidegauge", "slope"], ascending=[True, False], na_position="last").head(50)
+    slopes = zip(rows["slope"], rows["by_rss"], strict=True)
     frame = pd.DataFrame(
         {
-            "Process": found["series"],
+            "Process": rows["series"],
             "Slope": [f"{growth(slope)} (RSS)" if by_rss else growth(slope) for slope, by_rss in slopes],
-            "n": [number(count) for count in found["count"]],
-            "Pid": found["pid"].astype(str),
-            "Seen for": [duration(s) for s in found["last_seconds"] - found["first_seconds"]],
-            "State": ["ended" if ended else alive for ended in found["ended"].fillna(False)],
-            "Private dirty": [size(value) for value in found["private_dirty_bytes"]],
-            "PSS": [size(value) for value in found["pss_bytes"]],
-            "RSS": [size(value) for value in found["rss_bytes"]],
+            "n": [number(count) for count in rows["count"]],
+            "Pid": rows["pid"].astype(str),
+            "Seen for": [duration(s) for s in rows["last_seconds"] - rows["first_seconds"]],
+            "State": ["ended" if ended else alive for ended in rows["ended"].fillna(False)],
+            "Private dirty": [size(value) for value in rows["private_dirty_bytes"]],
+            "PSS": [size(value) for value in rows["pss_bytes"]],
+            "RSS": [size(value) for value in rows["rss_bytes"]],
         }
     )
     yield Table(frame=frame, caption=_caption(moment), download=f"{moment.run_id}-processes")
@@ -105,25 +105,25 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def _caption(moment: Moment) -> str:
     return (
-        f"Slope: least squares over the n samples of private dirty {_when(moment)}; of RSS, called so, where fewer "
-        f"than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: last values in "
-        "the window."
+        f"Slope: least squares over the n samples of private dirty {_slope_window(moment)}; of RSS, called so, "
+        f"where fewer than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: "
+        "last values in the window."
     )
 
 
 def _processes(moment: Moment) -> pd.DataFrame:
-    """With slopes of as many samples as the diagnosis asks for."""
-    return memory_queries.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
+    """Return the processes; a slope has at least as many samples as the diagnosis needs."""
+    return process_memory.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
 
 
-def _when(moment: Moment) -> str:
-    """Of which time the slopes are: to start is no trend, and to end neither."""
-    training = memory_queries.training(moment.snapshot, moment.span)
+def _slope_window(moment: Moment) -> str:
+    """Return the window of the slopes in words: start-up and shutdown are not part of a trend."""
+    training = process_memory.training(moment.snapshot, moment.span)
     if training is None:
         return "in the window"
     begin, end = ((ns - training.origin_ns) / 1e9 for ns in (training.from_ns, training.to_ns))
-    began = "the first step" if training.from_ns > moment.span.from_ns else "the window's begin"
-    return f"from {began} on, {duration(begin)} to {duration(end)} after the run was made"
+    start = "the first step" if training.from_ns > moment.span.from_ns else "the window's begin"
+    return f"from {start} on, {duration(begin)} to {duration(end)} after the run was made"
 
 
 def _leaks(moment: Moment) -> list[Finding]:
@@ -131,13 +131,13 @@ def _leaks(moment: Moment) -> list[Finding]:
 
 
 def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
-    own = places[places["role"].isin([0, 1])]
-    chosen = own if not own.empty else places
+    of_training = places[places["role"].isin([ROLE_MAIN, ROLE_WORKER])]
+    candidates = places if of_training.empty else of_training
     slope = f"{metric.removesuffix('_bytes')}_slope"
-    steep = chosen.groupby("series", sort=False)[slope].max()
-    if len(steep) <= MAX_LINES:
-        return [str(name) for name in steep.index]
-    return [str(name) for name in steep.sort_values(ascending=False).index[:MAX_LINES]]
+    slopes = candidates.groupby("series", sort=False)[slope].max()
+    if len(slopes) <= MAX_LINES:
+        return [str(name) for name in slopes.index]
+    return [str(name) for name in slopes.sort_values(ascending=False).index[:MAX_LINES]]
 
 
 VIEW = View(
@@ -146,7 +146,7 @@ VIEW = View(
     answer=lambda moment: answer(_leaks(moment), NOTHING),
     rows=(
         (Panel(name="Findings", build=findings),),
-        (Panel(name="Files and shared memory", build=beside_memory),),
+        (Panel(name="Files and shared memory", build=other_leaks),),
         (Panel(name="Memory per process", build=per_process),),
         (Panel(name="Total", build=total, turn=1),),
         (Panel(name="Processes", build=table),),

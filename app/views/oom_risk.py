@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from app.blocks import Block, Findings, Note, Table, answer
-from app.figures import memory
-from app.figures.devices import AT_ONCE, LINE_WORDS, drawn, named, usage
-from app.moment import Moment, Panel, View
-from app.panel import show
-from collector.diagnosis.findings import KINDS, Finding
-from collector.quantities import MISSING, known, number, percent, size
-from collector.store import device_queries, memory_queries
-from collector.wording import eta
+from app.figures.devices import AT_ONCE, LINE_WORDS, device_names, select_devices, usage
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from app.shared_panels import host_charts, limit_name, open_files, shared_memory
+from collector.findings import KINDS, Finding
+from collector.report import wording
+from collector.store.queries import gpu_memory, process_memory
+from collector.units import MISSING, is_known, number, percent, size
 
-#: limit of `memory_queries.HOST_LIMITS` -> kind of finding that forecasts it
+#: limit of `process_memory.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
-#: Processes whose open files are drawn.
-MAX_PROCESSES = 4
 ABOUT_CGROUPS = "Peak: over the whole run. A cgroup counts page cache too, most of which the kernel can drop."
 ABOUT_GPUS = (
     "GPU peak: the largest of the driver's samples, the use at an out-of-memory error, and the peak of reserved "
     "that PyTorch counts. Last: while processes of the run used the GPU."
 )
-#: Findings beside the forecasts whose evidence is here.
-SEEN_HERE = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
+#: Kinds of findings, other than forecasts, whose evidence is on this page.
+_OTHER_KINDS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +59,7 @@ def limits(moment: Moment) -> Iterator[Block]:
     if not found:
         yield Note(text="No sample of host or device yet. The collector takes them.")
         return
-    without_gpus = device_queries.devices(moment.snapshot).empty
+    without_gpus = gpu_memory.devices(moment.snapshot).empty
     yield Table(
         frame=pd.DataFrame([_row(limit) for limit in found]),
         caption=ABOUT_CGROUPS if without_gpus else f"{ABOUT_CGROUPS} {ABOUT_GPUS}",
@@ -71,11 +69,11 @@ def limits(moment: Moment) -> Iterator[Block]:
 
 def devices(moment: Moment) -> Iterator[Block]:
     """Draw the GPUs of each host, or say that there is none."""
-    table = device_queries.devices(moment.snapshot)
+    table = gpu_memory.devices(moment.snapshot)
     if table.empty:
         yield Note(text="CPU-only run: it used no CUDA device, so there are no GPU figures.")
         return
-    places, words = drawn(table, moment.span.rank)
+    places, words = select_devices(table, moment.span.rank)
     if words:
         yield Note(text=words)
     yield from _device_charts(moment, table, places[:AT_ONCE])
@@ -83,17 +81,17 @@ def devices(moment: Moment) -> Iterator[Block]:
 
 def further_devices(moment: Moment) -> Iterator[Block]:
     """Draw the other GPUs."""
-    table = device_queries.devices(moment.snapshot)
+    table = gpu_memory.devices(moment.snapshot)
     if not table.empty:
-        yield from _device_charts(moment, table, drawn(table, moment.span.rank)[0][AT_ONCE:])
+        yield from _device_charts(moment, table, select_devices(table, moment.span.rank)[0][AT_ONCE:])
 
 
 def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> Iterator[Block]:
-    errors = device_queries.cuda_errors(moment.snapshot, moment.span)
-    gpus = list(zip(named(table), table.to_dict("records"), strict=True))
+    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    gpus = list(zip(device_names(table), table.to_dict("records"), strict=True))
     for name, row in (gpus[place] for place in places):
         yield usage(
-            device_queries.device_lines(moment.snapshot, moment.span, row["gpu"]),
+            gpu_memory.device_lines(moment.snapshot, moment.span, row["gpu"]),
             errors[errors["gpu"] == row["gpu"]],
             moment.theme,
             name=name,
@@ -105,12 +103,14 @@ def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> It
 
 def devices_in_numbers(moment: Moment) -> Iterator[Block]:
     """List the last and the highest values of the lines of each GPU that is drawn."""
-    table = device_queries.devices(moment.snapshot)
+    table = gpu_memory.devices(moment.snapshot)
     if table.empty:
         return
-    names, rows = named(table), table.to_dict("records")
+    names, rows = device_names(table), table.to_dict("records")
     values = [
-        each for place in drawn(table, moment.span.rank)[0] for each in _values(moment, names[place], rows[place])
+        line
+        for place in select_devices(table, moment.span.rank)[0]
+        for line in _values(moment, names[place], rows[place])
     ]
     if values:
         yield Table(
@@ -121,7 +121,7 @@ def devices_in_numbers(moment: Moment) -> Iterator[Block]:
 
 
 def _values(moment: Moment, name: str, row: dict[Any, Any]) -> Iterator[dict[str, str]]:
-    for key, lines in device_queries.device_lines(moment.snapshot, moment.span, row["gpu"]).items():
+    for key, lines in gpu_memory.device_lines(moment.snapshot, moment.span, row["gpu"]).items():
         for rank, points in lines.points.groupby("series"):
             yield {
                 "GPU": name,
@@ -134,7 +134,7 @@ def _values(moment: Moment, name: str, row: dict[Any, Any]) -> Iterator[dict[str
 
 def share_bytes(moment: Moment, gpu: dict[Any, Any]) -> float | None:
     """Return the share of a GPU that a process may use, if it was met or is forecast to be met."""
-    errors = device_queries.cuda_errors(moment.snapshot, moment.whole)
+    errors = gpu_memory.cuda_errors(moment.snapshot, moment.whole)
     met = errors.loc[(errors["gpu"] == gpu["gpu"]) & errors["is_of_share"].astype(bool), "limit_bytes"]
     if len(met):
         return float(met.iloc[-1])
@@ -145,52 +145,14 @@ def share_bytes(moment: Moment, gpu: dict[Any, Any]) -> float | None:
 
 def cgroup_and_host(moment: Moment) -> Iterator[Block]:
     """Draw the cgroup that binds, else the host's memory."""
-    table = memory_queries.host_limits(moment.snapshot)
+    table = process_memory.host_limits(moment.snapshot)
     bound = table[table["limit"] == "cgroup"]
-    yield from _host_charts(moment, bound if not bound.empty else table[table["limit"] == "host"])
-
-
-def shared_memory(moment: Moment) -> Iterator[Block]:
-    """Draw /dev/shm, which carries the batches of workers."""
-    table = memory_queries.host_limits(moment.snapshot)
-    yield from _host_charts(moment, table[table["limit"] == "shm"])
-
-
-def open_files(moment: Moment) -> Iterator[Block]:
-    """Draw the open files of the processes that are nearest to their limit."""
-    every = memory_queries.open_files(moment.snapshot)
-    places = every.head(MAX_PROCESSES)
-    if places.empty:
-        return
-    lines = memory_queries.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
-    if not lines.points.empty:
-        chart = memory.open_files(
-            lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
-        )
-        left = f" Drawn: the {len(places)} of {len(every)} processes nearest to their limit."
-        yield replace(chart, caption=chart.caption + (left if len(places) < len(every) else ""))
+    yield from host_charts(moment, bound if not bound.empty else table[table["limit"] == "host"])
 
 
 def _chosen(moment: Moment) -> list[Finding]:
     found = moment.verdict.findings if moment.verdict else ()
-    return [f for f in found if KINDS[f.kind] == "memory forecast" or f.kind in SEEN_HERE]
-
-
-def _host_charts(moment: Moment, table: pd.DataFrame) -> Iterator[Block]:
-    for _, row in table.iterrows():
-        name = _limit_name(row, table)
-        yield memory.against_limit(
-            memory_queries.host_lines(moment.snapshot, moment.span, row["limit"], row["host"]),
-            moment.theme,
-            name=name,
-            capacity_bytes=row["capacity_bytes"],
-            revision=moment.run_id,
-        )
-
-
-def _limit_name(row: pd.Series, table: pd.DataFrame) -> str:
-    name = memory.LIMIT_WORDS[row["limit"]]
-    return f"{name} of {row['host']}" if table["host"].nunique() > 1 else name
+    return [f for f in found if KINDS[f.kind] == "memory forecast" or f.kind in _OTHER_KINDS]
 
 
 def _limits(moment: Moment) -> list[_Limit]:
@@ -198,9 +160,9 @@ def _limits(moment: Moment) -> list[_Limit]:
 
 
 def _device_limits(moment: Moment) -> Iterator[_Limit]:
-    table = device_queries.devices(moment.snapshot)
-    for gpu, row in zip(named(table), table.to_dict("records"), strict=True):
-        by_driver = known(row["used_bytes"])
+    table = gpu_memory.devices(moment.snapshot)
+    for gpu, row in zip(device_names(table), table.to_dict("records"), strict=True):
+        by_driver = is_known(row["used_bytes"])
         place = row["host"], int(row["device"])
         forecast = _forecast(moment, "gpu-oom-risk", *place)
         finding = _fatal(moment, *place) or forecast or _forecast(moment, "cuda-oom", *place)
@@ -214,11 +176,11 @@ def _device_limits(moment: Moment) -> Iterator[_Limit]:
 
 
 def _host_limits(moment: Moment) -> Iterator[_Limit]:
-    table = memory_queries.host_limits(moment.snapshot)
+    table = process_memory.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
         yield _Limit(
-            name=_limit_name(row, table),
+            name=limit_name(row, table),
             capacity=row["capacity_bytes"],
             last=row["now_bytes"],
             peak=row["peak_bytes"],
@@ -227,7 +189,7 @@ def _host_limits(moment: Moment) -> Iterator[_Limit]:
 
 
 def _file_limits(moment: Moment) -> Iterator[_Limit]:
-    for row in memory_queries.open_files(moment.snapshot).head(1).to_dict("records"):
+    for row in process_memory.open_files(moment.snapshot).head(1).to_dict("records"):
         yield _Limit(
             name=f"open files, {row['series']}",
             capacity=row["limit_count"],
@@ -261,10 +223,10 @@ def _row(limit: _Limit) -> dict[str, str]:
 
 def _answer(moment: Moment) -> str:
     """Return the gravest finding, or the limit that came nearest."""
-    ratios = [(limit.peak_ratio, limit) for limit in _limits(moment) if known(limit.peak_ratio)]
+    ratios = [(limit.peak_ratio, limit) for limit in _limits(moment) if is_known(limit.peak_ratio)]
     nothing = "No limit is forecast to be met."
     if ratios:
-        ratio, nearest = max(ratios, key=lambda each: each[0])
+        ratio, nearest = max(ratios, key=lambda pair: pair[0])
         capacity = f"{number(nearest.capacity)} files" if nearest.is_count else size(nearest.capacity)
         nothing += f" Nearest: {nearest.name}, {percent(ratio)} of {capacity} at the peak."
     return answer(_chosen(moment), nothing)
@@ -281,8 +243,8 @@ def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
         how = "training ended" if finding.severity == "critical" else "error caught"
         return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
     if finding and finding.eta:
-        return eta(finding.eta).partition(" (")[0]  # the finding has the rest
-    return "not forecast" if moment.verdict and not finding and known(capacity) else MISSING
+        return wording.eta(finding.eta).partition(" (")[0]  # the finding has the rest
+    return "not forecast" if moment.verdict and not finding and is_known(capacity) else MISSING
 
 
 VIEW = View(

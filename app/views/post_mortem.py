@@ -9,17 +9,15 @@ import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, needs_attention
 from app.figures import devices, memory
-from app.moment import Moment, Panel, View
-from app.panel import show
-from collector.diagnosis.findings import KINDS, Finding
-from collector.diagnosis.last_minute import WINDOW_SECONDS
-from collector.diagnosis.trends import MIN_POINTS
-from collector.quantities import MISSING, duration, known, number, size
-from collector.report import exit_words
-from collector.store import device_queries, memory_queries
-from collector.store.queries import Span
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from collector.diagnosis import LAST_MINUTE_SECONDS, MIN_POINTS
+from collector.findings import KINDS, Finding
+from collector.report import card
+from collector.store.queries import Span, gpu_memory, process_memory
+from collector.units import MISSING, duration, is_known, number, size
 
-#: More lines than this can't be told apart; the largest are drawn.
+#: Number of lines that a reader can tell apart; the largest are drawn.
 MAX_LINES = 12
 #: Seconds that are drawn after an error that the run outlived.
 _AFTER_ERROR_SECONDS = 5
@@ -36,7 +34,7 @@ def facts(moment: Moment) -> Iterator[Block]:
     verdict = moment.verdict
     if verdict is None:
         return
-    ended = MISSING if verdict.exit_status is None else exit_words(verdict.exit_status)
+    ended = MISSING if verdict.exit_status is None else card.exit_words(verdict.exit_status)
     last = (
         [Metric(label="So far", value=duration(verdict.duration_seconds), help="Time since the start of the run")]
         if _goes_on(moment)
@@ -67,17 +65,17 @@ def gpus(moment: Moment) -> Iterator[Block]:
     """Draw the last minute of each GPU whose memory ran out."""
     if not any(finding.kind == "cuda-oom" for finding in needs_attention(_deaths(moment))):
         return
-    table = device_queries.devices(moment.snapshot)
-    errors = device_queries.cuda_errors(moment.snapshot, moment.whole)
+    table = gpu_memory.devices(moment.snapshot)
+    errors = gpu_memory.cuda_errors(moment.snapshot, moment.whole)
     ran_out = errors[~errors["was_caught"].astype(bool)].drop_duplicates("gpu", keep="last").set_index("gpu")
-    names = dict(zip(table["gpu"], devices.named(table), strict=True))
+    names = dict(zip(table["gpu"], devices.device_names(table), strict=True))
     chosen = [row for row in table.to_dict("records") if row["gpu"] in ran_out.index]
     for row in chosen[: devices.AT_ONCE]:
         gpu, error = row["gpu"], ran_out.loc[row["gpu"]]
         within = minute_before(moment, error["elapsed_seconds"] + _AFTER_ERROR_SECONDS)
-        of_minute = device_queries.cuda_errors(moment.snapshot, within)
+        of_minute = gpu_memory.cuda_errors(moment.snapshot, within)
         chart = devices.usage(
-            device_queries.device_lines(moment.snapshot, within, gpu),
+            gpu_memory.device_lines(moment.snapshot, within, gpu),
             of_minute[of_minute["gpu"] == gpu],
             moment.theme,
             name=names[gpu],
@@ -91,19 +89,19 @@ def gpus(moment: Moment) -> Iterator[Block]:
 def processes(moment: Moment) -> Iterator[Block]:
     """Draw the host memory of each process in the last minute."""
     within = last_minute(moment)
-    metric = memory_queries.process_metric(moment.snapshot, within, "pss_bytes")
+    metric = process_memory.process_metric(moment.snapshot, within, "pss_bytes")
     if metric is None:
         yield Note(text="No sample of a process in the last minute. The collector takes them.")
         return
-    places = memory_queries.processes(moment.snapshot, within, fewest=MIN_POINTS)
+    places = process_memory.processes(moment.snapshot, within, fewest=MIN_POINTS)
     held = places[metric].fillna(places["rss_bytes"])  # a process that died young may have no PSS
     largest = held.groupby(places["series"], sort=False).max().nlargest(MAX_LINES).index.tolist()
     places = places[places["series"].isin(largest)]
     resident = None
     if memory.unread(places, metric):
-        resident = memory_queries.process_lines(moment.snapshot, within, "rss_bytes", largest, lacking=metric)
+        resident = process_memory.process_lines(moment.snapshot, within, "rss_bytes", largest, lacking=metric)
     yield memory.per_process(
-        memory_queries.process_lines(moment.snapshot, within, metric, largest),
+        process_memory.process_lines(moment.snapshot, within, metric, largest),
         places,
         moment.theme,
         metric=metric,
@@ -115,10 +113,10 @@ def processes(moment: Moment) -> Iterator[Block]:
 
 def limits(moment: Moment) -> Iterator[Block]:
     """Draw the host memory that was nearest to its limit in the last minute."""
-    tightest = memory_queries.tightest_limit(moment.snapshot)
+    tightest = process_memory.tightest_limit(moment.snapshot)
     if tightest is not None:
         yield memory.against_limit(
-            memory_queries.host_lines(moment.snapshot, last_minute(moment), tightest["limit"], tightest["host"]),
+            process_memory.host_lines(moment.snapshot, last_minute(moment), tightest["limit"], tightest["host"]),
             moment.theme,
             name=memory.LIMIT_WORDS[tightest["limit"]],
             capacity_bytes=tightest["capacity_bytes"],
@@ -129,11 +127,11 @@ def limits(moment: Moment) -> Iterator[Block]:
 def table(moment: Moment) -> Iterator[Block]:
     """List the processes of the last minute."""
     within = last_minute(moment)
-    found = memory_queries.processes(moment.snapshot, within, fewest=None)
+    found = process_memory.processes(moment.snapshot, within, fewest=None)
     if found.empty:
         return
     # The last record of a process may be the one that found it gone.
-    found = found.merge(memory_queries.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
+    found = found.merge(process_memory.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
     found = found.sort_values("highest", ascending=False)
     lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
@@ -158,12 +156,12 @@ def table(moment: Moment) -> Iterator[Block]:
 def _pss(found: pd.DataFrame, what: str) -> list[str]:
     """Return PSS in words, or RSS, marked as such, where no PSS was read."""
     both = zip(found[f"pss_{what}"], found[f"rss_{what}"], strict=True)
-    return [size(pss) if known(pss) or not known(rss) else f"{size(rss)} (RSS)" for pss, rss in both]
+    return [size(pss) if is_known(pss) or not is_known(rss) else f"{size(rss)} (RSS)" for pss, rss in both]
 
 
 def _ends(moment: Moment, found: pd.DataFrame, end_seconds: float) -> dict[str, list[str]]:
     """Return when each process was last seen alive, and whether its exit was seen."""
-    ago = [f"{max(s, 0.0):.1f} s" if known(s) else MISSING for s in end_seconds - found["alive_seconds"]]
+    ago = [f"{max(s, 0.0):.1f} s" if is_known(s) else MISSING for s in end_seconds - found["alive_seconds"]]
     ended = found["ended"].fillna(False)
     if _goes_on(moment):
         return {
@@ -182,14 +180,14 @@ def _goes_on(moment: Moment) -> bool:
 def last_minute(moment: Moment) -> Span:
     """Return the last 60 s that were recorded, of all ranks."""
     whole = moment.whole
-    return replace(whole, from_ns=max(whole.from_ns, whole.to_ns - int(WINDOW_SECONDS * 1e9)), rank=None)
+    return replace(whole, from_ns=max(whole.from_ns, whole.to_ns - int(LAST_MINUTE_SECONDS * 1e9)), rank=None)
 
 
 def minute_before(moment: Moment, end_seconds: float) -> Span:
     """Return the 60 s before an elapsed time, or the last 60 s if the records end earlier."""
     to_ns = min(moment.whole.to_ns, moment.whole.origin_ns + int(end_seconds * 1e9))
     return replace(
-        last_minute(moment), from_ns=max(moment.whole.from_ns, to_ns - int(WINDOW_SECONDS * 1e9)), to_ns=to_ns
+        last_minute(moment), from_ns=max(moment.whole.from_ns, to_ns - int(LAST_MINUTE_SECONDS * 1e9)), to_ns=to_ns
     )
 
 
@@ -204,7 +202,7 @@ def _answer(moment: Moment) -> str:
     if moment.verdict.status == "finished" and not needs_attention(_deaths(moment)):
         return "No. The run finished normally (exit status 0)."
     status = moment.verdict.exit_status
-    ended = "" if not known(status) else f" with {exit_words(int(status))}"
+    ended = "" if not is_known(status) else f" with {card.exit_words(int(status))}"
     return answer(_deaths(moment), f"Yes. The run ended{ended}. Its records do not show the cause.")
 
 

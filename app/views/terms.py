@@ -1,4 +1,4 @@
-"""Terms: what the words in the figures mean. The explanations on hover lead here; it is of no run."""
+"""Terms: the meaning of the words in the figures. Explanations on hover link here; the page needs no run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.terms import TERMS, anchor
 
 
 def explain() -> None:
-    """Each term under its own heading, which has an address."""
+    """Show each term under its own heading, which has an anchor."""
     st.header("What do the words mean?", anchor=False)
     for term, meaning in TERMS.items():
         st.subheader(term, anchor=anchor(term))

@@ -8,50 +8,49 @@ from functools import partial
 import pandas as pd
 
 from app.blocks import Block, Findings, Metric, Metrics, Note, Table, Widget, answer
-from app.figures import rounds, workers
-from app.loading import Recent, recent
-from app.moment import Moment, Panel, View
-from app.panel import show
-from app.what_if import at_first, what_if
-from collector.diagnosis.findings import KINDS, Finding
-from collector.diagnosis.rounds import fold, lanes
-from collector.diagnosis.speed_ups import KEPT_BUSY
-from collector.quantities import duration, number, percent, quantity
-from collector.store import loading_queries
-from collector.store.tiles import SAMPLED_BEYOND
-from collector.wording import part, title
+from app.figures import workers
+from app.runtime.loading import Recent, recent
+from app.runtime.moment import Moment, Panel, View
+from app.runtime.refresh import show
+from app.what_if import initial_blocks, what_if
+from collector.diagnosis.loading import lanes, waits_by_position
+from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
+from collector.findings import KINDS, Finding
+from collector.report import wording
+from collector.store.queries import EXACT_QUANTILE_ROWS, loading
+from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
-GROUPS = ("data loading", "training")
-OF_WORKERS = ("workers-not-reporting", "worker-killed")
+_GROUPS = ("data loading", "training")
+_WORKER_KINDS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
 
 
-def in_words(moment: Moment) -> str:
-    """The gravest finding, or how much is waited, and the name of the finding below that is about that."""
-    found, chosen = recent(moment), _chosen(moment)
-    if found is None:
+def answer_in_words(moment: Moment) -> str:
+    """Return the gravest finding, or the share of waiting and the name of the finding about it."""
+    recent_loop, chosen = recent(moment), _chosen(moment)
+    if recent_loop is None:
         return answer(chosen, NOTHING if moment.has_loader else NO_LOADER)
-    waiting = f"The training waits {percent(found.seen.wait_ratio)} of its time over {_batches(found)}"
-    if found.seen.wait_ratio < KEPT_BUSY:
+    waiting = f"The training waits {percent(recent_loop.seen.wait_ratio)} of its time over {_batches(recent_loop)}"
+    if recent_loop.seen.wait_ratio < HEALTHY_WAIT_RATIO:
         return answer(chosen, f"{NOTHING} {waiting}.")
-    return answer(chosen, f"{waiting}{_why(found, chosen)}.")
+    return answer(chosen, f"{waiting}{_why(recent_loop, chosen)}.")
 
 
 def findings(moment: Moment) -> Iterator[Block]:
-    """What was found about data loading and the training loop."""
+    """Show the findings about data loading and the training loop."""
     if moment.verdict is not None:
         yield Findings(findings=_chosen(moment))
 
 
 def setting(moment: Moment) -> Iterator[Block]:
-    """How the loader is set up."""
+    """Show the settings of the loader."""
     if moment.loader is None:
         yield NO_FETCH
         return
-    table = loading_queries.loaders(moment.snapshot)
+    table = loading.loaders(moment.snapshot)
     of_loader = table[table["loader"] == moment.loader]
     if of_loader.empty:
         return
@@ -68,22 +67,23 @@ def setting(moment: Moment) -> Iterator[Block]:
 
 
 def key_figures(moment: Moment) -> Iterator[Block]:
-    """How much is waited, for what, and how much of it while other batches lay there."""
-    found = recent(moment)
-    if found is None:
+    """Show the share of waiting, its main reason, and its share while a later batch was ready."""
+    recent_loop = recent(moment)
+    if recent_loop is None:
         return
-    seen = found.seen
+    seen = recent_loop.seen
     most, seconds = next(iter(seen.by_part.items()), ("—", 0.0))
     waited = max(seen.wait_seconds, 1e-9)
     items = [
         Metric(
             label=f"Waiting, last {len(seen.waits):,} batches",
             value=percent(seen.wait_ratio),
-            help=f"{duration(seen.wait_seconds)} over {_batches(found)}. The Overview has it over the whole run",
+            help=f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. "
+            "The Overview has it over the whole run",
         ),
         Metric(
             label="Mostly for",
-            value=f"{part(most)} {percent(seconds / waited)}",
+            value=f"{wording.part(most)} {percent(seconds / waited)}",
             help="What the worker of the awaited batch was doing; Pipeline stages has the rest",
         ),
     ]
@@ -94,29 +94,29 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     yield Metrics(items=items)
 
 
-def in_lanes(moment: Moment) -> Iterator[Block]:
-    """The rounds with the longest waiting, lane by lane."""
-    found = recent(moment)
-    if found is None or not found.seen.loop.num_workers:
+def wait_lanes(moment: Moment) -> Iterator[Block]:
+    """Draw the rounds with the longest waiting, one lane per process."""
+    recent_loop = recent(moment)
+    if recent_loop is None or not recent_loop.seen.loop.num_workers:
         return
-    shown = lanes(found.seen)
+    shown = lanes(recent_loop.seen)
     if shown is None or not (shown.bars["kind"] == "wait").any():
         yield Note(text="No lanes: they need a few rounds of batches after the first ones of an epoch.")
         return
     begin = (shown.begin_ns - moment.span.origin_ns) / 1e9
-    yield rounds.lanes(shown, moment.theme, begin_seconds=begin, revision=moment.run_id)
+    yield workers.lanes(shown, moment.theme, begin_seconds=begin, revision=moment.run_id)
 
 
-def folded(moment: Moment) -> Iterator[Block]:
-    """The waits by position in the round, or why there are none: beside them stands a chart."""
-    found = recent(moment)
-    if found is None:
+def waits_by_round_position(moment: Moment) -> Iterator[Block]:
+    """Draw the waits by position in the round; say why if there are none, so that the row has no hole."""
+    recent_loop = recent(moment)
+    if recent_loop is None:
         return
-    loop = found.seen.loop
+    loop = recent_loop.seen.loop
     if not loop.num_workers:
         yield Note(text="No worker is waited for: the training process makes its batches itself (num_workers = 0).")
-    elif len(table := fold(found.seen)):
-        yield rounds.fold(table, moment.theme, revision=moment.run_id)
+    elif len(table := waits_by_position(recent_loop.seen)):
+        yield workers.waits_by_position(table, moment.theme, revision=moment.run_id)
     else:
         text = (
             f"Which worker of a round is waited for cannot be told: the first {number(loop.ramp)} batches of an "
@@ -126,30 +126,30 @@ def folded(moment: Moment) -> Iterator[Block]:
 
 
 def other_settings(moment: Moment) -> Iterator[Block]:
-    """What other settings of the loader would give."""
-    found = recent(moment)
-    if found is None:
+    """Show the forecast for other settings of the loader."""
+    recent_loop = recent(moment)
+    if recent_loop is None:
         return
-    outlook = found.outlook
+    outlook = recent_loop.outlook
     if isinstance(outlook, str):
         yield Note(text=f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
         return
-    of, revision = _rank(found), moment.run_id
+    of, revision = _rank(recent_loop), moment.run_id
     yield Widget(
         draw=partial(what_if, outlook=outlook, theme=moment.theme, of=of, revision=revision),
-        still=partial(at_first, outlook, moment.theme, of=of, revision=revision),
+        initial=partial(initial_blocks, outlook, moment.theme, of=of, revision=revision),
     )
 
 
 def stages(moment: Moment) -> Iterator[Block]:
-    """Idle, dataset and collate of each worker."""
+    """Draw the time of each worker: idle, dataset and collate."""
     split = _split(moment)
     if split is not None:
         yield workers.stages(split, moment.theme, revision=moment.run_id)
 
 
 def causes(moment: Moment) -> Iterator[Block]:
-    """CPU, run queue and blocked of each worker."""
+    """Draw the fetch time of each worker: CPU, run queue and blocked."""
     split = _split(moment)
     if split is None:
         return
@@ -160,18 +160,18 @@ def causes(moment: Moment) -> Iterator[Block]:
 
 
 def heat(moment: Moment) -> Iterator[Block]:
-    """Fetch time by worker over time."""
+    """Draw fetch time by worker over time."""
     if moment.loader is None:
         return
-    fetches = loading_queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
+    fetches = loading.fetch_heat(moment.snapshot, moment.span, moment.loader)
     yield workers.heat(fetches, moment.theme, revision=moment.run_id)
 
 
 def waits(moment: Moment) -> Iterator[Block]:
-    """The wait per batch and what lay ready."""
+    """Draw the wait per batch and the batches that were ready."""
     if moment.loader is None:
         return
-    batches = loading_queries.batch_lines(moment.snapshot, moment.span, moment.loader)
+    batches = loading.batch_lines(moment.snapshot, moment.span, moment.loader)
     if batches["wait"].points.empty:
         yield Note(text="No batch was yielded to the training loop in this window.")
         return
@@ -181,7 +181,7 @@ def waits(moment: Moment) -> Iterator[Block]:
 
 
 def table(moment: Moment) -> Iterator[Block]:
-    """The same in numbers."""
+    """List the times of each worker, in numbers."""
     split = _split(moment)
     if split is None:
         return
@@ -189,7 +189,7 @@ def table(moment: Moment) -> Iterator[Block]:
         name: [quantity(value, "ms") for value in split[f"{name}_ms"] / split["n"]]
         for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
     }
-    sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > SAMPLED_BEYOND else ""
+    sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > EXACT_QUANTILE_ROWS else ""
     yield Table(
         frame=pd.DataFrame(
             {
@@ -211,57 +211,60 @@ def table(moment: Moment) -> Iterator[Block]:
 
 
 def _chosen(moment: Moment) -> list[Finding]:
-    found = moment.verdict.findings if moment.verdict else ()
-    return [f for f in found if KINDS[f.kind] in GROUPS or f.kind in OF_WORKERS or _cannot_tell(f)]
+    candidates = moment.verdict.findings if moment.verdict else ()
+    return [f for f in candidates if KINDS[f.kind] in _GROUPS or f.kind in _WORKER_KINDS or _explains_no_verdict(f)]
 
 
-def _cannot_tell(finding: Finding) -> bool:
-    """Whether it says why nothing can be said of a loader; what grows in a worker belongs to the leaks."""
+def _explains_no_verdict(finding: Finding) -> bool:
+    """Return True if it says why a loader was not judged; one with a rate is about a leak."""
     return finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
 
 
-def _why(found: Recent, chosen: list[Finding]) -> str:
-    """Which finding is about the waiting of this loop, as the end of a sentence; what it says stands below."""
-    loop = found.seen.loop
-    mine = [f for f in chosen if f.locus.loader in (None, loop.loader) and f.locus.rank in (None, loop.rank)]
-    if not mine:
+def _why(recent_loop: Recent, chosen: list[Finding]) -> str:
+    """Return the name of the finding about this loop's waiting, as the end of a sentence."""
+    loop = recent_loop.seen.loop
+    of_loop = [f for f in chosen if f.locus.loader in (None, loop.loader) and f.locus.rank in (None, loop.rank)]
+    if not of_loop:
         return ", and no rule says why"
-    if mine[0].kind == "cannot-tell":
+    if of_loop[0].kind == "cannot-tell":
         return ", and why cannot be told: see the reason below"
-    if mine[0].kind == "compute-bound":  # which is said of the whole run
-        return f", but in the run as a whole hardly for batches that are not made yet: see {title(mine[0])} below"
-    return f": see {title(mine[0])} below"
+    if of_loop[0].kind == "compute-bound":  # a finding about the whole run
+        return (
+            ", but in the run as a whole hardly for batches that are not made yet: "
+            f"see {wording.title(of_loop[0])} below"
+        )
+    return f": see {wording.title(of_loop[0])} below"
 
 
-def _batches(found: Recent) -> str:
-    return f"the last {len(found.seen.waits):,} batches{_rank(found)}"
+def _batches(recent_loop: Recent) -> str:
+    return f"the last {len(recent_loop.seen.waits):,} batches{_rank(recent_loop)}"
 
 
-def _rank(found: Recent) -> str:
-    """` of rank 1` where there are ranks: what is of one loop is of one rank."""
-    rank = found.seen.loop.rank
+def _rank(recent_loop: Recent) -> str:
+    """Return ` of rank 1` if there are ranks: a loop belongs to one rank."""
+    rank = recent_loop.seen.loop.rank
     return "" if rank is None else f" of rank {rank}"
 
 
 def _split(moment: Moment) -> pd.DataFrame | None:
     if (loader := moment.loader) is None:
         return None
-    split = moment.once("split", lambda: loading_queries.worker_split(moment.snapshot, moment.span, loader))
+    split = moment.once("split", lambda: loading.worker_split(moment.snapshot, moment.span, loader))
     return None if split.empty else split
 
 
-# First what is of the newest batches, then what is of the whole window.
+# The newest batches come first, then the whole window.
 VIEW = View(
     name="worker-stalls",
     question="What does the training wait for, and which worker is behind it?",
-    answer=in_words,
+    answer=answer_in_words,
     by_loader=True,
     rows=(
         (Panel(name="Findings", build=findings),),
         (Panel(name="Setting", build=setting),),
         (Panel(name="Key figures", build=key_figures),),
-        (Panel(name="Lanes", build=in_lanes),),
-        (Panel(name="Fold", build=folded), Panel(name="Waits", build=waits, turn=1)),
+        (Panel(name="Lanes", build=wait_lanes),),
+        (Panel(name="Fold", build=waits_by_round_position), Panel(name="Waits", build=waits, turn=1)),
         (Panel(name="Worker time", build=stages, turn=1), Panel(name="Fetch time", build=causes, turn=1)),
         (Panel(name="Fetch time by worker", build=heat, turn=1),),
         (Panel(name="Other settings", build=other_settings),),

@@ -1,1 +1,1 @@
-"""How often the verdicts are right, and how far predictions are off, against trainings whose truth is known."""
+"""Share of right verdicts, and errors of predictions, against trainings whose truth is known."""

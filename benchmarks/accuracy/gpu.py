@@ -34,11 +34,11 @@ from benchmarks.accuracy.memory_replay import (
     of_both_clocks,
     until,
 )
-from collector.diagnosis.findings import KINDS, Finding
-from collector.diagnosis.frames import SECOND_NS, floats
-from collector.diagnosis.tables import RunTables, load_tables
+from collector.diagnosis.run.columns import SECOND_NS, floats
+from collector.diagnosis.run.tables import RunTables, load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.runs import find_run
+from collector.findings import KINDS, Finding
+from collector.store.catalogue import find_run
 from tests.cuda_sim import simulator
 from training_harness.jobs.faults import FAULTS
 
@@ -59,7 +59,7 @@ _FINDINGS = {
 }
 _NEGATIVES = ("variable", "evaluation", "filling", "outputs", "late_optimizer", "graphs", "nothing")
 _KIB, _MIB = 1 << 10, 1 << 20
-#: What PyTorch and the driver take of a device before anything grows.
+#: Bytes that PyTorch and the driver take of a device before anything grows.
 _BASE_BYTES = 340 * _MIB
 _STEPS, _STEPS_TO_LIMIT = 1500, 1200
 #: Kinds that follow from a leak of GPU memory.

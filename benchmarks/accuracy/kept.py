@@ -7,14 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from collector.diagnosis.contention import cores_used, queued_ratio
-from collector.diagnosis.frames import training_end_ns, training_start_ns
-from collector.diagnosis.limits import FILLED, usable_cores
-from collector.diagnosis.tables import ProcessKey, RunTables
+from collector.diagnosis.loading.worker_limit import CORES_FILLED, usable_cores
+from collector.diagnosis.run.columns import training_end_ns, training_start_ns
+from collector.diagnosis.run.tables import ProcessKey, RunTables
+from collector.diagnosis.stalls.cpu_contention import cores_used, queued_ratio
 from collector.errors import TidegaugeError
-from collector.store.runs import Run, find_run
+from collector.store.catalogue import find_run
+from collector.store.runs.run import Run
 
-#: Of the time. Such a run is left out: it really is held up by other programs, and told so.
+#: Share of the time spent waiting for cores. Such a run is left out: other programs really hold it up.
 DISTURBED = 0.05
 
 
@@ -38,9 +39,9 @@ def kept_run(folder: Path, command: Sequence[str]) -> Run:
 
 
 def disturbed(tables: RunTables, main: ProcessKey) -> bool:
-    """Whether the training waited for cores that other programs used."""
+    """Return whether the training waited for cores that other programs used."""
     begin_ns, end_ns = training_start_ns(tables), training_end_ns(tables)
     queued, _ = queued_ratio(tables, main, begin_ns, end_ns)
-    return queued >= DISTURBED and cores_used(tables, main[0], begin_ns, end_ns) < FILLED * usable_cores(
+    return queued >= DISTURBED and cores_used(tables, main[0], begin_ns, end_ns) < CORES_FILLED * usable_cores(
         tables, main[0]
     )

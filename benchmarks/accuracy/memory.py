@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy memory [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
 
 Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own. What
-has run is kept in `--keep` and not run again; what is kept is judged anew each time, so it can be run in parts.
+has run is kept in `--keep` and not run again; what is kept is judged again each time, so it can be run in parts.
 Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at three
 quarters.
 """
@@ -37,10 +37,10 @@ from benchmarks.accuracy.memory_replay import (
 )
 from benchmarks.accuracy.memory_runs import check, kept, run_all
 from benchmarks.accuracy.memory_synthetic import table
-from collector.diagnosis.findings import KINDS, Finding
-from collector.diagnosis.frames import SECOND_NS
-from collector.diagnosis.tables import RunTables
+from collector.diagnosis.run.columns import SECOND_NS
+from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.verdict import diagnose
+from collector.findings import KINDS, Finding
 
 _HEAD = """# Are the verdicts on memory right?
 
@@ -62,7 +62,7 @@ samples; they name neither kind nor place, so any alarm on a leaking training co
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
 _MOMENTS = 24
-#: Of each family.
+#: Number of series drawn from each family.
 _DRAWN_COUNT = 100
 
 
@@ -163,7 +163,7 @@ def _while_running(taken_back: Sequence[Case]) -> Iterator[str]:
 
 
 def _counts(seen: Trace) -> list[int]:
-    """How many readings there were at each moment, evenly over all."""
+    """Return the number of readings up to each moment; the moments are spread evenly over all readings."""
     return [round(len(seen.seconds) * (k + 1) / _MOMENTS) for k in range(_MOMENTS)]
 
 
@@ -172,7 +172,7 @@ def _warned(tables: RunTables, seen: Trace, count: int) -> bool:
 
 
 def _is_wrong(case: Case, finding: Finding) -> bool:
-    """Whether it says what is not so; that a limit comes nearer is true of every leak."""
+    """Return whether the finding is false. A forecast never is: every leak brings a limit nearer."""
     if case.kind is None:
         return True
     return KINDS[finding.kind] == "memory leak" and finding.kind not in (case.kind, *case.also)
@@ -214,7 +214,7 @@ _LEAD_HEAD = "| killed | Tidegauge | " + " | ".join(_LEADING) + " |"
 
 
 def _lead(case: Case, tables: RunTables) -> Iterator[str]:
-    """When each first warned and never took it back: seconds before the end, and headroom of the limit then."""
+    """Yield a row: each method's first lasting warning, seconds before the end, and headroom of the limit then."""
     whole = trace(tables)
     counts = _counts(whole)
     cells = []

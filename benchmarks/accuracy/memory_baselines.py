@@ -1,4 +1,4 @@
-"""What others would say of the same traces: published rules and plain statistics, on the memory that they look at.
+"""Verdicts of others on the same traces: published rules and plain statistics, on the memory that they look at.
 
 Sources of the rules: TraceML 0.3.6, `process/policy.py` (RSS of the training process at 80 % of the host's memory;
 its rule of creep looks at GPU memory alone); Stormlog 0.2.9 (more than 100 MB of growth, with more than 10 % of the
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from collector.diagnosis.frames import SECOND_NS, floats, training_end_ns, training_start_ns
-from collector.diagnosis.host_memory import demand_series
-from collector.diagnosis.tables import RunTables
+from collector.diagnosis.run.columns import SECOND_NS, floats, training_end_ns, training_start_ns
+from collector.diagnosis.run.host_memory import demand_series
+from collector.diagnosis.run.tables import RunTables
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MIB = 2**20
@@ -34,7 +34,7 @@ class Trace:
     host_bytes: float
 
     def before(self, count: int) -> Trace:
-        """The same, with so many points."""
+        """Return the same series, cut to the first `count` points."""
         parts = {name: getattr(self, name)[:count] for name in ("seconds", "main_rss", "summed_rss", "demand")}
         return Trace(**parts, limit_bytes=self.limit_bytes, host_bytes=self.host_bytes)
 

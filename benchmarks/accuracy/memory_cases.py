@@ -24,7 +24,7 @@ BUILT_IN = (
     "kept-batches",
     "shm-leak",
 )
-#: What is also true of them: a batch that is kept keeps its descriptors and its shared memory.
+#: Findings that are also true of a leak: a batch that is kept keeps its descriptors and its shared memory.
 ALSO = {"kept-batches": ("shm-leak",)}
 ROLES = {"main-heap-leak": "main", "worker-heap-leak": "worker", "copy-on-read-growth": "worker", "fd-leak": "main"}
 LEAKS = {
@@ -162,7 +162,7 @@ def _leak(name: str, kind: str, *words: object, **traits: int) -> Case:
 
 
 def _kills(again: int) -> Iterator[Case]:
-    """Leaks in a cgroup of so many MiB, which the kernel ends after half a minute or so."""
+    """Yield leaks in a cgroup of `limit` MiB, which the kernel ends after about half a minute."""
     for name, kind, rate, step, limit, words in (
         ("kill-main-200k", "main-heap", 200, 0.020, 520, ()),
         ("kill-main-200k-noise", "main-heap", 200, 0.020, 620, ("--noise",)),

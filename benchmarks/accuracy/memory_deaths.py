@@ -67,14 +67,14 @@ def die_of_address_space(job: Job) -> None:
     """It keeps what it makes, and may have 600 MiB more of address space."""
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 600 * MIB, resource.RLIM_INFINITY))
-    each_step(job, lambda: job.kept.append(block(4 * MIB)))
+    each_step(job, lambda: job.objects.append(block(4 * MIB)))
 
 
 @kind
 def die_of_descriptors(job: Job) -> None:
     """It leaves open what it opens, and may have 200 files open."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    each_step(job, lambda: job.kept.append(os.open(os.devnull, os.O_RDONLY)))
+    each_step(job, lambda: job.objects.append(os.open(os.devnull, os.O_RDONLY)))
 
 
 @kind

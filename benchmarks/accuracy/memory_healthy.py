@@ -25,8 +25,8 @@ def warm_up(job: Job) -> None:
     """Caches that fill ever more slowly."""
 
     def fill() -> None:
-        while len(job.kept) < 200 * (1 - math.exp(-8 * part(job))):
-            job.kept.append(block(MIB))
+        while len(job.objects) < 200 * (1 - math.exp(-8 * part(job))):
+            job.objects.append(block(MIB))
 
     each_step(job, fill)
 
@@ -50,9 +50,9 @@ def epoch_outputs(job: Job) -> None:
     """The outputs of an epoch are kept until its end; a small summary of each stays."""
 
     def keep() -> None:
-        job.kept.append(block(MIB // 2))
+        job.objects.append(block(MIB // 2))
         if job.step % 90 == 0:
-            job.kept[:] = [each for each in job.kept if len(each) <= 4096] + [block(4096)]
+            job.objects[:] = [each for each in job.objects if len(each) <= 4096] + [block(4096)]
 
     each_step(job, keep)
 
@@ -60,14 +60,14 @@ def epoch_outputs(job: Job) -> None:
 @kind
 def one_step_up(job: Job) -> None:
     """A copy of the weights from the middle on."""
-    each_step(job, lambda: job.kept or (part(job) > 0.45 and job.kept.append(block(150 * MIB))))
+    each_step(job, lambda: job.objects or (part(job) > 0.45 and job.objects.append(block(150 * MIB))))
 
 
 @kind
 def two_steps_up(job: Job) -> None:
     """First the evaluation, then the checkpoint leaves its buffers."""
     dues = [0.25, 0.6]
-    each_step(job, lambda: dues and part(job) > dues[0] and (dues.pop(0), job.kept.append(block(90 * MIB))))
+    each_step(job, lambda: dues and part(job) > dues[0] and (dues.pop(0), job.objects.append(block(90 * MIB))))
 
 
 @kind
@@ -77,8 +77,8 @@ def high_water(job: Job) -> None:
 
     def see() -> None:
         length = int(4 * MIB * lengths.lognormvariate(0, 0.8))
-        if not job.kept or len(job.kept[0]) < length:
-            job.kept[:] = [block(length)]
+        if not job.objects or len(job.objects[0]) < length:
+            job.objects[:] = [block(length)]
 
     each_step(job, see)
 
@@ -90,7 +90,7 @@ def slow_lengths(job: Job) -> None:
 
     def hold() -> None:
         state[0] = 0.985 * state[0] + wander.gauss(0, 0.17)
-        job.kept[:] = [block(100 * MIB * math.exp(0.35 * state[0]))]
+        job.objects[:] = [block(100 * MIB * math.exp(0.35 * state[0]))]
 
     each_step(job, hold)
 
@@ -154,7 +154,7 @@ def arena_retention(job: Job) -> None:
     def churn() -> None:
         if job.step % every == 0:
             crowd = [bytes(700) for _ in range(90_000)]
-            job.kept[:] = crowd[::500]
+            job.objects[:] = crowd[::500]
 
     each_step(job, churn)
 
@@ -213,10 +213,10 @@ def evaluations(job: Job) -> None:
 
     def evaluate() -> None:
         inside = part(job) % 0.25 > 0.22 - 0.05 * part(job)
-        if inside and not job.kept:
-            job.kept.append(block(200 * MIB))
+        if inside and not job.objects:
+            job.objects.append(block(200 * MIB))
         elif not inside:
-            job.kept.clear()
+            job.objects.clear()
 
     each_step(job, evaluate)
 
@@ -224,7 +224,7 @@ def evaluations(job: Job) -> None:
 @kind
 def scalar_history(job: Job) -> None:
     """The losses as numbers: some 100 bytes a step."""
-    each_step(job, lambda: job.kept.append({"step": job.step, "loss": random.random()}))
+    each_step(job, lambda: job.objects.append({"step": job.step, "loss": random.random()}))
 
 
 @kind
@@ -240,6 +240,6 @@ def late_optimizer(job: Job) -> None:
             optimizer = torch.optim.Adam(layer.parameters())
             layer(torch.ones(1, 1024)).sum().backward()
             optimizer.step()
-            job.kept.append(optimizer)
+            job.objects.append(optimizer)
 
     each_step(job, thaw)

@@ -36,7 +36,7 @@ def each_step(job: Job, do: Callable[[], object]) -> None:
 
 
 def part(job: Job) -> float:
-    """How much of the training is over, 0 to 1."""
+    """Return the share of the training that is over, 0 to 1."""
     return job.step / job.steps_count
 
 
@@ -46,7 +46,7 @@ def due(job: Job) -> bool:
 
 @kind
 def main_heap(job: Job) -> None:
-    each_step(job, lambda: job.kept.append(block(job.options.rate)) if due(job) else block(job.options.rate))
+    each_step(job, lambda: job.objects.append(block(job.options.rate)) if due(job) else block(job.options.rate))
 
 
 @kind

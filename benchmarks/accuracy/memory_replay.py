@@ -10,16 +10,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.accuracy.memory_cases import Case
-from collector.diagnosis.findings import KINDS, Eta, Finding
-from collector.diagnosis.frames import SECOND_NS, floats, key_of, step_numbers, training_end_ns, training_start_ns
-from collector.diagnosis.host_memory import demand_series, kernel_bytes
-from collector.diagnosis.lifecycle import Lifecycle
-from collector.diagnosis.tables import RunTables
-from collector.diagnosis.trends import lower_envelope
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    floats,
+    key_of,
+    step_numbers,
+    training_end_ns,
+    training_start_ns,
+)
+from collector.diagnosis.run.host_memory import demand_series, kernel_bytes
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import lower_envelope
 from collector.diagnosis.verdict import diagnose
+from collector.findings import KINDS, Eta, Finding
 
 MEMORY = ("memory leak", "memory forecast")
-#: Of the way to the limit.
+#: Shares of the way to the limit.
 HALF, THREE_QUARTERS = 0.5, 0.75
 _NEAR_THE_END = 0.97
 _ROUNDING_NS = 1_000  # of seconds since 1970: the sample of a moment is seen then
@@ -28,7 +35,7 @@ CLOCKS = ("seconds", "steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What was forecast at one moment, and how long it really took; NaN where nothing was forecast."""
+    """Forecast made at one moment, and the time it really took; NaN where nothing was forecast."""
 
     case: str
     way_ratio: float
@@ -40,12 +47,12 @@ class Forecast:
 
     @property
     def error_ratio(self) -> float:
-        """Of the middle."""
+        """Relative error of the middle."""
         return abs(self.mid - self.truth) / self.truth
 
     @property
     def holds(self) -> bool:
-        """Whether the interval has the truth in it."""
+        """Return whether the interval contains the truth."""
         return self.low <= self.truth <= self.high
 
 
@@ -149,7 +156,7 @@ def _onset(case: Case) -> float:
 
 
 def _first_met(times: np.ndarray, demand: np.ndarray, limit: float) -> float:
-    """When the demand first met the limit, between two samples; the last sample's time if it never did."""
+    """Return the time the demand first met the limit, between two samples; the last sample's if it never did."""
     met = np.flatnonzero(demand >= limit)
     around = slice(max(met[0] - 1, 0), met[0] + 1) if len(met) else slice(-1, None)
     return float(np.interp(limit, demand[around], times[around]))

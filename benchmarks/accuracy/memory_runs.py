@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.memory_cases import Case
-from collector.diagnosis.tables import RunTables, load_tables
-from collector.store.runs import find_run
+from collector.diagnosis.run.tables import RunTables, load_tables
+from collector.store.catalogue import find_run
 
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
@@ -28,7 +28,7 @@ sys.exit(run_command(sys.argv[2:], home=Path(sys.argv[1]), interval_seconds=0.25
 
 
 def check() -> str | None:
-    """What this machine lacks for the benchmark, None if nothing."""
+    """Return the things this machine lacks for the benchmark, None if it has all."""
     if os.geteuid() != 0 or not (_CGROUPS / "memory.limit_in_bytes").exists():
         return f"a cgroup v1 below {_CGROUPS} and a mount namespace are needed: run it as root where there are"
     return None

@@ -16,8 +16,8 @@ import numpy as np
 from scipy.signal import lfilter
 
 from benchmarks.accuracy.memory_replay import HALF, THREE_QUARTERS
-from collector.diagnosis.passage import passages
-from collector.diagnosis.trends import growth
+from collector.diagnosis.statistics.first_passage import first_passage_times
+from collector.diagnosis.statistics.growth import growth
 
 _LIMIT = 100.0
 _LONGEST = 6  # times the samples that the way takes
@@ -107,7 +107,7 @@ def _row(name: str, ratio: float, told: list[tuple[float, bool]], asked_count: i
 
 
 def _forecast(draw: Draw, ratio: float, generator: np.random.Generator) -> tuple[float, bool] | None:
-    """The error of the middle and whether the interval holds; None where no growth was told, or the way is over."""
+    """The error of the middle and whether the interval holds; None if no growth was found, or the way is over."""
     count = int(generator.integers(120, 700))
     values = draw(generator, count, _LONGEST * count)
     end = int(np.argmax(values >= _LIMIT))
@@ -117,7 +117,7 @@ def _forecast(draw: Draw, ratio: float, generator: np.random.Generator) -> tuple
     if grown is None or now > end:
         return None
     since = clock >= grown.since_seconds
-    met = passages(clock[since], seen[since], _LIMIT)
+    met = first_passage_times(clock[since], seen[since], _LIMIT)
     low, mid, high = np.percentile(met, (5, 50, 95), method="inverted_cdf")
     truth = end - now + 1
     return abs(mid - truth) / truth, bool(low <= truth <= high)

@@ -21,8 +21,8 @@ from pathlib import Path
 from benchmarks.accuracy.kept import disturbed
 from benchmarks.accuracy.programs import PROGRAMS
 from benchmarks.accuracy.stalls_settings import Pair, nearest, rate, trained
-from collector.diagnosis.replay import Setting
-from collector.diagnosis.tuning import Forecast, Option, Rate, forecast, in_words
+from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.what_if import Forecast, Option, Rate, forecast, option_text
 
 SOURCE_BATCHES = 400
 BATCHES = 300
@@ -121,7 +121,7 @@ def page(judged: Sequence[Judged]) -> str:
 
 def told(one: Measured) -> str:
     """One setting in a line."""
-    words = in_words(one.option).partition(";")[0]
+    words = option_text(one.option).partition(";")[0]
     return f"{one.pair[0]} x {one.pair[1]}: {words}, measured {one.measured:.1f}, {one.error:+.0%}" + (
         "" if one.is_held else " MISSED"
     )

@@ -1,6 +1,6 @@
 """Programs that predictions are judged on, besides the loaders of `stalls_settings`.
 
-Times are seconds per batch of `BATCH_SIZE` items, drawn anew for each seed.
+Times are seconds per batch of `BATCH_SIZE` items, drawn again for each seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOP = "i=0; while [ $i -lt {} ]; do i=$((i+1)); done"
 
 @dataclass(frozen=True)
 class Program:
-    """How to draw a training, the setting that it runs in, and those that are predicted and then measured."""
+    """Function that draws a training, the setting it runs in, and those that are predicted and then measured."""
 
     draw: Callable[[random.Random], Training]
     source: Pair
@@ -63,7 +63,7 @@ def tails(draw: random.Random) -> Training:
 
 
 def short_epochs(draw: random.Random) -> Training:
-    """Epochs of 30 batches whose workers start anew."""
+    """Epochs of 30 batches whose workers start again in each."""
     work = Work(asleep=draw.uniform(0.015, 0.025), spread=0.3)
     return Training(kind="", step=draw.uniform(0.006, 0.010), workers=2, work=work, epoch=30)
 
@@ -76,7 +76,7 @@ def persistent(draw: random.Random) -> Training:
 
 
 class Stream(IterableDataset[Item]):
-    """Items without end: each worker has every so many of them."""
+    """Items without end; of n workers, each yields every n-th batch."""
 
     def __init__(self, work: Callable[[int], object]) -> None:
         self.work = work
@@ -115,7 +115,7 @@ class Locked:
 
 
 class Limited:
-    """A service that answers so many items per second, all workers together, and takes a while for each."""
+    """A service that answers a fixed number of items per second, for all workers together, each after a while."""
 
     def __init__(self, *, per_batch: float, answer: float) -> None:
         self.per_item, self.answer = per_batch / BATCH_SIZE, Work(asleep=answer, spread=0.3)

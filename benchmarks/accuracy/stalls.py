@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy stalls [--repeats 5] [--only CASE …] [--parts causes settings …] [--keep DIR]
 
-`causes`: each case of `stalls_job` and its twin without the fault, drawn anew for each repeat. `settings`: what is
+`causes`: each case of `stalls_job` and its twin without the fault, drawn again for each repeat. `settings`: what is
 predicted for settings that were not seen (`stalls_settings`). With `--keep` the runs stay there, and what is there
 is only judged again: an interrupted benchmark goes on, and a changed rule is judged without running anything. A
 page in Markdown is printed at the end. On 2 cores that nothing else uses it takes about 40 minutes.
@@ -26,11 +26,11 @@ from pathlib import Path
 
 from benchmarks.accuracy import stalls_settings
 from benchmarks.accuracy.kept import disturbed, kept_run
-from collector.diagnosis.findings import Finding
-from collector.diagnosis.frames import floats
-from collector.diagnosis.loops import loops
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.run.columns import floats
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
+from collector.findings import Finding
 
 HEALTHY = "healthy"
 SECONDS = 6.0
@@ -176,7 +176,7 @@ def causes_page(found: Sequence[Judged]) -> str:
 
 
 def by_share(run: Judged, share: float) -> str:
-    """What can be said from the share of next() alone."""
+    """Return the verdict that the share of next() alone gives."""
     return "workers-too-slow" if run.next_ratio >= share else HEALTHY
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy.stalls_job CASE SEED SECONDS TRUTH_FILE [--fixed]
 
-Each case is drawn anew for each seed; with `--fixed` it is the same training without the fault. Waiting is asleep
+Each case is drawn again for each seed; with `--fixed` it is the same training without the fault. Waiting is asleep
 unless computing is the subject, so that a case is the same on any machine. What is true of it goes into TRUTH_FILE.
 """
 
@@ -45,7 +45,7 @@ BATCHES = 200  # at least
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the items of a batch take, in seconds a batch: asleep and computing, with a lognormal spread."""
+    """Time that the items of a batch take, in seconds a batch: asleep and computing, with a lognormal spread."""
 
     asleep: float = 0.0
     computing: float = 0.0
@@ -279,7 +279,7 @@ def skew(draw: random.Random, faulty: bool) -> Training:
 
 @case
 def pauses(draw: random.Random, faulty: bool) -> Training:
-    """The garbage collector walks many objects every so many steps."""
+    """The garbage collector walks many objects at a fixed interval of steps."""
     training = healthy(draw, False)
     training.kind = "main-thread-pause" if faulty else HEALTHY
     kept = [[number] for number in range(draw.randint(300_000, 500_000))]
@@ -298,7 +298,7 @@ def pauses(draw: random.Random, faulty: bool) -> Training:
 
 
 def train(training: Training, *, seconds: float = 0.0, batches: int) -> None:
-    """Train for so many batches, and for so long after the first one."""
+    """Train for `batches` batches, and for `seconds` after the first one."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     end = float("inf")

@@ -1,4 +1,4 @@
-"""How far predictions for other settings are off: throughput, memory, and what following the advice costs.
+"""Errors of predictions for other settings: throughput, memory, and what following the advice costs.
 
 One run with two workers is what the prediction is made from. A second one, on other samples, is measured: the
 loader in each setting of a grid, in the recommended one and in those of the rules of thumb. Regret is what a choice
@@ -24,13 +24,13 @@ import numpy as np
 from benchmarks.accuracy.kept import disturbed, kept_run
 from benchmarks.accuracy.programs import PROGRAMS, Pair
 from benchmarks.accuracy.stalls_job import BATCH_SIZE, Training, Work, io, train
-from collector.diagnosis.frames import floats
-from collector.diagnosis.loader_memory import held
-from collector.diagnosis.loops import Loop, loops
-from collector.diagnosis.replay import Setting
-from collector.diagnosis.stalls import find_stalls
-from collector.diagnosis.tables import RunTables, load_tables
-from collector.diagnosis.tuning import Forecast, Option, Rate, forecast
+from collector.diagnosis.loading.loaders import Loop, loops
+from collector.diagnosis.run.columns import floats
+from collector.diagnosis.run.tables import RunTables, load_tables
+from collector.diagnosis.stalls.verdict import find_stalls
+from collector.diagnosis.tuning.loader_memory import held_memory
+from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.what_if import Forecast, Option, Rate, forecast
 from training_harness.jobs.common import expect_many_workers
 from training_harness.jobs.faults.job import Items
 from training_harness.jobs.faults.loading import compute
@@ -45,7 +45,7 @@ SHARED = "I/O-bound, one pipe"
 
 @dataclass(frozen=True)
 class Loader:
-    """How to draw a training; `source` is the setting that it is predicted from."""
+    """Function that draws a training; `source` is the setting that it is predicted from."""
 
     draw: Callable[[random.Random], Training]
     source: Pair = (2, 2)
@@ -171,12 +171,12 @@ class Round:
 
     @property
     def held_out(self) -> list[Seen]:
-        """What was predicted for settings that were not seen."""
+        """Return the predictions for settings that were not seen."""
         source = LOADERS[self.name].source
         return [one for one in self.seen.values() if one.option is not None and one.pair != source]
 
     def regret(self, rule: str) -> float:
-        """How much less than the best of all that a rule's choice gives."""
+        """Return how much less a rule's choice gives than the best of all, as a ratio."""
         return 1 - self.seen[self.choices[rule]].measured / max(one.measured for one in self.seen.values())
 
 
@@ -234,7 +234,7 @@ def rate(loop: Loop) -> float:
 
 
 def costs(loop: Loop) -> tuple[float, float]:
-    """What the rule of thumb looks at: mean seconds of a fetch, and of the loop for a batch."""
+    """Return the rule of thumb's inputs: mean seconds of a fetch, and median seconds of the loop for a batch."""
     fetches, batches = loop.fetches, loop.batches
     fetch = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
     times, waits = floats(batches, "time_ns"), floats(batches, "wait_ns")
@@ -242,7 +242,7 @@ def costs(loop: Loop) -> tuple[float, float]:
 
 
 def memory_errors(home: Path, name: str, seed: int) -> tuple[list[float], float]:
-    """How far the predicted host memory of other settings is off, as ratios, from one run; and that run, again."""
+    """Return the errors (ratios) of the host memory predicted from one run, and the change when it runs again."""
 
     def run(folder: str, pair: Pair) -> tuple[RunTables, Loop]:
         tables, (loop,) = trained(home / f"{name}-{seed}-{folder}", name, seed, [pair], FIRST_BATCHES)
@@ -251,11 +251,11 @@ def memory_errors(home: Path, name: str, seed: int) -> tuple[list[float], float]
     source, found = run("from", (2, 2)), []
     outlook = forecast(*source)
     for pair in MEMORY_PAIRS:
-        measured = held(*run(f"{pair[0]}-{pair[1]}", pair)).usual
+        measured = held_memory(*run(f"{pair[0]}-{pair[1]}", pair)).usual
         if isinstance(outlook, Forecast):
             (option,) = outlook.at([Setting(num_workers=pair[0], prefetch_factor=pair[1])])
             found.append(option.memory_bytes / measured - 1)
-    return found, held(*run("again", (2, 2))).usual / held(*source).usual - 1
+    return found, held_memory(*run("again", (2, 2))).usual / held_memory(*source).usual - 1
 
 
 def memory_row(home: Path, name: str, repeats: int) -> str:

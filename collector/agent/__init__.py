@@ -1,1 +1,1 @@
-"""The live side: starts the command, samples processes, host and devices, feeds the lake."""
+"""The live side: starts the command, samples processes, host and devices, and fills the lake."""

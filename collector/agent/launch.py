@@ -1,7 +1,7 @@
-"""`tidegauge run`: the command as a direct child under the shim, and a collector that follows it.
+"""Start the collector for a command that it runs (`run`), or for a process that already runs (`watch`).
 
-The command comes first. It has this process's terminal, streams and process group, so that it runs
-as it would without Tidegauge and outlives this process; nothing that fails here may stop it.
+The command is a direct child, and the shim installs its hooks. A watched process has no hooks, so it has no steps
+and no batches.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from collector.agent.loop import (
-    DEFAULT_INTERVAL_SECONDS,
-    Agent,
-    follow,
-    manifest_process,
-    update_manifest,
-)
-from collector.agent.procfs import ProcessKey
+from collector.agent.loop import DEFAULT_INTERVAL_SECONDS, Agent, collect, follow, manifest_process, update_manifest
+from collector.agent.samplers import procfs
+from collector.agent.samplers.procfs import LocalProcess
 from collector.errors import TidegaugeError
-from collector.store.runs import Run
+from collector.store import Run
 from training_harness import layout
 from training_harness.journal import start_ticks
 from training_harness.layout import (
@@ -43,15 +38,15 @@ from training_harness.layout import (
 )
 
 if TYPE_CHECKING:
-    from collector.agent.outlets import Outlets
+    from collector.agent.live.outlets import Outlets
 
 INTERVAL_BOUNDS_SECONDS = (0.05, 60.0)
-#: As a shell has it.
+#: Exit statuses of a shell.
 EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
 EXIT_SIGNAL_BASE = 128
 
-#: Whoever sends one of these to this process means the command: batch systems announce a limit so.
+#: Signals passed on to the command, such as those with which batch systems announce a time limit.
 _FORWARDED = (
     signal.SIGTERM,
     signal.SIGHUP,
@@ -63,16 +58,17 @@ _FORWARDED = (
 )
 #: The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+_PROC = "/proc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How it ended.
+    """The end of a command.
 
     Attributes:
-        run: None if the command ran without Tidegauge (switched off, or the home can't be written), or not at all.
+        run: None if the command ran without Tidegauge (disabled, or the home cannot be written), or not at all.
         exit_status: the exit code to pass on: the command's own, or 128+n after signal n.
-        is_stored: False if the store on the network did not take all records, and so can't be asked either.
+        is_stored: False if the store on the network did not take all records, so it cannot be queried either.
 
     """
 
@@ -95,18 +91,18 @@ def run_command(
 
     Args:
         argv: the command and its arguments.
-        home: Tidegauge home; created if need be.
-        name: of the run; by default that of the script or program.
-        tags: kept in the manifest.
-        interval_seconds: between two samples.
+        home: Tidegauge home; created if missing.
+        name: name of the run; by default that of the script or program.
+        tags: recorded in the manifest.
+        interval_seconds: time between two samples.
         on_ready: called with the run once the command has started.
-        outlets: what is told of the run while it goes on.
+        outlets: live metrics, alerts and investigations of the run.
 
     Returns:
         The run and the exit code to pass on; 126 or 127 if the command cannot be started.
 
     Raises:
-        TidegaugeError: the interval is out of bounds, or there is a run of the given id.
+        TidegaugeError: the interval is out of bounds, or a run has the given id already.
 
     """
     check_interval(interval_seconds)
@@ -114,13 +110,13 @@ def run_command(
     if os.environ.get(DISABLED_VARIABLE) != "1":
         run = _create_run(argv, home=home, name=name or default_name(argv), tags=tags or {})
     environ = child_environment(os.environ, run.path, home) if run else dict(os.environ)
-    with _Signals() as signals:
+    with _SignalForwarder() as signals:
         try:
             # Descriptors are inherited as from a shell; Python's own are close-on-exec.
             child = subprocess.Popen(list(argv), env=environ, close_fds=False)
         except OSError as error:
-            return _not_started(argv[0], error, run)
-        signals.hand_on_to(child)
+            return _fail_to_start(argv[0], error, run)
+        signals.forward_to(child)
         is_stored = True
         if run is None:
             child.wait()
@@ -130,7 +126,7 @@ def run_command(
 
 
 def check_interval(seconds: float) -> float:
-    """The interval between two samples, if it can be had.
+    """Return the interval between two samples if it is within bounds.
 
     Raises:
         TidegaugeError: it is out of bounds.
@@ -143,7 +139,7 @@ def check_interval(seconds: float) -> float:
 
 
 def default_name(argv: Sequence[str]) -> str:
-    """The name of a run that was given none: its script or module, else its program."""
+    """Return the default name of a run: its script or module, else its program."""
     words = list(argv[1:])
     for index, word in enumerate(words):
         if word.endswith(".py"):
@@ -156,15 +152,15 @@ def default_name(argv: Sequence[str]) -> str:
 
 
 def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> dict[str, str]:
-    """The environment of the command: the run it belongs to, and the shim before all else.
+    """Return the environment of the command: it names the run, and its `PYTHONPATH` begins with the shim.
 
-    The user's own search path stays as it is: an empty part of it means the current directory.
+    The user's own search path stays as it is, since an empty part of it means the current directory.
     """
     shim = str(Path(layout.__file__).parent / "bootstrap")
-    own = environ.get("PYTHONPATH", "")
-    rest = [part for part in own.split(os.pathsep) if part != shim] if own else []
+    user_path = environ.get("PYTHONPATH", "")
+    rest = [part for part in user_path.split(os.pathsep) if part != shim] if user_path else []
     return {
-        **{name: value for name, value in environ.items() if name != RUN_ID_VARIABLE},  # which is in use now
+        **{name: value for name, value in environ.items() if name != RUN_ID_VARIABLE},  # This run uses the id.
         RUN_DIR_VARIABLE: str(run_dir.absolute()),
         HOME_VARIABLE: str(home.absolute()),
         RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
@@ -190,11 +186,11 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
         return None
 
 
-def _not_started(program: str, error: OSError, run: Run | None) -> RunOutcome:
+def _fail_to_start(program: str, error: OSError, run: Run | None) -> RunOutcome:
     missing = isinstance(error, FileNotFoundError) and shutil.which(program) is None
     exit_status = EXIT_NOT_FOUND if missing else EXIT_NOT_EXECUTABLE
     _say(f"{program}: command not found" if missing else f"{program}: cannot be executed ({error.strerror})")
-    if run is not None:  # nothing ran: a typo must not become the latest run
+    if run is not None:  # Nothing ran: a typo must not become the latest run.
         shutil.rmtree(run.path, ignore_errors=True)
     return RunOutcome(run=None, exit_status=exit_status)
 
@@ -206,14 +202,14 @@ def _follow_child(
     on_ready: Callable[[Run], None] | None,
     outlets: Outlets | None,
 ) -> bool:
-    """Collect until the child has ended and the run is closed; whatever fails, the child is waited for.
+    """Follow the child to its end and close the run; wait for the child even if the collector fails.
 
     Returns:
-        Whether all is stored.
+        Whether all records are stored.
 
     """
     try:
-        command = ProcessKey(child.pid, start_ticks(child.pid))
+        command = LocalProcess(child.pid, start_ticks(child.pid))
         if outlets is not None:
             outlets.begin(run)
         agent = Agent(run, command=command, is_parent=True, outlets=outlets)
@@ -221,38 +217,39 @@ def _follow_child(
             update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
         if on_ready is not None:
             on_ready(run)
-        with _end_of(child) as ended:
-            follow(agent, _saying_once(agent, ended), interval_seconds=interval_seconds)
+        with _end_of(child) as wait:
+            follow(agent, _warn_of_store(agent, wait), interval_seconds=interval_seconds)
         exit_status = child.wait()
         with suppress(OSError, ValueError):
             update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
         agent.command_ended(exit_status)
         if agent.finish():
             return True
-        why = agent.why or "the store does not answer"
-        _say(f"{why}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
+        reason = agent.ingest_failure or "the store does not answer"
+        _say(f"{reason}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
         _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()
     return False
 
 
-def _saying_once(agent: Agent, ended: Callable[[float], bool]) -> Callable[[float], bool]:
-    """The same function, which on its way tells of the first time that the store takes no records."""
-    reasons: list[str] = []
+def _warn_of_store(agent: Agent, wait: Callable[[float], bool]) -> Callable[[float], bool]:
+    """Wrap `wait`, to report once that the store takes no records."""
+    warned = False
 
-    def wait(seconds: float) -> bool:
-        if agent.why and not reasons:
-            reasons.append(agent.why)
-            _say(f"{agent.why}; the training goes on, and its records wait here until it can")
-        return ended(seconds)
+    def warn_and_wait(seconds: float) -> bool:
+        nonlocal warned
+        if agent.ingest_failure and not warned:
+            warned = True
+            _say(f"{agent.ingest_failure}; the training goes on, and its records wait here until it can")
+        return wait(seconds)
 
-    return wait
+    return warn_and_wait
 
 
 @contextmanager
 def _end_of(child: subprocess.Popen[bytes]) -> Iterator[Callable[[float], bool]]:
-    """A function that waits up to so many seconds, but no longer than the child lives: has it ended?"""
+    """Yield a function that waits some seconds or until the child ends, and returns whether it has ended."""
 
     def wait(seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
@@ -265,7 +262,7 @@ def _end_of(child: subprocess.Popen[bytes]) -> Iterator[Callable[[float], bool]]
 
     try:
         descriptor = os.pidfd_open(child.pid)
-    except OSError:  # a kernel before 5.3, or a sandbox
+    except OSError:  # A kernel before 5.3, or a sandbox.
         yield wait
         return
     poller = select.poll()
@@ -276,11 +273,11 @@ def _end_of(child: subprocess.Popen[bytes]) -> Iterator[Callable[[float], bool]]
         os.close(descriptor)
 
 
-class _Signals:
-    """Ctrl-C is the command's affair; the signals of `_FORWARDED` are handed on to it.
+class _SignalForwarder:
+    """The forwarder of signals: those of `_FORWARDED` go on to the command; Ctrl-C is left to it.
 
-    Handlers, not SIG_IGN: a handler is reset when the command starts, an ignored signal would stay
-    ignored in it. What this process was told to ignore (nohup) stays ignored in both.
+    It installs handlers, not SIG_IGN: a handler is reset when the command starts, an ignored signal would stay
+    ignored there. A signal that this process ignores already (nohup) stays ignored in both.
     """
 
     def __init__(self) -> None:
@@ -288,10 +285,10 @@ class _Signals:
         self._pending: list[int] = []
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> _SignalForwarder:
         for number in (*_FORWARDED, *_FROM_TERMINAL):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handler = self._hand_on if number in _FORWARDED else _leave_to_the_command
+                handler = self._forward if number in _FORWARDED else _leave_to_the_command
                 self._before[number] = signal.signal(number, handler)
         return self
 
@@ -299,13 +296,13 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def hand_on_to(self, child: subprocess.Popen[bytes]) -> None:
-        """From now on signals go to this child, those that came too early first."""
+    def forward_to(self, child: subprocess.Popen[bytes]) -> None:
+        """Send the signals that came so far to this child, and later ones as they come."""
         self._child = child
         for number in self._pending:
             child.send_signal(number)
 
-    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
         if self._child is None:
             self._pending.append(number)
         else:
@@ -324,3 +321,58 @@ def _say(text: str) -> None:
     with suppress(OSError):
         sys.stderr.write(f"tidegauge: {text}\n")
         sys.stderr.flush()
+
+
+def watch(
+    pid: int,
+    *,
+    home: Path,
+    name: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
+    on_ready: Callable[[Run], None] | None = None,
+    outlets: Outlets | None = None,
+) -> Run:
+    """Sample a process of this host and its descendants until it ends, or until Ctrl-C; the process is not touched.
+
+    Args:
+        pid: pid of the process.
+        home: Tidegauge home; created if missing.
+        name: name of the run; by default that of the script or program.
+        tags: recorded in the manifest.
+        interval_seconds: time between two samples.
+        on_ready: called with the run before the first sample.
+        outlets: live metrics, alerts and investigations of the run.
+
+    Raises:
+        TidegaugeError: there is no such process, the interval is out of bounds, or the home cannot be written.
+
+    """
+    check_interval(interval_seconds)
+    # /proc/ID exists for a thread too, but is not listed.
+    stat = procfs.read_stat(_PROC, pid) if pid in procfs.pids(_PROC) else None
+    if stat is None or stat.has_ended:
+        raise TidegaugeError(f"no process {pid} runs here; give the pid of one, such as `pgrep -f train.py` prints")
+    try:
+        run = _create_watched_run(LocalProcess(pid, stat.start_ticks), home, name, tags)
+    except OSError as error:
+        raise TidegaugeError(
+            f"cannot write in {home} ({error.strerror}); give --home or {HOME_VARIABLE} a directory that can be "
+            "written"
+        ) from None
+    if on_ready is not None:
+        on_ready(run)
+    collect(run, interval_seconds=interval_seconds, outlets=outlets)
+    if run.manifest["end_time_ns"] is None:  # Ctrl-C ends the watch, not the process.
+        update_manifest(run, end_time_ns=time.monotonic_ns())
+    return run
+
+
+def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
+    command_line = procfs.read_file(f"{_PROC}/{key.pid}/cmdline") or str(key.pid).encode()
+    argv = [os.fsdecode(word) for word in command_line.split(b"\0") if word]
+    run = Run(create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
+    # `create_run` has recorded these of this process; those of the watched one are unknown.
+    unknown: dict[str, object] = {"cwd": None, "environment": {}, "python": None, "git_commit": None}
+    update_manifest(run, watched=True, command=manifest_process(key), **unknown)
+    return run

@@ -1,4 +1,4 @@
-"""The collector's loop: sample, append to the run's journals, feed the lake; and how it ends."""
+"""The collector's loop: sample, append to the run's journals, ingest into the lake; and its end."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from collector.agent import procfs
-from collector.agent.devices import DeviceSampler
-from collector.agent.feed import Feed, Problems
-from collector.agent.host import HostSampler, headroom_bytes
-from collector.agent.processes import ProcessSampler
-from collector.agent.procfs import ProcessKey
-from collector.agent.programs import ProgramLog, left_running, read_program
-from collector.agent.roster import EventTail, Roster
-from collector.agent.samples import NamedSample, Sample, in_order
-from collector.store.runs import Run, of_this_boot
+from collector.agent.ingest_feed import Feed
+from collector.agent.problems import Problems
+from collector.agent.samplers import procfs
+from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.host import HostSampler, headroom_bytes
+from collector.agent.samplers.process_roles import EventTail, ProcessRoles
+from collector.agent.samplers.processes import ProcessSampler
+from collector.agent.samplers.procfs import LocalProcess
+from collector.agent.samplers.programs import ProgramLog, find_left_running, read_program
+from collector.agent.samplers.samples import NamedSample, Sample, record_values
+from collector.store import Run, of_this_boot
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.layout import read_manifest, write_manifest
 from training_harness.records import STREAMS
 
 if TYPE_CHECKING:
-    from collector.agent.outlets import Outlets
-    from collector.store.ingest import Ingester
+    from collector.agent.live.outlets import Outlets
+    from collector.store import Ingester
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 MAINTAIN_EVERY_NS = 300_000_000_000
-#: Orphaned workers are given this long to end before the run is closed.
+#: Seconds that orphaned workers have to end before the run is closed.
 ORPHANS_SECONDS = 1.0
 _ORPHANS_POLL_SECONDS = 0.05
 _PROC = "/proc"
 
 
 class Agent:
-    """Follows one run on this node.
+    """The agent that follows one run on this node.
 
     Args:
-        run: what is followed.
-        command: the run's command, if it is known and runs here.
-        is_parent: this process started the command and will learn its exit status.
-        resumed: another collector followed the run before.
-        ingester: opened by the caller, else at the first ingest.
-        outlets: what is told of the run while it goes on, if anything is; they have begun.
+        run: the run to follow.
+        command: the run's command, if it is known and runs on this host.
+        is_parent: whether this process started the command and will learn its exit status.
+        resumed: whether another collector followed the run before.
+        ingester: opened by the caller; None opens it at the first ingest.
+        outlets: live metrics, alerts and investigations, already begun; None without any.
         clock_ns: CLOCK_MONOTONIC.
 
     """
@@ -53,7 +54,7 @@ class Agent:
         self,
         run: Run,
         *,
-        command: ProcessKey | None,
+        command: LocalProcess | None,
         is_parent: bool = False,
         resumed: bool = False,
         ingester: Ingester | None = None,
@@ -65,7 +66,7 @@ class Agent:
         self._is_parent = is_parent
         self._clock_ns = clock_ns
         identity = Identity.of_this_process()
-        self.key = ProcessKey(identity.pid, identity.start_ticks)
+        self.key = LocalProcess(identity.pid, identity.start_ticks)
         self._events = EventLog(run.events_dir, identity)
         self._events.append("collector-start", resumed=resumed, command_pid=command.pid if command else None)
         self._problems = Problems(self._events)
@@ -75,12 +76,10 @@ class Agent:
             name: JournalWriter(run.journal_dir, STREAMS[name], identity, events=self._events)
             for name in ("process", "host", "device", "agent")
         }
-        self._tail = EventTail(run.events_dir, identity.host)
-        self._roster = Roster(identity.host, _start_ticks)
+        self._event_tail = EventTail(run.events_dir, identity.host)
+        self._roles = ProcessRoles(identity.host, _start_ticks)
         now_ns = clock_ns()
-        self._processes = ProcessSampler(
-            self._roster, self.key, child=command if is_parent else None, now_ns=now_ns
-        )
+        self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._devices = DeviceSampler()
@@ -90,14 +89,14 @@ class Agent:
         self._ingest_due_ns = now_ns
         self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
 
-    def run_goes_on(self) -> bool:
+    def is_run_alive(self) -> bool:
         """Return whether the command, or a training process of this host, is alive and has not detached."""
         command = self._command
-        followed = [command] if command is not None and not self._roster.has_detached(command) else []
-        return any(map(_is_alive, [*followed, *self._roster.mains()]))
+        attached = [command] if command is not None and not self._roles.has_detached(command) else []
+        return any(map(_is_alive, [*attached, *self._roles.mains()]))
 
     def tick(self) -> None:
-        """Take one sample of everything, and ingest if it is time."""
+        """Take one sample of everything, and ingest if that is due."""
         now_ns = self._clock_ns()
         self._sample(now_ns)
         if now_ns >= self._ingest_due_ns:
@@ -108,14 +107,14 @@ class Agent:
                 self._feed.step()
             self._ingest_due_ns = now_ns + self._feed.pause_ns
         with self._problems.guard("agent"):
-            self._write("agent", now_ns, [self._own_cost(now_ns)])
+            self._write("agent", now_ns, [self._collector_sample(now_ns)])
         if self._outlets is not None:
             with self._problems.guard("outlets"):
                 self._outlets.tick(now_ns, self._problems)
         self._ticked_ns = now_ns
 
     def read_all(self) -> None:
-        """Read the memory of all processes at the next tick; what it costs is saved afterwards."""
+        """Read the memory of all processes at the next tick; later ticks read less to make up for the cost."""
         self._processes.reads_all = True
 
     def command_ended(self, exit_status: int) -> None:
@@ -129,65 +128,65 @@ class Agent:
             self._write("process", self._clock_ns(), [last])
 
     def finish(self) -> bool:
-        """Sample once more, give orphans a moment, note what still runs, move everything into the lake and close.
+        """Sample once more, give orphans a moment, record those left running, ingest everything and close.
 
         Returns:
-            Whether the lake took it all; the rest waits in the journals.
+            Whether everything is in the lake; the rest waits in the journals.
 
         """
         self._sample(self._clock_ns())
-        orphans = [*self._roster.workers(), *self._roster.mains(), *self._left_running()]
+        orphans = [*self._roles.workers(), *self._roles.mains(), *self._left_running()]
         if any(map(_is_alive, orphans)):
             deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)
             while any(map(_is_alive, orphans)) and self._clock_ns() < deadline_ns:
                 time.sleep(_ORPHANS_POLL_SECONDS)
             self._sample(self._clock_ns())
             with self._problems.guard("events"):
-                self._note_left_running()
+                self._record_left_running()
         for writer in self._writers.values():
             writer.close()
-        took_all = self._feed.finish(
+        is_stored = self._feed.finish(
             lambda: self._events.append("collector-stop", records_count=self._feed.records_count)
         )
         with self._problems.guard("devices"):
             self._devices.close()
         if self._run.is_shared:
             with self._problems.guard("manifest"):
-                update_manifest(self._run, is_stored=took_all)
+                update_manifest(self._run, is_stored=is_stored)
         if self._outlets is not None:
             self._outlets.run_ended()
-        return took_all
+        return is_stored
 
-    def _left_running(self) -> list[ProcessKey]:
-        """Return what the command started and left behind; a process that is followed otherwise leaves nothing."""
+    def _left_running(self) -> list[LocalProcess]:
+        """Return the processes that the command started and left behind; none if this process is not its parent."""
         if not self._is_parent or self._command is None:
             return []
-        found = left_running(_PROC, str(self._run.path.absolute()), self._command.start_ticks)
-        return [key for key in found if key != self._command]
+        keys = find_left_running(_PROC, str(self._run.path.absolute()), self._command.start_ticks)
+        return [key for key in keys if key != self._command]
 
-    def _note_left_running(self) -> None:
-        left = []
+    def _record_left_running(self) -> None:
+        processes: list[dict[str, Any]] = []
         for key in self._left_running():
             program = read_program(_PROC, key.pid)
             argv, is_python = (program.argv, program.is_python) if program else ((), False)
-            left.append(
+            processes.append(
                 {"pid": key.pid, "start_ticks": key.start_ticks, "argv": list(argv), "is_python": is_python}
             )
-        if left:
-            self._events.append("left-running", processes=left)
+        if processes:
+            self._events.append("left-running", processes=processes)
 
     @property
-    def why(self) -> str:
-        """Why the lake did not take all; empty if it did, or does not answer."""
-        return self._feed.why
+    def ingest_failure(self) -> str:
+        """Reason of the last failed ingest; empty if none failed, or if the store does not answer."""
+        return self._feed.failure
 
     def _sample(self, now_ns: int) -> None:
         with self._problems.guard("events"):
-            for event in self._tail.read():
+            for event in self._event_tail.read():
                 with self._problems.guard("events"):
-                    self._roster.learn(event)
+                    self._roles.learn(event)
                     if self._outlets is not None:
-                        self._outlets.heard(event)
+                        self._outlets.note_event(event)
         host: Sample = {}
         self._verdict_bytes = self._verdict_anon_bytes()
         with self._problems.guard("host"):
@@ -197,59 +196,59 @@ class Agent:
             roots = [self._command] if self._command else []
             samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))
             self._write("process", now_ns, samples)
-            for fields in self._programs.look(self._processes.alive - {*self._roster}):
+            for fields in self._programs.update(self._processes.alive - {*self._roles}):
                 self._events.append("process-seen", **fields)
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
-            # The driver may still hold what a process had that has just ended.
+            # The driver may still hold memory of a process that has just ended.
             self._write("device", now_ns, self._devices.sample(pids | self._pids_before))
             self._pids_before = pids
 
     def _verdict_anon_bytes(self) -> int:
         return (self._outlets.verdict_anon_bytes or 0) if self._outlets is not None else 0
 
-    def _own_cost(self, now_ns: int) -> Sample:
+    def _collector_sample(self, now_ns: int) -> Sample:
         status = procfs.read_status(_PROC, self.key.pid)
-        fed = self._feed.last
+        ingest = self._feed.last
         lost_count = sum(writer.lost_count for writer in self._writers.values())
         return {
             "cpu_ns": time.process_time_ns() + (self._outlets.spent_ns if self._outlets else 0),
             "smaps_ns": self._processes.budget.spent_ns,
             "rss_bytes": status.rss_bytes if status else None,
-            # Before the host was read and after: a verdict begins and ends in between.
+            # From before and after the host was sampled: a verdict can begin or end in between.
             "verdict_anon_bytes": max(self._verdict_bytes, self._verdict_anon_bytes()) or None,
             "interval_ns": None if self._ticked_ns is None else now_ns - self._ticked_ns,
             "ingest_lag_ns": self._feed.lag_ns(now_ns),
             "records_ingested_count": self._feed.records_count,
-            # What the lake knows of may include the collector's own.
-            "records_lost_count": max(lost_count, fed.lost_count if fed else 0),
+            # The lake's count may include the collector's own losses.
+            "records_lost_count": max(lost_count, ingest.lost_count if ingest else 0),
         }
 
     def _write(self, name: str, now_ns: int, samples: Sequence[NamedSample]) -> None:
         if self._outlets is not None:
             self._outlets.latest.note(name, samples)
         if samples:
-            self._writers[name].append_all([in_order(STREAMS[name], now_ns, sample) for sample in samples])
+            self._writers[name].append_all([record_values(STREAMS[name], now_ns, sample) for sample in samples])
 
 
 def next_deadline_ns(deadline_ns: int, now_ns: int, interval_ns: int) -> int:
-    """The first deadline of the series `deadline + k · interval` that is still to come."""
+    """Return the first deadline of the series `deadline + k · interval` that is still to come."""
     return deadline_ns + max((now_ns - deadline_ns) // interval_ns + 1, 1) * interval_ns
 
 
 def follow(
     agent: Agent,
-    ended: Callable[[float], bool],
+    wait: Callable[[float], bool],
     *,
     interval_seconds: float = DEFAULT_INTERVAL_SECONDS,
     clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> None:
-    """Tick at a fixed rate, free of drift, until the run has ended; a tick that is late is left out.
+    """Tick at a fixed rate, free of drift, until the run has ended; skip a tick that is late.
 
     Args:
-        agent: what ticks.
-        ended: waits up to so many seconds and tells whether the run has ended.
-        interval_seconds: between two ticks.
+        agent: the agent that ticks.
+        wait: waits up to the given seconds and returns whether the run has ended.
+        interval_seconds: time between two ticks.
         clock_ns: CLOCK_MONOTONIC.
 
     """
@@ -259,71 +258,70 @@ def follow(
         agent.tick()
         now_ns = clock_ns()
         deadline_ns = next_deadline_ns(deadline_ns, now_ns, interval_ns)
-        if ended((deadline_ns - now_ns) / 1e9):
+        if wait((deadline_ns - now_ns) / 1e9):
             return
 
 
 def collect(
     run: Run, *, interval_seconds: float = DEFAULT_INTERVAL_SECONDS, outlets: Outlets | None = None
 ) -> bool:
-    """Resume an abandoned run: ingest everything, and follow what is still alive until it ends.
+    """Resume an abandoned run: ingest everything, and follow its living processes until they end.
 
     A run of another host, or of this one before its last boot, is only ingested: its clock is not
     this machine's. Ctrl-C stops following and leaves the run to be resumed again.
 
     Returns:
-        Whether all that the journals hold is in the lake.
+        Whether every record of the journals is in the lake.
 
     Raises:
         TidegaugeError: another collector follows the run.
 
     """
-    from collector.store.ingest import Ingester
+    from collector.store import Ingester
 
     counts = outlets.begin(run) if outlets else None
-    here = of_this_boot(run)
-    # A store on the network may be away when sampling begins, so its feed opens it.
-    ingester = None if here and run.is_shared else Ingester(run, counts=counts)
-    if not here and ingester is not None:
-        stored = ingester.step()
+    is_of_this_boot = of_this_boot(run)
+    # A store on the network may be unreachable when sampling begins, so its feed opens it.
+    ingester = None if is_of_this_boot and run.is_shared else Ingester(run, counts=counts)
+    if not is_of_this_boot and ingester is not None:
+        result = ingester.step()
         ingester.close()
         if run.is_shared:
-            update_manifest(run, is_stored=stored.is_whole)
-        return stored.is_whole
+            update_manifest(run, is_stored=result.is_whole)
+        return result.is_whole
     manifest = run.manifest
-    agent = Agent(run, command=_command_of(manifest), resumed=True, ingester=ingester, outlets=outlets)
+    agent = Agent(run, command=_local_command(manifest), resumed=True, ingester=ingester, outlets=outlets)
     update_manifest(run, collector=manifest_process(agent.key))
-    was_alive = agent.run_goes_on()
+    was_alive = agent.is_run_alive()
     interrupted = threading.Event()
 
-    def ended(seconds: float) -> bool:
+    def wait(seconds: float) -> bool:
         nonlocal was_alive
-        if not agent.run_goes_on():
+        if not agent.is_run_alive():
             return True
         was_alive = True
         return interrupted.wait(seconds)
 
-    # A KeyboardInterrupt could be swallowed: DuckDB makes it an error of the query that it meets.
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    # A KeyboardInterrupt could be lost: DuckDB turns it into an error of the query that runs.
+    handler_before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
-        follow(agent, ended, interval_seconds=interval_seconds)
+        follow(agent, wait, interval_seconds=interval_seconds)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler_before)
     if was_alive and not interrupted.is_set() and manifest["end_time_ns"] is None:
         update_manifest(run, end_time_ns=time.monotonic_ns())
     return agent.finish()
 
 
-def _command_of(manifest: Mapping[str, Any]) -> ProcessKey | None:
-    """The run's command, if it was started on this host."""
+def _local_command(manifest: Mapping[str, Any]) -> LocalProcess | None:
     command = manifest["command"]
     if command is None or command["host"] != socket.gethostname():
         return None
-    return ProcessKey(command["pid"], command["start_ticks"])
+    return LocalProcess(command["pid"], command["start_ticks"])
 
 
-def manifest_process(key: ProcessKey) -> dict[str, Any]:
-    """A process of this host as the manifest names it."""
+def manifest_process(key: LocalProcess) -> dict[str, Any]:
+    """Return a process of this host in the form of the manifest."""
     return {"host": socket.gethostname(), "pid": key.pid, "start_ticks": key.start_ticks}
 
 
@@ -340,8 +338,8 @@ def update_manifest(run: Run, **fields: object) -> None:
 
 def _start_ticks(pid: int) -> int | None:
     stat = procfs.read_stat(_PROC, pid)
-    return None if stat is None or stat.ended else stat.start_ticks
+    return None if stat is None or stat.has_ended else stat.start_ticks
 
 
-def _is_alive(key: ProcessKey) -> bool:
+def _is_alive(key: LocalProcess) -> bool:
     return _start_ticks(key.pid) == key.start_ticks

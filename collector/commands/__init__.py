@@ -1,1 +1,1 @@
-"""The commands of `tidegauge`. What one needs is imported when it runs, so that each starts at once."""
+"""The commands of `tidegauge`. Each imports what it needs when it runs, so that every command starts fast."""

@@ -1,4 +1,4 @@
-"""`tidegauge tune --batch-size`: short trials of a training at other batch sizes, and what they say of all."""
+"""`tidegauge tune --batch-size`: short trials of a training at other batch sizes, and the conclusion."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from typing import Any
 
 import click
 
+from collector.agent.trial import json_text, training_error, try_once
 from collector.commands.options import say, show_table
-from collector.commands.trials import json_text, raised, try_once
-from collector.diagnosis.batch_sizes import Sized, line_through, micro_batch, next_size, sized
-from collector.diagnosis.tables import RunTables
+from collector.diagnosis import RunTables
+from collector.diagnosis.tuning import BatchSizeRun, batch_size_run, line_through, micro_batch, next_size
 from collector.errors import one_line
-from collector.quantities import count, number, size
+from collector.units import count, number, size
 from training_harness.layout import BATCH_TIMES
 
-#: A trial goes on for about 20 batches, but no longer than 10 times what was asked for.
+#: A trial lasts about 20 batches, but at most 10 times the requested duration.
 _BATCHES, _LONGEST = 20, 10
-_FEWEST = 3  # batches that show that a size runs
-#: As good as the fastest.
+#: Batches that show that a size runs.
+_LEAST_BATCHES = 3
+#: Share of the highest speed from which a size counts as equally fast.
 _AS_FAST = 0.95
 _COLUMNS = ("batch size", "samples/s", "memory\npredicted", "memory\nmeasured", "\noff")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A trial: the memory that was predicted for it, if it was, and what was measured.
+    """A trial: its predicted memory, if any, and its measurement.
 
-    `ran_out` tells that its memory ran out.
+    `ran_out` is True if CUDA memory ran out.
     """
 
     size: float
     predicted_bytes: float | None = None
-    measured: Sized | None = None
+    measured: BatchSizeRun | None = None
     failure: str = ""
     ran_out: bool = False
 
@@ -45,8 +46,8 @@ class Search:
     """The trials, in order.
 
     Attributes:
-        rows: one for each size.
-        is_complete: whether no larger size is worth a trial; False while trials are left or had to end.
+        rows: one per size.
+        is_complete: whether no larger size is worth a trial; False if the search ended before.
 
     """
 
@@ -54,25 +55,25 @@ class Search:
     is_complete: bool = False
 
     @property
-    def ran(self) -> list[Sized]:
+    def measurements(self) -> list[BatchSizeRun]:
         """Measurements of the sizes that ran."""
         return [row.measured for row in self.rows if row.measured is not None]
 
     @property
-    def largest(self) -> Sized:
-        """The largest that ran."""
-        return max(self.ran, key=lambda point: point.batch_size)
+    def largest(self) -> BatchSizeRun:
+        """Measurement of the largest size that ran."""
+        return max(self.measurements, key=lambda point: point.batch_size)
 
     @property
     def samples_per_second(self) -> float:
         """Speed of the largest size whose speed is known; infinite if none is."""
-        known = [point for point in self.ran if math.isfinite(point.samples_per_second)]
-        return max(known, key=lambda point: point.batch_size).samples_per_second if known else math.inf
+        points = [point for point in self.measurements if math.isfinite(point.samples_per_second)]
+        return max(points, key=lambda point: point.batch_size).samples_per_second if points else math.inf
 
     def next_size(self) -> int | None:
-        """Return what to try next, None if the search is over."""
-        found = next_size(self.ran, [row.size for row in self.rows if row.ran_out])
-        return None if found in {row.size for row in self.rows} else found
+        """Return the size to try next; None if the search is over."""
+        size = next_size(self.measurements, [row.size for row in self.rows if row.ran_out])
+        return None if size in {row.size for row in self.rows} else size
 
 
 def try_sizes(
@@ -83,62 +84,63 @@ def try_sizes(
     trials: int,
     effective: int | None,
     form: str,
-    caught: list[int],
+    signals: list[int],
 ) -> int:
-    """Try them, show what is known in the end or when a signal came, and return the exit status."""
+    """Try batch sizes, show the results in the end or after a signal, and return the exit status."""
     say(f"the script's own batch size, {seconds:g} s of training")
-    base = _trial(command, home, None, seconds, caught)
-    if caught:
-        return 128 + caught[0]
+    base = _trial(command, home, None, seconds, signals)
+    if signals:
+        return 128 + signals[0]
     if not base.size > 0 or (base.measured is None and not base.ran_out):
         failure = base.failure or "how many samples a batch has is not known"
-        as_it_is = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
-        nothing = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
-        click.echo(json_text({"trials": [as_it_is], **nothing}) if form == "json" else f"as it is: {failure}")
+        own_size = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
+        no_result = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
+        click.echo(json_text({"trials": [own_size], **no_result}) if form == "json" else f"as it is: {failure}")
         return 1
     say(f"  {_words(base)}")
     search = Search(rows=[base])
-    while len(search.rows) <= trials and not caught:
+    while len(search.rows) <= trials and not signals:
         size = search.next_size()
         if size is None:
             search.is_complete = True
             break
-        enough = max(seconds, min(_BATCHES * size / search.samples_per_second, _LONGEST * seconds))
-        say(f"batch size {count(size)}, {enough:.3g} s of training")
-        row = _trial(command, home, size / base.size, enough, caught)
-        if caught:
+        trial_seconds = max(seconds, min(_BATCHES * size / search.samples_per_second, _LONGEST * seconds))
+        say(f"batch size {count(size)}, {trial_seconds:.3g} s of training")
+        row = _trial(command, home, size / base.size, trial_seconds, signals)
+        if signals:
             break
-        line = line_through(search.ran)
+        line = line_through(search.measurements)
         predicted = None if line is None else line.at(size)
         search.rows.append(dataclasses.replace(row, size=size, predicted_bytes=predicted))
         say(f"  {_words(search.rows[-1])}")
-        if row.measured is None and not row.ran_out:  # the dataset has no more, or the loader makes its own batches
+        # The dataset has no more samples, or the loader makes its own batches.
+        if row.measured is None and not row.ran_out:
             break
     if form == "json":
         click.echo(json_text(as_json(search, effective)))
     else:
         _show(search, effective)
-    return 128 + caught[0] if caught else 0
+    return 128 + signals[0] if signals else 0
 
 
-def _trial(command: tuple[str, ...], home: Path, factor: float | None, seconds: float, caught: list[int]) -> Row:
-    """Return what was measured, and what went wrong; a trial that failed has no measurement."""
+def _trial(command: tuple[str, ...], home: Path, factor: float | None, seconds: float, signals: list[int]) -> Row:
+    """Run a trial; return its measurement and what went wrong. A trial that failed has no measurement."""
     loader = None if factor is None else f"{BATCH_TIMES}{factor!r}"
     name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:.3g}"
-    tables, busiest, failed = try_once(command, home, name=name, loader=loader, seconds=seconds, caught=caught)
+    tables, busiest, error = try_once(command, home, name=name, loader=loader, seconds=seconds, signals=signals)
     ran_out = bool(tables.events_of("cuda-oom"))
-    failure = "CUDA memory ran out" if ran_out else raised(tables) or _not_made(tables) or failed
+    failure = "CUDA memory ran out" if ran_out else training_error(tables) or _hook_failure(tables) or error
     if busiest is None:
         return Row(size=math.nan, failure=failure or "no batch", ran_out=ran_out)
-    found = sized(tables, busiest)
-    if len(busiest.batches) < _FEWEST:
+    measured = batch_size_run(tables, busiest)
+    if len(busiest.batches) < _LEAST_BATCHES:
         too_few = f"{len(busiest.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
         failure = failure or too_few
-    return Row(size=found.batch_size, measured=None if failure else found, failure=failure, ran_out=ran_out)
+    return Row(size=measured.batch_size, measured=None if failure else measured, failure=failure, ran_out=ran_out)
 
 
-def _not_made(tables: RunTables) -> str:
-    """What kept a loader from what was asked."""
+def _hook_failure(tables: RunTables) -> str:
+    """Return why a loader does not have the requested settings; empty if it has."""
     for event in tables.events_of("hook-disabled"):
         if event.get("hook") == "trial":
             return one_line(f"could not be made so: {event['error']}")
@@ -146,11 +148,11 @@ def _not_made(tables: RunTables) -> str:
 
 
 def as_json(search: Search, effective: int | None) -> dict[str, Any]:
-    """Return the trials and what follows from them, for programs: docs/cli.md."""
-    line, split = line_through(search.ran), _split(search, effective)
-    largest = (
-        {"batch_size": int(search.largest.batch_size), "is_complete": search.is_complete} if search.ran else None
-    )
+    """Return the trials and the conclusion in their JSON form (docs/cli.md)."""
+    line, split = line_through(search.measurements), _split(search, effective)
+    largest = None
+    if search.measurements:
+        largest = {"batch_size": int(search.largest.batch_size), "is_complete": search.is_complete}
     return {
         "trials": [
             {
@@ -169,8 +171,8 @@ def as_json(search: Search, effective: int | None) -> dict[str, Any]:
 
 
 def _split(search: Search, effective: int | None) -> tuple[int, int] | None:
-    """Return how to make an effective batch of the largest that ran: its samples, and how many of it."""
-    if effective is None or not search.ran:
+    """Return how to make an effective batch of the largest size that ran: micro-batch size, and their number."""
+    if effective is None or not search.measurements:
         return None
     return micro_batch(effective, int(search.largest.batch_size))
 
@@ -196,43 +198,43 @@ def _show(search: Search, effective: int | None) -> None:
     for row in search.rows:
         if row.failure:
             click.echo(f"batch size {count(row.size)}: {row.failure}")
-    for words in _conclusion(search, effective):
-        click.echo(words)
+    for text in _conclusion(search, effective):
+        click.echo(text)
 
 
 def _conclusion(search: Search, effective: int | None) -> list[str]:
-    if not search.ran:
+    if not search.measurements:
         return ["No batch size ran; give more --trials, or make the model smaller."]
-    told = []
+    lines = []
     largest, base = search.largest, search.rows[0].measured
-    rates = {point.batch_size: point.samples_per_second for point in search.ran}
-    known = {size: rate for size, rate in rates.items() if math.isfinite(rate)}
-    if known:
-        enough = min(size for size, rate in known.items() if rate >= _AS_FAST * max(known.values()))
-        fastest = f"Fastest, within 5%: batch_size={count(enough)}"
-        if base is not None and base.batch_size in known:
-            fastest += f", {known[enough] / known[base.batch_size] - 1:+.0%} samples/s against its own"
-        told.append(f"{fastest}.")
-    if line := line_through(search.ran):
+    rates = {point.batch_size: point.samples_per_second for point in search.measurements}
+    rates = {size: rate for size, rate in rates.items() if math.isfinite(rate)}
+    if rates:
+        fastest = min(size for size, rate in rates.items() if rate >= _AS_FAST * max(rates.values()))
+        text = f"Fastest, within 5%: batch_size={count(fastest)}"
+        if base is not None and base.batch_size in rates:
+            text += f", {rates[fastest] / rates[base.batch_size] - 1:+.0%} samples/s against its own"
+        lines.append(f"{text}.")
+    if line := line_through(search.measurements):
         base_bytes, sample_bytes, room_bytes = map(size, (line.base_bytes, line.sample_bytes, largest.room_bytes))
-        told.append(
+        lines.append(
             f"Memory ({largest.resource}): {base_bytes} and {sample_bytes} per sample; {room_bytes} may be used."
         )
     if not math.isfinite(largest.memory_bytes) or not math.isfinite(largest.room_bytes):
-        told.append("The largest batch that fits can't be told: memory, or its limit, was not sampled.")
+        lines.append("The largest batch that fits can't be told: memory, or its limit, was not sampled.")
     elif search.is_complete:
-        told.append(f"Largest batch that fits: {count(largest.batch_size)}. It ran.")
+        lines.append(f"Largest batch that fits: {count(largest.batch_size)}. It ran.")
     else:
         remedy = "the last trial says what is missing" if search.rows[-1].failure else "give more --trials"
-        told.append(f"Batches larger than {count(largest.batch_size)} may fit: {remedy}.")
+        lines.append(f"Batches larger than {count(largest.batch_size)} may fit: {remedy}.")
     if split := _split(search, effective):
         batch_size, times = split
         steps = "step" if times == 1 else "steps"
-        told.append(
+        lines.append(
             f"For an effective batch of {count(effective)}: batch_size={count(batch_size)}, {count(times)} {steps} "
             "accumulated."
         )
-    return told
+    return lines
 
 
 def _words(row: Row) -> str:

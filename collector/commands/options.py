@@ -1,4 +1,4 @@
-"""What several commands share: options, and how a table is printed."""
+"""Options that several commands share, and how a table is printed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from training_harness.layout import HOME_VARIABLE, home_path
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from collector.alerts import Teller
+    from collector.agent.live.alerts import Sender
 
 T = TypeVar("T")
-#: Columns of a table in a pipe, so that one run stays one line.
+#: Width in characters of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
-#: For commands whose arguments are another command's: from the first word on that is no option.
+#: Settings of commands that run another one: its arguments begin at the first word that is no option.
 PASS_ON = {"allow_interspersed_args": False}
 
 
@@ -47,25 +47,25 @@ def _parse_tags(_context: click.Context, _option: click.Parameter, values: Seque
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be told of a run while it goes on: where metrics are served, and who tells its findings."""
+class LiveOptions:
+    """Options of a run's live output: address of the metrics, and senders of alerts."""
 
     prometheus: tuple[str, int] | None
-    tellers: tuple[Teller, ...]
+    senders: tuple[Sender, ...]
 
 
 def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--prometheus`, `--on-finding` and `--webhook`, which the command gets as one `asked`."""
+    """Add `--prometheus`, `--on-finding` and `--webhook`, which the command gets as one `live`."""
 
     @functools.wraps(command)
-    def with_asked(
+    def with_live(
         *args: Any,
         prometheus: tuple[str, int] | None,
-        on_finding: Teller | None,
-        webhook: Teller | None,
+        on_finding: Sender | None,
+        webhook: Sender | None,
         **rest: Any,
     ) -> Any:
-        return command(*args, asked=Asked(prometheus, tuple(filter(None, (on_finding, webhook)))), **rest)
+        return command(*args, live=LiveOptions(prometheus, tuple(filter(None, (on_finding, webhook)))), **rest)
 
     metrics_help = "Serve metrics for Prometheus [default host: 127.0.0.1]."
     command_help = "A shell command for each new finding from warnings up; it has the finding's JSON on stdin."
@@ -75,35 +75,35 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--on-finding", callback=_parse_command, metavar="CMD", help=command_help),
         click.option("--prometheus", callback=_parse_address, metavar="[HOST:]PORT", help=metrics_help),
     ):
-        with_asked = option(with_asked)
-    return with_asked
+        with_live = option(with_live)
+    return with_live
 
 
 def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--investigate`."""
-    meaning = "When a leak is found, have the process trace once which lines make what stays."
-    return click.option("--investigate", is_flag=True, help=meaning)(command)
+    help_text = "When a leak is found, have the process trace once which lines make what stays."
+    return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 
 def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
-    from collector.metrics import parse_address
+    from collector.agent.live.prometheus import parse_address
 
-    return _checked(parse_address, value)
-
-
-def _parse_command(_context: click.Context, _option: click.Parameter, value: str | None) -> Teller | None:
-    from collector.alerts import by_command
-
-    return _checked(by_command, value)
+    return _parse(parse_address, value)
 
 
-def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str | None) -> Teller | None:
-    from collector.alerts import by_webhook
+def _parse_command(_context: click.Context, _option: click.Parameter, value: str | None) -> Sender | None:
+    from collector.agent.live.alerts import command_sender
 
-    return _checked(by_webhook, value)
+    return _parse(command_sender, value)
 
 
-def _checked(parse: Callable[[str], T], value: str | None) -> T | None:
+def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str | None) -> Sender | None:
+    from collector.agent.live.alerts import webhook_sender
+
+    return _parse(webhook_sender, value)
+
+
+def _parse(parse: Callable[[str], T], value: str | None) -> T | None:
     try:
         return None if value is None else parse(value)
     except ValueError as error:
@@ -129,13 +129,13 @@ def format_option(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., A
     )
 
 
-def tag_option(meaning: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make `--tag`, which the command gets as `tags`."""
-    return click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=meaning)
+    return click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=help_text)
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what a new run is given: `--name`, `--tag` and `--interval`."""
+    """Add the options of a new run: `--name`, `--tag` and `--interval`."""
     interval_help = "Seconds between samples."
     for option in (
         click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
@@ -147,12 +147,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def say(text: str) -> None:
-    """Tell on stderr how it goes."""
+    """Report progress on stderr."""
     click.echo(f"tidegauge: {text}", err=True)
 
 
 def show_table(table: Table) -> None:
-    """Print a table on stdout, in a pipe without wrapping it."""
-    from collector.terminal import Terminal
+    """Print a table on stdout; do not wrap it in a pipe."""
+    from collector.report.terminal import Terminal
 
     Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)

@@ -21,13 +21,11 @@ from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
-    from collector.diagnosis.calibration import Calibrated
-    from collector.diagnosis.replay import Setting
-    from collector.diagnosis.tuning import Forecast, Option
+    from collector.diagnosis.tuning import Calibration, Forecast, Option, Setting
 
 _TRIALS, _BATCH_TRIALS = 4, 10
 _AS_IT_IS, _PERFECT = "as it is", "perfect loader"
-#: Within 80 columns.
+#: Headers of a table within 80 columns.
 _COLUMNS = (
     "num_workers x\nprefetch_factor",
     "batches/s\npredicted",
@@ -41,11 +39,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trial: what was predicted for it, if anything was, and what was measured."""
+    """One trial: its prediction, if any, and its measurement."""
 
     title: str
     predicted: Option | None
-    measured: Calibrated | None
+    measured: Calibration | None
     memory_bytes: float | None
     failure: str
 
@@ -76,12 +74,12 @@ def tune(
         raise TidegaugeError("--effective-batch needs batch sizes to choose from; give --batch-size too")
     if shutil.which(command[0]) is None:
         raise TidegaugeError(f"{command[0]}: command not found; give the command that trains, as in a shell")
-    for variable in (STORE_VARIABLE, RUN_ID_VARIABLE):  # trials are this machine's own affair
+    for variable in (STORE_VARIABLE, RUN_ID_VARIABLE):  # Trials belong to this machine alone.
         os.environ.pop(variable, None)
     if batch_size:
         from collector.commands.batch_trials import try_sizes
 
-        with _interruptible() as caught:
+        with _interruptible() as signals:
             status = try_sizes(
                 command,
                 home,
@@ -89,18 +87,18 @@ def tune(
                 trials=trials or _BATCH_TRIALS,
                 effective=effective_batch,
                 form=form,
-                caught=caught,
+                signals=signals,
             )
         sys.exit(status)
     rows: list[Row] = []
-    with _interruptible() as caught:
+    with _interruptible() as signals:
         plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
         plan += [(_PERFECT, CEILING, None)] if ceiling else []
-        while plan and not caught:
+        while plan and not signals:
             title, loader, option = plan.pop(0)
             say(f"{title}, {trial_seconds:g} s of training")
-            row, found = _trial(command, home, title, loader, option, trial_seconds, caught)
-            if caught:
+            row, outlook = _trial(command, home, title, loader, option, trial_seconds, signals)
+            if signals:
                 break
             rows.append(row)
             say(f"  {row.failure or _rate(row)}")
@@ -108,19 +106,19 @@ def tune(
                 if row.failure:
                     break
                 plan += [
-                    (_title(setting), _loader(setting), known)
-                    for setting, known in _chosen(found, row)[: trials or _TRIALS]
+                    (_title(setting), _loader(setting), prediction)
+                    for setting, prediction in _choose(outlook, row)[: trials or _TRIALS]
                 ]
-                if not isinstance(found, str):
-                    rows = [dataclasses.replace(row, predicted=found.own)]
+                if not isinstance(outlook, str):
+                    rows = [dataclasses.replace(row, predicted=outlook.current)]
     if form == "json":
-        from collector.commands.trials import json_text
+        from collector.agent.trial import json_text
 
         click.echo(json_text({"trials": _as_json(rows)}))
     elif rows:
         _show(rows)
-    if caught:
-        sys.exit(128 + caught[0])
+    if signals:
+        sys.exit(128 + signals[0])
     sys.exit(1 if rows[0].failure else 0)
 
 
@@ -131,70 +129,70 @@ def _trial(
     loader: str | None,
     option: Option | None,
     seconds: float,
-    caught: list[int],
+    signals: list[int],
 ) -> tuple[Row, Forecast | str]:
-    from collector.commands.trials import raised, try_once
-    from collector.diagnosis.calibration import calibrate
-    from collector.diagnosis.loader_memory import held
-    from collector.diagnosis.tuning import forecast
+    from collector.agent.trial import training_error, try_once
+    from collector.diagnosis.tuning import calibrate, forecast, held_memory
 
-    tables, busiest, failed = try_once(
-        command, home, name=f"tune-{title}", loader=loader, seconds=seconds, caught=caught
+    tables, busiest, trial_failure = try_once(
+        command, home, name=f"tune-{title}", loader=loader, seconds=seconds, signals=signals
     )
-    found = "no batch" if busiest is None else calibrate(tables, busiest)
-    failure = failed or raised(tables)
-    if isinstance(found, str):
-        failure = failure or f"nothing to compare: {found}; give more --trial-seconds"
-    elif loader not in (None, CEILING, _loader(found.setting)):
-        failure = f"the loader could not be made so, it had {_title(found.setting)}"
+    measured = "no batch" if busiest is None else calibrate(tables, busiest)
+    failure = trial_failure or training_error(tables)
+    if isinstance(measured, str):
+        failure = failure or f"nothing to compare: {measured}; give more --trial-seconds"
+    elif loader not in (None, CEILING, _loader(measured.setting)):
+        failure = f"the loader could not be made so, it had {_title(measured.setting)}"
     row = Row(
         title=title,
         predicted=option,
-        measured=None if failure or isinstance(found, str) else found,
-        memory_bytes=None if busiest is None else held(tables, busiest).usual,
+        measured=None if failure or isinstance(measured, str) else measured,
+        memory_bytes=None if busiest is None else held_memory(tables, busiest).usual,
         failure=failure,
     )
     return row, "no batch" if busiest is None else forecast(tables, busiest)
 
 
-def _chosen(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | None]]:
-    """What to try, the most promising first: the recommendation, then the front of throughput and memory.
+def _choose(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | None]]:
+    """Choose the settings to try: first the recommendation, then the front of throughput and memory.
 
-    Where the replay does not reproduce the training, more and more workers.
+    If the replay does not reproduce the training, choose more and more workers.
     """
-    from collector.diagnosis.replay import Setting
+    from collector.diagnosis.tuning import Setting
 
     assert base.measured is not None
-    own = base.measured.setting
+    setting = base.measured.setting
     if isinstance(outlook, str):
         say(f"  {outlook}; so more workers are tried without a prediction")
-        more = [max(1, own.num_workers) * 2**power for power in range(own.num_workers > 0, 8)]
-        return [(Setting(num_workers=workers, prefetch_factor=2, in_order=own.in_order), None) for workers in more]
+        more = [max(1, setting.num_workers) * 2**power for power in range(setting.num_workers > 0, 8)]
+        return [
+            (Setting(num_workers=workers, prefetch_factor=2, in_order=setting.in_order), None) for workers in more
+        ]
     best = [] if outlook.best is None else [outlook.best]
     front = sorted(outlook.front, key=lambda option: -option.batches_per_second)
-    options = [*best, *(option for option in front if option not in best and option.setting != own)]
+    options = [*best, *(option for option in front if option not in best and option.setting != setting)]
     return [(option.setting, option) for option in options]
 
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """The signals that came and ask for an end: what is known by then is still shown."""
-    caught: list[int] = []
+    """Collect the signals that ask for an end, so that the results so far are still shown."""
+    signals: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        caught.append(number)
+        signals.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield caught
+        yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows, for programs: docs/cli.md."""
-    told = []
+    """Return the rows in their JSON form (docs/cli.md)."""
+    trials = []
     for row in rows:
         predicted = None if row.predicted is None else dataclasses.asdict(row.predicted)
         setting = None if predicted is None else predicted.pop("setting")
@@ -203,7 +201,7 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
             setting = dataclasses.asdict(row.measured.setting)
             names = ("batches_per_second", "samples_per_batch", "wait_ratio")
             measured = {name: getattr(row.measured, name) for name in names} | {"memory_bytes": row.memory_bytes}
-        told.append(
+        trials.append(
             {
                 "title": row.title,
                 "setting": setting,
@@ -212,13 +210,13 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
                 "failure": row.failure or None,
             }
         )
-    return told
+    return trials
 
 
 def _show(rows: list[Row]) -> None:
     from rich.table import Table
 
-    from collector.quantities import number, size
+    from collector.units import number, size
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in _COLUMNS:
@@ -250,24 +248,24 @@ def _show(rows: list[Row]) -> None:
 
 
 def _conclusion(rows: list[Row]) -> str:
-    """Which of the tried settings was the fastest, and by how much; empty if only one was measured."""
-    tried = [row.measured for row in rows if row.measured is not None and row.title != _PERFECT]
-    if len(tried) < 2:
+    """Return which setting was the fastest, and by how much; empty if only one was measured."""
+    measurements = [row.measured for row in rows if row.measured is not None and row.title != _PERFECT]
+    if len(measurements) < 2:
         return ""
-    own, best = tried[0], max(tried, key=lambda measured: measured.batches_per_second)
-    if best is own:
-        return f"The script's own {_title(own.setting)} was the fastest of those tried."
-    faster = best.batches_per_second / own.batches_per_second - 1
+    base, best = measurements[0], max(measurements, key=lambda measured: measured.batches_per_second)
+    if best is base:
+        return f"The script's own {_title(base.setting)} was the fastest of those tried."
+    faster = best.batches_per_second / base.batches_per_second - 1
     return f"Fastest: DataLoader(…, {_title(best.setting)}), {faster:+.0%} batches/s against the script's own."
 
 
 def _rate(row: Row) -> str:
-    from collector.quantities import known, number
+    from collector.units import is_known, number
 
     assert row.measured is not None
     batches, samples = row.measured.batches_per_second, row.measured.samples_per_batch
     words = f"{batches:.3g} batches/s"
-    return f"{words}, {number(round(batches * samples))} samples/s" if known(samples) else words
+    return f"{words}, {number(round(batches * samples))} samples/s" if is_known(samples) else words
 
 
 def _title(setting: Setting) -> str:

@@ -1,1 +1,24 @@
-"""Pure functions from the tables of a run to findings."""
+"""Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
+
+from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.memory.allocation_sites import rank_sites
+from collector.diagnosis.run.device_account import DEVICE_PARTS, UNATTRIBUTED, accounts
+from collector.diagnosis.run.tables import ROWS_PER_STREAM, RunTables, load_tables
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
+from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.diagnosis.verdict import Verdict, diagnose
+
+__all__ = [
+    "DEVICE_PARTS",
+    "LAST_MINUTE_SECONDS",
+    "LEAST_LOST_RATIO",
+    "MIN_POINTS",
+    "ROWS_PER_STREAM",
+    "UNATTRIBUTED",
+    "RunTables",
+    "Verdict",
+    "accounts",
+    "diagnose",
+    "load_tables",
+    "rank_sites",
+]

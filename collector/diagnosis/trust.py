@@ -1,27 +1,33 @@
-"""Can the verdict be trusted: do all workers report, were records lost, was anything attached at all."""
+"""Check whether the verdict can be trusted: hooks in every process, all workers reporting, no records lost.
+
+Where hooks are absent, the reason comes from what the process and the collector recorded about its start.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.attachment import find_attachment
-from collector.diagnosis.device_rows import devices
-from collector.diagnosis.findings import Advice, Evidence, Finding, Locus
-from collector.diagnosis.frames import SECOND_NS, floats, key_of, origin_ns, whole, window_text
-from collector.diagnosis.lifecycle import Lifecycle
-from collector.diagnosis.loops import loader_settings, same_loop
-from collector.diagnosis.tables import RunTables
-from collector.diagnosis.victims import fact
-from collector.store.runs import ProcessKey
+from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders
+from collector.diagnosis.run.allocators import devices
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, whole, window_text
+from collector.diagnosis.run.lifecycle import Lifecycle, seen_key
+from collector.diagnosis.run.processes import fact
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Advice, Evidence, Finding, Locus
+from collector.store import ProcessKey
 from training_harness.journal import NOT_A_RECORD, NOT_COLLECTED, WRITE_FAILED
 
+#: Seconds, and batches, that an epoch's workers have to report once the epoch yields batches.
 GRACE_SECONDS = 20.0
 _GRACE_BATCHES = 3
+#: Number of newest samples without an answer of the driver after which a GPU counts as lost.
 _LOST_SAMPLES = 3
-_START_SECONDS = 120.0  # until the first batch: workers under spawn may import for long
+#: Seconds that workers have to report before the first batch: under spawn their imports may take long.
+_START_SECONDS = 120.0
 
 #: reason of a `records-lost` event -> what to do.
 _LOSS_ADVICE = {
@@ -31,35 +37,66 @@ _LOSS_ADVICE = {
     "training with `tidegauge run`, or keep `tidegauge collect RUN` running beside it",
     NOT_A_RECORD: "A value did not fit its column, which is a defect of Tidegauge: report it with the run",
 }
+#: `obstacle` of a `process-seen` event -> what happened, and the remedy (collector/agent/samplers/programs.py).
+_OBSTACLES = {
+    "PYTHONPATH replaced": (
+        "its PYTHONPATH was replaced, so that it no longer leads to Tidegauge",
+        "Keep what is there: PYTHONPATH=.:$PYTHONPATH; or install tidegauge in the environment of this Python",
+    ),
+    "-E": (
+        "Python was started with -E, which ignores PYTHONPATH",
+        "Leave -E out, or install tidegauge in the environment of this Python",
+    ),
+    "-I": (
+        "Python was started with -I, which ignores PYTHONPATH",
+        "Leave -I out, or install tidegauge in the environment of this Python",
+    ),
+    "-S": (
+        "Python was started with -S, which leaves out everything that attaches at start-up",
+        "Leave -S out, or call training_harness.attach() in the script",
+    ),
+    "environment cleared": (
+        "its environment does not name the run, as after `env -i`, `sudo` or a job scheduler",
+        "Pass TIDEGAUGE_RUN_DIR and PYTHONPATH on (sudo --preserve-env=TIDEGAUGE_RUN_DIR,PYTHONPATH)",
+    ),
+    "disabled": ("TIDEGAUGE_DISABLED=1 is set in its environment", "Unset TIDEGAUGE_DISABLED"),
+}
+_UNKNOWN = (
+    "its command line and environment do not tell why",
+    "Call training_harness.attach() in the script, and look what `tidegauge doctor` says",
+)
+_EXPECTED = "steps, batches and workers are seen"
 
 
 def workers_reporting(tables: RunTables) -> tuple[int, int]:
-    """How many of the workers of every loader's newest epoch have reported, and how many there are."""
+    """Return how many workers of every loader's newest epoch have reported, and how many there are."""
     epochs = _newest_epochs(tables).values()
-    heard = _heard(tables)
-    promised = [(epoch["host"], whole(pid)) for epoch in epochs for pid in epoch.get("worker_pids") or ()]
-    return sum(address in heard for address in promised), len(promised)
+    reporting = _reporting_processes(tables)
+    workers = [(epoch["host"], whole(pid)) for epoch in epochs for pid in epoch.get("worker_pids") or ()]
+    return sum(worker in reporting for worker in workers), len(workers)
 
 
 def find_trust(tables: RunTables) -> list[Finding]:
-    """Workers that keep silent, lost records, disabled hooks, and runs in which nothing was attached."""
-    found = [f for epoch in _newest_epochs(tables).values() if (f := _silent_workers(tables, epoch))]
+    """Find workers that do not report, lost records, disabled hooks, lost GPUs, and runs without any hooks."""
+    findings = [f for epoch in _newest_epochs(tables).values() if (f := _silent_workers(tables, epoch))]
     if tables.lost_count > 0:
-        found.append(_samples_lost(tables))
-    found += [_hook_disabled(event) for event in tables.events_of("hook-disabled")]
-    return found + _lost_devices(tables) + find_attachment(tables)
+        findings.append(_samples_lost(tables))
+    findings += [_hook_disabled(event) for event in tables.events_of("hook-disabled")]
+    return findings + _lost_devices(tables) + find_attachment(tables)
 
 
 def _lost_devices(tables: RunTables) -> list[Finding]:
-    """`cannot-tell` for each GPU of which the driver has told nothing the last few times, and did before."""
-    found = []
-    for host, device, samples, _ in devices(tables):
-        known = np.flatnonzero(np.isfinite(floats(samples, "used_bytes")))
-        if not len(known) or len(samples) - 1 - known[-1] < _LOST_SAMPLES:
+    """Return `cannot-tell` for each GPU that the driver reported on before, but not in the last few samples."""
+    # Training ends soon after its GPU is lost, so samples after its last step count too.
+    findings, reports = [], tables.stream("device")
+    for host, device, _, _ in devices(tables):
+        samples = reports[(reports["host"] == host) & (floats(reports, "device") == device)]
+        answered = np.flatnonzero(np.isfinite(floats(samples, "used_bytes")))
+        if not len(answered) or len(samples) - 1 - answered[-1] < _LOST_SAMPLES:
             continue
-        last_ns, silent = float(floats(samples, "time_ns")[known[-1]]), len(samples) - 1 - int(known[-1])
-        when = window_text(last_ns, float(floats(samples, "time_ns")[-1]), origin_ns(tables))
-        found.append(
+        last_ns, silent = float(floats(samples, "time_ns")[answered[-1]]), len(samples) - 1 - int(answered[-1])
+        window = window_text(last_ns, float(floats(samples, "time_ns")[-1]), origin_ns(tables))
+        findings.append(
             Finding(
                 kind="cannot-tell",
                 severity="warning",
@@ -67,7 +104,7 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
                 summary=f"NVML stopped answering for GPU {device}: what the driver counts is not known since then. "
                 "A GPU that has fallen off the bus ends so.",
                 locus=Locus(host=host, device=device),
-                evidence=(fact("device_samples_missing_count", silent, when),),
+                evidence=(fact("device_samples_missing_count", silent, window),),
                 advice=(
                     Advice(
                         text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
@@ -76,14 +113,14 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
                 ),
             )
         )
-    return found
+    return findings
 
 
 def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
-    """The newest epoch with workers of every loading loop."""
+    """Return (process, loader) -> `epoch-start` event of the newest epoch with workers."""
     settings = loader_settings(tables)
     life = Lifecycle(tables)
-    one_loop = {main: same_loop(tables, settings, main) for main in life.mains}
+    one_loop = {main: recreated_loaders(tables, settings, main) for main in life.mains}
     newest: dict[tuple[ProcessKey, int], Mapping[str, Any]] = {}
     for event in tables.events_of("epoch-start"):
         main, loader = key_of(event), whole(event.get("loader"))
@@ -92,37 +129,37 @@ def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[st
     return newest
 
 
-def _heard(tables: RunTables) -> set[tuple[str, int | None]]:
-    """(host, pid) of every process that said hello as a worker or recorded a fetch."""
-    heard = {(str(event["host"]), whole(event["pid"])) for event in tables.events_of("worker-start")}
+def _reporting_processes(tables: RunTables) -> set[tuple[str, int | None]]:
+    """Return (host, pid) of every process that recorded its start as a worker, or a fetch."""
+    started = {(str(event["host"]), whole(event["pid"])) for event in tables.events_of("worker-start")}
     fetch = tables.stream("fetch")[["host", "pid"]].drop_duplicates()
-    return heard | {(str(host), whole(pid)) for host, pid in zip(fetch["host"], fetch["pid"], strict=True)}
+    return started | {(str(host), whole(pid)) for host, pid in zip(fetch["host"], fetch["pid"], strict=True)}
 
 
 def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | None:
-    """The workers of one epoch that had time to report, or made batches, and did not."""
-    heard, pids = _heard(tables), [whole(pid) for pid in epoch["worker_pids"]]
-    silent = [worker for worker, pid in enumerate(pids) if (epoch["host"], pid) not in heard]
+    """Return the finding on an epoch's workers that had time to report, or made batches, and did not report."""
+    processes, pids = _reporting_processes(tables), [whole(pid) for pid in epoch["worker_pids"]]
+    silent = [worker for worker, pid in enumerate(pids) if (epoch["host"], pid) not in processes]
     if not silent:
         return None
     key, loader = key_of(epoch), whole(epoch.get("loader"))
     batch = tables.stream("batch")
-    mine = batch[
+    rows = batch[
         (batch["host"] == epoch["host"])
         & (batch["pid"] == epoch["pid"])
         & (floats(batch, "loader") == loader)
         & (floats(batch, "epoch") == whole(epoch.get("epoch")))
     ]
-    made = mine[mine["worker"].isin(silent)]
-    age = (_end_ns(tables, key) - float(epoch["time_ns"])) / SECOND_NS
-    had_time = len(mine) > 0 and (age >= GRACE_SECONDS or len(made) >= _GRACE_BATCHES)
-    if not had_time and age < _START_SECONDS:
+    silent_rows = rows[rows["worker"].isin(silent)]
+    age_seconds = (_end_ns(tables, key) - float(epoch["time_ns"])) / SECOND_NS
+    had_time = len(rows) > 0 and (age_seconds >= GRACE_SECONDS or len(silent_rows) >= _GRACE_BATCHES)
+    if not had_time and age_seconds < _START_SECONDS:
         return None
     reporting = len(pids) - len(silent)
     return Finding(
         kind="workers-not-reporting",
         severity="warning",
-        confidence=0.95 if len(made) else 0.8,
+        confidence=0.95 if len(silent_rows) else 0.8,
         summary=(
             f"{reporting} of {len(pids)} workers of loader {loader} report; "
             f"silent: {', '.join(str(worker) for worker in silent)}. What they do is not seen."
@@ -140,12 +177,14 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
             ),
             Evidence(
                 name="batches_of_silent_workers_count",
-                value=len(made),
+                value=len(silent_rows),
                 unit="count",
-                n=len(mine),
+                n=len(rows),
                 window="newest epoch",
             ),
-            Evidence(name="epoch_age_seconds", value=round(age, 1), unit="seconds", n=1, window="newest epoch"),
+            Evidence(
+                name="epoch_age_seconds", value=round(age_seconds, 1), unit="seconds", n=1, window="newest epoch"
+            ),
         ),
         advice=(
             Advice(
@@ -159,7 +198,7 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
 
 
 def _end_ns(tables: RunTables, key: ProcessKey | None) -> float:
-    """The moment up to which this process was observed."""
+    """Return the time up to which this process was observed."""
     life = Lifecycle(tables)
     if life.status() == "running" and life.is_living(key):
         return float(tables.now_ns)
@@ -205,5 +244,156 @@ def _hook_disabled(event: Mapping[str, Any]) -> Finding:
         locus=Locus(host=event.get("host"), rank=whole(event.get("rank")), pid=whole(event.get("pid"))),
         evidence=(
             Evidence(name="hook_error", value=str(event.get("error"))[:200], unit="text", n=1, window="event"),
+        ),
+    )
+
+
+def find_attachment(tables: RunTables) -> list[Finding]:
+    """Find what a run without steps and batches shows instead, and what the command left running."""
+    life = Lifecycle(tables)
+    if life.watched:
+        return [_watched(life)]
+    return [*_left_running(life), *_no_iterations(life)]
+
+
+def _no_iterations(life: Lifecycle) -> list[Finding]:
+    tables = life.tables
+    has_training = life.mains or any(len(tables.stream(name)) for name in ("batch", "step", "fetch"))
+    has_ended = life.status() != "running" and life.exit_status is not None
+    if has_training or not has_ended or life.killed_mains or tables.events_of("exception"):
+        return []
+    attached = [key for event in tables.events_of("process-attached") if (key := key_of(event))]
+    seen_events = {key: event for event in tables.events_of("process-seen") if (key := seen_key(event))}
+    unattached = [event for key, event in seen_events.items() if event.get("has_torch") and key not in attached]
+    if unattached:
+        return [_not_attached(life, event) for event in unattached[:3]]
+    return [_attached_without_iterations(life, attached) if attached else _no_torch(life, seen_events)]
+
+
+def _ended(life: Lifecycle) -> str:
+    if life.exit_status == 0:
+        return "The command ended"
+    return f"The command failed (exit status {life.exit_status}; its own output says why)"
+
+
+def _attached_without_iterations(life: Lifecycle, attached: list[ProcessKey]) -> Finding:
+    them = "it" if len(attached) == 1 else "them"
+    names = ", ".join(life.name(key) for key in attached[:3])
+    return _cannot_tell(
+        f"{_ended(life)}. Tidegauge was attached to {names}{'' if len(attached) <= 3 else ' and others'}, and saw "
+        f"no DataLoader, no optimizer step and no repeated forward pass in {them}: there are no "
+        "iterations to count. Memory, open files and limits were judged all the same.",
+        len(attached),
+        life,
+        (),
+    )
+
+
+def _not_attached(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
+    why, remedy = _OBSTACLES.get(str(event.get("obstacle")), _UNKNOWN)
+    pid = whole(event.get("process_pid"))
+    argv = " ".join(map(str, event.get("argv") or ()))[:80]
+    finding = _cannot_tell(
+        f"Process {pid} ({argv}) used torch without Tidegauge's hooks: {why}. Its memory was judged from outside; "
+        "its steps, batches and workers were not seen.",
+        0,
+        life,
+        (Advice(text=remedy, expected=_EXPECTED),),
+    )
+    return dataclasses.replace(finding, locus=Locus(host=str(event["host"]), role="other", pid=pid))
+
+
+def _no_torch(life: Lifecycle, processes: Mapping[Any, Mapping[str, Any]]) -> Finding:
+    pythons = [event for event in processes.values() if event.get("is_python")]
+    if pythons:
+        what = (
+            f"{len(pythons)} of its processes {'is' if len(pythons) == 1 else 'are'} Python, and none loaded torch"
+        )
+    elif processes:
+        what = "none of its processes is Python"
+    else:
+        what = "the command ended before its processes were sampled"
+    return _cannot_tell(
+        f"{_ended(life)}. No training was seen: {what}. Memory, open files and limits were judged.",
+        0,
+        life,
+        (),
+    )
+
+
+def _cannot_tell(summary: str, attached: int, life: Lifecycle, advice: tuple[Advice, ...]) -> Finding:
+    return Finding(
+        kind="cannot-tell",
+        severity="info",
+        confidence=1.0,
+        summary=summary,
+        evidence=(
+            Evidence(name="attached_processes_count", value=attached, unit="count", n=attached, window="run"),
+            *_exit_status(life),
+        ),
+        advice=advice,
+    )
+
+
+def _exit_status(life: Lifecycle) -> tuple[Evidence, ...]:
+    if life.exit_status is None:
+        return ()
+    return (Evidence(name="exit_status", value=life.exit_status, unit="status", n=1, window="run"),)
+
+
+def _left_running(life: Lifecycle) -> list[Finding]:
+    if not life.left_running or life.is_living(life.command):
+        return []
+    processes = list(life.left_running.items())
+    names = ", ".join(
+        f"{key[1]} ({' '.join(map(str, process.get('argv') or ()))[:60]})" for key, process in processes[:3]
+    )
+    count = len(processes)
+    return [
+        Finding(
+            kind="cannot-tell",
+            severity="info",
+            confidence=1.0,
+            summary=(
+                f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
+                f"still {'runs' if count == 1 else 'run'}: {names}. The verdict is that of this moment."
+            ),
+            locus=Locus(host=processes[0][0][0], role="other", pid=processes[0][0][1]),
+            evidence=(
+                Evidence(
+                    name="left_running_count", value=count, unit="count", n=count, window="end of the command"
+                ),
+                *_exit_status(life),
+            ),
+            advice=(
+                Advice(
+                    text="`tidegauge collect latest` follows them to their end; or let the command wait for them",
+                    expected="samples of memory go on, and the verdict covers the whole training",
+                ),
+            ),
+        )
+    ]
+
+
+def _watched(life: Lifecycle) -> Finding:
+    samples = life.tables.rows_count("process")
+    ended = " The watch ended while it went on." if life.watch_ended else ""
+    return Finding(
+        kind="cannot-tell",
+        severity="info",
+        confidence=1.0,
+        summary=(
+            "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
+            f"status are not known. The memory of its processes, the host and the devices is.{ended}"
+        ),
+        evidence=(
+            Evidence(name="attached_processes_count", value=0, unit="count", n=samples, window="run"),
+            Evidence(name="process_samples_count", value=samples, unit="count", n=samples, window="run"),
+        ),
+        advice=(
+            Advice(
+                text="Start the next training with `tidegauge run -- COMMAND`",
+                expected="steps, batches, workers and the cause of a death are seen",
+            ),
         ),
     )

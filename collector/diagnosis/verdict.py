@@ -1,47 +1,51 @@
-"""All rules over one run: the one place where the collector, the report and the app get their verdict from."""
+"""Apply all rules to one run. The collector, the report and the app all get their verdict here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from collector.diagnosis.consequences import without_consequences
-from collector.diagnosis.deaths import find_deaths
-from collector.diagnosis.descriptors import find_descriptors
-from collector.diagnosis.device_growth import find_device_growth
-from collector.diagnosis.device_risk import find_device_risk
-from collector.diagnosis.findings import KINDS, SEVERITIES, Evidence, Finding
-from collector.diagnosis.holders import with_holders
-from collector.diagnosis.last_minute import as_records, last_states
-from collector.diagnosis.leaks import find_leaks
-from collector.diagnosis.lifecycle import Lifecycle, Status
-from collector.diagnosis.naming import named
-from collector.diagnosis.pauses import find_pauses
-from collector.diagnosis.ranks import find_rank_straggler
-from collector.diagnosis.risk import find_host_risk
-from collector.diagnosis.shared_memory import find_shared_memory
-from collector.diagnosis.stalls import find_stalls
-from collector.diagnosis.summary import step_unit, steps_count, summarise
-from collector.diagnosis.tables import RunTables
+from collector.diagnosis.deaths.deaths import find_deaths
+from collector.diagnosis.loading.names import add_loader_name
+from collector.diagnosis.memory.allocation_sites import add_allocation_sites
+from collector.diagnosis.memory.file_descriptors import find_descriptors
+from collector.diagnosis.memory.gpu_growth import find_device_growth
+from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
+from collector.diagnosis.memory.heap_leaks import find_leaks
+from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory.leak import CONFIRMED
+from collector.diagnosis.memory.shared_memory import find_shared_memory
+from collector.diagnosis.run.lifecycle import Lifecycle, Status
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.main_thread_pause import find_pauses
+from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
+from collector.diagnosis.stalls.verdict import find_stalls
+from collector.diagnosis.summary import Summary, step_unit, steps_count, summarise
 from collector.diagnosis.trust import find_trust, workers_reporting
+from collector.findings import KINDS, SEVERITIES, Evidence, Finding
+
+#: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
+#: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
+#: training.
+_HOST_BYTES_PER_TENSOR = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What is known of a run.
+    """The state of a run, and all findings on it.
 
     Attributes:
-        findings: most severe first; of the same severity what slows the run by its cost, after what endangers it.
-        exit_status: the command's exit code, -n for signal n; None if it runs or nobody saw it end.
+        findings: most severe first. Within a severity, threats to the run come before slowdowns, and these go by
+            cost.
+        exit_status: the command's exit code, -n for signal n; None if it runs or its end was not seen.
         attempts: how many times the launcher started the ranks.
-        steps: of the last attempt; ranks step together, so those of one rank.
+        steps: steps of the last attempt. Ranks step together, so they are counted on one rank.
         step_unit: what ends a step, a word of `records.STEP_UNITS`; None without steps.
-        watch_ended: a watch was given up while its process went on.
-        batches: yielded in all training processes.
+        watch_ended: True if a watch was given up while its process went on.
+        batches: batches yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
-        summary: peak, throughput, data_wait_ratio and overhead; what was not measured is None. And last_minute: of
-            a run that died, what each process held and did (`last_states`).
+        summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
+            last_minute has what each process held and did (`last_states`).
 
     """
 
@@ -55,11 +59,11 @@ class Verdict:
     batches: int
     duration_seconds: float | None
     workers_reporting: tuple[int, int]
-    summary: dict[str, Any]
+    summary: Summary
 
 
 def diagnose(tables: RunTables) -> Verdict:
-    """The verdict on a run. Pure: the same tables give the same verdict."""
+    """Return the verdict on a run. Pure: the same tables give the same verdict."""
     life = Lifecycle(tables)
     status = life.status()
     return Verdict(
@@ -73,15 +77,14 @@ def diagnose(tables: RunTables) -> Verdict:
         batches=tables.rows_count("batch"),
         duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
-        summary=summarise(tables)
-        | {"last_minute": as_records(last_states(tables)) if status in ("failed", "killed") else []},
+        summary=summarise(tables, status),
     )
 
 
 def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     leaks = _guarded("leaks", lambda: find_leaks(tables))
     copies = [finding for finding in leaks if finding.kind == "copy-on-read-growth"]
-    found = [
+    findings = [
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
@@ -94,41 +97,43 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
-    found = without_consequences(found)
-    found = [with_holders(finding, tables, running=running) for finding in found]
-    return tuple(sorted((_named(finding, tables) for finding in found), key=_order))
+    findings = without_consequences(findings)
+    findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
+    return tuple(sorted((_with_loader_name(finding, tables) for finding in findings), key=_order))
 
 
-def _named(finding: Finding, tables: RunTables) -> Finding:
-    """Return the finding with the name of its loader; without it where an event is damaged."""
+def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
     try:
-        return named(finding, tables)
+        return add_loader_name(finding, tables)  # a damaged event raises
     except (TypeError, ValueError, KeyError, IndexError):
         return finding
 
 
 def _order(finding: Finding) -> tuple[int, bool, float, bool, bool, float, float]:
-    """Most severe first; of the same severity what endangers the run, then what slows it, dearest first.
+    """Return the sort key of a finding: most severe first.
 
-    Of what endangers it deaths come first, then forecasts, then what grows, by its size. What cannot be told comes
-    last of its severity.
+    Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Then
+    come slowdowns, the costliest first, and last the findings that cannot tell.
     """
-    lost = finding.value_of("lost_wall_ratio") or 0.0
+    lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
     group = KINDS[finding.kind]
-    grown = [float(each.value) for each in finding.evidence if each.name.endswith("_rise_bytes")]
     return (
         SEVERITIES.index(finding.severity),
         finding.kind == "cannot-tell",
-        lost and 1 - lost,
+        lost_ratio and 1 - lost_ratio,
         group != "death",
         group != "memory forecast",
-        -max(grown, default=0.0),
+        -max(_rises_bytes(finding), default=0.0),
         -finding.confidence,
     )
 
 
+def _rises_bytes(finding: Finding) -> list[float]:
+    return [float(fact.value) for fact in finding.evidence if fact.name.endswith("_rise_bytes")]
+
+
 def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
-    """The findings of a rule; a rule that fails says so and leaves the others their word."""
+    """Return the findings of a rule. A rule that fails yields a `cannot-tell` finding and stops no other rule."""
     try:
         return rule()
     except Exception as error:  # noqa: BLE001
@@ -141,3 +146,50 @@ def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
                 evidence=(Evidence(name="rule_error", value=repr(error)[:300], unit="text", n=1, window="run"),),
             )
         ]
+
+
+def without_consequences(findings: list[Finding]) -> list[Finding]:
+    """Return the findings without those that follow from another one.
+
+    The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
+    with tensors held on a device becomes information. A forecast is dropped once its limit was met.
+    """
+    remaining = []
+    for finding in findings:
+        if finding.kind == "main-heap-leak" and _is_pinned_cache(findings, finding):
+            continue
+        if finding.kind == "gpu-oom-risk" and _is_met(findings, finding):
+            continue
+        if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
+            summary = f"{finding.summary} It goes with the tensors kept on the GPU: fix gpu-tensor-leak first."
+            remaining.append(replace(finding, severity="info", summary=summary))
+        else:
+            remaining.append(finding)
+    return remaining
+
+
+def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:
+    caches = _in_same_process(findings, "pinned-cache-growth", leak)
+    return any(c.rate and leak.rate and c.rate.value >= CONFIRMED * leak.rate.value for c in caches)
+
+
+def _goes_with_tensors(findings: list[Finding], leak: Finding) -> bool:
+    rise_bytes = next(iter(_rises_bytes(leak)), 0.0)
+    counts = (
+        tensors.value_of("allocation_rise_count") for tensors in _in_same_process(findings, "gpu-tensor-leak", leak)
+    )
+    return any(count and rise_bytes <= _HOST_BYTES_PER_TENSOR * count for count in counts)
+
+
+def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Iterator[Finding]:
+    place = like.locus.host, like.locus.pid
+    return (
+        finding for finding in findings if finding.kind == kind and (finding.locus.host, finding.locus.pid) == place
+    )
+
+
+def _is_met(findings: list[Finding], risk: Finding) -> bool:
+    """Return whether the training died of this device's memory."""
+    place = risk.locus.host, risk.locus.device
+    deaths = (finding for finding in findings if finding.kind == "cuda-oom" and finding.severity == "critical")
+    return any((death.locus.host, death.locus.device) == place for death in deaths)

@@ -1,7 +1,7 @@
-"""Exporting a run: one file per stream, in order of time, for other programs to read.
+"""Export a run: one file per stream, in order of time, for other programs to read.
 
-Everything is from one snapshot of the reader, so a run that goes on can be exported. Files are written in
-a scratch folder within the target and moved when all are whole: an export is there, or it is not.
+All files come from one snapshot of the reader, so a run that goes on can be exported. They are written to
+a scratch folder within the target and moved once all are whole: the export is complete, or there is none.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from collector.errors import TidegaugeError
-from collector.store.reader import Snapshot, read
-from collector.store.runs import Run
+from collector.store.lake.reader import Snapshot, read
+from collector.store.runs.run import Run
 from training_harness.layout import MANIFEST
 from training_harness.records import IDENTITY, STREAMS, Column, Stream
 
@@ -40,7 +40,7 @@ _EVENTS = Stream(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedFile:
-    """One file of an export; `rows_count` is None where there are no rows to count."""
+    """One file of an export; `rows_count` is None for a file without rows."""
 
     name: str
     rows_count: int | None
@@ -49,27 +49,27 @@ class ExportedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was exported, and one line for each thing of the run that could not be read."""
+    """The files of an export, and one line for each part of the run that could not be read."""
 
     files: tuple[ExportedFile, ...]
     problems: tuple[str, ...]
 
 
 def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
-    """Write all that a reader sees of a run to a new or empty directory.
+    """Write all records and events of a run to a new or empty directory.
 
     Args:
         run: the run, ended or not.
-        directory: made if it is missing.
+        directory: the target; created if it is missing.
         form: one of `FORMATS`.
-        say: told the name of each file before it is written.
+        say: called with the name of each file before it is written.
 
     Returns:
-        The files: of each stream that has rows, of the events, what the columns are, and the manifest.
+        The files: one for each stream with rows, the events, the schema of the columns, and the manifest.
 
     Raises:
         TidegaugeError: there is no such format, the run cannot be read, or the directory cannot be written or is
-            not empty. Then nothing is left in it.
+            not empty. Then no file is left in it.
 
     """
     if form not in FORMATS:
@@ -79,8 +79,8 @@ def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] =
         with read(run) as snapshot:
             rows = dict(_copy_tables(snapshot, scratch, form, say))
             problems = snapshot.problems
-        described = {"schema": SCHEMA_VERSION, "run_id": run.run_id, "tables": {n: _described(n) for n in rows}}
-        for name, body in ((SCHEMA_FILE, described), (MANIFEST, manifest)):
+        schema = {"schema": SCHEMA_VERSION, "run_id": run.run_id, "tables": {n: _describe(n) for n in rows}}
+        for name, body in ((SCHEMA_FILE, schema), (MANIFEST, manifest)):
             (scratch / name).write_text(json.dumps(body, indent=1) + "\n")
         names = {**{f"{table}.{form}": count for table, count in rows.items()}, SCHEMA_FILE: None, MANIFEST: None}
         files = tuple(
@@ -93,7 +93,6 @@ def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] =
 def _copy_tables(
     snapshot: Snapshot, directory: Path, form: str, say: Callable[[str], None]
 ) -> Iterator[tuple[str, int]]:
-    """Write the tables that hold rows; gives their names and numbers of rows."""
     for table in (*STREAMS, _EVENTS.name):
         name = f"{table}.{form}"
         if not snapshot.query(f'SELECT 1 FROM "{table}" LIMIT 1').empty:
@@ -101,8 +100,7 @@ def _copy_tables(
             yield table, snapshot.copy(table, directory / name, FORMATS[form])
 
 
-def _described(table: str) -> dict[str, Any]:
-    """The meaning of a table and its columns, with their units."""
+def _describe(table: str) -> dict[str, Any]:
     stream = STREAMS.get(table, _EVENTS)
     columns = (*stream.columns, *IDENTITY)
     return {
@@ -113,13 +111,13 @@ def _described(table: str) -> dict[str, Any]:
 
 @contextmanager
 def _all_or_nothing(directory: Path) -> Iterator[Path]:
-    """A folder inside `directory` whose files get there in the end, unless something fails.
+    """Yield a folder inside `directory`; its files move there at the end, unless something fails.
 
     Raises:
         TidegaugeError: the directory is not empty, or it cannot be written.
 
     """
-    made = not directory.exists()
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if found := next(directory.iterdir(), None):
@@ -131,7 +129,7 @@ def _all_or_nothing(directory: Path) -> Iterator[Path]:
                 os.rename(path, directory / path.name)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
-            if made:
+            if is_new:
                 with suppress(OSError):
                     directory.rmdir()
             raise

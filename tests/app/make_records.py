@@ -18,7 +18,7 @@ NO_SUCH_PID = 2**22 + 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What happens in a run."""
+    """A made-up run."""
 
     name: str = "healthy"
     steps: int = 400
@@ -26,8 +26,6 @@ class Script:
     workers: int = 2
     slow_worker: int | None = None
     copied_bytes: int = 0
-    cuda: bool = False
-    gpu_leak_bytes_per_step: int = 0
     smaps: bool = True
     restart_every: int | None = None
     exit_status: int | None = 0
@@ -93,27 +91,6 @@ def write_step(main: Writers, script: Script, step: int, end: int) -> None:
         batches_count=1,
         samples_count=64,
     )
-    if script.cuda:
-        allocated = 6 * GIB + step * script.gpu_leak_bytes_per_step
-        main.append(
-            "device_memory",
-            time_ns=end,
-            step=step,
-            device=0,
-            allocated_bytes=allocated,
-            requested_bytes=allocated,
-            active_bytes=allocated,
-            reserved_bytes=allocated + 2 * GIB,
-            inactive_split_bytes=100 * MIB,
-            allocated_peak_bytes=allocated + GIB,
-            reserved_peak_bytes=allocated + 2 * GIB,
-            allocation_count=900,
-            segment_count=40,
-            alloc_retry_count=step // 150,
-            oom_count=0,
-            device_alloc_count=40,
-            device_free_count=0,
-        )
 
 
 def write_fetch(worker: Writers, number: int, step: int, end: int, fetch_ms: float, script: Script) -> None:
@@ -202,17 +179,6 @@ def write_sample(agent: Writers, main: Identity, script: Script, step: int, now:
         records_ingested_count=10 * step,
         records_lost_count=0,
     )
-    if script.cuda:
-        agent.append(
-            "device",
-            time_ns=now,
-            device=0,
-            used_bytes=9 * GIB + step * script.gpu_leak_bytes_per_step,
-            total_bytes=24 * GIB,
-            process_used_bytes=8 * GIB + 600 * MIB + step * script.gpu_leak_bytes_per_step,
-            other_used_bytes=300 * MIB,
-            utilisation_ratio=0.9,
-        )
 
 
 def _process(

@@ -5,8 +5,6 @@ The processes are invented, but for the command itself, which is this process: s
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import socket
 import time
@@ -17,7 +15,6 @@ from pathlib import Path
 import numpy as np
 from make_records import (
     GIB,
-    MIB,
     MS,
     NO_SUCH_PID,
     Script,
@@ -58,8 +55,6 @@ def make_run(home: Path, script: Script) -> Path:
     layout.write_manifest(run_dir, manifest)
     if script.steps:
         _write(run_dir, script, main, begin)
-    if script.cuda:
-        _write_snapshot(run_dir, main)
     return run_dir
 
 
@@ -185,17 +180,6 @@ class _Events:
         EventLog(self._directory, who).append(kind, **{"time_ns": time_ns, **fields})
 
 
-def _write_snapshot(run_dir: Path, main: Identity) -> None:
-    """One segment with a hole, held by one line of the user's through a line of torch's."""
-    held = {"size": 600 * MIB, "state": "active_allocated", "stack": 0}
-    blocks = [held, {"size": 24 * MIB, "state": "inactive"}, {**held, "size": 400 * MIB}]
-    segment = {"device": 0, "address": 4096, "total_size": GIB, "allocated_size": 1000 * MIB, "blocks": blocks}
-    frames = [["/opt/torch/nn/linear.py", 12, "forward"], ["/home/me/train.py", 30, "step"]]
-    document = {"pid": main.pid, "rank": None, "segments": [segment], "stacks": [[0, 1]], "frames": frames}
-    path = run_dir / "snapshots" / f"{main.host}.{main.pid}.1.allocator.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(document).encode()))
-
-
 HEALTHY = Script()
 CPU_ONLY = replace(HEALTHY, name="cpu-only")
 SLOW_WORKER = replace(HEALTHY, name="slow-worker", workers=4, slow_worker=1)
@@ -208,14 +192,13 @@ COPY_ON_READ = replace(
     killed_worker=1,
     exit_status=1,
 )
-CUDA = replace(HEALTHY, name="cuda", cuda=True, gpu_leak_bytes_per_step=4 * MIB)
 INLINE = replace(HEALTHY, name="inline", workers=0)
 NO_DATA = replace(HEALTHY, name="no-data", steps=0)
 LIVE = replace(HEALTHY, name="live", living=True)
 STARTING = replace(LIVE, name="starting", steps=0)
 STALE = replace(LIVE, name="stale", silent_seconds=60)
 KILLED = replace(COPY_ON_READ, name="killed", exit_status=-9, killed_worker=None)
-#: What stands in a log must not become a link, a picture or a colour.
+#: A name with markup and escape codes, none of which may become a link, a picture or a colour.
 HOSTILE = replace(
     SLOW_WORKER,
     name="hostile",

@@ -21,7 +21,7 @@ VIEWS = (
 )
 
 
-#: What a view says in place of its charts, of a run on the CPU that is alone in its home.
+#: View -> its words in place of charts, for a run on the CPU that is alone in its home.
 INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("No other run", "tidegauge run")}
 
 

@@ -1,4 +1,4 @@
-"""What the server's threads take memory from, and give back."""
+"""Memory arenas of the server's threads: used and given back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPENED = """
 import ctypes, sys, threading
 from pathlib import Path
 from streamlit.testing.v1 import AppTest
-from collector.agent.procfs import read_rollup
+from collector.agent.samplers.procfs import read_rollup
 
 libc = ctypes.CDLL(None)
 libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p

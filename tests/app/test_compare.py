@@ -1,4 +1,4 @@
-"""What Compare says of runs beside each other: every run, of how many, and no slow step that goes unsaid."""
+"""Compare: every run, its number of observations, and every slow step."""
 
 import base64
 from dataclasses import replace
@@ -9,8 +9,10 @@ import pytest
 from make_records import MISSING_INT32, MS, Writers
 from opened import figures, open_view, texts, trace_names
 
+from tests.recorded_runs import recorded, unpack
+
 SHORT = replace(runs.HEALTHY, name="short", steps=60)
-#: So many steps that a point of the chart stands for several.
+#: A run with more steps than points of the chart.
 LONG = replace(runs.HEALTHY, name="long", steps=1700, step_ms=10.0)
 #: One in each hundred, as where a worker hangs again and again.
 HUNG = range(50, 1700, 100)
@@ -130,17 +132,16 @@ def test_batches_of_another_size_tell_it_where_samples_are_not_counted(record, c
     )
 
 
-def test_every_figure_has_its_n(record, compare):
-    cuda = replace(runs.CUDA, steps=100)
-    run, other = record(cuda), record(SHORT)
+def test_every_figure_has_its_n(record, compare, tmp_path):
+    run, other = unpack("leak-to-the-end", tmp_path).name, record(SHORT)
     at = compare(run, other)
     table = at.dataframe[0].value.set_index("Figure")
     assert all("n = " in cell for cell in table.to_numpy().ravel() if cell != "—"), table.to_string()
-    assert table.loc["Data wait", run].endswith("(n = 99)")
-    assert table.loc["Peak GPU allocated"].tolist()[0].endswith("(n = 100)")
+    assert table.loc["Data wait", other].endswith("n = 59)")
+    assert table.loc["Peak GPU allocated", run].endswith(f"(n = {len(recorded(run).streams['device_memory'])})")
     assert table.loc["Peak GPU allocated", other] == "—"
     # main and two workers each half a second
-    assert table.loc["Peak host memory (PSS)"].tolist()[0].endswith("n = 60)")
+    assert table.loc["Peak host memory (PSS)", other].endswith("n = 36)")
     assert table.loc["Peak /dev/shm", other].endswith("n = 12)")
 
 

@@ -1,61 +1,51 @@
-"""CUDA out-of-memory errors on the pages: their marks, the last minute, and the peaks that include them."""
+"""CUDA out-of-memory errors on the pages: their marks, the last minute, and the peaks that include them.
+
+The runs were recorded; where none has what a test is about, rows or the error of one are changed.
+"""
 
 import base64
 
-import make_run as runs
 import numpy as np
 import pandas as pd
 import pytest
-from make_gpus import HERE, SECOND_NS, TOTAL, ask_driver, begin_ns, train
-from make_records import GIB, MIB, NO_SUCH_PID, Writers
 from opened import figures, open_view, texts, trace_names
 
 from app.figures import devices
-from app.figures.base import Chart, blank
-from app.figures.marks import Mark, marked
-from app.figures.memory import ELAPSED
+from app.figures.axis import Mark, add_marks
+from app.figures.base import ELAPSED, Chart, blank
 from app.figures.samples import pauses
 from app.theme import LIGHT
-from collector.quantities import size
-from collector.store.line_queries import Lines
-from training_harness.journal import EventLog, Identity
+from collector.store.queries.lines import Lines
+from collector.units import percent, size
+from tests.recorded_runs import change_events, edit, recorded, records_of, unpack
+from training_harness import layout
+from training_harness.records import ROLE_MAIN
 
-#: Seconds after the first step began, and after the run was made, at which CUDA's memory runs out.
-ERROR = 30.55
-ERROR_ELAPSED = ERROR + 2
-FREE = 26 * MIB
+MIB, GIB = 2**20, 2**30
+SECOND_NS = 10**9
+#: Memory of its GPU, which a leak fills.
+TOTAL = 640 * MIB
 PAGES = ("gpu_memory", "oom_risk", "post_mortem")
 
 
-def raise_error(run_dir, *, at=ERROR, caught=False, step=305, free=FREE, limit=TOTAL, reserved=22 * GIB, **more):
-    """An out-of-memory error; its event is written half a second later."""
-    told = {"requested_bytes": 176 * MIB, "free_bytes": free, "limit_bytes": limit, "reserved_bytes": reserved}
-    EventLog(run_dir / "events", Identity(HERE, NO_SUCH_PID, 2000)).append(
-        "cuda-oom",
-        time_ns=begin_ns(run_dir) + int((at + 0.5) * SECOND_NS),
-        error_time_ns=begin_ns(run_dir) + int(at * SECOND_NS),
-        device=0,
-        step=step,
-        caught=caught,
-        errors_count=1,
-        **told,
-        **more,
-    )
+def elapsed(run_dir, time_ns):
+    """Seconds since the run was made."""
+    [anchor] = layout.read_manifest(run_dir)["anchors"].values()
+    return (time_ns - anchor["time_ns"]) / SECOND_NS
+
+
+def error_of(name):
+    """The last error of a recorded run."""
+    return recorded(name).events_of("cuda-oom")[-1]
 
 
 @pytest.fixture
-def failed(tmp_path):
-    """A run of 400 steps on the CPU that ends with status 1, for a GPU to be added."""
-    return runs.make_run(tmp_path, runs.replace(runs.HEALTHY, exit_status=1))
+def died(tmp_path):
+    """A run with a leak that ends when the memory of its GPU runs out."""
+    return unpack("leak-to-the-end", tmp_path)
 
 
-@pytest.fixture
-def died(failed):
-    """The same with a GPU whose memory runs out between two samples of the driver."""
-    train(failed, [*[8 * GIB] * 305, 22 * GIB], every=0.1)
-    ask_driver(failed, [9 * GIB] * 61)
-    raise_error(failed, message="CUDA out of memory.")
-    return failed
+ERROR = error_of("leak-to-the-end")
 
 
 def numbers(array):
@@ -73,32 +63,34 @@ def dotted(figure):
     return [shape["x0"] for shape in figure["layout"].get("shapes", ()) if shape["line"].get("dash") == "dot"]
 
 
+@pytest.mark.parametrize("free", [ERROR["free_bytes"], 26 * MIB])
 @pytest.mark.parametrize("page", PAGES)
-def test_the_fatal_error_is_an_x_and_a_dotted_line_at_its_own_time(monkeypatch, tmp_path, died, page):
+def test_the_fatal_error_is_an_x_and_a_dotted_line_at_its_own_time(monkeypatch, tmp_path, died, page, free):
+    change_events(died, "cuda-oom", free_bytes=free)
     at = open_view(monkeypatch, tmp_path, page)
     gpu = figures(at)[0]
-    error = marks(gpu)["out of memory"]
-    assert numbers(error["x"]) == pytest.approx([ERROR_ELAPSED])
-    assert numbers(error["y"]) == pytest.approx([(TOTAL - FREE) / GIB])
+    error, seconds = marks(gpu)["out of memory"], elapsed(died, ERROR["error_time_ns"])
+    assert numbers(error["x"]) == pytest.approx([seconds])
+    assert numbers(error["y"]) == pytest.approx([(TOTAL - free) / MIB])
     assert error["marker"]["symbol"] == "x"
-    assert dotted(gpu) == pytest.approx([ERROR_ELAPSED])
-    assert "cuda-oom at step 305" in str(gpu["layout"]["annotations"])
-    assert "Out of memory at step 305 (33 s): 176 MiB requested, 26 MiB free." in texts(at)
+    assert max(dotted(gpu)) == pytest.approx(seconds)  # after that of the leak
+    assert f"cuda-oom at step {ERROR['step']}" in str(gpu["layout"]["annotations"])
+    said = f"Out of memory at step {ERROR['step']} ({seconds:.0f} s): 2 MiB requested, {size(free)} free."
+    assert said in texts(at)
 
 
-def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path, failed):
-    train(failed, [*[8 * GIB] * 400, 22 * GIB], every=0.1)
-    raise_error(failed, at=40.4, step=400)
+def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path, died):
     gpu = figures(open_view(monkeypatch, tmp_path, "oom_risk", x="step"))[0]
     assert gpu["layout"]["xaxis"]["title"]["text"] == "step"
-    assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([400])
+    assert len(records_of(died, "step")) == ERROR["step"]
+    assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR["step"]])
 
 
 def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
     chart = Chart(title="", figure=blank(LIGHT, x_title=ELAPSED, y_title="", revision="r"), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
-    drawn = marked(chart, [], [Mark(at_seconds=33.0, words="cuda-oom at step 305")], LIGHT, clock).figure
+    drawn = add_marks(chart, [], [Mark(at_seconds=33.0, words="cuda-oom at step 305")], LIGHT, clock).figure
     assert [shape.x0 for shape in drawn.layout.shapes] == [33.0]
     assert drawn.layout.xaxis.range[1] > 33.0
 
@@ -108,72 +100,96 @@ def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp
     gpu, processes = figures(at)[:2]
     assert "How did the memory of GPU 0 run out?" in texts(at)
     assert trace_names(gpu) == ["reserved", "allocated", "used, all processes", "out of memory"]
-    assert "capacity 24 GiB" in str(gpu["layout"]["annotations"])
+    assert "capacity 640 MiB" in str(gpu["layout"]["annotations"])
     assert "main" in trace_names(processes)
 
 
 def test_the_minute_is_that_of_the_error_where_records_go_on(monkeypatch, tmp_path, died):
-    agent = Writers(died / "journal", Identity(HERE, NO_SUCH_PID + 901, 901))
-    agent.append("host", time_ns=begin_ns(died) + 600 * SECOND_NS, memory_total_bytes=16 * GIB)
-    agent.close()
+    def sampled_later(records):
+        later = records[-1:].copy()
+        later["time_ns"] += 600 * SECOND_NS
+        return np.concatenate([records, later])
+
+    edit(died, "host", sampled_later)
     gpu = figures(open_view(monkeypatch, tmp_path, "post_mortem"))[0]
-    assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR_ELAPSED / 60])
+    seconds = elapsed(died, ERROR["error_time_ns"])
+    assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([seconds / 60])
 
 
 def test_a_caught_error_is_hollow_and_no_death(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    train(run_dir, np.full(400, 8 * GIB), every=0.1)
-    ask_driver(run_dir, [9 * GIB] * 80)
-    raise_error(run_dir, caught=True)
+    run_dir = unpack("caught-errors", tmp_path)
+    errors = recorded("caught-errors").events_of("cuda-oom")
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     gpu = figures(at)[0]
-    assert marks(gpu)["out of memory, caught"]["marker"]["symbol"] == "x-open"
+    mark = marks(gpu)["out of memory, caught"]
+    assert mark["marker"]["symbol"] == "x-open"
+    times = [elapsed(run_dir, each["error_time_ns"]) for each in errors]
+    assert numbers(mark["x"]) == pytest.approx(times)
     assert not dotted(gpu)
-    assert "Out-of-memory errors that the training caught: 1." in texts(at)
-    assert at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Limit met"] == f"met: {size(TOTAL)}, error caught"
+    count = sum(each["errors_count"] for each in errors)
+    assert f"Out-of-memory errors that the training caught: {count}." in texts(at)
+    met = at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Limit met"]
+    assert met == f"met: {size(2 * GIB)}, error caught"
     assert "run out?" not in texts(open_view(monkeypatch, tmp_path, "post_mortem"))
 
 
-def test_peaks_include_the_fatal_step(monkeypatch, tmp_path, died):
+def test_peaks_include_the_fatal_step(monkeypatch, tmp_path):
+    """The driver was not asked any more when memory ran out."""
+    run_dir, error = unpack("another-job", tmp_path), error_of("another-job")
+    memory = records_of(run_dir, "device_memory")
+    sample = recorded("another-job").streams["device"].dropna(subset="process_used_bytes").iloc[-1]
+    edit(run_dir, "device", lambda rows: rows[rows["time_ns"] < error["error_time_ns"]])
+    total, used = sample["total_bytes"], sample["total_bytes"] - error["free_bytes"]
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    assert (row["Peak"], row["Headroom at peak"]) == (size(TOTAL - FREE), size(FREE))
+    assert (row["Peak"], row["Headroom at peak"]) == (size(used), size(total - used))
     lines = at.dataframe[1].value.set_index("Memory")["Peak of samples"]
-    assert lines.tolist() == [size(20 * GIB), size(22 * GIB), size(TOTAL - FREE)]
+    peaks = (max(memory["allocated_bytes"].max(), error["allocated_bytes"]), error["reserved_bytes"], used)
+    assert lines.tolist() == [size(each) for each in peaks]
     at_peak = open_view(monkeypatch, tmp_path, "gpu_memory").dataframe[0].value.iloc[0]
-    assert (at_peak["Allocated"], at_peak["Total"]) == (size(20 * GIB), size(TOTAL - FREE))
-    assert at_peak["Other processes"] == size(300 * MIB)  # as in the sample before
-    assert at_peak["Unattributed"] == size(100 * MIB)
+    assert (at_peak["Allocated"], at_peak["Total"]) == (size(error["allocated_bytes"]), size(used))
+    assert at_peak["Other processes"] == size(sample["other_used_bytes"])  # as in the sample before
+    assert at_peak["Unattributed"] == size(sample["reserved_bytes"])  # what the driver keeps
 
 
-def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path, failed):
-    train(failed, [*[8 * GIB] * 305, int(11.9 * GIB)], every=0.1)
-    ask_driver(failed, [9 * GIB] * 61)
-    raise_error(failed, free=11 * GIB, limit=12 * GIB, reserved=int(11.9 * GIB))
+def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path):
+    unpack("share-met", tmp_path)
+    share = size(error_of("share-met")["limit_bytes"])
     for page in ("oom_risk", "post_mortem"):
         at = open_view(monkeypatch, tmp_path, page)
-        assert "share of the process 12 GiB" in str(figures(at)[0]["layout"]["annotations"])
-        assert "The process may use 12 GiB of it." in texts(at)
-        assert "but the share of the process is 12 GiB" in texts(at)
+        assert f"share of the process {share}" in str(figures(at)[0]["layout"]["annotations"])
+        assert f"The process may use {share} of it." in texts(at)
+        assert f"but the share of the process is {share}" in texts(at)
 
 
 @pytest.mark.parametrize("names_processes", [True, False])
 def test_last_is_while_processes_of_the_run_used_the_gpu(monkeypatch, tmp_path, names_processes):
-    run_dir = runs.make_run(tmp_path, runs.HEALTHY)
-    train(run_dir, np.full(300, 8 * GIB), every=0.1)
-    ask_driver(run_dir, [9 * GIB] * 62, names_processes=names_processes)  # until 30.7 s
-    ask_driver(run_dir, [64 * MIB] * 10, since=31.2, names_processes=False)
-    agent = Writers(run_dir / "journal", Identity(HERE, NO_SUCH_PID + 902, 902))
-    for seconds, alive in ((5, 1), (30.8, 1), (31.3, 0)):
-        of_process = {"process_pid": NO_SUCH_PID, "process_start_ticks": 2000, "role": 0, "alive": alive}
-        agent.append("process", time_ns=begin_ns(run_dir) + int(seconds * SECOND_NS), **of_process)
-    agent.close()
+    run_dir = unpack("uneven-batches", tmp_path)
+    run = recorded("uneven-batches")
+    samples = run.streams["device"].dropna(subset="process_used_bytes")
+    exits = run.streams["process"].query(f"role == {ROLE_MAIN} and alive == 0")["time_ns"]
+
+    def sampled_after(records):
+        later = np.repeat(records[-1:], 10)
+        assert later["used_bytes"][0] < samples["used_bytes"].iloc[-1]
+        later["time_ns"] += np.arange(1, 11) * SECOND_NS // 2
+        records = np.concatenate([records, later])
+        if not names_processes:
+            records["process_used_bytes"] = records["other_used_bytes"] = np.iinfo(np.int64).min
+        return records
+
+    edit(run_dir, "device", sampled_after)
     at = open_view(monkeypatch, tmp_path, "oom_risk")
-    assert at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Last"] == size(9 * GIB)
-    used = next(trace for trace in figures(at)[0]["data"] if trace["name"].startswith("used"))
-    assert max(numbers(used["x"])) == pytest.approx(32.7)
-    last = open_view(monkeypatch, tmp_path, "gpu_memory").dataframe[0].value.iloc[-1]
-    assert (last["Allocated"], last["Total"]) == (size(6 * GIB), size(9 * GIB))
+    used = samples["used_bytes"].iloc[-1]
+    assert at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Last"] == size(used)
+    line = next(trace for trace in figures(at)[0]["data"] if trace["name"].startswith("used"))
+    last = max(numbers(line["x"]))
+    # Where the driver names no process, the process must have been seen alive after the sample.
+    assert last == pytest.approx(elapsed(run_dir, samples["time_ns"].iloc[-1 if names_processes else -2]))
+    assert last <= elapsed(run_dir, exits.max())
+    now = open_view(monkeypatch, tmp_path, "gpu_memory").dataframe[0].value.iloc[-1]
+    allocated = records_of(run_dir, "device_memory")["allocated_bytes"][-1]
+    assert (now["Allocated"], now["Total"]) == (size(allocated), size(used))
 
 
 def line_of(values, series=""):
@@ -190,10 +206,20 @@ NO_ERRORS = pd.DataFrame(
 NO_FLUSHES = pd.DataFrame({"elapsed_seconds": [], "step": [], "count": []})
 
 
+def lines_of(name):
+    """The lines of the only GPU of a recorded run."""
+    memory, driver = (recorded(name).streams[stream] for stream in ("device_memory", "device"))
+    columns = {
+        "reserved": memory["reserved_bytes"],
+        "allocated": memory["allocated_bytes"],
+        "used": driver["used_bytes"],
+    }
+    return {line: line_of(values.to_numpy(dtype=float)) for line, values in columns.items()}
+
+
 def test_allocated_lies_over_the_area_of_reserved():
-    held = [float(each * GIB) for each in (1, 2, 3)]
-    lines = {"reserved": line_of(held), "allocated": line_of(held), "used": line_of(held)}
-    chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=4 * GIB, revision="r")
+    lines = lines_of("leak-to-the-end")
+    chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL, revision="r")
     reserved, allocated, _ = chart.figure.data
     assert (reserved.name, allocated.name) == ("reserved", "allocated")
     assert reserved.fill == "tozeroy"
@@ -202,35 +228,44 @@ def test_allocated_lies_over_the_area_of_reserved():
 
 
 def test_areas_of_two_ranks_would_hide_each_other():
-    points = pd.concat([line_of([1.0 * GIB] * 3, f"rank {rank}").points for rank in (0, 1)])
-    two, none = Lines(points=points, samples_count=6), Lines(points=points[:0], samples_count=0)
-    lines = {"reserved": two, "allocated": two, "used": none}
-    chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=4 * GIB, revision="r")
+    one = lines_of("leak-to-the-end")
+    both = {}
+    for name, line in one.items():
+        points = pd.concat([line.points.assign(series=f"rank {rank}") for rank in (0, 1)])
+        both[name] = Lines(points=points, samples_count=2 * line.samples_count)
+    both["used"] = Lines(points=both["used"].points[:0], samples_count=0)
+    chart = devices.usage(both, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL, revision="r")
     assert [trace.fill for trace in chart.figure.data] == [None] * 4
     assert [trace.line.dash for trace in chart.figure.data][:2] == ["dot", "dot"]
 
 
-def account_of(peak_bytes, capacity_bytes):
-    parts = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "allocated": [0.5 * peak_bytes, 0.75 * peak_bytes]})
-    parts["cached"], parts["fragmentation"] = 0.25 * peak_bytes, 0.0
+def account_of(capacity_bytes):
+    """The chart of what PyTorch held in a recorded run, on a GPU of that size, and the records."""
+    rows = recorded("leak-to-the-end").streams["device_memory"]
+    parts = pd.DataFrame({"elapsed_seconds": rows["time_ns"] / SECOND_NS, "allocated": rows["allocated_bytes"]})
+    parts["cached"], parts["fragmentation"] = rows["reserved_bytes"] - rows["allocated_bytes"], 0.0
     words = {"name": "GPU 0", "capacity_bytes": capacity_bytes, "revision": "r"}
-    return devices.account(parts, NO_FLUSHES, NO_ERRORS, LIGHT, **words)
+    return devices.account(parts, NO_FLUSHES, NO_ERRORS, LIGHT, **words), rows
 
 
 def test_the_axis_of_a_small_use_ends_above_it_and_the_capacity_is_in_words():
-    chart = account_of(400.0 * MIB, 8 * GIB)
+    chart, rows = account_of(8 * GIB)
+    peak = rows["reserved_bytes"].max()
     assert chart.figure.layout.yaxis.title.text == "device memory (MiB)"
-    assert chart.figure.layout.yaxis.range[1] == pytest.approx(448)
+    assert chart.figure.layout.yaxis.range[1] == pytest.approx(1.12 * peak / MIB)
     assert not chart.figure.layout.shapes
-    assert "Peak 400 MiB, 4.9% of the capacity of 8 GiB (above this axis)." in chart.caption
-    assert "300 MiB of it are live tensors." in chart.caption
+    share = percent(peak / (8 * GIB))
+    assert f"Peak {size(peak)}, {share} of the capacity of 8 GiB (above this axis)." in chart.caption
+    at_peak = rows["allocated_bytes"][rows["reserved_bytes"].idxmax()]
+    assert f"{size(at_peak)} of it are live tensors." in chart.caption
     assert [trace.name for trace in chart.figure.data] == ["allocated", "cached"]  # no fragmentation, no layer
 
 
 def test_the_axis_of_a_large_use_reaches_to_the_capacity():
-    chart = account_of(6.0 * GIB, 8 * GIB)
-    assert chart.figure.layout.yaxis.range[1] == pytest.approx(8 * 1.12)
-    assert "capacity 8 GiB" in chart.figure.layout.annotations[0].text
+    chart, rows = account_of(TOTAL // 2 + 100 * MIB)
+    assert rows["reserved_bytes"].max() < 420 * MIB
+    assert chart.figure.layout.yaxis.range[1] == pytest.approx(420 * 1.12)
+    assert "capacity 420 MiB" in chart.figure.layout.annotations[0].text
 
 
 def test_a_pause_in_a_burst_of_steps_is_no_gap_and_missing_samples_are():

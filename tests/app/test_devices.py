@@ -1,207 +1,272 @@
-"""GPUs of one host and of several: no spike is lost, and each has its own chart and row."""
+"""GPUs of one host and of several: no spike is lost, and each has its own chart and row.
 
-import make_run as runs
+The runs were recorded; where none has what a test is about, rows of one are scaled, dropped or recorded by another
+process too.
+"""
+
 import numpy as np
 import pytest
-from make_gpus import HERE, OTHER, SECOND_NS, ask_driver, begin_ns, train
-from make_records import GIB, MIB, NO_SUCH_PID, Writers
 from opened import figures, open_view, texts, trace_names
 
-from collector.diagnosis.device_account import accounts
-from collector.quantities import size
-from collector.store import device_queries, queries
-from collector.store.reader import read
-from collector.store.runs import Run
-from training_harness.journal import EventLog, Identity
+from collector.diagnosis.run.device_account import accounts
+from collector.store.lake.reader import read
+from collector.store.queries import gpu_memory, spans
+from collector.store.runs.run import Run
+from collector.units import percent, size
+from tests.recorded_runs import add_process, change_events, edit, recorded, records_of, remove, tell, unpack
+from training_harness import layout
 
+MIB = 2**20
+SECOND_NS = 10**9
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
+#: Bytes of a process's context on a simulated device, and bytes that its driver keeps.
+CONTEXT, OF_DRIVER = 256 * MIB, 64 * MIB
+#: Fields of an error that are missing where no observer could be attached.
+UNTOLD = ("limit_bytes", "free_bytes", "requested_bytes", "allocated_bytes", "reserved_bytes", "error_time_ns")
+#: From this record on, nothing changes in the run but what a test does to it.
+STEADY = 100
 
 
-def grid(run_dir, host=HERE):
+def total_of(parts):
+    return parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1)
+
+
+def origin_ns(run_dir):
+    [anchor] = layout.read_manifest(run_dir)["anchors"].values()
+    return anchor["time_ns"]
+
+
+def grid(run_dir, host=None):
     run = Run(run_dir)
     with read(run) as snapshot:
-        reach = queries.extent(snapshot)
-        within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
-        gpus = device_queries.devices(snapshot)
-        [gpu] = gpus.loc[gpus["host"] == host, "gpu"]
-        both = device_queries.device_grid(snapshot, within)
+        reach = spans.extent(snapshot)
+        within = spans.span(snapshot, reach, origin=spans.origin_ns(run.manifest), window="run", rank=None)
+        gpus = gpu_memory.devices(snapshot)
+        [gpu] = gpus["gpu"] if host is None else gpus.loc[gpus["host"] == host, "gpu"]
+        both = gpu_memory.device_grid(snapshot, within)
         return (*(each[each["gpu"] == gpu] for each in both), within)
-
-
-def spiked(held, at, by):
-    values = np.full(2000, held)
-    values[at] += by
-    return values
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Of 400 steps on the CPU, for GPUs to be added."""
-    return runs.make_run(tmp_path, runs.HEALTHY)
+    """400 steps with batches of uneven size, beside another job on the GPU."""
+    return unpack("uneven-batches", tmp_path)
 
 
-def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_moment(run_dir):
-    train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
-    ask_driver(run_dir, [9 * GIB] * 80)
-    parts = accounts(*grid(run_dir)[:2])
-    totals = parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1)
+@pytest.fixture
+def last(run_dir):
+    """The records of the allocator and of the driver that stay the same: gauge -> bytes."""
+    memory, driver = records_of(run_dir, "device_memory"), records_of(run_dir, "device")
+    used = driver[driver["process_used_bytes"] >= 0]
+    for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes"):
+        assert len(set(memory[name][STEADY:])) == 1
+    return {name: int(rows[name][-1]) for rows in (used, memory) for name in rows.dtype.names if "bytes" in name}
+
+
+def raise_at(place, **more):
+    """Change one record: gauge -> how much more it is."""
+
+    def change(records):
+        for name, value in more.items():
+            records[name][place] += value
+
+    return change
+
+
+def raise_all(**more):
+    """Change every record."""
+    return raise_at(slice(None), **more)
+
+
+def steady(parts, run_dir):
+    """The account after the first steps, by seconds since the run was made."""
+    since = (records_of(run_dir, "device_memory")["time_ns"][STEADY] - origin_ns(run_dir)) / SECOND_NS
+    return parts[parts["elapsed_seconds"] > since + 1]
+
+
+def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_moment(run_dir, last):
+    by, place = 400 * MIB, 277
+    edit(run_dir, "device_memory", raise_at(place, allocated_bytes=by, reserved_bytes=by))
+    parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
+    totals = total_of(parts)
     peak = parts.loc[totals.idxmax()]
-    assert totals.max() == 20 * GIB + OTHER
-    assert (peak["allocated"], peak["cached"], peak["other processes"]) == (18 * GIB, 2 * GIB, OTHER)
+    other = last["other_used_bytes"]
+    assert totals.max() == last["reserved_bytes"] + by + other
+    assert (peak["allocated"], peak["other processes"]) == (last["allocated_bytes"] + by, other)
+    unused = last["reserved_bytes"] - last["allocated_bytes"]
+    assert (peak["cached"] + peak["fragmentation"], peak["fragmentation"]) == (unused, last["inactive_split_bytes"])
     assert np.isnan(peak["non-PyTorch"])  # the driver was not asked then
-    assert (parts["allocated"] > 6 * GIB).sum() == 1
-    assert (totals.drop(totals.idxmax()) == 9 * GIB).all()
-    assert abs(peak["elapsed_seconds"] - (2 + 778 * 0.02)) <= 0.5
+    assert (parts["allocated"] > last["allocated_bytes"]).sum() == 1
+    assert (totals.drop(totals.idxmax()) == last["used_bytes"]).all()
+    at_ns = records_of(run_dir, "device_memory")["time_ns"][place]
+    assert abs(peak["elapsed_seconds"] - (at_ns - origin_ns(run_dir)) / SECOND_NS) <= 0.5
 
 
-def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir):
-    train(run_dir, np.full(2000, 8 * GIB), spiked(3 * GIB, 777, 4 * GIB))
-    ask_driver(run_dir, [9 * GIB] * 80)
-    parts = accounts(*grid(run_dir)[:2])
-    assert parts["allocated"].max() == 7 * GIB
-    assert (parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1) == 9 * GIB).all()
+def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir, last):
+    edit(run_dir, "device_memory", raise_at(277, allocated_bytes=20 * MIB))
+    parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
+    assert parts["allocated"].max() == last["allocated_bytes"] + 20 * MIB
+    assert (total_of(parts) == last["used_bytes"]).all()
 
 
-def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir):
-    reserved = np.where(np.arange(2000) % 25 < 12, 4 * GIB, 8 * GIB)  # at each sample of the driver the lower one
-    train(run_dir, reserved)
-    ask_driver(run_dir, np.where(np.arange(80) == 31, 16 * GIB, 9 * GIB))
-    parts = accounts(*grid(run_dir)[:2])
-    peak = parts.loc[parts.drop(columns=["gpu", "elapsed_seconds"]).sum(axis=1).idxmax()]
-    assert peak["allocated"] + peak["cached"] == 4 * GIB
-    assert peak["non-PyTorch"] == 12 * GIB - OTHER - 100 * MIB
+def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir, last):
+    asked_ns = records_of(run_dir, "device")["time_ns"]
+
+    def hold_more_between_samples(records):
+        apart_ns = np.abs(records["time_ns"][:, None] - asked_ns[None, :]).min(axis=1)
+        assert 50 < (apart_ns > 150_000_000).sum() < 350
+        records["reserved_bytes"][apart_ns > 150_000_000] += 100 * MIB
+
+    edit(run_dir, "device_memory", hold_more_between_samples)
+    edit(run_dir, "device", raise_at(40, used_bytes=140 * MIB, process_used_bytes=140 * MIB))
+    parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
+    peak = parts.loc[total_of(parts).idxmax()]
+    assert peak[["allocated", "cached", "fragmentation"]].sum() == last["reserved_bytes"]
+    assert peak["non-PyTorch"] == CONTEXT + 140 * MIB
 
 
 def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
     random = np.random.default_rng(3)
-    reserved = random.integers(4, 12, 2000) * GIB
-    allocated = (reserved * random.uniform(0.2, 0.9, 2000)).astype(np.int64)
-    used = random.integers(6, 14, 80) * GIB
-    train(run_dir, reserved, allocated)
-    ask_driver(run_dir, used)
+
+    def scale_allocator(records):
+        records["reserved_bytes"] *= random.integers(1, 8, len(records))
+        records["allocated_bytes"] = records["reserved_bytes"] * random.uniform(0.2, 0.9, len(records))
+
+    edit(run_dir, "device_memory", scale_allocator)
+    edit(run_dir, "device", raise_all(used_bytes=random.integers(0, 200, 49) * MIB))
     driver, allocators, within = grid(run_dir)
 
-    steps_ns, asked_ns = (
-        np.array([begin_ns(run_dir) + int(s * SECOND_NS) for s in seconds])
-        for seconds in ((np.arange(2000) + 1) * 0.02, (np.arange(80) + 0.4) * 0.5)
+    steps, asked = records_of(run_dir, "device_memory"), records_of(run_dir, "device")
+    steps_ns, asked_ns, used, reserved = (
+        steps["time_ns"],
+        asked["time_ns"],
+        asked["used_bytes"],
+        steps["reserved_bytes"],
     )
     most = {}
     for now in sorted({*steps_ns, *asked_ns}):
-        asked, step = np.searchsorted(asked_ns, now, "right") - 1, np.searchsorted(steps_ns, now, "right") - 1
-        around = used[asked : asked + (1 if asked_ns[asked] == now else 2)]
-        of_driver = around.min() if asked >= 0 else 0
-        seen = max(of_driver, reserved[step] + (OTHER if asked >= 0 else 0)) if step >= 0 else of_driver
-        bucket = (now - within.from_ns) // queries.GRID_STEP_NS
+        place, step = np.searchsorted(asked_ns, now, "right") - 1, np.searchsorted(steps_ns, now, "right") - 1
+        around = used[place : place + (1 if asked_ns[place] == now else 2)]
+        of_driver = around.min() if place >= 0 else 0
+        other = asked["other_used_bytes"][place] if place >= 0 else 0
+        seen = max(of_driver, reserved[step] + other) if step >= 0 else of_driver
+        bucket = (now - within.from_ns) // spans.GRID_STEP_NS
         most[bucket] = max(most.get(bucket, 0), seen)
     both = allocators.merge(driver, on="bucket")
-    taken = both[["used_bytes"]].assign(held=both["reserved_bytes"] + OTHER).max(axis=1)
+    taken = both[["used_bytes"]].assign(held=both["reserved_bytes"] + both["other_used_bytes"]).max(axis=1)
     found = dict(zip(both["bucket"], taken, strict=True))
-    assert len(found) > 75
-    assert all(most[bucket] == value for bucket, value in list(found.items())[:-1])
-    written = dict(zip(steps_ns.tolist(), zip(reserved.tolist(), allocated.tolist(), strict=True), strict=True))
+    assert len(found) > 30
+    assert [bucket for bucket, value in list(found.items())[:-1] if most[bucket] != value] == []
     for row in allocators.itertuples():
-        step_ns = steps_ns[np.searchsorted(steps_ns, row.time_ns, "right") - 1]
-        assert (row.reserved_bytes, row.allocated_bytes) == written[step_ns]
+        before = steps[np.searchsorted(steps_ns, row.time_ns, "right") - 1]
+        after = steps[min(np.searchsorted(steps_ns, row.time_ns), len(steps) - 1)]
+        record = max(before, after, key=lambda each: each["reserved_bytes"])
+        assert (row.reserved_bytes, row.allocated_bytes) == (record["reserved_bytes"], record["allocated_bytes"])
 
 
-def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir):
-    train(run_dir, spiked(8 * GIB, 1990, GIB))
-    ask_driver(run_dir, [9 * GIB] * 80)
+def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir, last):
+    newest_ns, by = records_of(run_dir, "device_memory")["time_ns"][-1], 400 * MIB
+    edit(run_dir, "device_memory", raise_at(-6, allocated_bytes=by, reserved_bytes=by))
+    edit(run_dir, "device", lambda records: records[records["time_ns"] < newest_ns])
     parts = accounts(*grid(run_dir)[:2])
-    assert parts["allocated"].iloc[-2:].tolist() == [7 * GIB, 6 * GIB]
-    assert parts["elapsed_seconds"].iloc[-1] == pytest.approx(42)
+    assert parts["allocated"].iloc[-2:].tolist() == [last["allocated_bytes"] + by, last["allocated_bytes"]]
+    assert parts["elapsed_seconds"].iloc[-1] == pytest.approx((newest_ns - origin_ns(run_dir)) / SECOND_NS)
 
 
-def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir):
-    train(run_dir, spiked(3 * GIB, 300, 5 * GIB), pid=1, rank=0)
-    train(run_dir, spiked(4 * GIB, 310, 3 * GIB), pid=2, rank=1)
-    train_at = accounts(*grid(run_dir)[:2])  # without a driver: what the allocators hold
-    totals = train_at["allocated"] + train_at["cached"]
-    assert totals.max() == 12 * GIB  # the first one's 8, with the other's 4 of that moment
-    assert set(totals) >= {7 * GIB, 12 * GIB}
+def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
+    add_process(
+        run_dir, ["device_memory"], pid=1, change=raise_at(310, allocated_bytes=90 * MIB, reserved_bytes=90 * MIB)
+    )
+    first, _ = sorted((run_dir / "journal").glob("*.device_memory.*"))
+    edit(run_dir, "device_memory", raise_at(300, reserved_bytes=150 * MIB), only=first)
+    remove(run_dir, "device")
+    parts = accounts(*grid(run_dir)[:2])  # without a driver: what the allocators hold
+    totals = parts["allocated"] + parts["cached"] + parts["fragmentation"]
+    both = 2 * last["reserved_bytes"]
+    assert totals.max() == both + 150 * MIB  # the first one's, with the other's of that moment
+    assert set(totals) >= {both, both + 150 * MIB}
     driver, allocators, _ = grid(run_dir)
     assert driver.empty
-    assert allocators.groupby("bucket").size().unique().tolist() == [2]
+    assert allocators.groupby("bucket").size().iloc[2:].unique().tolist() == [2]
 
 
-def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, run_dir):
-    train(run_dir, np.full(400, 8 * GIB), every=0.1, peaks=(18 * GIB, 20 * GIB))
-    ask_driver(run_dir, [9 * GIB] * 80)
+def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, run_dir, last):
+    def peaks(records):
+        records["allocated_peak_bytes"], records["reserved_peak_bytes"] = 840 * MIB, 900 * MIB
+
+    edit(run_dir, "device_memory", peaks)
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    assert (row["Last"], row["Peak"], row["Headroom at peak"]) == (size(9 * GIB), size(20 * GIB), size(4 * GIB))
+    shown = (row["Last"], row["Peak"], row["Headroom at peak"])
+    assert shown == (size(last["used_bytes"]), size(900 * MIB), size(124 * MIB))
     lines = at.dataframe[1].value.set_index("Memory")["PyTorch's own peak"]
-    assert lines[["allocated", "reserved"]].tolist() == [size(18 * GIB), size(20 * GIB)]
+    assert lines[["allocated", "reserved"]].tolist() == [size(840 * MIB), size(900 * MIB)]
     assert "the peak of reserved that PyTorch counts" in texts(at)
-    own = f"allocated {size(18 * GIB)}, reserved {size(20 * GIB)}."
+    own = f"allocated {size(840 * MIB)}, reserved {size(900 * MIB)}."
     assert f"Peaks that PyTorch counted itself, in one process: {own}" in texts(
         open_view(monkeypatch, tmp_path, "gpu_memory")
     )
 
 
-def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir):
-    train(run_dir, np.full(400, 8 * GIB), every=0.1)
-    ask_driver(run_dir, np.where(np.arange(80) == 40, 15 * GIB, 9 * GIB))
+def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir, last):
+    edit(run_dir, "device", raise_at(40, used_bytes=100 * MIB))
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    assert (row["Peak"], row["Headroom at peak"]) == (size(15 * GIB), size(9 * GIB))
+    peak = last["used_bytes"] + 100 * MIB
+    assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(last["total_bytes"] - peak))
 
 
-def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir):
-    train(run_dir, spiked(8 * GIB, 777, 12 * GIB))
-    ask_driver(run_dir, [9 * GIB] * 80)
+def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir, last):
+    by = 450 * MIB
+    edit(run_dir, "device_memory", raise_at(277, allocated_bytes=by, reserved_bytes=by))
     lines = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[1].value.set_index("Memory")
-    assert lines.loc["allocated", ["Last", "Peak of samples"]].tolist() == [size(6 * GIB), size(18 * GIB)]
+    allocated = [size(last["allocated_bytes"]), size(last["allocated_bytes"] + by)]
+    assert lines.loc["allocated", ["Last", "Peak of samples"]].tolist() == allocated
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
-    assert f"Peak {size(20 * GIB + OTHER)}, 85% of the capacity of 24 GiB." in texts(at)
+    peak = last["reserved_bytes"] + by + last["other_used_bytes"]
+    share = percent(peak / last["total_bytes"])
+    assert f"Peak {size(peak)}, {share} of the capacity of {size(last['total_bytes'])}." in texts(at)
     rows = at.dataframe[0].value
-    assert rows["Allocated"].tolist() == [size(18 * GIB), size(6 * GIB)]
+    assert rows["Allocated"].tolist() == allocated[::-1]
     assert rows["Non-PyTorch"].tolist()[0] == "—"
 
 
-def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path, run_dir):
-    train(run_dir, np.full(400, 21 * GIB), every=0.1)
-    ask_driver(run_dir, [22 * GIB] * 80)
-    EventLog(run_dir / "events", Identity(HERE, NO_SUCH_PID, 2000)).append(
-        "cuda-oom", time_ns=begin_ns(run_dir) + 40 * SECOND_NS, device=0, step=400, caught=False, message="CUDA"
-    )
+def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, tmp_path, run_dir, last):
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    assert trace_names(figures(at)[0]) == list(PARTS)
+    assert f"capacity {size(last['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
+    now = at.dataframe[0].value.iloc[-1]
+    cached = last["reserved_bytes"] - last["allocated_bytes"] - last["inactive_split_bytes"]
+    held = (last["allocated_bytes"], cached, last["inactive_split_bytes"], CONTEXT)
+    parts = (*held, last["other_used_bytes"], OF_DRIVER)
+    assert sum(parts) == last["used_bytes"]
+    names = [name[:1].upper() + name[1:] for name in PARTS]
+    assert now[names].tolist() == [size(part) for part in parts]
+    assert (now["GPU"], now["Total"]) == ("GPU 0", size(last["used_bytes"]))
+    assert now["When"].startswith("last, ")
+    assert now["Of capacity"] == percent(last["used_bytes"] / last["total_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("unknown", "met"), [((), "met: 640 MiB, training ended"), (UNTOLD, "met: training ended")]
+)
+def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
+    run_dir = unpack("leak-to-the-end", tmp_path)
+    if unknown:
+        change_events(run_dir, "cuda-oom", **dict.fromkeys(unknown), message="CUDA")
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    assert row["Limit met"] == "met: training ended"
+    assert row["Limit met"] == met
 
 
-def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.CUDA)
-    train(run_dir, np.full(400, 21 * GIB), host="node-b", every=0.1)
-    ask_driver(run_dir, [22 * GIB] * 80, host="node-b")
-    names = [f"GPU 0 of {host}" for host in sorted((HERE, "node-b"))]
-    at = open_view(monkeypatch, tmp_path, "oom_risk")
-    for name in names:
-        assert f"How near is {name} to its limit?" in texts(at)
-    gpus = dict(zip(names, figures(at), strict=False))
-    assert all(trace_names(gpu) == ["reserved", "allocated", "used, all processes"] for gpu in gpus.values())
-    table = at.dataframe[0].value.set_index("Limit")
-    assert [limit for limit in table.index if limit.startswith("GPU")] == names
-    assert table.loc["GPU 0 of node-b", ["Last", "Peak"]].tolist() == [size(22 * GIB)] * 2
-    assert table.loc["GPU 0 of node-b", "Limit met"] == "not forecast"
-    assert table.loc[f"GPU 0 of {HERE}", "Limit met"].startswith("in")
-    overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
-    assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {size(21 * GIB)}")
+def add_gpu(run_dir, host, rank=None, more=0):
+    """Let the GPU of another host have the same records, with `more` bytes in use besides."""
+    change = raise_all(allocated_bytes=more, reserved_bytes=more, reserved_peak_bytes=more)
+    add_process(run_dir, ["device_memory"], host=host, rank=rank, change=change)
+    add_process(run_dir, ["device"], host=host, change=raise_all(used_bytes=more, process_used_bytes=more))
 
 
-def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
-    for rank, host in enumerate((HERE, "node-b")):
-        told = {"argv": ["train.py"], "torch": "2.13.0", "parent_pid": 1, "capabilities": {}}
-        who = Identity(host, NO_SUCH_PID, 2000, rank)
-        EventLog(run_dir / "events", who).append("process-start", time_ns=begin_ns(run_dir), **told)
-        train(run_dir, np.full(400, 8 * GIB), host=host, rank=rank, every=0.1)
-        ask_driver(run_dir, [9 * GIB] * 80, host=host)
-    at = open_view(monkeypatch, tmp_path, "oom_risk", rank="1")
-    shown = dict(zip(sorted((HERE, "node-b")), figures(at), strict=False))
-    assert trace_names(shown["node-b"]) == ["reserved, rank 1", "allocated, rank 1", "used, all processes"]
-    assert trace_names(shown[HERE]) == ["used, all processes"]
-
-
-def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path):
-    runs.make_run(tmp_path, runs.CUDA)
+@pytest.mark.parametrize("name", ["uneven-batches", "tensor-leak"])
+def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path, name):
+    unpack(name, tmp_path)
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     assert "How near is GPU 0 to its limit?" in texts(at)
     assert at.dataframe[0].value["Limit"].iloc[0] == "GPU 0"
@@ -209,15 +274,44 @@ def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path):
     assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")
 
 
+def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
+    add_gpu(run_dir, "node-b", more=100 * MIB)
+    names = ["GPU 0 of node-b", "GPU 0 of vm"]
+    at = open_view(monkeypatch, tmp_path, "oom_risk")
+    for name in names:
+        assert f"How near is {name} to its limit?" in texts(at)
+    gpus = dict(zip(names, figures(at), strict=False))
+    assert all(trace_names(gpu) == ["reserved", "allocated", "used, all processes"] for gpu in gpus.values())
+    table = at.dataframe[0].value.set_index("Limit")
+    assert [limit for limit in table.index if limit.startswith("GPU")] == names
+    used = last["used_bytes"]
+    assert table.loc[names[0], ["Last", "Peak"]].tolist() == [size(used + 100 * MIB)] * 2
+    assert table.loc[names[1], ["Last", "Peak"]].tolist() == [size(used)] * 2
+    assert table.loc[names, "Limit met"].tolist() == ["not forecast"] * 2
+    overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
+    reserved = size(last["reserved_peak_bytes"] + 100 * MIB)
+    assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {reserved}")
+
+
+def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
+    for rank, host in enumerate(("node-a", "node-b")):
+        tell(run_dir, "process-start", host=host, rank=rank)
+        add_gpu(run_dir, host, rank)
+    remove(run_dir, "device_memory", host="vm")
+    remove(run_dir, "device", host="vm")
+    at = open_view(monkeypatch, tmp_path, "oom_risk", rank="1")
+    shown = dict(zip(("node-a", "node-b"), figures(at), strict=False))
+    assert trace_names(shown["node-b"]) == ["reserved, rank 1", "allocated, rank 1", "used, all processes"]
+    assert trace_names(shown["node-a"]) == ["used, all processes"]
+
+
 def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatch, tmp_path, run_dir):
     hosts = [f"node-{place}" for place in range(6)]
-    for rank, (host, held) in enumerate(zip(hosts, (20, 4, 12, 3, 18, 16), strict=True)):
-        told = {"argv": ["train.py"], "torch": "2.13.0", "parent_pid": 1, "capabilities": {}}
-        EventLog(run_dir / "events", Identity(host, NO_SUCH_PID, 2000, rank)).append(
-            "process-start", time_ns=begin_ns(run_dir), **told
-        )
-        train(run_dir, np.full(400, held * GIB), host=host, rank=rank, every=0.1)
-        ask_driver(run_dir, [(held + 1) * GIB] * 80, host=host)
+    for rank, (host, more) in enumerate(zip(hosts, (150, 10, 60, 0, 130, 100), strict=True)):
+        tell(run_dir, "process-start", host=host, rank=rank)
+        add_gpu(run_dir, host, rank, more * MIB)
+    remove(run_dir, "device_memory", host="vm")
+    remove(run_dir, "device", host="vm")
 
     def drawn(view, question, **asked):
         at = open_view(monkeypatch, tmp_path, view, **asked)
@@ -235,43 +329,64 @@ def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatc
         assert drawn(view, question, rank="3")[1] == ["node-0", "node-3", "node-4", "node-5"]
 
 
+def counted(column, steps):
+    """Change a count: it is one higher from each of these steps on."""
+
+    def change(records):
+        records[column] = sum(records["step"] >= each for each in steps)
+
+    return change
+
+
 def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(monkeypatch, tmp_path, run_dir):
-    train(run_dir, np.full(4000, 8 * GIB), every=0.01, retries=(10, *range(2000, 4000)), ooms=(3000,))
-    ask_driver(run_dir, [9 * GIB] * 80)
+    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, *range(200, 400))))
+    edit(run_dir, "device_memory", counted("oom_count", (300,)))
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
     assert marks["cache flushed"]["text"][0] == "in step 10"
-    assert len(marks["cache flushed"]["text"]) < 300
+    assert len(marks["cache flushed"]["text"]) < 100
     assert all("times, last in step" in each for each in marks["cache flushed"]["text"][2:-1])
-    assert marks["out of memory"]["text"] == ["at step 3,000 (32 s)"]
-    assert "Cache flushed: 2,001 times. Out of memory at step 3,000 (32 s)." in texts(at)
+    records = records_of(run_dir, "device_memory")
+    seconds = (records["time_ns"][300] - origin_ns(run_dir)) / SECOND_NS
+    assert marks["out of memory"]["text"] == [f"at step 300 ({seconds:.0f} s)"]
+    assert f"Cache flushed: 201 times. Out of memory at step 300 ({seconds:.0f} s)." in texts(at)
 
 
 def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
-    train(run_dir, np.full(4000, 8 * GIB), every=0.2, retries=(10, 20, 3500), ooms=(30,))
+    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, 20, 350)))
+    edit(run_dir, "device_memory", counted("oom_count", (30,)))
     run = Run(run_dir)
     with read(run) as snapshot:
-        reach = queries.extent(snapshot)
-        within = queries.span(snapshot, reach, origin=queries.origin_ns(run.manifest), window="run", rank=None)
-        newest_ns = begin_ns(run_dir) + int(4000 * 0.2 * SECOND_NS)
-        recent = queries.replace(within, from_ns=newest_ns - 200 * SECOND_NS, to_ns=newest_ns, newest_ns=newest_ns)
-        flushes = device_queries.cache_flushes(snapshot, recent)
-        errors = device_queries.cuda_errors(snapshot, recent)
-    assert flushes[["step", "count"]].to_numpy().tolist() == [[3500, 1]]
+        reach = spans.extent(snapshot)
+        within = spans.span(snapshot, reach, origin=spans.origin_ns(run.manifest), window="run", rank=None)
+        newest_ns = int(records_of(run_dir, "device_memory")["time_ns"][-1])
+        recent = spans.replace(within, from_ns=newest_ns - 8 * SECOND_NS, to_ns=newest_ns, newest_ns=newest_ns)
+        flushes = gpu_memory.cache_flushes(snapshot, recent)
+        errors = gpu_memory.cuda_errors(snapshot, recent)
+    assert flushes[["step", "count"]].to_numpy().tolist() == [[350, 1]]
     assert errors.empty
 
 
-def test_what_a_process_held_is_gone_with_it(run_dir):
-    train(run_dir, np.full(1000, 8 * GIB), pid=1)
-    train(run_dir, np.full(1000, 5 * GIB), pid=2, every=0.04)
-    agent = Writers(run_dir / "journal", Identity(HERE, NO_SUCH_PID + 900, 900))
-    for seconds, alive in ((10, 1), (25, 0)):  # it was there for 5 s after its last step
-        of_process = {"process_pid": NO_SUCH_PID + 1, "process_start_ticks": 2000, "role": 0, "alive": alive}
-        agent.append("process", time_ns=begin_ns(run_dir) + seconds * SECOND_NS, **of_process)
-    agent.close()
+def test_what_a_process_held_is_gone_with_it(run_dir, last):
+    """Another process takes 150 steps, lives 2 s longer, and ends."""
+    add_process(run_dir, ["device_memory"], pid=1, change=lambda records: records[:150])
+    pid = recorded("uneven-batches").manifest["command"]["pid"]
+    ended_ns = records_of(run_dir, "device_memory")["time_ns"][2 * 150] + 2 * SECOND_NS
+
+    def samples(records):
+        mine = records[records["process_pid"] == pid]
+        mine["process_pid"] += 1
+        until = mine[mine["time_ns"] <= ended_ns]
+        until["alive"][-1] = 0
+        return until
+
+    add_process(run_dir, ["process"], pid=1, change=samples)
     _, allocators, _ = grid(run_dir)
-    at = (allocators["time_ns"] - begin_ns(run_dir)) / SECOND_NS
-    held = allocators.groupby(at)["reserved_bytes"].sum()
-    assert (held[(held.index > 0.1) & (held.index < 25)] == 13 * GIB).all()
-    assert (held[held.index > 25] == 5 * GIB).all()
-    assert 25 < held.index[-1] <= 40
+    held = allocators.groupby("time_ns")["reserved_bytes"].sum()
+    begun_ns = records_of(run_dir, "device_memory")["time_ns"][2 * STEADY]
+    before = held[(held.index > begun_ns) & (held.index < ended_ns - SECOND_NS)]
+    after = held[held.index > ended_ns]
+    assert len(before) > 5
+    assert len(after) > 5
+    assert (before == 2 * last["reserved_bytes"]).all()
+    assert (after == last["reserved_bytes"]).all()

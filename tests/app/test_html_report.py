@@ -7,8 +7,9 @@ import make_run as runs
 import pytest
 from click.testing import CliRunner
 
-from collector.commands.reading import report
+from collector.commands.report import report
 from collector.errors import TidegaugeError
+from tests.recorded_runs import unpack
 
 
 def write_report(home, path):
@@ -20,7 +21,7 @@ def write_report(home, path):
 @pytest.fixture(scope="module")
 def html(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    run_dir = runs.make_run(home, runs.CUDA)
+    run_dir = unpack("leak-to-the-end", home)
     (run_dir / "journal" / "<script>alert(1)<.1.step.1.journal").mkdir()
     run_dir.rename(run_dir.with_name("20990101-000000-<img src=x onerror=alert(1)>"))
     assert write_report(home, home / "report.html").exit_code == 0
@@ -47,8 +48,8 @@ def test_it_has_the_figures_and_words_of_every_view(html):
         "Does the collector keep up?",
     ):
         assert f"<h3>{title}</h3>" in html
-    assert "/home/me/train.py:30 step" in html
-    assert "gpu-oom-risk" in html
+    assert "growth.py:41 block" in html
+    assert "gpu-tensor-leak" in html
     assert "cannot be shown" not in html
 
 
@@ -64,8 +65,9 @@ def test_what_other_settings_would_give_is_there_as_the_sliders_begin(tmp_path):
 
 
 def test_what_is_marked_leads_to_the_section_that_has_its_evidence(html):
-    assert 'href=\\"#oom-risk\\"' in html or "href=\\u0022#oom-risk" in html
-    assert '<h2 id="oom-risk">' in html
+    for page in ("gpu-memory", "post-mortem"):
+        assert f'href=\\"#{page}\\"' in html or f"href=\\u0022#{page}" in html
+        assert f'<h2 id="{page}">' in html
 
 
 def test_hostile_names_are_text(html):

@@ -1,4 +1,4 @@
-"""What one look at a run leaves to the next."""
+"""One reading of a run leaves its answers to the next."""
 
 import shutil
 
@@ -6,10 +6,10 @@ import make_run as runs
 import pytest
 from opened import run_of
 
-from app import panel
-from collector.store import queries
-from collector.store.reader import Snapshot
-from collector.store.runs import Run
+from app.runtime import refresh
+from collector.store.lake.reader import Snapshot
+from collector.store.queries import spans
+from collector.store.runs.run import Run
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def run(made, tmp_path):
 
 
 def steps_of(run):
-    with panel._look(run) as (_, kept):
+    with refresh._open_snapshot(run) as (_, kept):
         return int(kept.query("SELECT count(*) AS n FROM step")["n"].iloc[0])
 
 
@@ -36,14 +36,14 @@ def test_a_run_that_stands_still_is_asked_the_same_once_and_anew_when_it_goes_on
 
 
 def test_what_cannot_be_read_is_said_in_each_look(run):
-    with panel._look(run) as (_, kept):
-        whole = queries.extent(kept).records_count
+    with refresh._open_snapshot(run) as (_, kept):
+        whole = spans.extent(kept).records_count
     journal = next(run.journal_dir.glob("*.fetch.*.journal"))
     content = bytearray(journal.read_bytes())
     content[:64] = bytes(64)
     journal.write_bytes(content)
     for _ in range(2):
-        with panel._look(run) as (snapshot, kept):
+        with refresh._open_snapshot(run) as (snapshot, kept):
             kept.query('SELECT count(*) FROM "fetch"')
             assert snapshot.problems
-            assert queries.extent(kept).records_count == whole
+            assert spans.extent(kept).records_count == whole

@@ -1,4 +1,4 @@
-"""What the pages on memory say of processes that start, that die young, and that still run."""
+"""The words of the memory pages on processes that start, that die young, and that still run."""
 
 import re
 import socket
@@ -12,7 +12,7 @@ from opened import figures, open_view, texts, trace_names
 
 from app.figures import memory
 from app.theme import LIGHT
-from collector.store.line_queries import Lines
+from collector.store.queries.lines import Lines
 from training_harness import layout
 from training_harness.journal import Identity
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
@@ -141,7 +141,7 @@ def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
     chart = _per_process([0.0, 1.0, 2.0, 40.0], [2.0, 10.0, 20.0, 40.0])
     line, alone, restarted = chart.figure.data
     assert list(restarted.x) == [2.0, 10.0, 20.0, 40.0]
-    assert list(restarted.y) == [3.0, 0.0, 0.0, 3.0]  # nobody sampled near the second and the third
+    assert list(restarted.y) == [3.0, 0.0, 0.0, 3.0]  # no sample lies near the second and the third
     assert (alone.mode, list(alone.x), alone.showlegend) == ("markers", [2.0, 40.0], False)
     assert alone.legendgroup == line.legendgroup
     assert line.showlegend is not False

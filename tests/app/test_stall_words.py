@@ -7,20 +7,20 @@ import make_run as runs
 import pandas as pd
 import pytest
 from opened import figures, open_view, texts, trace_names
+from simulated_runs import jittered, simulate
 
-from app.figures import outlook as outlook_figures
-from app.figures import stages
-from app.loading import Recent
+from app.figures import what_if as outlook_figures, workers
+from app.runtime.loading import Recent
 from app.theme import LIGHT
 from app.views import agent_health, worker_stalls
 from app.what_if import _begin, _metrics
-from collector.agent.feed import Feed, Problems
-from collector.diagnosis.exposed import exposed_stall
-from collector.diagnosis.findings import Evidence, Finding, Locus, Rate
-from collector.diagnosis.tuning import forecast
-from collector.store.ingest import IngestResult
-from collector.store.runs import Run
-from tests.unit.simulated_runs import jittered, simulate
+from collector.agent.ingest_feed import Feed
+from collector.agent.problems import Problems
+from collector.diagnosis.loading.wait_breakdown import wait_breakdowns
+from collector.diagnosis.tuning.what_if import forecast
+from collector.findings import Evidence, Finding, Locus, Rate
+from collector.store.lake.ingest import IngestResult
+from collector.store.runs.run import Run
 from training_harness.journal import EventLog, Identity
 
 MEASURED = tuple(Evidence(name=name, value=0.5, unit="ratio", n=9, window="run") for name in ("one", "two"))
@@ -30,13 +30,13 @@ FEW = replace(runs.SLOW_WORKER, name="few", steps=6)
 def recent_of(**script):
     slow = {"workers": 2, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 200}
     tables = simulate(**slow | script).tables()
-    (seen,) = exposed_stall(tables)
+    (seen,) = wait_breakdowns(tables)
     return Recent(run_id="r1", tables=tables, seen=seen)
 
 
 def said(recent, *findings):
     """The headline of a page on which nothing asks for something to be done."""
-    return worker_stalls.in_words(moment(recent, *findings))
+    return worker_stalls.answer_in_words(moment(recent, *findings))
 
 
 def moment(recent, *findings):
@@ -137,15 +137,17 @@ def test_the_sliders_of_a_good_setting_say_that_they_begin_there(outlook):
 
 
 def test_samples_per_second_are_those_of_a_rank(outlook):
-    assert _metrics(outlook, outlook.own, " of rank 3")[0].label == "Throughput of rank 3"
-    chart = outlook_figures.by_workers([outlook.own], outlook.own, outlook, LIGHT, of=" of rank 3", revision="r1")
+    assert _metrics(outlook, outlook.current, " of rank 3")[0].label == "Throughput of rank 3"
+    chart = outlook_figures.by_workers(
+        [outlook.current], outlook.current, outlook, LIGHT, of=" of rank 3", revision="r1"
+    )
     assert chart.figure.layout.yaxis.title.text.startswith("throughput of rank 3 (")
 
 
 def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
     measured = replace(outlook.measured, samples_per_batch=64.0)
     sampled = replace(outlook, measured=measured)
-    own = outlook.own
+    own = outlook.current
     chart = outlook_figures.by_workers([own], own, sampled, LIGHT, revision="r1")
     traces = {trace.name: trace for trace in chart.figure.data}
     assert traces["predicted"].y[0] == pytest.approx(64 * own.batches_per_second)
@@ -158,8 +160,8 @@ def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
 
 @pytest.mark.parametrize(("size", "unit", "x"), [(2**28, "MiB", 256.0), (2**31, "GiB", 2.0)])
 def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
-    own = replace(outlook.own, memory_bytes=float(size))
-    of_size = replace(outlook, own=own, options=(own,))
+    own = replace(outlook.current, memory_bytes=float(size))
+    of_size = replace(outlook, current=own, options=(own,))
     chart = outlook_figures.front(of_size, own, LIGHT, revision="r1")
     assert chart.figure.layout.xaxis.title.text == f"host memory of the loop ({unit})"
     assert chart.figure.data[0].x[0] == x
@@ -167,14 +169,14 @@ def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
 
 def test_a_pattern_that_is_alone_has_a_legend():
     unmeasured = pd.DataFrame({"stage": ["other"], "batch_ms": [2.0], "cpu_ratio": [float("nan")]})
-    chart = stages.costs(unmeasured, LIGHT, batches_count=9, revision="r1")
+    chart = workers.costs(unmeasured, LIGHT, batches_count=9, revision="r1")
     assert [trace.name for trace in chart.figure.data] == ["CPU time not measured"]
     assert chart.figure.layout.showlegend
     assert chart.takeaway.startswith("the rest of the dataset takes")
 
 
 class FakeIngester:
-    """Takes all, or what it is told to."""
+    """Take all, or the number that was set."""
 
     whole = True
 

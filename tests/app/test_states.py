@@ -20,12 +20,13 @@ import pytest
 import streamlit as st
 from opened import drawn, figures, open_view, run_of, texts, walk
 
-from app import judging, panel, picture
 from app.blocks import sheet
+from app.runtime import refresh, verdicts
 from app.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
-from collector.store.ingest import Ingester
-from collector.store.runs import Run
+from collector.store.lake.ingest import Ingester
+from collector.store.runs.run import Run
+from tests.recorded_runs import unpack
 from training_harness import layout
 
 DOCTOR = "tidegauge doctor"
@@ -34,7 +35,7 @@ NOWHERE = "postgresql://nobody@localhost:1/nowhere"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How a home comes to be in a state; what each page says of it, and which command it gives.
+    """A state of a home: the way to make it, the words of each page on it, and the command that they give.
 
     `shows`: whether figures are drawn; None where that depends on the page.
     """
@@ -128,9 +129,9 @@ def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_p
     if name == "store out of reach":
         monkeypatch.setenv(layout.STORE_VARIABLE, NOWHERE)
         monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
-    monkeypatch.setattr("collector.store.reader._OPEN_ATTEMPTS", 1)  # of what nobody can open
+    monkeypatch.setattr("collector.store.lake.reader._OPEN_ATTEMPTS", 1)  # a lake that cannot be opened
     if name == "live":  # it ages while the pages are walked through
-        monkeypatch.setattr("app.status.STALE_AFTER_SECONDS", 600)
+        monkeypatch.setattr("app.runtime.status.STALE_AFTER_SECONDS", 600)
     state, home = STATES[name], tmp_path / "home"
     state.make(home)
     for view, at in walk(monkeypatch, home):
@@ -167,7 +168,7 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     def fail(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("collector.store.loading_queries.throughput", fail)
+    monkeypatch.setattr("collector.store.queries.loading.throughput", fail)
     at = open_view(monkeypatch, made["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
@@ -176,13 +177,13 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
 def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     seen = threading.Event()
-    monkeypatch.setattr("app.judging.diagnose", lambda tables: seen.wait(60) and diagnose(tables))
-    monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.verdicts.diagnose", lambda tables: seen.wait(60) and diagnose(tables))
+    monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
     assert "is being drawn up" in texts(at)
     assert len(figures(at)) == 2
     seen.set()
-    monkeypatch.setattr("app.judging.PATIENCE_SECONDS", 120)
+    monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
     at.run()
     assert "is being drawn up" not in texts(at)
     assert "**slow-worker**" in texts(at)
@@ -190,21 +191,21 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
 
 def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
-    order, build, draw_status = [], panel.build, picture.draw_status
+    order, build, draw_status = [], refresh.build, refresh.draw_status
     monkeypatch.setattr(
-        picture, "draw_status", lambda *of, **more: order.append("line") or draw_status(*of, **more)
+        refresh, "draw_status", lambda *of, **more: order.append("line") or draw_status(*of, **more)
     )
-    monkeypatch.setattr(panel, "build", lambda *of: order.append("panel") or build(*of))
+    monkeypatch.setattr(refresh, "build", lambda *of: order.append("panel") or build(*of))
     assert figures(open_view(monkeypatch, tmp_path, "overview"))
     assert order[:2] == ["line", "panel"]
 
 
 def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
-    order, draw = [], picture.draw
-    pause = SimpleNamespace(sleep=lambda _: order.append("pause"), monotonic_ns=time.monotonic_ns)
-    monkeypatch.setattr(picture, "time", pause)
-    monkeypatch.setattr(picture, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
+    order, draw = [], refresh.draw
+    pause = SimpleNamespace(**{**vars(time), "sleep": lambda _: order.append("pause")})
+    monkeypatch.setattr(refresh, "time", pause)
+    monkeypatch.setattr(refresh, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
     at = open_view(monkeypatch, tmp_path, "overview")
     assert order == ["Findings", "Metrics", "pause", "Chart", "Chart", "Table", "Table", "Note"]
     order.clear()
@@ -216,31 +217,31 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     manifest = runs.make_run(tmp_path, runs.SLOW_WORKER) / "run.json"
     open_view(monkeypatch, tmp_path, "overview")  # there is one, until the run changes
     seen, timers = threading.Event(), []
-    fragment, read = st.fragment, panel.read
+    fragment, read = st.fragment, refresh.read
     monkeypatch.setattr(st, "fragment", lambda *of, **more: timers.append(more) or fragment(*of, **more))
-    monkeypatch.setattr(panel, "read", lambda run: os.utime(manifest) or read(run))
-    monkeypatch.setattr(picture, "REST_PER_COST", -1)
-    monkeypatch.setattr(judging, "diagnose", lambda tables: seen.wait(60) and diagnose(tables))
-    monkeypatch.setattr(judging, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(refresh, "read", lambda run: os.utime(manifest) or read(run))
+    monkeypatch.setattr(refresh, "REST_PER_COST", -1)
+    monkeypatch.setattr(verdicts, "diagnose", lambda tables: seen.wait(60) and diagnose(tables))
+    monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
     seen.set()
     assert "is being drawn up" in texts(at)
-    assert timers[-1] == {"run_every": panel.REFRESH_SECONDS}
+    assert timers[-1] == {"run_every": refresh.REFRESH_SECONDS}
 
 
 def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
-    monkeypatch.setattr("app.judging.VERDICT_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.verdicts.VERDICT_SECONDS", 0)
 
     def newest():
-        assert judging.judged(run).verdict  # there is one meanwhile
-        return judging._orders[run.path].future.result(60)
+        assert verdicts.current_verdict(run).verdict  # there is one meanwhile
+        return verdicts._requests[run.path].future.result(60)
 
-    monkeypatch.setattr("app.judging.REST_PER_COST", 1e6)
+    monkeypatch.setattr("app.runtime.verdicts.REST_PER_COST", 1e6)
     first, second = newest(), newest()
     assert second is not first  # which pays for what is loaded once
     assert newest() is second
-    monkeypatch.setattr("app.judging.REST_PER_COST", -1)
+    monkeypatch.setattr("app.runtime.verdicts.REST_PER_COST", -1)
     assert newest() is not second
 
 
@@ -248,9 +249,9 @@ def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
     gone = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": 1}
     layout.write_manifest(run.path, {**run.manifest, "command": gone, "collector": gone})
-    monkeypatch.setattr("app.judging.VERDICT_SECONDS", 0)
-    monkeypatch.setattr("app.judging.REST_PER_COST", -1)
-    found = [judging.judged(run) and judging._orders[run.path].future.result(60) for _ in range(2)]
+    monkeypatch.setattr("app.runtime.verdicts.VERDICT_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.verdicts.REST_PER_COST", -1)
+    found = [verdicts.current_verdict(run) and verdicts._requests[run.path].future.result(60) for _ in range(2)]
     assert found[0].verdict
     assert found[0] is found[1]
 
@@ -258,7 +259,7 @@ def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
 def test_an_old_verdict_says_so(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
-    monkeypatch.setattr("app.status.OLD_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.status.OLD_SECONDS", 0)
     assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
 
 
@@ -270,14 +271,14 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     at.toggle(key="live").set_value(False).run()
     assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
     assert "Switch Live on" in texts(at)
-    monkeypatch.setattr("app.picture.REST_PER_COST", -1)
+    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", -1)
     at.toggle(key="live").set_value(True).run()
     assert not figures(at)
 
 
 def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
-    monkeypatch.setattr("app.picture.REST_PER_COST", 1e6)
+    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", 1e6)
     first = figures(open_view(monkeypatch, tmp_path, "overview"))
     shutil.rmtree(run_dir / "journal")
     assert figures(open_view(monkeypatch, tmp_path, "overview")) == first
@@ -286,17 +287,17 @@ def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
 
 def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
-    build, waited = panel.build, []
-    monkeypatch.setattr(panel, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
+    build, waited = refresh.build, []
+    monkeypatch.setattr(refresh, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
     open_view(monkeypatch, tmp_path, "overview")
-    assert [*panel._pictures.values()][-1].cost_ns < 0.5e9 * len(waited)
+    assert [*refresh._contents.values()][-1].cost_ns < 0.5e9 * len(waited)
 
 
 def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
-    monkeypatch.setattr("app.picture.REST_PER_COST", -1)
-    built, build = [], panel.build
-    monkeypatch.setattr(panel, "build", lambda one, moment: built.append(one.name) or build(one, moment))
+    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", -1)
+    built, build = [], refresh.build
+    monkeypatch.setattr(refresh, "build", lambda one, moment: built.append(one.name) or build(one, moment))
 
     def look():
         built.clear()
@@ -307,7 +308,7 @@ def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkey
     assert sorted(second[0] + third[0]) == sorted(first[0])
     assert "Step time" in third[0]
     assert first[1] == second[1] == third[1] == 2
-    monkeypatch.setattr(picture, "OLD_NS", 0)
+    monkeypatch.setattr(refresh, "REUSE_LIMIT_NS", 0)
     assert look() == first
 
 
@@ -328,7 +329,7 @@ def test_the_list_of_visitors_says_who_is_expected(claims, expected):
 
 
 def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):
-    run_dir = runs.make_run(tmp_path, runs.CUDA)
+    run_dir = unpack("leak-to-the-end", tmp_path)
     next((run_dir / "snapshots").iterdir()).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     assert "is damaged" in at.error[0].value

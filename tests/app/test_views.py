@@ -1,4 +1,4 @@
-"""What the views say and draw of runs of every kind."""
+"""Words and figures of the views, on runs of every kind."""
 
 import socket
 
@@ -9,10 +9,12 @@ from opened import drawn, figures, open_view, points, run_of, texts, trace_names
 
 from app.figures.base import MAX_POINTS
 from app.format import plain
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.quantities import percent, size
-from collector.store.runs import Run, list_runs
+from collector.store.catalogue import list_runs
+from collector.store.runs.run import Run
+from collector.units import percent, size
+from tests.recorded_runs import recorded, unpack
 from training_harness.journal import Identity
 
 
@@ -46,22 +48,29 @@ def test_the_overview_and_the_report_give_the_same_figures(monkeypatch, made):
 
 
 def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
+    rows = recorded("leak-to-the-end").streams["device_memory"]
     overview = open_view(monkeypatch, made["cuda"], "overview")
-    assert {m.label: m.value for m in overview.metric}["GPU reserved peak"] == "40%"
+    shown = {m.label: m.value for m in overview.metric}["GPU reserved peak"]
+    assert shown == percent(rows["reserved_bytes"].max() / (640 << 20))
     at = open_view(monkeypatch, made["cuda"], "oom_risk")
     gpu = figures(at)[0]
-    assert trace_names(gpu) == ["reserved", "allocated", "used, all processes"]
-    assert gpu["layout"]["yaxis"]["title"]["text"] == "used (GiB)"
-    assert "24 GiB" in gpu["layout"]["annotations"][0]["text"]
+    assert trace_names(gpu) == ["reserved", "allocated", "used, all processes", "out of memory"]
+    assert gpu["layout"]["yaxis"]["title"]["text"] == "used (MiB)"
+    assert "640 MiB" in gpu["layout"]["annotations"][0]["text"]
     table = at.dataframe[0].value
+    assert table["Limit"].tolist()[:2] == ["GPU 0", "host memory"]
+    assert table["Capacity"].tolist()[0] == "640 MiB"
+
+
+def test_every_limit_of_the_host_is_shown_with_its_capacity(monkeypatch, made):
+    table = open_view(monkeypatch, made["healthy"], "oom_risk").dataframe[0].value
     assert table["Limit"].tolist() == [
-        "GPU 0",
         "cgroup memory",
         "host memory",
         "/dev/shm",
         "open files, loader 0 worker 0",
     ]
-    assert table["Capacity"].tolist() == ["24 GiB", "8 GiB", "16 GiB", "2 GiB", "100"]
+    assert table["Capacity"].tolist() == ["8 GiB", "16 GiB", "2 GiB", "100"]
 
 
 def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypatch, made):
@@ -195,32 +204,30 @@ def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
     assert "over 500 steps" in step_time.proto.help
 
 
-def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, made):
+def test_what_takes_the_memory_of_a_gpu_is_shown_with_its_segments_and_lines(monkeypatch, made):
+    run = recorded("leak-to-the-end")
+    rows = run.streams["device_memory"]
+    peak, total = rows["allocated_bytes"].max(), 640 << 20
     at = open_view(monkeypatch, made["cuda"], "gpu_memory")
     stack, segments = figures(at)
-    parts = ["allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed"]
-    assert trace_names(stack) == [*parts, "cache flushed"]
-    assert "capacity 24 GiB" in stack["layout"]["annotations"][0]["text"]
+    parts = ["allocated", "fragmentation", "non-PyTorch", "unattributed"]  # nothing is cached
+    assert trace_names(stack) == [*parts, "cache flushed", "out of memory"]
+    assert "capacity 640 MiB" in stack["layout"]["annotations"][0]["text"]
     said = texts(at)
-    assert "Peak 10.5 GiB, 44% of the capacity of 24 GiB. 7.55 GiB of it are live tensors." in said
-    assert "Cache flushed: 2 times" in said
+    assert f"Peak {size(total)}, 100% of the capacity of 640 MiB. {size(peak)} of it are live tensors." in said
+    assert "Cache flushed: once." in said
     assert trace_names(segments) == ["free", "in use"]
     account, sites = (table.value for table in at.dataframe)
     at_peak = account.iloc[0]
-    assert at_peak[["GPU", *(part[:1].upper() + part[1:] for part in parts), "Total"]].tolist() == [
+    assert at_peak[["GPU", "Allocated", "Total", "Of capacity"]].tolist() == [
         "GPU 0",
-        "7.55 GiB",
-        "1.9 GiB",
-        "100 MiB",
-        "588 MiB",
-        "300 MiB",
-        "124 MiB",
-        "10.5 GiB",
+        size(peak),
+        size(total),
+        "100%",
     ]
-    assert at_peak["Of capacity"] == "44%"
     assert account["When"].iloc[1].startswith("last, ")
-    assert sites["Allocated at"].tolist() == ["/home/me/train.py:30 step"]
-    assert sites["In use"].tolist() == ["1000 MiB"]
+    assert sites["Allocated at"].str.fullmatch(r".*/growth\.py:\d+ \S+").all()
+    assert sites["In use"].iloc[0] == size(298 << 20)  # 1 MiB of each of its steps
 
 
 def test_each_view_has_its_figures_as_a_table_to_read_and_to_take_along(monkeypatch, made):
@@ -260,20 +267,23 @@ def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch
 
 
 def test_runs_are_compared_figure_by_figure_and_setting_by_setting(monkeypatch, tmp_path):
-    for script in (runs.HEALTHY, runs.SLOW_WORKER, runs.CUDA):
+    unpack("leak-to-the-end", tmp_path)
+    for script in (runs.HEALTHY, runs.SLOW_WORKER, runs.HEALTHY):
         runs.make_run(tmp_path, script)
     at = open_view(monkeypatch, tmp_path, "overview")
     at.switch_page("views/compare.py").run()
-    newest, before, oldest = [run.name for run in sorted_runs(tmp_path)]
+    newest, before, oldest, cuda = [run.name for run in sorted_runs(tmp_path)]
     table, settings = (frame.value for frame in at.dataframe)
     assert table.columns.tolist() == ["Figure", newest, before]  # unasked, the run before
-    at.multiselect(key="compare").set_value([before, oldest]).run()
+    at.multiselect(key="compare").set_value([before, oldest, cuda]).run()
     table, settings = (frame.value.set_index(frame.value.columns[0]) for frame in at.dataframe)
-    assert table.columns.tolist() == [newest, before, oldest]
+    assert table.columns.tolist() == [newest, before, oldest, cuda]
     assert table.loc["Step p50", oldest] == "103 ms (+0.0%, n = 399)"
     assert table.loc["Peak GPU allocated", oldest] == "—"
-    assert settings.loc["loader 0: num workers"].tolist() == ["2", "4", "2"]
-    assert trace_names(figures(at)[0]) == [newest, before, oldest]
+    allocated = recorded("leak-to-the-end").streams["device_memory"]["allocated_peak_bytes"]
+    assert table.loc["Peak GPU allocated", cuda].startswith(size(allocated.max()))
+    assert settings.loc["loader 0: num workers"].tolist() == ["2", "4", "2", "0"]
+    assert trace_names(figures(at)[0]) == [newest, before, oldest, cuda]
     assert not at.exception
 
 

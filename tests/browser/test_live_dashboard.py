@@ -16,11 +16,11 @@ from playwright.sync_api import expect
 
 from app.html_report import render
 from app.pages import COMPARE, GPU_MEMORY, PAGES, POST_MORTEM, WORKER_STALLS
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store import queries
-from collector.store.reader import read
-from collector.store.runs import list_runs
+from collector.store.catalogue import list_runs
+from collector.store.lake.reader import read
+from collector.store.queries import spans
 from tests.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ START_SECONDS = 60
 FRESH_SECONDS = 2.0
 #: The page that reads most rests in proportion, and tests on the other core make it slower still.
 HEAVY = {WORKER_STALLS: 6.0}
-#: Of a job that has no GPU, has not died, and is beside no other.
+#: Views without charts for a job that has no GPU, has not died, and is compared with no other.
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
@@ -67,7 +67,7 @@ def _await_steps(home, job):
         assert job.poll() is None, f"no steps, exit status {job.poll()}"
         for run in (run for run in list_runs(home) if run.manifest["name"] == LIVE):
             with read(run) as snapshot:
-                reach = queries.extent(snapshot)
+                reach = spans.extent(snapshot)
                 steps = int(snapshot.query("SELECT count(*) AS n FROM step")["n"].iloc[0]) if reach else 0
             if steps > 20:
                 return run
@@ -234,7 +234,7 @@ def test_who_clicks_gets_what_is_asked_for(live):
     assert page.locator(".annotation", has_text="slow-worker since step").count() > 0
     runs = page.get_by_role("combobox", name="Run")
     runs.scroll_into_view_if_needed()
-    page.wait_for_function(_FRAMES)  # the list closes on scrolling, which is told a frame later
+    page.wait_for_function(_FRAMES)  # the list closes on scrolling, which it notices a frame later
     runs.click()
     page.get_by_role("option", name=well).click()
     page.wait_for_url(f"**run={well}*")

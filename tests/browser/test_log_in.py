@@ -21,7 +21,7 @@ NONCES = {}
 
 
 class Provider(BaseHTTPRequestHandler):
-    """Lets in whoever `account` is; None is one whom it refuses itself."""
+    """Provider that lets in the user `account`; None is a user that it refuses itself."""
 
     account = None
 

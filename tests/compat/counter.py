@@ -60,7 +60,7 @@ class Numbers:
 
 
 class Depth(threading.local):
-    """How deep the thread is in calls of one kind."""
+    """Depth of the thread in calls of one kind."""
 
     value = 0
 

@@ -3,7 +3,7 @@
     python tests/compat/run.py [PROGRAM…]
 
 Without arguments all programs run. The environment in `.compat/` is made once: it sees the packages of this
-interpreter and has those of `requirements.txt`. The table of docs/compatibility.md is written anew; a program that
+interpreter and has those of `requirements.txt`. The table of docs/compatibility.md is written again; a program that
 did not run this time keeps the row of its newest run. Exit status 1: something differs.
 """
 
@@ -170,7 +170,7 @@ def unexpected(program: Program, result: dict[str, Any]) -> list[str]:
 
 
 def write_page() -> None:
-    """Write the table of the page anew, from the newest result of every program."""
+    """Write the table of the page again, from the newest result of every program."""
     versions = {
         package.name.lower().replace("_", "-"): package.version
         for package in distributions(path=[*sys.path, str(packages())])

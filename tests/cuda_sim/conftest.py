@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
 
@@ -42,7 +42,7 @@ class Watched:
 
     @property
     def failed_hooks(self) -> list[str]:
-        """What the report says of hooks that failed."""
+        """Return the report's summaries of hooks that failed."""
         return [each["summary"] for each in self.findings("cannot-tell") if "hook_error" in evidence(each)]
 
     def table(self, stream: str) -> pd.DataFrame:

@@ -24,7 +24,7 @@ _DRIVER = "int cuda_sim_driver;"
 
 
 def has_cuda() -> bool:
-    """Whether this environment has what the CUDA half needs."""
+    """Return whether this environment has the headers that the CUDA half needs."""
     return (INCLUDE / "cuda.h").exists()
 
 

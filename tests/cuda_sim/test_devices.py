@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from collector.store.device_queries import devices
-from collector.store.reader import read
+from collector.store.lake.reader import read
+from collector.store.queries.gpu_memory import devices
 from tests.cuda_sim.conftest import PROGRAMS
 
 #: Often enough for samples of what a small program holds.

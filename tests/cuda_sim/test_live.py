@@ -1,4 +1,4 @@
-"""What is told while a training on the GPU goes on."""
+"""Findings that are reported while a training on the GPU goes on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What NVML does not tell is missing in the records and named in the report; it is never zero."""
+"""Values that NVML does not report are missing in the records and named in the report; they are never zero."""
 
 from __future__ import annotations
 
 import pytest
 
-from collector.store.device_queries import devices
-from collector.store.reader import read
+from collector.store.lake.reader import read
+from collector.store.queries.gpu_memory import devices
 from tests.cuda_sim.conftest import evidence
 
 OFTEN = ("--interval", "0.2")

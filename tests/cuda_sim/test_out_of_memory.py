@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collector.diagnosis.oom_message import message_figures
+from collector.diagnosis.deaths.cuda_oom import message_figures
 from tests.cuda_sim.conftest import evidence
 
 PLACES = ("forward", "backward", "optimizer", "temporaries", "evaluation")

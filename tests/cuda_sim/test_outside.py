@@ -1,4 +1,4 @@
-"""What the driver alone tells: a process that is watched from outside, and another job on the same GPU."""
+"""Figures from the driver alone: a process that is watched from outside, and another job on the same GPU."""
 
 from __future__ import annotations
 

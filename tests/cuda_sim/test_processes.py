@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from collector.store.runs import Run
+from collector.store.runs.run import Run
 from tests.conftest import wait_for
 from tests.cuda_sim.conftest import PROGRAMS, TIDEGAUGE, Watched
 

@@ -3,55 +3,160 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import pickle
 import re
 import sys
+from dataclasses import dataclass
+from typing import Any
 
-from tests.cuda_sim.conftest import PROGRAMS
+import pytest
+
+from collector.store.allocator_snapshots import newest_allocator_snapshot
+from tests.cuda_sim.conftest import PROGRAMS, Watched
 
 HISTORY = 200
 SNAPSHOT = f"{sys.executable} -P -m collector snapshot {{run}}"
-COMMANDS = (SNAPSHOT, f"{SNAPSHOT} --kind census", f"{SNAPSHOT} --kind growth --steps 40")
+STEPS_OF_PROFILE = 5
+#: Requests, made one after the other; each has its name in the answer.
+COMMANDS = {
+    "allocator": SNAPSHOT,
+    "census": f"{SNAPSHOT} --kind census",
+    "profile": f"{SNAPSHOT} --kind profile --steps {STEPS_OF_PROFILE}",
+    "growth": f"{SNAPSHOT} --kind growth --steps 40",
+}
+#: Bytes that the program keeps of each step.
+PIECE = 16 << 10
+#: Bytes of its parameters.
+MODEL = (256 * 256 * 4, 256 * 4)
 
 
-def test_a_running_training_tells_what_it_holds(watched, tmp_path):
-    run = watched(
-        "asking.py", str(tmp_path / "said"), *COMMANDS, options=("--memory-history", str(HISTORY)), memory="1G"
-    )
-    assert run.done.returncode == 0, run.done.stderr
-    said = json.loads((tmp_path / "said").read_text())
-    answers = {}
-    for path in run.run.path.glob("events/*.jsonl"):
-        for event in map(json.loads, path.read_text().splitlines()):
-            if event["kind"] == "snapshot":
-                answers[event["what"]] = event
-    assert answers.keys() == {"allocator", "census", "growth"}, said["outputs"]
+@dataclass(frozen=True)
+class Asked:
+    """A training that was asked for snapshots.
 
-    def document(what):
-        return json.loads(gzip.decompress((run.run.path / answers[what]["path"]).read_bytes()))
+    Attributes:
+        said: what it wrote itself: `outputs` of the commands, and for each step the bytes that PyTorch says are
+            allocated and reserved when it ends, and how many tensors it keeps.
+        answers: what -> the event of the snapshot.
 
-    def at(what):
+    """
+
+    run: Watched
+    said: dict[str, Any]
+    answers: dict[str, dict[str, Any]]
+
+    def document(self, what: str) -> dict[str, Any]:
+        return json.loads(gzip.decompress((self.run.run.path / self.answers[what]["path"]).read_bytes()))
+
+    def at(self, what: str) -> tuple[int, int, int]:
         """Return what the training wrote when the step ended in which it answered."""
-        return said["steps"][answers[what]["step"]]
+        return tuple(self.said["steps"][self.answers[what]["step"]])
 
-    allocated, reserved, _ = at("allocator")
-    allocator = document("allocator")
-    blocks = [block for segment in allocator["segments"] for block in segment["blocks"]]
+    def output(self, what: str) -> str:
+        return self.said["outputs"][list(COMMANDS).index(what)]
+
+
+@pytest.fixture(scope="module")
+def ask():
+    """Runs the program once for each set of options."""
+    found = {}
+
+    def start(watched, tmp_path, *options) -> Asked:
+        if options not in found:
+            run = watched("asking.py", str(tmp_path / "said"), *COMMANDS.values(), options=options, memory="1G")
+            assert run.done.returncode == 0, run.done.stderr
+            said, answers = json.loads((tmp_path / "said").read_text()), {}
+            for path in run.run.path.glob("events/*.jsonl"):
+                for event in map(json.loads, path.read_text().splitlines()):
+                    if event["kind"] == "snapshot":
+                        answers[event["what"]] = event
+            assert answers.keys() == COMMANDS.keys(), said["outputs"]
+            found[options] = Asked(run, said, answers)
+        return found[options]
+
+    return start
+
+
+@pytest.fixture
+def asked(ask, watched, tmp_path) -> Asked:
+    return ask(watched, tmp_path, "--memory-history", str(HISTORY))
+
+
+def line_of(text: str) -> int:
+    lines = (PROGRAMS / "asking.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def in_use(document: dict[str, Any]) -> list[dict[str, Any]]:
+    blocks = (block for segment in document["segments"] for block in segment["blocks"])
+    return [block for block in blocks if block["state"] == "active_allocated"]
+
+
+def test_the_bytes_of_a_snapshot_are_pytorchs_to_the_byte(asked):
+    allocated, reserved, _ = asked.at("allocator")
+    allocator = asked.document("allocator")
     assert sum(segment["total_size"] for segment in allocator["segments"]) == reserved
-    assert sum(block["size"] for block in blocks if block["state"] == "active_allocated") == allocated
+    assert sum(block["size"] for block in in_use(allocator)) == allocated
     assert 0 < sum(map(len, allocator["device_traces"])) <= HISTORY
-    assert any(file.endswith("asking.py") for file, _, _ in allocator["frames"]), "the lines that allocated"
-    whole = pickle.loads((run.run.path / answers["allocator"]["pickle"]).read_bytes())
+    whole = pickle.loads((asked.run.run.path / asked.answers["allocator"]["pickle"]).read_bytes())
     assert sum(segment["total_size"] for segment in whole["segments"]) == reserved
 
-    _, _, kept = at("census")
-    (row,) = [row for row in document("census")["rows"] if row["shape"] == [16 << 10]]
-    assert (row["device"], row["tensors_count"], row["storage_bytes"]) == ("cuda:0", kept, kept * (16 << 10))
 
-    lines = (PROGRAMS / "asking.py").read_text().splitlines()
-    keeps = next(number for number, line in enumerate(lines, 1) if "# KEPT" in line)
-    told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{keeps}: (\d+) more tensors", said["outputs"][2])
-    assert told, said["outputs"][2]
-    assert float(told[1]) == 16 * int(told[2])
-    assert document("growth")["held_grown_bytes"]["cuda:0"] == int(told[2]) * (16 << 10)
+def test_a_snapshot_names_the_lines_that_allocated_what_there_is(asked):
+    """Autograd's own thread has no line: it makes the two gradients and a workspace of cuBLAS."""
+    allocated, _, kept = asked.at("allocator")
+    nameless = [block["size"] for block in in_use(asked.document("allocator")) if "stack" not in block]
+    sites = newest_allocator_snapshot(asked.run.run).sites.set_index("site")
+    assert sites["allocated_bytes"].sum() == allocated - sum(nameless)
+    assert sorted(nameless)[:-1] == sorted(MODEL)
+    assert len(nameless) == 3
+    [site] = [each for each in sites.index if f"asking.py:{line_of('# KEPT')} " in each]
+    assert sites.loc[site, ["blocks_count", "allocated_bytes"]].tolist() == [kept, kept * PIECE]
+    [site] = [each for each in sites.index if f"asking.py:{line_of('# MODEL')} " in each]
+    assert sites.loc[site, "allocated_bytes"] == sum(MODEL)
+
+
+def test_without_its_history_the_bytes_are_the_same_and_no_line_is_named(ask, watched, tmp_path):
+    asked = ask(watched, tmp_path)
+    allocated, reserved, _ = asked.at("allocator")
+    snapshot = newest_allocator_snapshot(asked.run.run)
+    assert snapshot.segments["total_bytes"].sum() == reserved
+    assert snapshot.segments["allocated_bytes"].sum() == allocated
+    assert snapshot.sites.empty
+    assert "pickle" not in asked.answers["allocator"]
+
+
+def test_the_training_goes_on_as_before(asked):
+    """Each step keeps one tensor more, and nothing else: before, between and after the answers."""
+    steps = asked.said["steps"]
+    last = max(answer["step"] for answer in asked.answers.values())
+    assert len(steps) - last > 50
+    assert [kept for _, _, kept in steps] == list(range(1, len(steps) + 1))
+    assert {after[0] - before[0] for before, after in itertools.pairwise(steps[1:])} == {PIECE}
+    assert len(asked.run.table("step")) == len(steps)
+    assert asked.run.failed_hooks == []
+
+
+def test_the_census_counts_the_tensors_of_the_gpu(asked):
+    _, _, kept = asked.at("census")
+    (row,) = [row for row in asked.document("census")["rows"] if row["shape"] == [PIECE]]
+    assert (row["device"], row["tensors_count"], row["storage_bytes"]) == ("cuda:0", kept, kept * PIECE)
+
+
+def test_a_profile_tells_what_operators_allocate_on_the_gpu(asked):
+    profile = asked.document("profile")
+    assert profile["steps_count"] == STEPS_OF_PROFILE
+    empty = next(each for each in profile["operators"] if each["operator"] == "aten::empty")
+    assert empty["calls_count"] >= STEPS_OF_PROFILE
+    assert empty["device_bytes"] >= STEPS_OF_PROFILE * PIECE
+    assert gzip.decompress((asked.run.run.path / asked.answers["profile"]["trace"]).read_bytes())
+
+
+def test_growth_names_the_line_that_keeps_tensors_on_the_gpu(asked):
+    output = asked.output("growth")
+    told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
+    assert told, output
+    assert float(told[1]) * 1024 == PIECE * int(told[2])
+    assert asked.document("growth")["held_grown_bytes"]["cuda:0"] == int(told[2]) * PIECE

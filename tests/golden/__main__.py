@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from tests.golden import golden_files, judged
-from tests.golden.cases import COMPARISON
+from tests.golden.cases import CASES, COMPARISON, RECORDED_GPU
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the golden files anew")
     parser.add_argument("names", nargs="*", metavar="NAME", help="else all")
     options = parser.parse_args()
-    subjects = [*sorted(judged.kept_runs()), COMPARISON]
+    subjects = [*CASES, *RECORDED_GPU, COMPARISON]
     if unknown := set(options.names) - set(subjects):
         parser.error(f"unknown run {', '.join(sorted(unknown))}; there are {', '.join(subjects)}")
     changed = 0

@@ -108,7 +108,7 @@ _GPU = dict(
 )
 #: name -> the training
 CASES: dict[str, Case] = {**_HEALTHY, **_LOADING, **_DEATHS, **_MEMORY, **_LIMITED, **_GPU}
-#: Runs that are kept in tests/data/gpu, recorded by tests/cuda_sim/record.py.
+#: Runs of tests/data/gpu, recorded by tests/cuda_sim/record.py, that have golden files.
 RECORDED_GPU = ("tensor-leak", "library-growth", "out-of-memory", "share-met", "two-devices")
 ALL_PAGES = (
     "overview",
@@ -120,7 +120,7 @@ ALL_PAGES = (
     "post-mortem",
     "agent-health",
 )
-#: Of these every page is compared each time, of others the one or two that show what is special about them.
+#: Runs with every page compared each time. Other runs have the one or two pages that show their subject.
 _THOROUGH = ("images", "ddp", "tensor-leak")
 _PAGES = (
     (_THOROUGH, ALL_PAGES),

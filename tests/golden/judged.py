@@ -1,4 +1,4 @@
-"""What Tidegauge says of a kept run today, by its command line alone, in a form that can be compared.
+"""The report and pages of a kept run, by the command line alone, in a form that can be compared.
 
 The pages are read from the HTML report, which has every page but Compare: the words in order, and each figure as
 Plotly draws it, with its long arrays digested. The report is the public JSON, as that command leaves it in the run.
@@ -16,7 +16,6 @@ import json
 import os
 import runpy
 import sys
-import tarfile
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -29,34 +28,13 @@ from app import html_report
 from app.pages import PAGES
 from tests.golden.cases import COMPARED, steady_pages
 from tests.golden.page_reader import PageReader, figure
+from tests.recorded_runs import unpack
 
-DATA = Path(__file__).parents[1] / "data"
-DASHBOARD = DATA.parents[1] / "app" / "frame.py"
-RUNS, GPU_RUNS = DATA / "runs", DATA / "gpu"
+DASHBOARD = Path(__file__).parents[2] / "app" / "frame.py"
 #: Files of the lake in a run directory.
 LAKE = ("lake.sqlite", "lake.sqlite-wal", "lake.sqlite-shm", "data")
 #: Not kept: scratch files of the store, its locks, and a verdict of another day.
 LEFT_OUT = ("-shm", ".lock", "/report.json")
-
-
-def kept_runs() -> dict[str, Path]:
-    """Return name -> archive."""
-    return {
-        path.name.removesuffix(".tar.gz"): path for place in (RUNS, GPU_RUNS) for path in place.glob("*.tar.gz")
-    }
-
-
-def unpack(name: str, home: Path) -> Path:
-    """Unpack a kept run into a home and return its directory."""
-    with tarfile.open(kept_runs()[name]) as archive:
-        archive.extractall(home / "runs", filter="data")
-    run = home / "runs" / name
-    (run / "report.json").unlink(missing_ok=True)
-    manifest = json.loads((run / "run.json").read_text())
-    for anchor in manifest["anchors"].values():
-        anchor["boot_id"] = "recorded"
-    (run / "run.json").write_text(json.dumps(manifest))
-    return run
 
 
 def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:

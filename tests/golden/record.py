@@ -24,13 +24,14 @@ import cv2
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
 from tests.golden.cases import CASES, Case
-from tests.golden.judged import LAKE, LEFT_OUT, RUNS
+from tests.golden.judged import LAKE, LEFT_OUT
+from tests.recorded_runs import RUNS
 from training_harness.jobs import photographs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-#: Of the images of the job `images`.
+#: Classes, images per class and pixels of the job `images`.
 _CLASSES, _PER_CLASS, _SIZE = ("discs", "rings"), 32, (320, 240)
 
 

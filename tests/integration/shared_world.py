@@ -33,7 +33,7 @@ _AS_POSTGRES = ("runuser", "-u", "postgres", "--") if os.geteuid() == 0 else ()
 
 
 def postgres_programs() -> Path | None:
-    """Where `initdb` and `pg_ctl` are."""
+    """Return the folder of `initdb` and `pg_ctl`."""
     found = shutil.which("initdb") or next(iter(sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))), None)
     return Path(found).parent if found else None
 
@@ -244,7 +244,7 @@ class Faulty(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     target: tuple[str, int, str]
-    #: What becomes of the next requests that write: "500" or "silence".
+    #: Faults of the next requests that write: "500" or "silence".
     faults: ClassVar[list[str]] = []
 
     def _pass_on(self) -> None:

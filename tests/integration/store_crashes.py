@@ -25,12 +25,12 @@ from pathlib import Path
 
 from store_world import HOST, Writer, in_the_lake, journalled, make_run, on_disk, seen
 
-from collector.store.ingest import Ingester
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 
 ROUNDS_PER_SERIES = 25
-#: What an ingester does -> how long it takes at most or so; the kill comes within that time from its beginning.
+#: Action of an ingester -> seconds it takes at most or so; the kill comes within that time from its beginning.
 PARTS = {
     "creation": 0.1,
     "open": 0.05,
@@ -48,9 +48,9 @@ ZYGOTE = """
 import functools, mmap, os, sys
 from pathlib import Path
 from store_crashes import _NAMES
-from collector.store import durable, lake
-from collector.store.ingest import Ingester
-from collector.store.runs import Run
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.runs.run import Run
 with open(sys.argv[1], "r+b") as file:
     told = mmap.mmap(file.fileno(), 1)
 
@@ -141,7 +141,7 @@ class World:
                 assert before[pid] <= n <= after[pid] + 1, (stream, pid, before[pid], n, after[pid])
 
     def settle(self) -> None:
-        """Take everything in, once nobody writes, and compare it with the journals value by value."""
+        """Take everything in, once no process writes, and compare it with the journals value by value."""
         before, total = in_the_lake(self.run), sum(writer.written for writer in self.writers)
         assert 0 < before < total, "the kills came too early or too late to prove anything"
         assert self.looks > 0
@@ -213,7 +213,7 @@ class Crasher:
 
 
 def part_of_round(seed: int, number: int, has_lake: bool) -> tuple[str, random.Random]:
-    """What the ingester of this round is killed in, and the chance that decides when."""
+    """Return the part that this round's ingester is killed in, and the generator that decides when."""
     chance = random.Random(f"{seed}-{number}")
     # Each series begins without a lake, and its first rounds are spent on the creation.
     if number % ROUNDS_PER_SERIES < 4:

@@ -1,4 +1,4 @@
-"""Writers for the store's tests: journals whose every record can be told from every other."""
+"""Writers for the store's tests: journals whose every record differs from every other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from collector.store import lake
-from collector.store.journals import list_segments
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.journals.segments import list_segments
+from collector.store.lake import lake
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import MISSING_INT32, STREAMS, UNIT_OPTIMIZER
@@ -99,5 +99,5 @@ def in_the_lake(run, table="step"):
 
 
 def ask_the_lake(run, sql):
-    with lake.attached(lake.place_of(run), read_only=True) as connection:
+    with lake.attach(lake.lake_place(run), read_only=True) as connection:
         return connection.execute(sql).fetchone()[0]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from collector.store.reader import read
-from collector.store.runs import Run, list_runs
+from collector.store.catalogue import list_runs
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import wait_for
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
@@ -30,7 +31,7 @@ COLLECTOR = """
 import sys
 from pathlib import Path
 from collector.agent.loop import collect
-from collector.store.runs import Run
+from collector.store.runs.run import Run
 collect(Run(Path(sys.argv[1])), interval_seconds=0.1)
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from collector.agent.host import HostSampler
+from collector.agent.samplers.host import HostSampler
 
 MIB = 2**20
 

@@ -1,4 +1,4 @@
-"""Findings of a real job, told by a real command and to a real HTTP server while the job goes on."""
+"""Findings of a real job, reported by a real command and to a real HTTP server while the job goes on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from collector import alerts
-from collector.alerts import Alert, by_command, by_webhook
-from collector.diagnosis.findings import Evidence, Finding
+from collector.agent.live import alerts
+from collector.agent.live.alerts import Alert, command_sender, webhook_sender
+from collector.findings import Evidence, Finding
 from tests.conftest import bare_environment, wait_for
 
 ALERT = Alert(
@@ -30,8 +30,8 @@ ALERT = Alert(
 )
 #: The command line, with verdicts every second whatever they cost.
 SHORTLY = """
-from collector.agent import outlook
-outlook.EVERY_SECONDS = outlook.BUDGET_RATIO = 1
+from collector.agent.live import verdicts
+verdicts.EVERY_SECONDS = verdicts.BUDGET_RATIO = 1
 from collector.cli import main
 main()
 """
@@ -127,7 +127,7 @@ def test_a_fault_is_told_once_by_both_while_the_job_goes_on(tmp_path, hook):
 
 def test_credentials_go_as_a_header_and_the_query_stays(hook):
     server = hook()
-    assert by_webhook(server.url("me:p%40ss@"))(ALERT, at_once) is None
+    assert webhook_sender(server.url("me:p%40ss@"))(ALERT, at_once) is None
     ((_, path, headers, body),) = server.asked
     assert path == "/path?key=secret"
     assert headers["Authorization"] == "Basic " + base64.b64encode(b"me:p@ss").decode()
@@ -137,23 +137,23 @@ def test_credentials_go_as_a_header_and_the_query_stays(hook):
 @pytest.mark.parametrize(("statuses", "asked_count"), [([404], 1), ([302], 1), ([429, 503], 3), ([500] * 20, 6)])
 def test_only_what_may_help_is_tried_again_and_not_for_ever(hook, statuses, asked_count):
     server = hook(*statuses)
-    problem = by_webhook(server.url())(ALERT, at_once)
+    problem = webhook_sender(server.url())(ALERT, at_once)
     assert len(server.asked) == asked_count
     refused = f"http://127.0.0.1:{server.server_port}: HTTP status {statuses[0]}"
     assert problem == (None if 204 in server.answered else refused)
 
 
 def test_a_server_that_is_not_there_is_named_without_the_secrets():
-    with socket.socket() as unheard:  # bound, so that nobody else has the port; nobody listens
+    with socket.socket() as unheard:  # bound, so that no other process has the port; no one listens
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
-        problem = by_webhook(f"http://me:secret@127.0.0.1:{port}/secret?key=secret")(ALERT, at_once)
+        problem = webhook_sender(f"http://me:secret@127.0.0.1:{port}/secret?key=secret")(ALERT, at_once)
     assert problem == f"http://127.0.0.1:{port}: Connection refused"
 
 
 def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(alerts, "COMMAND_SECONDS", 0.5)
-    problem = by_command(f"sleep 300 & echo $! > {tmp_path / 'pid'}; wait")(ALERT, at_once)
+    problem = command_sender(f"sleep 300 & echo $! > {tmp_path / 'pid'}; wait")(ALERT, at_once)
     assert problem == "--on-finding took longer than 0.5 s and was killed"
     started = int((tmp_path / "pid").read_text())
     state = ["ps", "-o", "stat=", str(started)]
@@ -170,7 +170,7 @@ def test_a_teller_that_hangs_holds_up_neither_the_verdicts_nor_the_others(capfd,
     heard = threading.Event()
     hangs = threading.Event()
     telling = alerts.Alerts([lambda _alert, _wait: hangs.wait() and None, lambda _alert, _wait: heard.set()])
-    telling.tell("run-1", "demo", [ALERT.finding])
+    telling.send("run-1", "demo", [ALERT.finding])
     assert heard.wait(60)
     telling.close()
     assert capfd.readouterr().err == "tidegauge: findings not told within 0.2 s of the end: 1\n"

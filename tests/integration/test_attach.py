@@ -267,8 +267,8 @@ def test_attach_and_detach_from_code(home, tmp_path):
         check=True,
         timeout=60,
     )
-    from collector.store.reader import read
-    from collector.store.runs import find_run
+    from collector.store.catalogue import find_run
+    from collector.store.lake.reader import read
 
     run = find_run(home, "latest")
     assert done.stdout.strip() == str(run.path)

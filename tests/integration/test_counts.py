@@ -2,12 +2,14 @@
 
 import threading
 
+import pandas as pd
 import pytest
 from store_world import HOST, Writer, make_run
 
-from collector.store.counts import ALLOCATOR, Counts
-from collector.store.ingest import Ingester
-from collector.store.reader import read
+from collector.store.lake.counters import ALLOCATOR, Counts
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from tests.recorded_runs import recorded
 from training_harness.journal import Identity, JournalWriter
 from training_harness.records import MISSING_INT32, MISSING_INT64, STREAMS
 
@@ -94,24 +96,27 @@ def test_samples_that_no_batch_tells_are_no_sum(run):
 
 
 def test_of_the_allocator_the_newest_record_of_each_device_counts(run):
+    """The records of two devices, of one process to the last step but one, and then of another."""
+    rows = recorded("two-devices").streams["device_memory"].sort_values("time_ns", kind="stable")
     columns = [column.name for column in STREAMS["device_memory"].columns]
+    last_step = rows["step"].max()
 
     def write(pid, rows):
         identity = Identity(host="node", pid=pid, start_ticks=pid, rank=0)
         journal = JournalWriter(run.journal_dir, STREAMS["device_memory"], identity)
-        for row in rows:
-            journal.append(*(row.get(name, 0) for name in columns))
+        for row in rows[columns].astype(int).itertuples(index=False):
+            journal.append(*row)
         journal.close()
 
     counts = Counts(run)
     with Ingester(run, counts=counts) as ingester:
-        write(
-            1, [{"time_ns": n, "device": n % 2, "allocated_bytes": n, "reserved_bytes": 2 * n} for n in range(10)]
-        )
+        write(1, rows[rows["step"] < last_step])
         ingester.step()
-        write(2, [{"time_ns": 12, "device": 1, "allocated_bytes": 5, "reserved_bytes": 6}, {"time_ns": 3}])
+        newest = rows[(rows["step"] == last_step) & (rows["device"] == 1)]
+        write(2, pd.concat([newest, rows[(rows["step"] == 0) & (rows["device"] == 0)]]))
         allocator = counts.now().allocator
+    expected = [rows[(rows["step"] == last_step - 1) & (rows["device"] == 0)], newest]
     assert {key: [last[name] for name in ALLOCATOR] for key, last in allocator.items()} == {
-        ("node", 0, 0): [8, 16],
-        ("node", 0, 1): [5, 6],
+        ("node", 0, device): each[["allocated_bytes", "reserved_bytes"]].iloc[-1].tolist()
+        for device, each in enumerate(expected)
     }

@@ -13,7 +13,7 @@ from store_world import Writer, journalled, make_run
 
 from collector.errors import TidegaugeError
 from collector.store.export import export
-from collector.store.ingest import Ingester
+from collector.store.lake.ingest import Ingester
 from training_harness.records import IDENTITY, STREAMS
 
 READERS = {"parquet": pd.read_parquet, "csv": pd.read_csv}

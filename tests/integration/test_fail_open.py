@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.reader import read
-from collector.store.runs import Run, find_run
+from collector.store.catalogue import find_run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import REPOSITORY, bare_environment
 from training_harness import layout
 
@@ -22,10 +23,10 @@ SCRIPT = REPOSITORY / "tests" / "scripts" / "fail_open.py"
 TIDEGAUGE = Path(sys.executable).with_name("tidegauge")
 #: Hooks that fail as a whole when one of these raises; each says so.
 PRINCIPAL = {
-    "LoaderHook.begin": "batch",
-    "LoaderHook.started": "batch",
-    "LoaderHook.yielded": "batch",
-    "LoaderHook.fetched_inline": "batch",
+    "LoaderHook.on_iterator": "batch",
+    "LoaderHook.on_epoch_start": "batch",
+    "LoaderHook.on_yield": "batch",
+    "LoaderHook.end_fetch": "batch",
     "LoaderHook.note_deaths": "batch",
     "Progress.end": "step",
     "WorkerEntry.__init__": "worker",

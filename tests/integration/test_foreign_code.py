@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from collector.store.runs import Run
+from collector.store.runs.run import Run
 from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness import layout
 

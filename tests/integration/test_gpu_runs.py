@@ -4,72 +4,61 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import pytest
 
-from collector.diagnosis.oom_message import message_figures
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.deaths.cuda_oom import message_figures
 from collector.diagnosis.verdict import diagnose
-from collector.store.runs import Run
-from collector.store.snapshots import newest_allocator_snapshot
+from collector.store.allocator_snapshots import newest_allocator_snapshot
+from collector.store.runs.run import Run
+from tests.recorded_runs import recorded, unpack, unpacked
 
-RECORDED = Path(__file__).parents[1] / "data" / "gpu"
 WARNED = {
     "tensor-leak": {"gpu-tensor-leak", "gpu-oom-risk"},
     "library-growth": {"gpu-non-pytorch-growth", "gpu-oom-risk"},
     "out-of-memory": {"cuda-oom"},
     "share-met": {"cuda-oom"},
     "two-devices": {"gpu-tensor-leak"},
+    "uneven-batches": set(),
+    "evaluation": set(),
+    "late-optimizer": set(),
+    "leak-to-the-end": {"cuda-oom", "gpu-tensor-leak"},
+    "another-job": {"cuda-oom"},
+    "caught-errors": set(),
+    "malloc-async": {"cuda-oom"},
+    "device-lost": {"gpu-tensor-leak", "cannot-tell"},
+    "snapshots": set(),
+    "investigated": {"gpu-tensor-leak", "gpu-oom-risk"},
 }
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """Unpacks a recorded run, once."""
-    folder = tmp_path_factory.mktemp("recorded")
-
-    def unpack(name: str) -> Run:
-        if not (folder / name).exists():
-            with tarfile.open(RECORDED / f"{name}.tar.gz") as archive:
-                archive.extractall(folder, filter="data")
-        return Run(folder / name)
-
-    return unpack
-
-
-def verdict(run):
-    return diagnose(load_tables(run))
-
-
 @pytest.mark.parametrize("name", WARNED)
-def test_the_cause_is_told_and_nothing_else(recorded, name):
-    found = verdict(recorded(name)).findings
+def test_the_cause_is_told_and_nothing_else(name):
+    found = diagnose(recorded(name)).findings
     assert {each.kind for each in found if each.severity != "info"} == WARNED[name]
 
 
-@pytest.mark.parametrize("name", ["out-of-memory", "share-met"])
-def test_the_account_of_an_error_is_that_of_pytorchs_message(recorded, name):
+@pytest.mark.parametrize("name", ["out-of-memory", "share-met", "another-job", "leak-to-the-end"])
+def test_the_account_of_an_error_is_that_of_pytorchs_message(name):
     run = recorded(name)
-    [error] = [each for each in verdict(run).findings if each.kind == "cuda-oom"]
-    [event] = load_tables(run).events_of("cuda-oom")
+    [error] = [each for each in diagnose(run).findings if each.kind == "cuda-oom"]
+    [event] = run.events_of("cuda-oom")
     said = message_figures(event["message"])
     for figure in ("requested_bytes", "free_bytes", "allocated_bytes"):
         assert error.value_of(figure) == pytest.approx(said[figure], rel=0.01)
-    assert newest_allocator_snapshot(run).segments["total_bytes"].sum() == pytest.approx(
+    assert newest_allocator_snapshot(Run(unpacked(name))).segments["total_bytes"].sum() == pytest.approx(
         error.value_of("reserved_bytes"), rel=0.01
     )
 
 
-def test_a_share_that_was_met_is_the_limit(recorded):
-    [error] = [each for each in verdict(recorded("share-met")).findings if each.kind == "cuda-oom"]
+def test_a_share_that_was_met_is_the_limit():
+    [error] = [each for each in diagnose(recorded("share-met")).findings if each.kind == "cuda-oom"]
     assert error.limit.value == pytest.approx(0.3 * 2048 * MIB, rel=0.05)
 
 
-def test_each_of_two_devices_is_judged_by_itself(recorded):
-    leaks = [each for each in verdict(recorded("two-devices")).findings if each.kind == "gpu-tensor-leak"]
+def test_each_of_two_devices_is_judged_by_itself():
+    leaks = [each for each in diagnose(recorded("two-devices")).findings if each.kind == "gpu-tensor-leak"]
     assert {each.locus.device for each in leaks} == {0, 1}
 
 
@@ -81,9 +70,9 @@ def test_each_of_two_devices_is_judged_by_itself(recorded):
         ("two-devices", ["What takes the memory of GPU 1?", "How near is GPU 1 to its limit?"]),
     ],
 )
-def test_every_page_shows_the_gpu(recorded, tmp_path, name, titles):
+def test_every_page_shows_the_gpu(tmp_path, name, titles):
     page = tmp_path / "report.html"
-    command = [sys.executable, "-P", "-m", "collector", "report", str(recorded(name).path)]
+    command = [sys.executable, "-P", "-m", "collector", "report", str(unpack(name, tmp_path))]
     subprocess.run([*command, "--format", "html", "--output", str(page)], check=True)
     told = page.read_text()
     assert [title for title in titles if f"<h3>{title}</h3>" not in told] == []

@@ -13,11 +13,12 @@ from store_world import HOST, Writer, ask_the_lake, make_run
 
 from collector import cli
 from collector.errors import TidegaugeError
-from collector.store import lake
-from collector.store.ingest import Ingester
-from collector.store.prune import delete
-from collector.store.reader import read
-from collector.store.runs import Run, list_runs
+from collector.store.catalogue import list_runs
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.prune.home import delete
+from collector.store.runs.run import Run
 from tests.conftest import PYTHON, REPOSITORY
 from training_harness import layout
 
@@ -120,7 +121,7 @@ def test_a_catalog_that_cannot_be_read_is_told_and_the_journals_are_shown(run, t
 
 
 def test_tables_and_columns_of_a_newer_tidegauge_are_left_alone(run):
-    with lake.writable(run) as connection:
+    with lake.open_writable(run) as connection:
         connection.execute("CREATE TABLE lake.dream (time_ns BIGINT)")
         connection.execute("ALTER TABLE lake.step ADD COLUMN mood VARCHAR")
     with Ingester(run) as ingester:
@@ -240,7 +241,7 @@ def test_hostile_names_are_shown_as_text_and_stay_in_the_home(tmp_path):
 
 
 def test_what_another_user_keeps_private_hides_nothing_else(run, tmp_path):
-    """As the user nobody: one run may not be looked into, one journal of the other may not be read."""
+    """Read as an unprivileged user: one run may not be looked into, one journal of the other may not be read."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     home = run.path.parent.parent
@@ -252,10 +253,10 @@ def test_what_another_user_keeps_private_hides_nothing_else(run, tmp_path):
     # Pytest's folder is root's: the child goes there before it becomes another.
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from collector.diagnosis import tables; from collector.listing import listed, run_table\n"
-        "from collector.store.runs import find_run, list_runs\n"
+        "from collector.diagnosis.run import tables; from collector.report.listing import list_entry, run_table\n"
+        "from collector.store.catalogue import find_run, list_runs\n"
         "os.chdir(sys.argv[1]); os.setgid(65534); os.setuid(65534)\n"
-        "runs = list_runs(Path('.')); run_table(map(listed, runs))\n"
+        "runs = list_runs(Path('.')); run_table(map(list_entry, runs))\n"
         "found = tables.load_tables(runs[1])\n"
         "print(len(runs), found.rows_count('step'), *found.problems)\n"
         "try: print(find_run(Path('.'), 'latest').manifest)\n"

@@ -35,7 +35,7 @@ def told(run, kind):
 
 
 def phases(run):
-    """The phases with their epoch and step; one that is told twice counts once."""
+    """The phases with their epoch and step; one that is recorded twice counts once."""
     found = [(event["phase"], event["epoch"], event["step"]) for event in told(run, "phase")]
     return [phase for place, phase in enumerate(found) if place == 0 or phase != found[place - 1]]
 
@@ -84,7 +84,7 @@ def test_nested_hyper_parameters_are_not_written_out():
 
 def test_a_callback_that_fails_is_silent_from_then_on():
     class Callback:
-        narrator = SimpleNamespace(hook=Hook("framework"))
+        reporter = SimpleNamespace(hook=Hook("framework"))
         calls = 0
 
         @fail_open

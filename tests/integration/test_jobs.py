@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from collector.diagnosis.findings import KINDS
+from collector.findings import KINDS
 from tests.conftest import wait_for
 from training_harness.jobs import photographs
 from training_harness.jobs.__main__ import main
@@ -206,7 +206,7 @@ def test_a_leak_is_real_and_ends_at_its_limit(kind, count, more, job, monkeypatc
         def after_step(loss, batch):
             spoiled(loss, batch)
             if self.step == 8:
-                counted.append(count(self.kept))
+                counted.append(count(self.objects))
 
         self.after_step = after_step
         return run(self)

@@ -21,10 +21,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from collector.store import lake
-from collector.store.columnar import read_records
-from collector.store.journals import list_segments, read_header
-from collector.store.runs import Run, list_runs
+from collector.store.catalogue import list_runs
+from collector.store.journals.arrow import read_records
+from collector.store.journals.segments import list_segments, read_header
+from collector.store.lake import lake
+from collector.store.runs.run import Run
 from tests.conftest import TRAIN, bare_environment, wait_for
 from training_harness.records import STREAMS
 
@@ -111,7 +112,7 @@ def assert_every_record_is_in_the_lake_once(run: Run, kept: Run) -> None:
             continue
         table = read_records(segment, header, header.header_bytes).to_pandas()
         journalled[header.stream].update(zip(table.pid, table.time_ns, strict=True))
-    with lake.attached(lake.place_of(run), read_only=True) as connection:
+    with lake.attach(lake.lake_place(run), read_only=True) as connection:
         for name, expected in journalled.items():
             rows = connection.execute(f'SELECT pid, time_ns FROM {lake.LAKE}."{name}"').fetchall()
             assert Counter(rows) == expected, name

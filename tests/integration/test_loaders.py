@@ -12,9 +12,9 @@ from collections import Counter
 import pandas as pd
 import pytest
 
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.trust import workers_reporting
-from collector.store.runs import Run
+from collector.store.runs.run import Run
 from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment
 from training_harness import layout
 

@@ -9,7 +9,7 @@ import subprocess
 import psutil
 import pytest
 
-from collector.store.runs import Run
+from collector.store.runs.run import Run
 from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment, wait_for
 from training_harness import layout
 

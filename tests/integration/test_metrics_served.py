@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 STEPS = 40

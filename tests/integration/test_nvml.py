@@ -25,7 +25,7 @@ sys.stdin.read()
 #: Samples all devices for the pids that it is given, once per line of stdin.
 SAMPLE = """
 import json, sys
-from collector.agent.devices import DeviceSampler
+from collector.agent.samplers.devices import DeviceSampler
 sampler = DeviceSampler()
 for line in sys.stdin:
     print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
@@ -35,8 +35,8 @@ for line in sys.stdin:
 DOCTOR = """
 import json, sys
 from pathlib import Path
-from collector.agent.devices import DeviceSampler
-from collector.doctor import check_devices
+from collector.agent.samplers.devices import DeviceSampler
+from collector.commands.checks import check_devices
 check = check_devices(DeviceSampler(), Path(sys.argv[1]))
 print(json.dumps([check.detail, check.remedy]), flush=True)
 """

@@ -1,4 +1,4 @@
-"""Several devices and several processes: DataParallel's parts, ranks in one run, attempts told apart."""
+"""Several devices and several processes: DataParallel's parts, ranks in one run, attempts kept apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from tests.conftest import REPOSITORY, bare_environment
 from training_harness import layout
@@ -26,7 +26,7 @@ def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path
     assert sorted(zip(starts["rank"], attempt_of.values(), strict=True)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     steps = run.table("step").assign(attempt=lambda table: table.pid.map(attempt_of))
     made = {key: rows.step.tolist() for key, rows in steps.groupby(["attempt", "rank"])}
-    # The batch that rank 0 takes before there is an optimizer is no step of the run: optimizer steps count anew.
+    # The batch that rank 0 takes before there is an optimizer is no step of the run: optimizer steps count again.
     assert made == {(0, 0): [0, 1, 2], (0, 1): [0, 1, 2], (1, 0): [0, *range(6)], (1, 1): [*range(6)]}
     batches = run.table("batch")
     late = batches[(batches.pid.map(attempt_of) == 1)]

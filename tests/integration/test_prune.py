@@ -13,11 +13,20 @@ import pytest
 from store_world import HOST, Writer
 
 from collector.errors import TidegaugeError
-from collector.store.ingest import Ingester
-from collector.store.locks import LOCK_NAME
-from collector.store.prune import StoredRun, beyond, delete, disk_bytes, leftovers, needed_by, stored_runs
-from collector.store.reader import read
-from collector.store.runs import Run, find_run, list_runs
+from collector.store.catalogue import find_run, list_runs
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.prune.home import (
+    StoredRun,
+    delete,
+    disk_bytes,
+    keep_reason,
+    leftovers,
+    runs_beyond,
+    stored_runs,
+)
+from collector.store.runs.locks import LOCK_NAME
+from collector.store.runs.run import Run
 from tests.conftest import wait_for
 from training_harness import layout
 
@@ -26,8 +35,8 @@ COMMAND = [sys.executable, "-P", "-m", "collector"]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from collector.store.prune import delete
-from collector.store.runs import list_runs
+from collector.store.prune.home import delete
+from collector.store.catalogue import list_runs
 home = Path(sys.argv[1])
 for line in sys.stdin:
     if (child := os.fork()) == 0:
@@ -63,7 +72,7 @@ def content(run: Run) -> dict[Path, bytes]:
 
 def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
     return [
-        StoredRun(run=Run(Path(f"run{place}")), size_bytes=size, needed=needed)
+        StoredRun(run=Run(Path(f"run{place}")), size_bytes=size, keep_reason=needed)
         for place, (size, needed) in enumerate(runs)
     ]
 
@@ -85,7 +94,7 @@ def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
 )
 def test_the_oldest_go_until_both_bounds_are_met(keep, max_bytes, gone):
     runs = stored((30, None), (20, "it is running"), (10, None), (40, None))
-    assert beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
+    assert runs_beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
 
 
 def test_what_is_deleted_leaves_no_trace(home):
@@ -117,13 +126,13 @@ def test_a_running_run_stays_until_it_has_ended(home):
     )
     run = wait_for(lambda: next(iter(list_runs(home)), None), "the run")
     wait_for(lambda: run.manifest["command"], "the command")
-    assert [each.needed for each in stored_runs(home)] == ["it is running"]
+    assert [each.keep_reason for each in stored_runs(home)] == ["it is running"]
     assert list(delete(home, [run])) == [run]
     assert process.poll() is None
     process.communicate(b"end\n", timeout=60)
     assert process.returncode == 0
     assert run.manifest["exit_status"] == 0
-    assert needed_by(run) is None
+    assert keep_reason(run) is None
     assert delete(home, [run]) == {}
     assert list((home / "runs").iterdir()) == []
 
@@ -145,11 +154,11 @@ def test_a_training_that_nobody_collects_keeps_its_run(home):
     run = ended(home)
     writer = Writer(run, 2**22 + 1, host=HOST)
     writer.write(3)
-    assert needed_by(run) == "it is running"
+    assert keep_reason(run) == "it is running"
     assert delete(home, [run]) == {run: "it is running"}
     for journal in writer._journals.values():
         journal.disown()
-    assert needed_by(run) is None
+    assert keep_reason(run) is None
 
 
 def manifest_of(run: Run, **changes: object) -> None:
@@ -159,19 +168,19 @@ def manifest_of(run: Run, **changes: object) -> None:
 def test_a_run_without_an_end_stays_where_it_may_go_on(home):
     run = Run(layout.create_run(home, name="x", argv=["x"]))
     anchor = layout.wall_anchor()
-    assert needed_by(run) == "it is about to begin"
+    assert keep_reason(run) == "it is about to begin"
     manifest_of(run, command={"host": HOST, "pid": 2**22 + 1, "start_ticks": 1})
-    assert needed_by(run) is None
+    assert keep_reason(run) is None
     manifest_of(run, command={"host": HOST, "pid": os.getpid(), "start_ticks": layout.start_ticks("self")})
-    assert needed_by(run) == "it is running"
+    assert keep_reason(run) == "it is running"
     manifest_of(run, anchors={HOST: {**anchor, "boot_id": "an earlier one"}})
-    assert needed_by(run) is None
+    assert keep_reason(run) is None
     manifest_of(run, command=None, anchors={"node7": anchor})
-    assert needed_by(run) == "it may be running on node7"
+    assert keep_reason(run) == "it may be running on node7"
     manifest_of(run, end_time_ns=1)
-    assert needed_by(run) is None
+    assert keep_reason(run) is None
     (run.path / layout.MANIFEST).write_text("{")
-    assert "is damaged" in needed_by(run)
+    assert "is damaged" in keep_reason(run)
 
 
 def test_a_kill_at_any_point_leaves_every_run_whole_or_gone(home):

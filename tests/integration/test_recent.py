@@ -3,9 +3,9 @@
 import pytest
 from store_world import make_run
 
-from collector.diagnosis.exposed import recent_loops
-from collector.diagnosis.recent import longest_waiting, recent_loading
-from collector.store.reader import read
+from collector.diagnosis.loading.recent_batches import longest_waiting_rank, recent_loading
+from collector.diagnosis.loading.wait_breakdown import recent_loops
+from collector.store.lake.reader import read
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
 
@@ -37,7 +37,7 @@ def _append(writers, name, values):
 
 def test_the_rank_that_waits_longest_is_read_alone(run):
     with read(run) as snapshot:
-        rank = longest_waiting(snapshot, from_ns=0, loader=0)
+        rank = longest_waiting_rank(snapshot, from_ns=0, loader=0)
         tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=rank, batches_count=100)
         (loop,) = recent_loops(tables)
     assert (rank, loop.rank) == (1, 1)
@@ -76,4 +76,4 @@ def test_of_thousands_of_epochs_those_are_read_whose_workers_made_the_batches(ru
 
 def test_a_run_without_ranks_has_none_that_waits_longest(tmp_path):
     with read(make_run(tmp_path)) as snapshot:
-        assert longest_waiting(snapshot, from_ns=0, loader=0) is None
+        assert longest_waiting_rank(snapshot, from_ns=0, loader=0) is None

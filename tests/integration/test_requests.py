@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from collector.agent.investigate import Investigator
-from collector.diagnosis.findings import Evidence, Finding, Locus, as_json, from_json
-from collector.diagnosis.holders import with_holders
-from collector.diagnosis.tables import load_tables
+from collector.agent.live.outlets import Investigator
+from collector.agent.live.snapshot_request import take
+from collector.diagnosis.memory.allocation_sites import add_allocation_sites
+from collector.diagnosis.run.tables import load_tables
 from collector.errors import TidegaugeError
-from collector.snapshot import take
-from collector.store.runs import Run
+from collector.findings import Evidence, Finding, Locus, as_json, from_json
+from collector.store.runs.run import Run
 from tests.conftest import wait_for
 from training_harness import layout
 
@@ -47,7 +47,7 @@ def answers(run: Run, request: str) -> list[dict]:
 
 
 def losses_of(count: int) -> list[str]:
-    """What the script's losses are, without Tidegauge."""
+    """Return the script's losses without Tidegauge."""
     spec = importlib.util.spec_from_file_location("asked", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -72,7 +72,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         return all(output.stat().st_size for output in outputs)
 
     def ask(what, *, steps=3, timeout_seconds=60.0):
-        taken, refused = take(run, what, steps=steps, timeout_seconds=timeout_seconds, say=lambda text: None)
+        taken, refused = take(run, what, steps=steps, timeout_seconds=timeout_seconds, show=lambda text: None)
         places = [TAKEN.fullmatch(line) for line in taken]
         return {int(place[1]): place[2].split("  ") for place in places}, refused
 
@@ -96,7 +96,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         assert {"aten::empty", "aten::addmm"} <= {operator["operator"] for operator in summary["operators"]}
         assert trace["traceEvents"]
 
-        lines, refused = take(run, "growth", steps=30, timeout_seconds=60.0, say=lambda text: None, worker=0)
+        lines, refused = take(run, "growth", steps=30, timeout_seconds=60.0, show=lambda text: None, worker=0)
         assert (len([line for line in lines if re.match(r"worker 0 of loader 0, rank \d", line)]), refused) == (
             2,
             [],
@@ -113,18 +113,18 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         )
         asked = run.path / layout.REQUESTS / f"growth-of-main-{leak.locus.host}-{leak.locus.pid}.json"
         investigator = Investigator(run)
-        investigator.look_into([leak])
+        investigator.investigate([leak])
         assert asked.exists()
         answer = wait_for(lambda: answers(run, asked.stem), "the lines that one rank keeps")
         assert [event["rank"] for event in answer] == [1], "the other one was not asked"
-        investigator.heard(answer[0])
+        investigator.note_event(answer[0])
         assert not asked.exists()
-        investigator.look_into([leak])
+        investigator.investigate([leak])
         resumed = Investigator(run)
-        resumed.heard(answer[0])
-        resumed.look_into([leak])
+        resumed.note_event(answer[0])
+        resumed.investigate([leak])
         assert not asked.exists(), "once per run and process"
-        told = with_holders(leak, load_tables(run), running=True)
+        told = add_allocation_sites(leak, load_tables(run), running=True)
         assert told.held_by[0].site.endswith("asked.py:41"), "in no function"
         assert told.held_by[0].grown_count == 50
         assert told.held_by[0].grown_bytes > 50 * 80_000
@@ -164,4 +164,4 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
 def test_a_run_in_which_nothing_trains_is_said_to_be_one(home):
     run = Run(layout.create_run(home, name="idle", argv=["sleep"]))
     with pytest.raises(TidegaugeError, match="none began to train in 0"):
-        take(run, "census", steps=1, timeout_seconds=0.1, say=lambda text: None)
+        take(run, "census", steps=1, timeout_seconds=0.1, show=lambda text: None)

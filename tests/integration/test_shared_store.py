@@ -1,4 +1,4 @@
-"""The shared store on a real PostgreSQL and a real S3 endpoint: nothing lost, nothing twice, nothing told."""
+"""The shared store on a real PostgreSQL and a real S3 endpoint: nothing lost, nothing twice, no secret shown."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from shared_world import (
 )
 from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
-from collector.agent import feed
+from collector.agent import ingest_feed, problems
 from collector.errors import TidegaugeError
-from collector.store import mirror, shared
-from collector.store.ingest import Ingester
-from collector.store.reader import read
-from collector.store.runs import Run, find_run, list_runs
+from collector.store.catalogue import find_run, list_runs
+from collector.store.cluster import mirror, postgres as shared
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import TRAIN, wait_for
 from training_harness import layout
 from training_harness.journal import EventLog
@@ -54,7 +55,7 @@ def s3(tmp_path_factory):
 
 @pytest.fixture
 def variables(postgres, s3, tmp_path):
-    """What the environment says of the store; each test has a place of its own for the files."""
+    """Return the environment's settings of the store; each test has a place of its own for the files."""
     return {**s3, "TIDEGAUGE_STORE": postgres.url, "TIDEGAUGE_DATA": f"s3://{BUCKET}/{tmp_path.name}"}
 
 
@@ -219,10 +220,10 @@ def test_a_commit_whose_answer_is_lost_is_in_the_lake_once(environment, postgres
 
 
 def test_a_frozen_database_is_given_up_at_the_end_and_the_records_wait(environment, postgres, tmp_path):
-    environment.setattr(feed, "FINISH_SECONDS", 2.0)
+    environment.setattr(ingest_feed, "FINISH_SECONDS", 2.0)
     run = make_run(tmp_path)
     writer = Writer(run, os.getpid(), host=HOST)
-    fed = feed.Feed(run, feed.Problems(EventLog(run.events_dir, writer.identity)))
+    fed = ingest_feed.Feed(run, problems.Problems(EventLog(run.events_dir, writer.identity)))
     writer.write(100)
     fed.step()
     wait_for(lambda: fed.last, "the first ingest")

@@ -10,12 +10,11 @@ import cv2
 import numpy as np
 import pytest
 
-from collector.diagnosis.exposed import UNKNOWN, recent_loops
-from collector.diagnosis.stage_costs import stage_costs
-from collector.diagnosis.tables import load_tables
+from collector.diagnosis.loading.wait_breakdown import UNKNOWN, cost_per_stage, recent_loops
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 from tests.conftest import REPOSITORY, bare_environment
 
 SCRIPT = """
@@ -145,7 +144,7 @@ def test_what_a_pipeline_calls_is_counted_per_batch_however_it_is_loaded(home, t
         assert snapshot.query("SELECT * FROM event WHERE kind = 'hook-disabled'").empty
     fetched = counted[counted["worker"].notna()]
     # Four pictures per batch; cv2 and Pillow convert each once, and each gives an array to torch. A function in a
-    # Compose has no class of its own, so what it calls is told by itself; NumPy and Pillow read once each.
+    # Compose has no class of its own, so what it calls is recorded by itself; NumPy and Pillow read once each.
     expected = {"read+decode": 4, "resize": 4, "shake": 4, "augment": 8, "convert": 16, "read": 8, "decode": 4,
                 "crop": 4, "Turn": 4}  # fmt: skip
     for loader, worker, indices in ((0, -1, [0, 1]), (1, 0, [0]), (1, 1, [1]), (2, 0, [0, 1])):
@@ -170,7 +169,7 @@ def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictur
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
     tables = load_tables(Run(run))
     (loop,) = recent_loops(tables)
-    table = stage_costs(tables, loop).set_index("stage")
+    table = cost_per_stage(tables, loop).set_index("stage")
     named = ["read", "decode", "resize", "crop", "augment", "normalise", "convert", "collate"]
     assert {*named, "other"} == set(table.index)
     assert table["in_fetch"].all()

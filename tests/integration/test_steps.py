@@ -1,4 +1,4 @@
-"""Who ends a step, and where its time goes, in a real process."""
+"""End of a step, and where its time goes, in a real process."""
 
 from __future__ import annotations
 

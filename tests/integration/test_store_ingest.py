@@ -13,9 +13,10 @@ import pytest
 from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.errors import TidegaugeError
-from collector.store import engine, lake
-from collector.store.ingest import Ingester
-from collector.store.reader import read
+from collector.store import duck
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
 from training_harness.journal import MAGIC, EventLog, Identity
 
 
@@ -286,7 +287,7 @@ def test_a_lake_of_an_older_version_gets_the_columns_and_tables_that_it_lacks(tm
     writer.write(30)
     with Ingester(run) as ingester:
         ingester.step()
-    with lake.writable(run) as connection:
+    with lake.open_writable(run) as connection:
         connection.execute("ALTER TABLE lake.step DROP COLUMN h2d_ns")
         connection.execute("DROP TABLE lake.agent")
     with read(run) as snapshot:
@@ -370,10 +371,10 @@ def test_a_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
 def test_missing_extensions_are_one_clear_line(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
-    engine._idle.clear()
+    duck._idle.clear()
     with (
         pytest.raises(TidegaugeError, match="pip install duckdb-extension-ducklake==") as caught,
-        engine.connected(),
+        duck.open_connection(),
     ):
         pass
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What a power cut would leave: the order in which the kernel is asked to bring the store's files to the disk."""
+"""State after a power cut: the order in which the kernel is asked to bring the store's files to the disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INGEST = """
 import os, sys
 from pathlib import Path
 from store_world import HOST, Writer, make_run
-from collector.store.ingest import Ingester
+from collector.store.lake.ingest import Ingester
 run = make_run(Path(sys.argv[1]))
 writer = Writer(run, os.getpid(), host=HOST)
 with Ingester(run) as ingester:

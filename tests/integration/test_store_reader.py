@@ -1,4 +1,4 @@
-"""What a reader sees of a run: lake and live tail, whole and once, whatever state the run is in."""
+"""A reader's view of a run: lake and live tail, whole and once, whatever state the run is in."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 from store_world import HOST, Writer, journalled, make_run, seen
 
-from collector.agent.samples import in_order
-from collector.diagnosis import tables
-from collector.diagnosis.tables import load_tables
+from collector.agent.samplers.samples import record_values
+from collector.diagnosis.run import tables
+from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.errors import TidegaugeError
-from collector.store import lake
-from collector.store.ingest import Ingester
-from collector.store.reader import read
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import IDENTITY, STREAMS
@@ -242,9 +242,9 @@ def read_only(run):
 COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
-from collector.store.ingest import Ingester
-from collector.store.reader import read
-from collector.store.runs import Run
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.runs.run import Run
 run = Run(Path(sys.argv[1]))
 ingester = Ingester(run)
 with read(run):
@@ -330,12 +330,12 @@ def test_a_run_of_another_boot_is_read_as_of_its_last_record(run):
 
 
 def sample(writer, stream, seconds, **values):
-    writer.append(*in_order(STREAMS[stream], seconds * 10**9, values))
+    writer.append(*record_values(STREAMS[stream], seconds * 10**9, values))
 
 
 def test_a_long_run_keeps_its_beginning_its_peaks_and_its_structure(run, monkeypatch):
     monkeypatch.setattr(tables, "ROWS_PER_STREAM", 60)
-    monkeypatch.setattr(tables, "WHOLE_NS", 5 * 10**9)
+    monkeypatch.setattr(tables, "UNTHINNED_NS", 5 * 10**9)
     me = Identity.of_this_process()
     events = EventLog(run.events_dir, me)
     events.append("process-start")
@@ -394,6 +394,6 @@ def test_nothing_is_kept_of_the_files_of_a_lake(run):
     with read(run) as snapshot:
         assert len(snapshot.query("FROM step")) == 150
         assert snapshot.query(kept)["n"][0] == 0
-    with lake.writable(run) as connection:
+    with lake.open_writable(run) as connection:
         assert len(connection.execute(f"FROM {lake.LAKE}.step").fetchall()) == 150
         assert connection.execute(kept).fetchall() == [(0,)]

@@ -1,4 +1,4 @@
-"""What keeps a collector from its lake: nothing is lost or doubled once it ends, and doctor says what it is."""
+"""Failures between collector and lake: nothing is lost or doubled once it ends, and doctor says what it is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
-from collector.agent.samples import in_order
-from collector.doctor import check_latest_run
-from collector.store.ingest import Ingester
+from collector.agent.samplers.samples import record_values
+from collector.commands.checks import check_latest_run
+from collector.store.lake.ingest import Ingester
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import STREAMS
 
@@ -52,14 +52,14 @@ def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path
                 assert "stay in the journals" in problem
             assert seen(run) == journalled(run)
             log.append("collector-problem", part="ingest", error=problem)
-            agent.append(*in_order(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
+            agent.append(*record_values(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
             told = check_latest_run(tmp_path)
             assert "wait outside its lake since 90 s" in told.detail
             assert "the lake did not take the records" in told.detail
             assert told.remedy is not None
         after = ingester.step()
         assert after.problems == ()
-        agent.append(*in_order(STREAMS["agent"], 2, {"ingest_lag_ns": 10**9}))
+        agent.append(*record_values(STREAMS["agent"], 2, {"ingest_lag_ns": 10**9}))
     assert in_the_lake(run) == 150
     assert seen(run) == journalled(run)
     assert check_latest_run(tmp_path).remedy is None
@@ -67,7 +67,7 @@ def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path
 
 @contextmanager
 def immutable(path):
-    """Nobody may write the file, not even root."""
+    """Make the file unwritable, even for root."""
     if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", path], capture_output=True).returncode:
         pytest.skip("no file can be made immutable here")
     try:

@@ -10,9 +10,12 @@ import pandas as pd
 import pytest
 from store_world import ask_the_lake, in_the_lake, make_run
 
-from collector.store import device_queries, lake, loading_queries, memory_queries, moment_queries, queries, tiles
-from collector.store.ingest import Ingester
-from collector.store.reader import read
+from collector.store.lake import lake
+from collector.store.lake.ingest import Ingester
+from collector.store.lake.reader import read
+from collector.store.queries import gpu_memory, loading, moments, process_memory, spans, training_steps
+from collector.store.rollups import tables as tiles
+from tests.recorded_runs import recorded
 from training_harness.journal import Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
 
@@ -21,6 +24,19 @@ EVERY_NS = 4 * SECOND_NS
 STEPS = 3600
 RANKS = WORKERS = 2
 SPIKE_AT = 2161
+
+
+#: Bytes that PyTorch held and that the driver reported, in each record of a recorded run.
+HELD, USED = (
+    recorded("uneven-batches").streams[stream][list(names)].to_dict("records")
+    for stream, names in {
+        "device_memory": (
+            *("allocated_bytes", "reserved_bytes", "inactive_split_bytes"),
+            *("allocated_peak_bytes", "reserved_peak_bytes"),
+        ),
+        "device": ("used_bytes",),
+    }.items()
+)
 
 
 class Training:
@@ -60,15 +76,14 @@ class Training:
             "process", rank, common | sampled | grown | pss | {"loader": MISSING["i"], "rss_bytes": 2 * 10**8}
         )
 
-        held = self._random.randrange(2**33, 2**34)
-        of_tensors = {"allocated_bytes": held - self._random.randrange(2**32), "reserved_bytes": held}
+        # A GPU larger than the recorded one, and each time another part of it: so there is one largest sample.
+        factor = self._random.uniform(16, 32)
+        scaled = {name: int(value * factor) for name, value in HELD[step % len(HELD)].items()}
         troubles = {"alloc_retry_count": step // 500, "oom_count": int(step >= 3000) * rank}
-        peaks = {"allocated_peak_bytes": 2**34, "reserved_peak_bytes": 2**34 + step}
-        on_device = common | {"device": 0, "step": step, "inactive_split_bytes": 2**20}
-        self._write("device_memory", rank, on_device | of_tensors | troubles | peaks)
+        self._write("device_memory", rank, common | {"device": 0, "step": step} | scaled | troubles)
         if step % 2 == rank:
-            used = self._random.randrange(2**34, 2**35)
-            self._write("device", 0, common | {"device": 0, "used_bytes": used, "total_bytes": 2**36})
+            scaled = {name: int(value * factor) for name, value in USED[step % len(USED)].items()}
+            self._write("device", 0, common | {"device": 0} | scaled | {"total_bytes": 2**36})
 
     def _write(self, stream, rank, values):
         columns = STREAMS[stream].columns
@@ -77,8 +92,8 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000)
-    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
+    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000)
+    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 3000)
     training = Training(make_run(tmp_path))
     training.train(range(STEPS))
     return training
@@ -87,43 +102,38 @@ def training(tmp_path, monkeypatch):
 def look(run, rank=None):
     """Every figure of the whole run that can come of tiles, and what the views of them are made of."""
     with read(run) as snapshot:
-        reach = queries.extent(snapshot)
-        within = queries.span(snapshot, reach, origin=0, window="run", rank=rank)
-        within = queries.replace(within, from_ns=reach.first_ns, origin_ns=reach.first_ns)
-        lines = loading_queries.batch_lines(snapshot, within, 0)
-        of_processes = memory_queries.process_lines(snapshot, within, "private_dirty_bytes", ["rank 0 main"])
-        [gpu] = device_queries.devices(snapshot)["gpu"]
+        reach = spans.extent(snapshot)
+        within = spans.span(snapshot, reach, origin=0, window="run", rank=rank)
+        within = spans.replace(within, from_ns=reach.first_ns, origin_ns=reach.first_ns)
+        lines = loading.batch_lines(snapshot, within, 0)
+        of_processes = process_memory.process_lines(snapshot, within, "private_dirty_bytes", ["rank 0 main"])
+        [gpu] = gpu_memory.devices(snapshot)["gpu"]
         found = {
-            "steps": queries.steps(snapshot, within),
-            "step summary": queries.step_summary(snapshot, within).to_frame().T.astype("float64"),
-            "throughput": loading_queries.throughput(snapshot, within).to_frame().T.astype("float64"),
-            "ranks": queries.rank_steps(snapshot, within),
-            "made": pd.Series(
-                moment_queries.steps_elapsed(snapshot, within, [0, STEPS // 2, STEPS - 1])
-            ).to_frame(),
-            "clock": moment_queries.step_clock(snapshot, within),
-            "split": loading_queries.worker_split(snapshot, within, 0),
-            "heat": loading_queries.fetch_heat(snapshot, within, 0),
+            "steps": training_steps.steps(snapshot, within),
+            "step summary": training_steps.step_summary(snapshot, within).to_frame().T.astype("float64"),
+            "throughput": loading.throughput(snapshot, within).to_frame().T.astype("float64"),
+            "ranks": training_steps.rank_steps(snapshot, within),
+            "made": pd.Series(moments.steps_elapsed(snapshot, within, [0, STEPS // 2, STEPS - 1])).to_frame(),
+            "clock": moments.step_clock(snapshot, within),
+            "split": loading.worker_split(snapshot, within, 0),
+            "heat": loading.fetch_heat(snapshot, within, 0),
             **{f"line {name}": each.points for name, each in lines.items()},
             "line of process": of_processes.points,
-            "by role": memory_queries.memory_by_role(snapshot, within, "pss_bytes"),
-            "processes": memory_queries.processes(snapshot, within),
-            "open files": memory_queries.open_files(snapshot),
-            "gpus": device_queries.devices(snapshot),
-            **{
-                f"gpu {name}": each.points
-                for name, each in device_queries.device_lines(snapshot, within, gpu).items()
-            },
-            "flushes": device_queries.cache_flushes(snapshot, within),
-            "errors": device_queries.cuda_errors(snapshot, within),
-            **dict(zip(("driver", "allocators"), device_queries.device_grid(snapshot, within), strict=True)),
+            "by role": process_memory.memory_by_role(snapshot, within, "pss_bytes"),
+            "processes": process_memory.processes(snapshot, within),
+            "open files": process_memory.open_files(snapshot),
+            "gpus": gpu_memory.devices(snapshot),
+            **{f"gpu {name}": each.points for name, each in gpu_memory.device_lines(snapshot, within, gpu).items()},
+            "flushes": gpu_memory.cache_flushes(snapshot, within),
+            "errors": gpu_memory.cuda_errors(snapshot, within),
+            **dict(zip(("driver", "allocators"), gpu_memory.device_grid(snapshot, within), strict=True)),
         }
-        assert loading_queries.used_loaders(snapshot, within) == [0]
-        assert memory_queries.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
+        assert loading.used_loaders(snapshot, within) == [0]
+        assert process_memory.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
         counts = {name: each.samples_count for name, each in lines.items()}
         views = snapshot.query("SELECT view_name, sql FROM duckdb_views() WHERE view_name LIKE '%tiled'")
-        assert len(views) == len(tiles.TILINGS)
-        return found, counts, views["sql"].str.contains("tiles_").all()
+        assert len(views) == len(tiles.ROLLUPS)
+        return found, counts, views["sql"].str.contains("rollups_").all()
 
 
 def assert_same(found, expected):
@@ -132,7 +142,7 @@ def assert_same(found, expected):
     assert counts == raw_counts
     for name in ("throughput", "processes", "open files", "ranks", "gpus"):
         pd.testing.assert_frame_equal(tables[name], raw_tables[name], check_dtype=False, rtol=1e-6)
-    tile_seconds = tiles.TILINGS["step"].width_ns / 1e9
+    tile_seconds = tiles.ROLLUPS["step"].width_ns / 1e9
     assert tables["made"][0].tolist() == pytest.approx(raw_tables["made"][0].tolist(), abs=tile_seconds)
     for name in ("step summary", "split"):
         exact = [column for column in tables[name] if column[:2] not in ("p5", "p9", "me")]
@@ -161,7 +171,7 @@ def assert_same(found, expected):
 
 
 def fullest(tables):
-    """When most of the GPU was taken, and by what."""
+    """Return the moment at which most of the GPU was in use, and the processes that used it."""
     driver, allocators = tables["driver"].set_index("time_ns"), tables["allocators"].set_index("time_ns")
     held = allocators.groupby("time_ns")["reserved_bytes"].sum()
     when = driver["used_bytes"].combine(held, max, fill_value=0).idxmax()
@@ -211,8 +221,8 @@ def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
 
 
 def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000)
-    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 3000)
+    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000)
+    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 3000)
     training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
     training.train(range(STEPS))
     with Ingester(training.run) as ingester:
@@ -233,7 +243,7 @@ def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeyp
         raw, *_ = look(training.run)
         ingester.maintain()
     fine, *_ = look(training.run)
-    monkeypatch.setitem(tiles.TILINGS, "process", replace(tiles.TILINGS["process"], most_buckets=20))
+    monkeypatch.setitem(tiles.ROLLUPS, "process", replace(tiles.ROLLUPS["process"], most_buckets=20))
     coarse, *_ = look(training.run)
     assert len(coarse["line of process"]) < len(fine["line of process"]) / 4
     for name in ("processes", "open files"):
@@ -249,9 +259,9 @@ def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(tr
         ingester.step()
         ingester.maintain()
     with read(training.run) as snapshot:
-        reach = queries.extent(snapshot)
-        within = queries.span(snapshot, reach, origin=reach.first_ns, window="run", rank=None)
-        split = loading_queries.worker_split(snapshot, within, 1)
+        reach = spans.extent(snapshot)
+        within = spans.span(snapshot, reach, origin=reach.first_ns, window="run", rank=None)
+        split = loading.worker_split(snapshot, within, 1)
     assert split["median_ms"].tolist() == [6]
 
 
@@ -309,7 +319,7 @@ def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = look(training.run)
-    with lake.writable(training.run) as connection:
+    with lake.open_writable(training.run) as connection:
         for table in tiles.TABLES:
             connection.execute(f"DROP TABLE lake.{table}")
     assert_same(look(training.run), raw)
@@ -317,8 +327,8 @@ def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
 
 @pytest.mark.parametrize("has_tiles", [False, True])
 def test_a_short_run_has_exact_quantiles(training, monkeypatch, has_tiles):
-    monkeypatch.setattr(tiles, "SAMPLED_BEYOND", 10**6)
-    monkeypatch.setattr(tiles, "TILED_BEYOND", 3000 if has_tiles else 10**6)
+    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 10**6)
+    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000 if has_tiles else 10**6)
     with Ingester(training.run) as ingester:
         ingester.step()
         assert ingester.maintain() == ()
@@ -333,5 +343,5 @@ def test_a_short_window_is_read_to_the_row(training, window, steps_count):
     with Ingester(training.run) as ingester:
         ingester.step()
     with read(training.run) as snapshot:
-        within = queries.span(snapshot, queries.extent(snapshot), origin=0, window=window, rank=None)
-        assert queries.step_summary(snapshot, within)["n"] == pytest.approx(steps_count, abs=RANKS)
+        within = spans.span(snapshot, spans.extent(snapshot), origin=0, window=window, rank=None)
+        assert training_steps.step_summary(snapshot, within)["n"] == pytest.approx(steps_count, abs=RANKS)

@@ -11,8 +11,8 @@ import time
 import pytest
 from shared_world import BUCKET, Postgres, postgres_programs, s3_service
 
-from collector.store.reader import read
-from collector.store.runs import find_run
+from collector.store.catalogue import find_run
+from collector.store.lake.reader import read
 from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "two_nodes.py"

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from collector.store.reader import read
-from collector.store.runs import find_run
+from collector.store.catalogue import find_run
+from collector.store.lake.reader import read
 from tests.conftest import bare_environment, wait_for
 
 #: A parent with a child, which end when their stdin is closed.

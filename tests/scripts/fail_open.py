@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, TensorDataset
 #: These stand in the place of a function of torch's or the user's and call it, or are a guard themselves: what they
 #: call is made to fail instead of them.
 STAND_INS = {
-    "FetchRecorder.ready",
-    "FetchRecorder.received",
-    "FetchRecorder.sending",
+    "FetchRecorder.on_ready",
+    "FetchRecorder.on_message",
+    "FetchRecorder.on_result",
     "FetchRecorder.farewell",
     "Hook.__enter__",
     "Hook.__exit__",
-    "Hook._put_back",
+    "Hook._restore",
     "Hook.fail",
     "Hook.on_remove",
     "Hook.remove",

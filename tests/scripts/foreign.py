@@ -189,7 +189,7 @@ def train_by_number(number):
 
 @case
 def children_train_and_the_parent_evaluates():
-    """As a Hogwild training does: two processes of 40 steps each, then 12 batches of evaluation."""
+    """Train as Hogwild does: two processes of 40 steps each, then 12 batches of evaluation."""
     mp.spawn(train_by_number, nprocs=2)
     model = torch.nn.Linear(4, 1)
     with torch.no_grad():

@@ -232,7 +232,7 @@ def inside():
 
 
 def thrown_away():
-    """As Lightning, Accelerate and most evaluation code do it: one more loader in each epoch."""
+    """Make one more loader in each epoch, as Lightning, Accelerate and most evaluation code do."""
 
     def evaluate():
         run(DataLoader(TensorDataset(torch.arange(4)), batch_size=2, collate_fn=stack, num_workers=1, **FORK))

@@ -50,7 +50,7 @@ KINDS = {"rows": Rows, "batched": Batched, "stream": Stream}
 PLACES = [
     ("inline", 0, False),
     *itertools.product(("fork", "forkserver"), (1, 2), (False, True)),
-    ("spawn", 1, True),  # each spawned worker imports torch anew
+    ("spawn", 1, True),  # each spawned worker imports torch again
 ]
 
 

@@ -1,4 +1,4 @@
-"""Trains so many steps, says so by making a file, and goes on to its end when another file is there."""
+"""Trains a given number of steps, says so by making a file, and goes on to its end when another file is there."""
 
 import sys
 import time

@@ -1,7 +1,8 @@
-"""Waits in a training process until modules are imported that have hooks, and watches for uncaught exceptions.
+"""Shim in a training process that waits for the import of modules with hooks, and watches for uncaught exceptions.
 
-Run at start-up by `sitecustomize` beside it, or by `tidegauge.pth` where Tidegauge is installed; once per process.
-It imports nothing of Tidegauge until then, and costs one dictionary look-up per import.
+It runs at start-up, once per process, from the `sitecustomize` in this folder, or from `tidegauge.pth` where
+Tidegauge is installed. It imports nothing of Tidegauge until a module with hooks is imported, and costs one
+dictionary look-up per import.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
 
-#: `training_harness.attach.TRIGGERS`, which this may not import yet.
+#: Same modules as `training_harness.attach.TRIGGERS`, which this file must not import yet.
 _TRIGGERS = {
     "torch.utils.data.dataloader",
     "torch.optim.optimizer",
@@ -47,14 +48,14 @@ class _AfterImport:
 
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.loader is not None:
-                spec.loader = _Notifying(spec.loader, name)  # type: ignore[assignment]
+                spec.loader = _NotifyingLoader(spec.loader, name)  # type: ignore[assignment]
         except Exception:
             return None
         return spec
 
 
-class _Notifying:
-    """Loads a module as its own loader does, then tells the harness."""
+class _NotifyingLoader:
+    """Loader that loads a module with its original loader, then notifies the harness."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader
@@ -66,9 +67,9 @@ class _Notifying:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
-            from training_harness.attach import imported
+            from training_harness.attach import on_import
 
-            imported(self._name)
+            on_import(self._name)
         except Exception:
             pass
 

@@ -1,7 +1,7 @@
-"""Makes `training_harness` importable where it is not installed, without its whole site-packages.
+"""Stand-in that makes `training_harness` importable where it is not installed, without its whole site-packages.
 
 A module with a `__path__` is a package: the submodules are found in the real package's folder, and this
-runs its `__init__`.
+stand-in runs the real `__init__`.
 """
 
 import os

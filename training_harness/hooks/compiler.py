@@ -1,9 +1,9 @@
-"""Keeps `torch.compile` from compiling the hooks themselves.
+"""Marks on the hooks' code that keep `torch.compile` from compiling the hooks.
 
-A compiled function that breaks its graph, at `loss.backward()` say, calls what follows with Dynamo watching each
-new Python frame. Torch's own files are on Dynamo's list of what to leave alone, the hooks are not: each would be
-compiled, in vain, at some tenths of a second apiece. Frames that are marked run as without Dynamo; functions that
-are inlined into a graph are not affected by the mark (torch/_dynamo/eval_frame.py, `skip_code`).
+After a graph break in a compiled function, at `loss.backward()` say, Dynamo watches each new Python frame. Torch's
+own files are on Dynamo's skip list, the hooks are not: it would compile each of them, in vain, at some tenths of a
+second apiece. Marked frames run as without Dynamo; functions that are inlined into a graph are not affected by the
+mark (torch/_dynamo/eval_frame.py, `skip_code`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PACKAGE = "training_harness"
 
 
 def install() -> Hook:
-    """Mark every function of the package that is imported by now.
+    """Mark every function of this package's imported modules.
 
     Raises:
         AttributeError: this torch cannot mark code.
@@ -32,13 +32,15 @@ def install() -> Hook:
 
 
 def is_compiling() -> Callable[[], bool]:
-    """Torch's own test, which Dynamo takes for a constant; torch 2.2 has it elsewhere.
+    """Return torch's own test, which Dynamo treats as a constant; torch 2.2 has it in another module.
 
     Raises:
-        AttributeError: this torch has none.
+        AttributeError: this torch has no such test.
         KeyError: `torch.compiler` is not imported yet.
     """
-    module = sys.modules["torch.compiler"]  # the first one calls no other: it is asked several times per step
+    module = sys.modules[
+        "torch.compiler"
+    ]  # `is_dynamo_compiling` calls no other test: it runs several times a step
     test: Callable[[], bool] | None = getattr(module, "is_dynamo_compiling", getattr(module, "is_compiling", None))
     return test or sys.modules["torch._utils"].is_compiling
 

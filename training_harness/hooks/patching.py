@@ -1,7 +1,7 @@
-"""How hooks get in and out: reversible replacements, and a guard that makes them fail open.
+"""Hooks: reversible replacements, and a guard that makes them fail open.
 
-A `Hook` owns the replacements for one source of truth. When its code raises, the hook takes its
-replacements out, says so once in an event, and the training goes on as without it.
+A `Hook` owns the replacements for one source of truth. When its code raises, the hook removes its
+replacements, records one event, and the training goes on as without it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from training_harness import session
 
 
 class Hook:
-    """A named set of replaced attributes; a `with` block of installing is undone if it raises.
+    """A named set of replaced attributes; a `with` block that installs them undoes them if it raises.
 
     Attributes:
-        active: False once removed or failed; wrappers that others have wrapped in turn stay in
-            place and look at this flag.
+        active: False once removed or failed; wrappers that other code has wrapped in turn stay in
+            place and check this flag.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Hook:
         """Set `owner.attribute` to `make(original)` until `remove`.
 
         Raises:
-            AttributeError: this torch has no such name; the caller decides what that costs.
+            AttributeError: this torch has no such name; the caller handles that.
         """
         original = getattr(owner, attribute)
         inherited = isinstance(owner, type) and attribute not in vars(owner)
@@ -51,7 +51,7 @@ class Hook:
 
         def undo() -> None:
             if getattr(owner, attribute, None) is not replacement:
-                return  # somebody wrapped our wrapper: it stays, and passes through
+                return  # other code has wrapped the replacement: it stays, and passes through
             if inherited:
                 delattr(owner, attribute)
             else:
@@ -60,26 +60,26 @@ class Hook:
         self._undo.append(undo)
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Register what else to undo; not at a failure, which may come while torch goes through its hooks."""
+        """Register another undo for `remove`. `fail` skips it, since torch may be iterating over its hooks then."""
         self._handles.append(undo)
 
     def remove(self) -> None:
-        """Take every replacement out, the last one first."""
-        self._put_back()
+        """Undo every replacement, the last one first."""
+        self._restore()
         while self._handles:
             self._handles.pop()()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         self.active = False
         while self._undo:
             self._undo.pop()()
 
     def fail(self, error: BaseException) -> None:
-        """Take the hook out after an error of its own, and say so once.
+        """Remove the hook after an error of its own, and record that once.
 
         Raises:
-            BaseException: `error`, where a signal handler raised it while the hook ran: torch's does when a worker
-                was killed, and that is meant for the training.
+            BaseException: `error`, if a signal handler raised it while the hook ran: torch's handler does so when a
+                worker was killed, and that error is meant for the training.
         """
         if _is_from_signal_handler(error):
             raise error
@@ -90,7 +90,7 @@ class Hook:
             current = session.active
             if current is not None:
                 current.events.append("hook-disabled", hook=self.name, error=f"{type(error).__name__}: {error}")
-            self._put_back()
+            self._restore()
         except Exception:
             pass
 

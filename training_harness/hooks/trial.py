@@ -1,9 +1,9 @@
-"""A trial of `tidegauge tune`: the one case in which the arguments of the user's loaders are changed, as was asked.
+"""Trial of `tidegauge tune`: the one case in which the arguments of the user's loaders are changed, on request.
 
-`TIDEGAUGE_TRIAL_LOADER` is `num_workers,prefetch_factor`, which every DataLoader of the training then has; or
-`batch*2`: batches are so many times as large; or `ceiling`: each iterator yields its first batch, made in the
-training process, again and again, as if loading cost nothing. If a loader cannot be made so, it is made as the
-script says, and what is recorded of it tells.
+`TIDEGAUGE_TRIAL_LOADER` is `num_workers,prefetch_factor`, which every DataLoader of the training then gets; or
+`batch*2`, which multiplies every batch size; or `ceiling`: each iterator yields its first batch, made in the
+training process, again and again, as if loading cost nothing. A loader that cannot be made so is made as the
+script says, and its `loader` event shows it.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from typing import Any
 
 from training_harness import session
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.worker import WORKER_MODULE
+from training_harness.hooks.process import is_worker
 from training_harness.layout import BATCH_TIMES, CEILING, TRIAL_LOADER_VARIABLE
 
-#: What torch refuses without workers (torch/utils/data/dataloader.py), or is not meant for them.
-_FOR_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+#: Options that torch refuses without workers (torch/utils/data/dataloader.py), or that only matter with them.
+_WORKER_OPTIONS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
 
 def install(module_name: str, loader: str) -> Hook | None:
-    """Replace a loader's `__init__`, and for a ceiling the iterators' `__next__`; None if this is no trial.
+    """Replace a loader's `__init__`, and for a ceiling the iterators' `__next__`; return None if this is no trial.
 
     Args:
-        module_name: where the loader is; torch's comes first, for its iterators are the base of all.
-        loader: name of the class. One that does not call `DataLoader.__init__`, as torchdata's, needs its own hook.
+        module_name: module of the loader; torch's comes first, since its iterators are the base of all others.
+        loader: name of the class. One that does not call `DataLoader.__init__` (torchdata's) needs its own hook.
 
     Raises:
         AttributeError: this torch has no such name.
-        ValueError: the variable is none of them.
+        ValueError: the variable has none of the forms above.
     """
-    asked = os.environ.get(TRIAL_LOADER_VARIABLE)
-    if not asked:
+    setting = os.environ.get(TRIAL_LOADER_VARIABLE)
+    if not setting:
         return None
-    if asked.startswith(BATCH_TIMES):
-        change = functools.partial(_change_batches, float(asked.removeprefix(BATCH_TIMES)))
+    if setting.startswith(BATCH_TIMES):
+        change = functools.partial(_change_batches, float(setting.removeprefix(BATCH_TIMES)))
     else:
-        workers, prefetch = (0, 0) if asked == CEILING else map(int, asked.split(","))
+        workers, prefetch = (0, 0) if setting == CEILING else map(int, setting.split(","))
         change = functools.partial(_change_workers, workers, prefetch)
     module = sys.modules[module_name]
     with Hook("trial") as hook:
         hook.replace(getattr(module, loader), "__init__", lambda original: _init(hook, original, change))
-        if asked == CEILING and loader == "DataLoader":
-            hook.replace(module._BaseDataLoaderIter, "__next__", _again)
+        if setting == CEILING and loader == "DataLoader":
+            hook.replace(module._BaseDataLoaderIter, "__next__", _repeat_first_batch)
         return hook
 
 
-def _change_workers(workers: int, prefetch: int, given: dict[str, Any]) -> None:
-    given["num_workers"] = workers
-    for name in () if workers else _FOR_WORKERS:
-        given.pop(name, None)
+def _change_workers(workers: int, prefetch: int, arguments: dict[str, Any]) -> None:
+    arguments["num_workers"] = workers
+    for name in () if workers else _WORKER_OPTIONS:
+        arguments.pop(name, None)
     if workers:
-        given["prefetch_factor"] = prefetch
+        arguments["prefetch_factor"] = prefetch
 
 
-def _change_batches(factor: float, given: dict[str, Any]) -> None:
-    """Of torch's own batch sampler too; another one makes the batches that it likes."""
-    sampler = given.get("batch_sampler")
+def _change_batches(factor: float, arguments: dict[str, Any]) -> None:
+    """Multiply the batch size, also the one of torch's own batch sampler; the size of another one is not known."""
+    sampler = arguments.get("batch_sampler")
     if sampler is None:
-        size = given.get("batch_size", 1)
+        size = arguments.get("batch_size", 1)
         if size is None:
             raise ValueError("the dataset makes its batches itself (batch_size=None)")
-        given["batch_size"] = max(1, round(size * factor))
+        arguments["batch_size"] = max(1, round(size * factor))
         return
     if type(sampler) is not sys.modules["torch.utils.data"].BatchSampler:
         raise ValueError(f"its batch_sampler, {type(sampler).__name__}, makes the batches")
     size = max(1, round(sampler.batch_size * factor))
-    given["batch_sampler"] = type(sampler)(sampler.sampler, size, sampler.drop_last)
+    arguments["batch_sampler"] = type(sampler)(sampler.sampler, size, sampler.drop_last)
 
 
 def _init(hook: Hook, original: Any, change: Callable[[dict[str, Any]], None]) -> Any:
@@ -79,11 +79,11 @@ def _init(hook: Hook, original: Any, change: Callable[[dict[str, Any]], None]) -
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if hook.active and sys.modules[WORKER_MODULE].get_worker_info() is None:
+        if hook.active and not is_worker():
             try:
-                given = signature.bind(self, *args, **kwargs)
-                change(given.arguments)
-                original(*given.args, **given.kwargs)
+                bound = signature.bind(self, *args, **kwargs)
+                change(bound.arguments)
+                original(*bound.args, **bound.kwargs)
             except Exception as error:
                 if session.active is not None:
                     session.active.events.append(
@@ -96,7 +96,7 @@ def _init(hook: Hook, original: Any, change: Callable[[dict[str, Any]], None]) -
     return init
 
 
-def _again(original: Any) -> Any:
+def _repeat_first_batch(original: Any) -> Any:
     def advance(self: Any) -> Any:
         yielded = self.__dict__.get("_tidegauge_yielded", 0)
         if yielded == 0:
@@ -112,5 +112,5 @@ def _again(original: Any) -> Any:
 def _length(iterator: Any) -> float:
     try:
         return len(iterator)
-    except TypeError:  # an iterable dataset ends when it likes
+    except TypeError:  # an iterable dataset has no length
         return float("inf")

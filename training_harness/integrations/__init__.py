@@ -1,7 +1,7 @@
-"""Callbacks for training frameworks: they attach, and tell what no hook can know.
+"""Callbacks for training frameworks: they attach, and record what no hook can see.
 
-That is the phase (training or validation), the framework's own epoch and step, and the hyper-parameters. All
-of them are events, a few per epoch; steps, batches and memory come from the hooks as ever.
+These are the phase (training or validation), the framework's own epoch and step, and the hyper-parameters. All
+of them are events, a few per epoch; steps, batches and memory still come from the hooks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from training_harness import attach, session
 from training_harness.hooks.patching import Hook
-from training_harness.layout import redacted_values
+from training_harness.layout import redact_values
 
 _VALUES_AT_MOST = 100
 _TEXT_CHARACTERS = 200
 
 
-class Narrator:
-    """The part that all callbacks share.
+class TrainingReporter:
+    """Reporter of a framework's phases and hyper-parameters, which all callbacks share.
 
     Args:
-        framework: its name, as in the event of a failure.
-        name: of the run, if this begins one.
+        framework: name of the framework, as in the event of a failure.
+        name: name of the run, if this begins one.
     """
 
     def __init__(self, framework: str, name: str | None) -> None:
@@ -34,30 +34,30 @@ class Narrator:
         self.join()
 
     def join(self) -> None:
-        """Attach this process, unless it is."""
+        """Attach this process, unless it is attached already."""
         attach(name=self._name)
 
     def phase(self, phase: str, *, epoch: int, step: int) -> None:
-        """The framework goes over to another phase of the training."""
+        """Record that the framework enters another phase of the training."""
         current = session.active
         if current is not None:
             current.events.append("phase", phase=phase, epoch=epoch, step=step)
 
     def hyper_parameters(self, values: Mapping[str, Any]) -> None:
-        """What the training was told to do; secrets, and all but the first 100, are left out."""
+        """Record the hyper-parameters, without secrets and all but the first 100."""
         current = session.active
         if current is not None:
-            kept = list(redacted_values(values).items())[:_VALUES_AT_MOST]
-            body = {str(name): _short(value) for name, value in kept}
+            items = list(redact_values(values).items())[:_VALUES_AT_MOST]
+            body = {str(name): _short(value) for name, value in items}
             current.events.append("hyper-parameters", framework=self.hook.name, values=body)
 
 
 def fail_open(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of a callback that has a `narrator`: its failure is told once and ends that, not the training."""
+    """Wrap a method of a callback with a `reporter`: a failure is recorded once and ends only the reports."""
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        hook = self.narrator.hook
+        hook = self.reporter.hook
         if hook.active:
             try:
                 method(self, *args, **kwargs)
@@ -74,5 +74,5 @@ def _short(value: Any) -> Any:
         return value[:_TEXT_CHARACTERS]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    # Nothing else is asked for its text: nested values may hold secrets, and a CUDA tensor would synchronise.
+    # No other value is turned into text: nested values may hold secrets, and a CUDA tensor would synchronise.
     return value if value is None or isinstance(value, (int, float)) else type(value).__qualname__

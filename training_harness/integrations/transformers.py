@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from training_harness.integrations import Narrator, fail_open
+from training_harness.integrations import TrainingReporter, fail_open
 
 try:
     from transformers import TrainerCallback
@@ -17,53 +17,53 @@ except ModuleNotFoundError as error:
 
 
 class TidegaugeCallback(TrainerCallback):
-    """Attaches every process of the Trainer, and tells phases, epochs and hyper-parameters.
+    """Callback that attaches every process of the Trainer, and records phases, epochs and hyper-parameters.
 
     Args:
-        name: of the run, if this begins one; the script's name by default.
+        name: name of the run, if this begins one; the script's name by default.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self.narrator = Narrator("transformers", name)
-        self._phase = self._outside = "done"
+        self.reporter = TrainingReporter("transformers", name)
+        self._phase = self._outer_phase = "done"
 
     @fail_open
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What differs from the defaults of `TrainingArguments` is told."""
-        self._outside = "train"
+        """Record the values that differ from the defaults of `TrainingArguments`."""
+        self._outer_phase = "train"
         if state.is_world_process_zero:
-            self.narrator.hyper_parameters(dict(_chosen(args)))
+            self.reporter.hyper_parameters(dict(_changed_arguments(args)))
 
     @fail_open
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An epoch of training begins."""
+        """Begin an epoch of training."""
         self._enter("train", state)
 
     @fail_open
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One batch of an evaluation or a prediction is done; the Trainer does not say when these begin."""
+        """Begin an evaluation or a prediction at its first batch; the Trainer has no event for its start."""
         if self._phase != "validation":
             self._enter("validation", state)
 
     @fail_open
     def on_evaluate(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-        """An evaluation or a prediction has ended, within a training or alone."""
-        self._enter(self._outside, state)
+        """End an evaluation or a prediction, within a training or alone."""
+        self._enter(self._outer_phase, state)
 
     on_predict = on_evaluate
 
     @fail_open
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The training has ended."""
-        self._outside = "done"
+        """End the training."""
+        self._outer_phase = "done"
         self._enter("done", state)
 
     def _enter(self, phase: str, state: Any) -> None:
         self._phase = phase
-        self.narrator.phase(phase, epoch=int(state.epoch or 0), step=state.global_step)
+        self.reporter.phase(phase, epoch=int(state.epoch or 0), step=state.global_step)
 
 
-def _chosen(args: Any) -> Iterator[tuple[str, Any]]:
+def _changed_arguments(args: Any) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
         default = field.default_factory() if callable(field.default_factory) else field.default

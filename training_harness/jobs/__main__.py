@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from training_harness.jobs.common import JobError
 
-#: job -> the module with its `main(arguments)`, imported only when it is run, and what it is.
+#: job -> (module with its `main(arguments)`, imported only when the job runs; meaning).
 JOBS = {
     "images": ("training_harness.jobs.images", "a CNN on JPEG photographs: decoding and augmenting"),
     "diabetes": ("training_harness.jobs.diabetes", "a tiny network on a tiny table: when workers cost more"),
@@ -23,7 +23,7 @@ JOBS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job that is named first; 2 and one line on bad input."""
+    """Run the job that the first argument names; return 2 and print one line on bad input."""
     usage = "\n".join(f"  {name:13} {meaning}" for name, (_, meaning) in JOBS.items())
     if arguments and arguments[0] in ("-h", "--help"):
         print(f"usage: tidegauge job NAME [options]\n\n{usage}\n\ntidegauge job NAME --help tells the options.")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         importlib.import_module(JOBS[arguments[0]][0]).main(list(arguments[1:]))
     except JobError as error:
-        # From a worker it arrives with the worker's traceback before it: the last line is the message.
+        # An error from a worker begins with the worker's traceback: the last line is the message.
         message = str(error).strip().splitlines()[-1].rpartition("JobError: ")[2]
         print(f"tidegauge job {arguments[0]}: {message}", file=sys.stderr)
         return 2

@@ -25,12 +25,12 @@ from training_harness.jobs.common import (
 )
 from training_harness.jobs.language import Text, best_device, make_model, train
 
-#: Losses of the same training may differ by so much: sums in another order round otherwise.
+#: Largest difference between losses of the same training: sums in another order are rounded differently.
 TOLERANCE = 1e-3
 
 
 class Choice(NamedTuple):
-    """What a micro-batch needs: `memory_bytes` has a name for each figure, `losses` one value per step."""
+    """Needs of one micro-batch size: `memory_bytes` has a name for each figure, `losses` one value per step."""
 
     micro_batch: int
     accumulation: int
@@ -39,14 +39,14 @@ class Choice(NamedTuple):
     losses: list[float]
 
 
-def measure(options: argparse.Namespace, micro_batch: int, *, tell: bool = False) -> Choice:
-    """Train in this process, which should not have trained before: its peaks are never set back."""
+def measure(options: argparse.Namespace, micro_batch: int, *, log: bool = False) -> Choice:
+    """Train in this process, which should not have trained before: its peaks are never reset."""
     device, accumulation = best_device(), options.effective_batch // micro_batch
     text = Text(options.steps * options.effective_batch, options.length, seed=options.seed)
     model = make_model(options).to(device)
     loader = DataLoader(text, batch_size=micro_batch, **loader_arguments(options))
     before_bytes = highest_resident_bytes()
-    steps = train(model, loader, device, accumulation=accumulation, tell=tell)
+    steps = train(model, loader, device, accumulation=accumulation, log=log)
     if device.type == "cuda":
         peaks_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         memory_bytes = dict(zip(("peak allocated", "peak reserved"), peaks_bytes, strict=True))
@@ -57,13 +57,13 @@ def measure(options: argparse.Namespace, micro_batch: int, *, tell: bool = False
 
 
 def highest_resident_bytes() -> int:
-    """VmHWM of this process. Not `ru_maxrss`: that one survives exec (getrusage(2))."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
+    """Return VmHWM of this process. `ru_maxrss` would not do: it survives exec (getrusage(2))."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) * 1024 if match else 0
 
 
 def measure_apart(options: argparse.Namespace, micro_batch: int) -> Choice | None:
-    """The same in a new process; None if it did not fit into memory."""
+    """Train in a new process; return None if the training did not fit into memory."""
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(measure, options, micro_batch).result()
@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace) -> list[Choice]:
     choices: list[Choice] = []
     for micro_batch in options.micro_batch:
         alone = len(options.micro_batch) == 1
-        choice = measure(options, micro_batch, tell=True) if alone else measure_apart(options, micro_batch)
+        choice = measure(options, micro_batch, log=True) if alone else measure_apart(options, micro_batch)
         if choice is None:
             print(f"{micro_batch:>11}  does not fit: its process ran out of memory", flush=True)
             continue
@@ -91,12 +91,12 @@ def compare(options: argparse.Namespace) -> list[Choice]:
 
 
 def agreement(choices: Sequence[Choice]) -> str:
-    """How far apart the loss trajectories are at most, over all steps."""
+    """Describe the largest difference between the loss trajectories, over all steps."""
     trajectories = zip(*(choice.losses for choice in choices), strict=True)
-    apart = max(max(losses) - min(losses) for losses in trajectories)
-    verdict = "the same training" if apart <= TOLERANCE else "NOT the same training"
+    spread = max(max(losses) - min(losses) for losses in trajectories)
+    verdict = "the same training" if spread <= TOLERANCE else "NOT the same training"
     steps_count = len(choices[0].losses)
-    return f"losses differ by at most {apart:.1e} over {steps_count} steps (tolerance {TOLERANCE:.0e}): {verdict}"
+    return f"losses differ by at most {spread:.1e} over {steps_count} steps (tolerance {TOLERANCE:.0e}): {verdict}"
 
 
 def main(arguments: Sequence[str]) -> None:

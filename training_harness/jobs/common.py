@@ -1,4 +1,4 @@
-"""What the jobs share: their argument parser, the DataLoader options, ranks, made data and the way to fail."""
+"""Parts that the jobs share: argument parser, DataLoader options, ranks, generated data and errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class JobError(Exception):
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells the defaults that say something."""
+    """Help formatter that omits defaults without information."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False
-        return action.help if silent else super()._get_help_string(action)
+        has_no_default = action.default is None or action.default is False
+        return action.help if has_no_default else super()._get_help_string(action)
 
 
 class JobParser(argparse.ArgumentParser):
-    """An argument parser with `--seed`, that says what is wrong in one line and exits with 2."""
+    """Argument parser with `--seed` that reports an error in one line and exits with 2."""
 
     def __init__(self, name: str, description: str) -> None:
         prog = f"tidegauge job {name}"
@@ -32,17 +32,17 @@ class JobParser(argparse.ArgumentParser):
         self.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of all randomness")
 
     def error(self, message: str) -> NoReturn:
-        """Leave with one line."""
+        """Exit with 2 and one line."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number of 1 or more."""
     return _at_least(text, 1)
 
 
 def not_negative(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number of 0 or more."""
     return _at_least(text, 0)
 
 
@@ -57,16 +57,16 @@ def _at_least(text: str, bound: int) -> int:
 
 
 def cache_path() -> Path:
-    """Where made data is kept: `$XDG_CACHE_HOME/tidegauge`, else `~/.cache/tidegauge`."""
+    """Return the folder of generated data: `$XDG_CACHE_HOME/tidegauge`, else `~/.cache/tidegauge`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tidegauge"
 
 
-def made_data(name: str, make: Callable[[Path], object]) -> Path:
-    """The path of `name` in the cache, once `make` has made what it is missing there.
+def ensure_data(name: str, make: Callable[[Path], object]) -> Path:
+    """Return the path of `name` in the cache, after `make` has written the parts that are missing there.
 
     Raises:
-        JobError: it cannot be made there.
+        JobError: it cannot be written there.
 
     """
     path = cache_path() / name
@@ -78,7 +78,7 @@ def made_data(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def launch_ranks(ranks_count: int, arguments: Sequence[str]) -> NoReturn:
-    """Become a torchrun that runs the job with these `arguments` in so many ranks of this machine."""
+    """Become a torchrun that runs the job with these `arguments` in `ranks_count` ranks on this machine."""
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks_count}")
     words = (sys.executable, "-P", "-m", *torchrun, "-m", "--", "training_harness.jobs", *arguments)
     quiet = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun would warn that it chose 1
@@ -86,7 +86,7 @@ def launch_ranks(ranks_count: int, arguments: Sequence[str]) -> NoReturn:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add those of the small transformer and its loop."""
+    """Add the options of the small transformer and its loop."""
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="optimizer steps")
     parser.add_argument("--length", type=positive, default=32, metavar="N", help="tokens per window")
     parser.add_argument("--depth", type=positive, default=2, metavar="N", help="layers of the model")
@@ -104,16 +104,16 @@ def add_loader_options(parser: argparse.ArgumentParser, *, num_workers: int | No
 
 
 def expect_many_workers() -> None:
-    """Silence torch's warning about more workers than cores, where that is what is being shown."""
+    """Silence torch's warning about more workers than cores, in a job that shows just that."""
     warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
 
 
 def loader_arguments(options: argparse.Namespace, *, num_workers: int | None = None) -> dict[str, Any]:
-    """The chosen DataLoader options as its keyword arguments.
+    """Return the chosen DataLoader options as its keyword arguments.
 
     Args:
-        options: parsed by a parser with `add_loader_options`.
-        num_workers: takes the place of `--num-workers`.
+        options: result of a parser with `add_loader_options`.
+        num_workers: replaces `--num-workers`.
 
     Raises:
         JobError: an option that needs workers was given, and there are none.
@@ -123,13 +123,13 @@ def loader_arguments(options: argparse.Namespace, *, num_workers: int | None = N
     arguments: dict[str, Any] = {"num_workers": workers}
     if options.pin_memory:
         arguments["pin_memory"] = True
-    for_workers = {
+    candidates = {
         "prefetch_factor": options.prefetch_factor,
         "persistent_workers": options.persistent_workers,
         "multiprocessing_context": options.start_method,
     }
-    given = {name: value for name, value in for_workers.items() if value}
-    if given and options.num_workers == 0:
-        option = "start-method" if "multiprocessing_context" in given else next(iter(given)).replace("_", "-")
+    extra = {name: value for name, value in candidates.items() if value}
+    if extra and options.num_workers == 0:
+        option = "start-method" if "multiprocessing_context" in extra else next(iter(extra)).replace("_", "-")
         raise JobError(f"--{option} has no effect with --num-workers 0; give 1 or more workers, or leave it out")
-    return arguments | (given if workers else {})
+    return arguments | (extra if workers else {})

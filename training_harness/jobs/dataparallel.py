@@ -1,4 +1,4 @@
-"""The `dataparallel` job: one process, nn.DataParallel over the GPUs that are visible."""
+"""The `dataparallel` job: one process with nn.DataParallel over the visible GPUs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SLOW_SECONDS = 0.030
 
 
 def run_rank(options: argparse.Namespace, backend: str) -> None:
-    """Train as the rank that torchrun's environment names; the first rank tells."""
+    """Train as the rank that torchrun's environment names; the first rank prints."""
     rank, device = int(os.environ["RANK"]), torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -41,7 +41,7 @@ def run_rank(options: argparse.Namespace, backend: str) -> None:
         text = Text(options.steps * options.batch_size * ranks_count, options.length, seed=options.seed)
         loading = loader_arguments(options)
         loader = DataLoader(text, batch_size=options.batch_size, sampler=DistributedSampler(text), **loading)
-        steps = train(model, loader, device, tell=rank == 0)
+        steps = train(model, loader, device, log=rank == 0)
         if rank == 0:
             print(f"done: {len(steps)} steps in each of {ranks_count} ranks, {backend}", flush=True)
     finally:
@@ -49,7 +49,7 @@ def run_rank(options: argparse.Namespace, backend: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job, or in a rank its part of it.
+    """Run the job, or this rank's part of it.
 
     Raises:
         JobError: NCCL is asked for and there are fewer GPUs than ranks.

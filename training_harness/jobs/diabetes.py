@@ -24,13 +24,13 @@ from training_harness.jobs.common import (
     JobError,
     JobParser,
     add_loader_options,
+    ensure_data,
     expect_many_workers,
     loader_arguments,
-    made_data,
     positive,
 )
 
-#: name, mean, deviation, weight in the label: the shape of the classic table, none of its people.
+#: (name, mean, deviation, weight in the label): the shape of the classic table, without its people.
 COLUMNS = (
     ("pregnancies", 3.8, 3.4, 0.4),
     ("glucose", 121.0, 31.0, 1.1),
@@ -43,7 +43,7 @@ COLUMNS = (
 )
 ROWS_COUNT = 768
 _PASSES_PER_SETTING = 5
-_MOST_SWEPT = 64
+_SWEEP_MAX_WORKERS = 64
 
 
 def make_table(path: Path) -> None:
@@ -66,7 +66,7 @@ def make_table(path: Path) -> None:
 
 
 def read_table(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features, (n, 8) float32 of zero mean and unit deviation, and labels, (n, 1) float32.
+    """Read features, (n, 8) float32 of zero mean and unit deviation, and labels, (n, 1) float32.
 
     Raises:
         JobError: the file cannot be read, or a row is not 8 numbers and a label of 0 or 1.
@@ -109,7 +109,7 @@ def _is_number(text: str) -> bool:
 
 
 def network() -> nn.Module:
-    """The classic 8-6-4-1 network with sigmoids throughout."""
+    """Make the classic 8-6-4-1 network with sigmoids throughout."""
     return nn.Sequential(
         nn.Linear(8, 6), nn.Sigmoid(), nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 1), nn.Sigmoid()
     )
@@ -123,8 +123,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
         self.loss_of = nn.BCELoss()
 
-    def one_pass(self, loader: Iterable[Any]) -> float:
-        """Train on every batch once; the mean loss."""
+    def train_pass(self, loader: Iterable[Any]) -> float:
+        """Train on every batch once; return the mean loss."""
         losses = []
         for features, labels in loader:
             loss = self.loss_of(self.model(features), labels)
@@ -137,7 +137,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Medians over some passes with one setting."""
+    """Median times over several passes with one setting."""
 
     num_workers: int
     pass_seconds: float
@@ -145,41 +145,41 @@ class Timing:
 
 
 def parse_sweep(text: str) -> range:
-    """`0-8` as a range with both ends.
+    """Parse a range like `0-8`, which includes both ends.
 
     Raises:
         argparse.ArgumentTypeError: it is not two whole numbers in order, or more than 64.
 
     """
     match = re.fullmatch(r"(\d+)-(\d+)", text)
-    if not match or int(match[1]) > int(match[2]) or int(match[2]) > _MOST_SWEPT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range like 0-8, from 0 up to {_MOST_SWEPT}")
+    if not match or int(match[1]) > int(match[2]) or int(match[2]) > _SWEEP_MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range like 0-8, from 0 up to {_SWEEP_MAX_WORKERS}")
     return range(int(match[1]), int(match[2]) + 1)
 
 
 def measure(dataset: TensorDataset, options: argparse.Namespace, num_workers: int) -> Timing:
-    """Time whole passes with this many workers, started anew for each pass unless they persist."""
+    """Time whole passes with this many workers, which are started again for each pass unless they persist."""
     loader = DataLoader(
         dataset, batch_size=options.batch_size, shuffle=True, **loader_arguments(options, num_workers=num_workers)
     )
     trainer = Trainer()
-    passes, firsts = [], []
+    pass_seconds, first_batch_seconds = [], []
     for _ in range(_PASSES_PER_SETTING):
         start = time.perf_counter()
         batches = iter(loader)
         first = next(batches)
-        firsts.append(time.perf_counter() - start)
-        trainer.one_pass(itertools.chain([first], batches))
-        passes.append(time.perf_counter() - start)
+        first_batch_seconds.append(time.perf_counter() - start)
+        trainer.train_pass(itertools.chain([first], batches))
+        pass_seconds.append(time.perf_counter() - start)
     return Timing(
         num_workers=num_workers,
-        pass_seconds=statistics.median(passes),
-        first_batch_seconds=statistics.median(firsts),
+        pass_seconds=statistics.median(pass_seconds),
+        first_batch_seconds=statistics.median(first_batch_seconds),
     )
 
 
 def measure_fetch(dataset: TensorDataset, batch_size: int) -> float:
-    """Seconds to fetch and collate one batch in this process."""
+    """Measure the seconds to fetch and collate one batch in this process."""
     times = []
     for _ in range(200):
         start = time.perf_counter()
@@ -189,7 +189,7 @@ def measure_fetch(dataset: TensorDataset, batch_size: int) -> float:
 
 
 def measure_hop(dataset: TensorDataset, options: argparse.Namespace) -> float:
-    """Seconds per batch that arrives from one busy worker: fetch, pickle, queue, shared memory, unpickle."""
+    """Measure the seconds per batch from one busy worker: fetch, pickle, queue, shared memory, unpickle."""
     endless = torch.utils.data.RandomSampler(dataset, replacement=True, num_samples=200 * options.batch_size)
     arguments = loader_arguments(options, num_workers=1)
     loader = DataLoader(dataset, batch_size=options.batch_size, sampler=endless, **arguments)
@@ -198,7 +198,7 @@ def measure_hop(dataset: TensorDataset, options: argparse.Namespace) -> float:
 
 
 def sweep(dataset: TensorDataset, options: argparse.Namespace) -> None:
-    """Measure each num_workers, print the table, and say what it comes from."""
+    """Measure each num_workers, print the table and explain it."""
     steps = math.ceil(len(dataset) / options.batch_size)
     print(f"{len(dataset)} rows, {steps} batches of {options.batch_size} a pass; medians of {_PASSES_PER_SETTING}")
     print(f"{'workers':>7}  {'ms a pass':>9}  {'first batch ms':>14}  {'batches/s':>9}", flush=True)
@@ -215,7 +215,7 @@ def sweep(dataset: TensorDataset, options: argparse.Namespace) -> None:
 
 
 def explain(timings: Sequence[Timing], steps: int, fetch_seconds: float, hop_seconds: float) -> str:
-    """Why the table looks as it does, in measured numbers alone."""
+    """Explain the table, with measured numbers alone."""
     best = min(timings, key=lambda timing: timing.pass_seconds)
     lines = [
         f"\nfastest: {best.num_workers} workers, {best.pass_seconds * 1e3:.1f} ms a pass",
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> None:
     add_loader_options(parser, num_workers=0)
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
-    dataset = TensorDataset(*read_table(options.data or made_data("diabetes.csv", make_table)))
+    dataset = TensorDataset(*read_table(options.data or ensure_data("diabetes.csv", make_table)))
     if options.sweep is not None:
         expect_many_workers()
         sweep(dataset, options)
@@ -259,6 +259,6 @@ def main(arguments: Sequence[str]) -> None:
     loader = DataLoader(dataset, batch_size=options.batch_size, shuffle=True, **loader_arguments(options))
     trainer = Trainer()
     for epoch in range(options.epochs):
-        loss = trainer.one_pass(loader)
+        loss = trainer.train_pass(loader)
         if (epoch + 1) % max(1, options.epochs // 10) == 0:
             print(f"epoch {epoch}  loss {loss:.4f}", flush=True)

@@ -21,8 +21,8 @@ from training_harness.jobs.common import (
     JobError,
     JobParser,
     add_loader_options,
+    ensure_data,
     loader_arguments,
-    made_data,
     positive,
 )
 from training_harness.jobs.photographs import ensure_photographs
@@ -40,7 +40,7 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
     Items are a (3, 224, 224) float32 tensor and the number of the class.
 
     Raises:
-        JobError: the folder is not there, or holds no images; on access: a file is no image.
+        JobError: the folder does not exist or holds no images; on access: a file is no image.
 
     """
 
@@ -102,7 +102,7 @@ def augment(picture: MatLike, draws: Sequence[float]) -> NDArray[np.float32]:
 
 
 def small_cnn(classes_count: int) -> nn.Module:
-    """Three strided convolutions and a linear layer."""
+    """Make a network of three strided convolutions and a linear layer."""
     layers: list[nn.Module] = []
     for inputs, outputs, kernel, stride in ((3, 16, 7, 4), (16, 32, 3, 2), (32, 64, 3, 2)):
         layers += [
@@ -114,7 +114,7 @@ def small_cnn(classes_count: int) -> nn.Module:
 
 
 def prepare_worker(_worker: int) -> None:
-    """One thread per worker: OpenCV would otherwise start one per core in each."""
+    """Limit OpenCV to one thread per worker; it would otherwise start one per core in each."""
     cv2.setNumThreads(0)
 
 
@@ -131,18 +131,18 @@ def train(options: argparse.Namespace, photographs: Photographs) -> None:
         worker_init_fn=prepare_worker,
         **loader_arguments(options),
     )
-    step, seen, since = 0, 0, time.monotonic()
+    step, samples_count, start = 0, 0, time.monotonic()
     for epoch in range(options.epochs):
         for pictures, labels in loader:
             loss = loss_of(model(pictures.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step, seen = step + 1, seen + len(labels)
+            step, samples_count = step + 1, samples_count + len(labels)
             if step % options.log_every == 0:
-                speed = seen / (time.monotonic() - since)
+                speed = samples_count / (time.monotonic() - start)
                 print(f"epoch {epoch}  step {step}  loss {loss.item():.4f}  {speed:.0f} img/s", flush=True)
-                seen, since = 0, time.monotonic()
+                samples_count, start = 0, time.monotonic()
     print(f"done: {step} steps", flush=True)
 
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     cv2.setNumThreads(0)
     torch.manual_seed(options.seed)
-    folder = options.data or made_data("photographs", ensure_photographs)
+    folder = options.data or ensure_data("photographs", ensure_photographs)
     photographs = Photographs(folder, limit=options.limit, seed=options.seed)
     print(f"{len(photographs)} photographs in {len(photographs.classes)} classes from {folder}", flush=True)
     train(options, photographs)

@@ -1,4 +1,4 @@
-"""A small language model, a made text and their training loop: a network whose memory is worth looking at."""
+"""A small language model, a generated text and their training loop: a network with memory worth measuring."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Window = tuple[torch.Tensor, torch.Tensor]
 
 
 class Text(Dataset[Window]):
-    """Windows of a made text with the shape of a real one.
+    """Windows of a generated text with the statistics of a real one.
 
-    Tokens are as frequent as Zipf's law has it, half of them follow from the one before, and
+    Token frequencies follow Zipf's law, half of the tokens follow from the one before, and
     documents of lognormal length are packed one after the other. Items are two (length,) int64
     tensors: the tokens, and the ones that come next.
     """
@@ -51,7 +51,7 @@ class Text(Dataset[Window]):
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer, without dropout: so its loss does not depend on how a batch is cut."""
+    """A causal transformer without dropout, so that its loss does not depend on how a batch is split."""
 
     def __init__(self, length: int, depth: int) -> None:
         super().__init__()
@@ -63,48 +63,48 @@ class LanguageModel(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token, (batch, length, vocabulary)."""
+        """Return scores of the next token, (batch, length, vocabulary)."""
         hidden = self.tokens(tokens) + self.places.weight
         return self.head(self.blocks(hidden, mask=self.mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 class Step(NamedTuple):
-    """What one optimizer step took, and the mean loss of its batch."""
+    """Duration of one optimizer step, and the mean loss of its batch."""
 
     seconds: float
     loss: float
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:
-    """The model that the options ask for; the same one for the same seed."""
+    """Make the model that the options describe; the same one for the same seed."""
     torch.manual_seed(options.seed)
     return LanguageModel(options.length, options.depth)
 
 
 def train(
-    model: nn.Module, batches: Iterable[Window], device: torch.device, *, accumulation: int = 1, tell: bool = True
+    model: nn.Module, batches: Iterable[Window], device: torch.device, *, accumulation: int = 1, log: bool = True
 ) -> list[Step]:
-    """Train on all batches, `accumulation` of them to a step; `tell` prints the loss now and then."""
+    """Train on all batches, `accumulation` of them per step; `log` prints the loss of every fifth step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps: list[Step] = []
-    total, since = 0.0, time.monotonic()
+    loss_sum, step_start = 0.0, time.monotonic()
     for number, (tokens, following) in enumerate(batches, start=1):
         scores = model(tokens.to(device)).flatten(0, 1)
         loss = nn.functional.cross_entropy(scores, following.to(device).flatten()) / accumulation
         loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
+        loss_sum += loss.item()
         if number % accumulation:
             continue
         optimizer.step()
         optimizer.zero_grad()
         now = time.monotonic()
-        steps.append(Step(now - since, total))
-        if tell and len(steps) % 5 == 0:
-            print(f"step {len(steps)}  loss {total:.4f}  {(now - since) * 1e3:.0f} ms", flush=True)
-        total, since = 0.0, now
+        steps.append(Step(now - step_start, loss_sum))
+        if log and len(steps) % 5 == 0:
+            print(f"step {len(steps)}  loss {loss_sum:.4f}  {(now - step_start) * 1e3:.0f} ms", flush=True)
+        loss_sum, step_start = 0.0, now
     return steps
 
 
 def best_device() -> torch.device:
-    """The first GPU, or the CPU."""
+    """Return the first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

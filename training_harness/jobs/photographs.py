@@ -1,9 +1,9 @@
-"""840 photograph-like JPEG files, made once: what a real image job has to read, decode and augment.
+"""Generated JPEG files, 840 of them and made once, that cost as much to read, decode and augment as photographs.
 
-Nature's images have a 1/f amplitude spectrum, and it is the spectrum that decides how large a JPEG
-gets and how long it takes to decode. That spectrum has about as much contrast in each octave, so
-the texture of each picture is a sum of noise octaves of nearly equal strength, over a ground of slow
-colours and the shapes of its class, with sensor grain on top.
+Natural images have a 1/f amplitude spectrum, and the spectrum decides how large a JPEG gets and how
+long it takes to decode. Such a spectrum has about equal contrast in each octave. So the texture of
+each picture is a sum of noise octaves of nearly equal strength, over a ground of slow colours and
+the shapes of its class, with sensor grain on top.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _SHAPES_PER_PICTURE = (6, 14)
 def ensure_photographs(folder: Path) -> Path:
     """Make the photographs that are missing in `folder`, one subfolder per class, and return it.
 
-    Each file appears whole or not at all, so an interrupted making goes on where it stopped; of two
-    at once, one makes and the other waits.
+    Each file appears whole or not at all, so an interrupted call can be repeated. When two processes
+    call this at once, one makes the files and the other waits.
 
     Raises:
         OSError: the folder cannot be written.
@@ -51,7 +51,7 @@ def ensure_photographs(folder: Path) -> Path:
 
 
 def compose(class_name: str, number: int) -> MatLike:
-    """Picture `number` of a class: (1080, 1920, 3) uint8, BGR, always the same."""
+    """Compose picture `number` of a class: (1080, 1920, 3) uint8, BGR, always the same."""
     rng = np.random.default_rng([CLASSES.index(class_name), number])
     cv2.setRNGSeed(int(rng.integers(2**31)))
     picture = _lit_ground(rng)
@@ -67,7 +67,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _make_all(folder: Path, missing: list[Path]) -> None:
-    """Make them on all cores. Spawned makers do not inherit the lock, so it ends with this process."""
+    """Make the missing files on all cores. Spawned makers do not inherit the lock, so it ends with this process."""
     if not missing:
         return
     print(f"making {len(missing)} photographs of {WIDTH}x{HEIGHT} in {folder} (once)", flush=True)
@@ -80,7 +80,7 @@ def _make_all(folder: Path, missing: list[Path]) -> None:
 
 
 def _prepare_maker() -> None:
-    """One thread per maker, Ctrl-C is the parent's affair, and no maker outlives it."""
+    """Set up a maker: one OpenCV thread, Ctrl-C left to the parent, and an exit when the parent ends."""
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -94,7 +94,7 @@ def _prepare_maker() -> None:
 
 
 def _make(path: Path) -> int:
-    """Write one photograph in one piece; its size in bytes."""
+    """Write one photograph atomically; return its size in bytes."""
     picture = compose(path.parent.name, int(path.stem))
     _, data = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
     scratch = path.with_suffix(".part")
@@ -104,7 +104,7 @@ def _make(path: Path) -> int:
 
 
 def _with_progress(sizes_bytes: Iterable[int], total: int) -> Iterator[int]:
-    """Pass the sizes on, and keep one line of progress (a terminal) or a line per tenth (a file)."""
+    """Yield the sizes, and print the progress: one line on a terminal, a line per tenth in a file."""
     on_terminal = sys.stdout.isatty()
     stride = 10 if on_terminal else max(1, total // 10)
     for done, size in enumerate(sizes_bytes, start=1):
@@ -116,13 +116,13 @@ def _with_progress(sizes_bytes: Iterable[int], total: int) -> Iterator[int]:
 
 
 def _lit_ground(rng: np.random.Generator) -> MatLike:
-    """A ground with slow changes of colour: random colours at a few points, smoothly joined."""
+    """Draw a ground with slow changes of colour: random colours at a few points, smoothly joined."""
     points = rng.integers(60, 190, size=(3, 4, 3), dtype=np.uint8)
     return cv2.resize(points, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
 
 
 def _octaves(rng: np.random.Generator) -> MatLike:
-    """Noise with a 1/f amplitude spectrum, (1080, 1920) int16; each octave is a smaller noise, enlarged."""
+    """Draw noise with a 1/f amplitude spectrum, (1080, 1920) int16; each octave is a smaller noise, enlarged."""
     field = np.zeros((HEIGHT // 2, WIDTH // 2), np.float32)
     roughness = rng.uniform(0.55, 0.8)
     for wavelength in _OCTAVES_PIXELS:
@@ -134,7 +134,6 @@ def _octaves(rng: np.random.Generator) -> MatLike:
 
 
 def _grain(deviation: float) -> MatLike:
-    """Sensor noise, (1080, 1920) int16."""
     grain = np.empty((HEIGHT, WIDTH), np.int16)
     cv2.randn(grain, np.zeros(1), np.full(1, deviation))
     return grain
@@ -159,8 +158,10 @@ def _draw_shape(picture: MatLike, class_name: str, rng: np.random.Generator) -> 
     elif class_name == "boxes":
         _fill(picture, cv2.boxPoints(((x, y), (size * 2, size * 1.4), angle)), colour)
     else:
-        turns = np.deg2rad(angle + np.array([0, 120, 240]))
-        _fill(picture, np.stack([x + size * np.cos(turns), y + size * np.sin(turns)], axis=1), colour)
+        corner_angles = np.deg2rad(angle + np.array([0, 120, 240]))
+        _fill(
+            picture, np.stack([x + size * np.cos(corner_angles), y + size * np.sin(corner_angles)], axis=1), colour
+        )
 
 
 def _fill(picture: MatLike, corners: MatLike, colour: tuple[int, ...]) -> None:

@@ -42,7 +42,7 @@ def block(size=None):
 
 
 def is_due(step):
-    """Whether this step keeps what it takes."""
+    """Return whether this step keeps the memory it takes."""
     return not options.fixed and step >= options.onset * options.steps
 
 

@@ -1,4 +1,4 @@
-"""The `fault` job: runs one of the faults, or its twin."""
+"""The `fault` job: one of the faults, or its twin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the job.
 
     Raises:
-        JobError: the fault needs what this machine does not have, or an option does not fit.
+        JobError: the fault needs something that this machine lacks, or an option does not fit.
 
     """
     parser = JobParser("fault", "A small training with one known fault, or with --fixed the same one without it.")

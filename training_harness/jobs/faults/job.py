@@ -1,6 +1,6 @@
 """The healthy training that each fault spoils in one place, and the list of faults.
 
-The training step and the slow parts of loading sleep wherever computing is not the subject: so a fault
+The training step and the slow parts of loading sleep, except in faults of computing. So a fault
 is the same on any machine, and a job with four workers does not need four cores.
 """
 
@@ -29,7 +29,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Items(Dataset[Item]):
-    """Items of `size` features and a label of 0 or 1, always the same; making one does the `work` on its index."""
+    """Items of `size` features and a label of 0 or 1, always the same; making one calls `work` with its index."""
 
     def __init__(self, work: Callable[[int], object], *, count: int = 100_000, size: int = FEATURES_COUNT) -> None:
         self.work = work
@@ -45,15 +45,15 @@ class Items(Dataset[Item]):
 
 
 def sleep(batch_seconds: float, _index: int) -> None:
-    """An item's share of a batch's time."""
+    """Sleep for an item's share of a batch's time."""
     time.sleep(batch_seconds / BATCH_SIZE)
 
 
 class Job:
-    """A healthy small training. A fault changes its attributes, which are what they are called.
+    """A healthy small training. A fault changes its attributes.
 
-    With `faulty` false it must do the same work without the fault, in as many steps. What would
-    outlive the training is given back by `closing`.
+    With `faulty` false it must do the same work without the fault, in as many steps. `closing` frees
+    everything that would outlive the training.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
@@ -70,16 +70,16 @@ class Job:
         self.closing = contextlib.ExitStack()
         self.step = 0
         self.taken_bytes = 0
-        self.kept: list[Any] = []
+        self.objects: list[Any] = []
         self.model = self.make_model(16)
 
     def make_model(self, hidden_count: int) -> nn.Module:
-        """Two layers with so many hidden values."""
+        """Make a model of two layers with `hidden_count` hidden values."""
         layers = nn.Linear(FEATURES_COUNT, hidden_count), nn.ReLU(), nn.Linear(hidden_count, 2)
         return nn.Sequential(*layers).to(self.device)
 
     def loader(self) -> DataLoader[Item]:
-        """The DataLoader; the command line's options come before the fault's `settings`."""
+        """Make the DataLoader; options of the command line override the fault's `settings`."""
         if self.options.num_workers is None:
             self.options.num_workers = self.num_workers
         settings = self.settings | loader_arguments(self.options)
@@ -88,30 +88,30 @@ class Job:
         return DataLoader(self.dataset, batch_size=BATCH_SIZE, **settings)
 
     def endless(self) -> Iterator[Batch]:
-        """Batches for ever, epoch after epoch."""
+        """Yield batches for ever, epoch after epoch."""
         loader = self.loader()
         while True:
             yield from loader
 
     def loss(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of one batch. Who keeps its graph keeps a copy of the batch, not its shared memory."""
+        """Compute the loss of one batch. Its graph holds a copy of the batch, not the shared memory."""
         features = features[:, :FEATURES_COUNT].to(self.device, copy=True)
         return nn.functional.cross_entropy(self.model(features), labels.to(self.device, copy=True))
 
     def may_take(self, size_bytes: int) -> bool:
-        """Whether the fault is on, and its leak, `size_bytes` larger, stays within `--limit-mb`."""
+        """Add `size_bytes` to the leak if the fault is on and `--limit-mb` allows it; return whether it did."""
         fits = self.faulty and self.taken_bytes + size_bytes <= self.options.limit_mb << 20
         self.taken_bytes += size_bytes if fits else 0
         return fits
 
     def keep(self, size_bytes: int, faulty: object, fixed: object = None) -> None:
-        """Keep the one for ever while the leak may take so much more, else the other."""
-        self.kept.append(faulty if self.may_take(size_bytes) else fixed)
+        """Keep `faulty` for ever while the leak may take `size_bytes` more, else keep `fixed`."""
+        self.objects.append(faulty if self.may_take(size_bytes) else fixed)
 
     def run(self) -> int:
-        """Train; the number of steps."""
+        """Train; return the number of steps."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        start = reported = time.monotonic()
+        start = last_report = time.monotonic()
         with self.closing:
             batches = self.batches()
             for step in range(1, (self.options.steps or self.steps_count) + 1):
@@ -123,10 +123,10 @@ class Job:
                 optimizer.step()
                 time.sleep(self.step_seconds)
                 self.after_step(loss, batch)
-                if time.monotonic() - reported >= _REPORT_SECONDS:
-                    reported = time.monotonic()
-                    print(f"step {self.step}  loss {loss.item():.4f}  {reported - start:.0f} s", flush=True)
-            del batches  # ends the workers before what they read from is closed
+                if time.monotonic() - last_report >= _REPORT_SECONDS:
+                    last_report = time.monotonic()
+                    print(f"step {self.step}  loss {loss.item():.4f}  {last_report - start:.0f} s", flush=True)
+            del batches  # ends the workers before the files that they read are closed
         return self.step
 
 
@@ -138,12 +138,12 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        finding: what a diagnosis should call it, of the vocabulary in docs/findings.md.
-        meaning: what goes wrong, in one line.
-        spoil: puts the fault, or what stands in its place in the twin, into a job.
-        needs_gpu: it is a fault of GPU memory, or of the way there.
-        dies: the fault ends the training; its twin lives.
-        ranks_count: training processes, started by torchrun if more than one.
+        finding: kind of finding that a diagnosis should give, one of those in docs/findings.md.
+        meaning: description of the fault in one line.
+        spoil: function that puts the fault, or its healthy replacement in the twin, into a job.
+        needs_gpu: whether it is a fault of GPU memory or of the transfer to it.
+        dies: whether the fault ends the training; its twin lives.
+        ranks_count: number of training processes, started by torchrun if more than one.
 
     """
 

@@ -1,4 +1,4 @@
-"""Faults of data loading and of the training loop, and those that end it."""
+"""Faults of data loading and of the training loop, and faults that end the training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 64 * 1024
 
 
 def sleep_unevenly(batch_seconds: float, slow_seconds: float, period: int, index: int) -> None:
-    """Take longer in worker 1; with a period above 0 at its multiples instead, whichever worker makes them."""
+    """Take longer in worker 1; with a period above 0, take longer at its multiples instead, in any worker."""
     worker = get_worker_info()
     slow = index % period == 0 if period else worker is not None and worker.id == 1
     sleep(slow_seconds if slow else batch_seconds, index)
@@ -94,7 +94,7 @@ def io_bound(job: Job) -> None:
 
 
 def feed(pipe: int, pause_seconds: float, ended: threading.Event) -> None:
-    """Write a chunk into a pipe at a steady pace, as far as there is room."""
+    """Write chunks into a pipe at a steady pace; skip one when the pipe is full."""
     due = time.monotonic()
     while not ended.wait(max(0.0, due - time.monotonic())):
         due += pause_seconds
@@ -103,15 +103,15 @@ def feed(pipe: int, pause_seconds: float, ended: threading.Event) -> None:
 
 
 def read_chunk(path: Path, _index: int) -> None:
-    """Read a chunk from a pipe that others read too."""
+    """Read a chunk from a pipe that the other workers read too."""
     with path.open("rb", buffering=0) as pipe:
         left = _CHUNK_BYTES
-        while left > 0 and (piece := pipe.read(left)):
-            left -= len(piece)
+        while left > 0 and (data := pipe.read(left)):
+            left -= len(data)
 
 
 def do_slowly(pause_seconds: float, then: Callable[[Any], Any], argument: Any) -> Any:
-    """Pause, then do as `then`."""
+    """Pause, then call `then`."""
     time.sleep(pause_seconds)
     return then(argument)
 
@@ -132,7 +132,7 @@ def copy_bound(job: Job) -> None:
 
 
 def collate_privately(items: list[Item]) -> Batch:
-    """Collate into this process's own memory: the queue has to copy it into shared memory."""
+    """Collate into this process's own memory, so that the queue has to copy the batch into shared memory."""
     return torch.stack([features for features, _ in items]), torch.tensor([label for _, label in items])
 
 
@@ -156,7 +156,7 @@ def sampler_bound(job: Job) -> None:
 
 @fault("worker-startup")
 def worker_startup(job: Job) -> None:
-    """Workers that take 1 s to start are started anew for each epoch of 50 batches."""
+    """Workers that take 1 s to start are started again for each epoch of 50 batches."""
     job.dataset = Items(partial(sleep, 0.010), count=50 * BATCH_SIZE)
     job.settings = {"worker_init_fn": partial(do_slowly, 1.0, id), "persistent_workers": not job.faulty}
 
@@ -185,7 +185,7 @@ def inline_loading(job: Job) -> None:
 
 
 class Shards(IterableDataset[Item]):
-    """250 batches an epoch: worker 0 has `share` of them, the others the rest."""
+    """Dataset of 250 batches an epoch: worker 0 has `share` of them, the others the rest."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -206,11 +206,11 @@ def shard_skew(job: Job) -> None:
 @fault("main-thread-pause")
 def main_thread_pause(job: Job) -> None:
     """Every 50 steps the garbage collector walks 300,000 objects in the training thread."""
-    job.kept = [[number] for number in range(300_000)]
+    job.objects = [[number] for number in range(300_000)]
 
     def collect(_loss: torch.Tensor, _batch: Batch) -> None:
         if job.step == 1 and not job.faulty:
-            gc.freeze()  # the collector passes over all that there is once everything is loaded
+            gc.freeze()  # the collector skips all objects that exist once everything is loaded
             job.closing.callback(gc.unfreeze)
         if job.step % 50 == 0:
             gc.collect()
@@ -255,7 +255,7 @@ def shm_bus_error(job: Job) -> None:
 
 
 def at_batch(job: Job, fall: Callable[[torch.Tensor], object]) -> None:
-    """Let it happen when it is due."""
+    """Call `fall` after the step of `--at-batch`, if the fault is on."""
     due = job.options.at_batch if job.faulty else -1
     job.after_step = lambda _loss, batch: fall(batch[0]) if job.step == due else None
 

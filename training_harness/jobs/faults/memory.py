@@ -24,7 +24,7 @@ _PIECE_BYTES = _MIB // 4
 _PICTURE_BYTES = _MIB // 16
 _FLOAT_BYTES = 4
 _ROWS_COUNT = 300_000
-#: Allocator bytes that the process of the fault `cuda-oom` may have.
+#: Bytes that the allocator may reserve in the fault `cuda-oom`.
 _FRACTION_BYTES = 96 * _MIB
 
 
@@ -34,13 +34,13 @@ def copy_on_read(job: Job) -> None:
     rows: Any = torch.arange(_ROWS_COUNT)[:, None] + torch.arange(9)
     if job.faulty:
         rows = [{"path": f"photographs/{i:09d}.jpg", "box": list(range(i, i + 9))} for i in range(_ROWS_COUNT)]
-    job.dataset = Items(partial(look_at_rows, rows), count=_ROWS_COUNT // 4)
+    job.dataset = Items(partial(read_rows, rows), count=_ROWS_COUNT // 4)
     job.settings = {"shuffle": True}
     job.step_seconds = 0.025
 
 
-def look_at_rows(rows: Any, index: int) -> None:
-    """Read the four annotations of a mosaic: that writes reference counts of Python objects, and copies pages."""
+def read_rows(rows: Any, index: int) -> None:
+    """Read the four annotations of a mosaic. This writes reference counts of objects, and so copies pages."""
     for row in rows[index :: _ROWS_COUNT // 4]:
         sum(row["box"] if isinstance(row, dict) else row)
 
@@ -85,10 +85,10 @@ def loss_sum(job: Job) -> None:
     """The running sum of the losses is a tensor: the nodes of every step's graph stay, some 10 KiB."""
     job.steps_count, job.step_seconds, job.dataset = 4000, 0.003, Items(partial(sleep, 0.004))
     job.model = nn.Sequential(*(nn.Linear(FEATURES_COUNT, FEATURES_COUNT) for _ in range(24)))
-    job.kept = [torch.zeros(())]
+    job.objects = [torch.zeros(())]
 
     def add(loss: torch.Tensor, _batch: Batch) -> None:
-        job.kept[0] = job.kept[0] + (loss if job.may_take(10 * 1024) else loss.detach())
+        job.objects[0] = job.objects[0] + (loss if job.may_take(10 * 1024) else loss.detach())
 
     job.after_step = add
 
@@ -150,12 +150,12 @@ def fd_leak(job: Job) -> None:
 def kept_batches(job: Job) -> None:
     """Batches from workers are kept: each tensor holds a descriptor, up to half of the allowed number."""
     job.step_seconds = 0.020
-    few = half_of_the_descriptors() // 2
-    job.after_step = lambda _loss, batch: job.kept.append(batch if job.faulty and job.step < few else None)
+    limit = half_of_the_descriptors() // 2
+    job.after_step = lambda _loss, batch: job.objects.append(batch if job.faulty and job.step < limit else None)
 
 
 def half_of_the_descriptors() -> int:
-    """Half of the files that this process may have open."""
+    """Return half of the number of files that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
@@ -177,13 +177,13 @@ def shm_leak(job: Job) -> None:
 
 
 def shared_memory_free_bytes() -> int:
-    """What is free in /dev/shm."""
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes of /dev/shm."""
+    status = os.statvfs("/dev/shm")
+    return status.f_bavail * status.f_frsize
 
 
 def fill_batches(job: Job, batch_bytes: int) -> None:
-    """Make the batches of a job so large, if those that are under way fit into /dev/shm."""
+    """Set the size of a job's batches, if all batches in flight fit into /dev/shm."""
     needed, free = (2 * job.num_workers + 2) * batch_bytes // _MIB, shared_memory_free_bytes() // _MIB
     if free < needed:
         raise JobError(
@@ -239,7 +239,7 @@ def gpu_fragmentation(job: Job) -> None:
         wanted_bytes += 4 * _MIB
         empty(wanted_bytes + 2 * _MIB)  # a segment of its own, since none is large enough; free again at once
         most = empty(wanted_bytes)  # in that segment: every other is too small
-        job.kept.append(empty(2 * _MIB))  # the best fit is what `most` left there
+        job.objects.append(empty(2 * _MIB))  # the best fit is what `most` left there
         del most
 
     job.after_step = work
@@ -253,8 +253,8 @@ def pinned_cache(job: Job) -> None:
     def stage(_loss: torch.Tensor, _batch: Batch) -> None:
         job.may_take(_PIECE_BYTES)
         for _ in range(1 + job.taken_bytes // _PIECE_BYTES):
-            job.kept.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
-        job.kept.clear()
+            job.objects.append(torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
+        job.objects.clear()
 
     job.after_step = stage
 

@@ -1,0 +1,294 @@
+"""The parts of a view: one run at one moment, panels that build blocks from it, and the marks on its figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import pandas as pd
+
+from app.blocks import Block, evidence_page, needs_attention
+from app.figures.axis import Axis, Mark, add_marks, convert_axis, scale_elapsed, time_axis
+from app.figures.base import Chart
+from app.format import first_line
+from app.pages import POST_MORTEM, Page
+from app.theme import Theme
+from collector.diagnosis import Verdict
+from collector.findings import Finding
+from collector.report import wording
+from collector.store import Run
+from collector.store.queries import Extent, Queryable, Span, Window, gpu_memory, loading, moments, spans
+
+Value = TypeVar("Value")
+#: Window -> its name, in the address too.
+WINDOW_WORDS: dict[Window, str] = {"5min": "last 5 min", "500steps": "last 500 steps", "run": "whole run"}
+
+#: Seconds until the record of an out-of-memory error is written.
+_ERROR_SECONDS = 0.1
+
+_log = logging.getLogger("tidegauge.app")
+#: Marks in a figure, to leave room for its lines: the gravest findings and the last restarts.
+MAX_FINDINGS, MAX_RESTARTS = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The state of the frame's controls; `others` are the runs to compare with."""
+
+    run: Run
+    rank: int | None
+    window: Window
+    live: bool
+    axis: Axis = "elapsed"
+    others: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The input of every panel: one run at one moment, and the runs that it is compared with."""
+
+    run: Run
+    manifest: Mapping[str, Any]
+    snapshot: Queryable
+    span: Span
+    whole: Span
+    verdict: Verdict | None
+    theme: Theme
+    axis: Axis
+    loaders: tuple[int, ...]
+    loader: int | None
+    address: Callable[[Page], str]
+    others: tuple[Moment, ...] = ()
+    _values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self.run.run_id
+
+    @property
+    def has_loader(self) -> bool:
+        """True if a DataLoader of the run is known, used in the chosen window or not."""
+        return not loading.loaders(self.snapshot).empty
+
+    def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return a value that several panels need, computed at the first call."""
+        if name not in self._values:
+            self._values[name] = compute()
+        value: Value = self._values[name]
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel of a view: its name, and the pure function that builds its blocks.
+
+    A refresh of a live page builds only the panels of one turn, and the next refresh those of the next turn.
+    """
+
+    name: str
+    build: Callable[[Moment], Iterator[Block]]
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A view: the question, the sentence that answers it, and rows of panels side by side.
+
+    The answer belongs to the first turn.
+    """
+
+    name: str
+    rows: Sequence[Sequence[Panel]]
+    question: str = ""
+    answer: Callable[[Moment], str] = lambda _: ""
+    by_loader: bool = False
+
+    @property
+    def turns_count(self) -> int:
+        """Number of refreshes until all panels are new."""
+        return 1 + max(panel.turn for row in self.rows for panel in row)
+
+
+def moment_of(
+    view: View,
+    selection: Selection,
+    run: Run,
+    memo: spans.Memo,
+    reach: Extent,
+    *,
+    verdict: Verdict | None,
+    theme: Theme,
+    address: Callable[[Page], str],
+    loader: int | None = None,
+) -> Moment:
+    """Return a run at the moment of a snapshot, for the selected window and rank.
+
+    Args:
+        view: the view that will show it.
+        selection: the frame's controls.
+        run: the selected run, or one that it is compared with.
+        memo: its snapshot.
+        reach: first and newest time of its records.
+        verdict: on the run, None while there is none.
+        theme: colours.
+        address: gives the address of a page, for the links of marks.
+        loader: the DataLoader to show; the busiest one if this one was not used in the window.
+
+    """
+    manifest = run.manifest
+    origin = spans.origin_ns(manifest) or reach.first_ns
+    span = spans.span(memo, reach, origin=origin, window=selection.window, rank=selection.rank)
+    loaders = loading.used_loaders(memo, span) if view.by_loader else []
+    return Moment(
+        run=run,
+        manifest=manifest,
+        snapshot=memo,
+        span=span,
+        whole=spans.whole(span, reach),
+        verdict=verdict,
+        theme=theme,
+        axis=selection.axis,
+        loaders=tuple(loaders),
+        loader=loader if loader in loaders else loaders[0] if loaders else None,
+        address=lambda page: "" if page.path == view.name else address(page),
+    )
+
+
+def address_of(selection: Selection, page: Page) -> str:
+    """Return the address of a page for the same selection, relative to any other page. The page is live there."""
+    params = {
+        "run": selection.run.run_id,
+        "rank": selection.rank,
+        "window": None if selection.window == "run" else WINDOW_WORDS[selection.window],
+        "x": None if selection.axis == "elapsed" else selection.axis,
+    }
+    return f"{page.path}?{urlencode({name: value for name, value in params.items() if value is not None})}"
+
+
+def build(panel: Panel, moment: Moment) -> list[Block] | str:
+    """Return the blocks of a panel with the selected axis, or the line that says why there are none."""
+    try:
+        return [_finish(block, moment) for block in panel.build(moment)]
+    except Exception as error:  # noqa: BLE001 - the other panels must still be drawn
+        _log.exception("panel %s", panel.name)
+        return first_line(error)
+
+
+def answer_of(view: View, moment: Moment) -> str:
+    """Return the sentence that answers a view's question, empty without a verdict."""
+    try:
+        return view.answer(moment) if moment.verdict else ""
+    except Exception:  # noqa: BLE001 - the figures must be drawn without the sentence
+        _log.exception("answer of %s", view.name)
+        return ""
+
+
+def _finish(block: Block, moment: Moment) -> Block:
+    """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
+    if not isinstance(block, Chart) or time_axis(block) is None:
+        return block
+    clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
+    if {time_axis(block), moment.axis} != {"elapsed"}:
+        clock = _step_clock(moment)
+    block = convert_axis(block, moment.axis, clock)
+    if not moment.others:  # marks of one run would mislead in a figure of several
+        epochs, findings = moment.once("marks", lambda: _marks(moment))
+        block = add_marks(block, epochs, findings, moment.theme, clock)
+    return scale_elapsed(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
+
+
+def _step_clock(moment: Moment) -> pd.DataFrame:
+    """Return the step at each time, including the step that a CUDA out-of-memory error cut short."""
+    clock = moments.step_clock(moment.snapshot, moment.span)
+    findings = moment.verdict.findings if moment.verdict else ()
+    if not any(finding.kind == "cuda-oom" for finding in findings):
+        return clock
+    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
+    fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
+    later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
+    return (
+        pd.concat([clock, later, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
+    )
+
+
+def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
+    findings = moment.verdict.findings if moment.verdict else ()
+    source = moment.snapshot, moment.span
+    return _epoch_marks(*source), [
+        *_restart_marks(*source, moment.address),
+        *_finding_marks(findings, *source, moment.address),
+    ]
+
+
+def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
+    starts = moments.epoch_starts(snapshot, within)
+    has_loaders = starts["loader"].nunique() > 1
+    return [
+        Mark(at_seconds=at, words=f"loader {loader} epoch {epoch}" if has_loaders else f"epoch {epoch}")
+        for at, loader, epoch in starts.itertuples(index=False)
+    ]
+
+
+def _restart_marks(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
+    """Return when a launcher restarted the job, with the address of the post-mortem."""
+    attempts_ns: dict[int, int] = {}
+    events = loading.starts(snapshot)
+    events = events[events["kind"] == "process-start"]
+    for time_ns, body in zip(events["time_ns"], events["body"], strict=True):  # in order of time
+        if (attempt := json.loads(body).get("attempt")) is not None:
+            attempts_ns.setdefault(int(attempt), int(time_ns))
+    restarts = sorted(attempts_ns.items())[1:]
+    return [
+        Mark(at_seconds=(time_ns - within.origin_ns) / 1e9, words=f"restart {number}", address=address(POST_MORTEM))
+        for number, (_, time_ns) in enumerate(restarts, start=1)
+    ][-MAX_RESTARTS:]
+
+
+def _finding_marks(
+    findings: Sequence[Finding], snapshot: Queryable, within: Span, address: Callable[[Page], str]
+) -> list[Mark]:
+    """Return since when findings that need attention hold: the earliest of each kind, with its page.
+
+    With a selected rank, findings about other ranks are left out. A CUDA out-of-memory error is marked at its own
+    time, since its step never ended.
+    """
+    first: dict[str, Finding] = {}
+    for finding in needs_attention(findings):
+        step = finding.since_step
+        elsewhere = None not in (within.rank, finding.locus.rank) and within.rank != finding.locus.rank
+        if step is not None and not elsewhere and step <= (first.get(finding.kind, finding).since_step or 0):
+            first[finding.kind] = finding
+    chosen = list(first.values())[:MAX_FINDINGS]
+    steps = [finding.since_step for finding in chosen if finding.since_step is not None]
+    times = moments.steps_elapsed(snapshot, within, steps) if steps else []
+    has_gpu = any(finding.locus.device is not None for finding in chosen)
+    has_gpus = has_gpu and len(gpu_memory.devices(snapshot)) > 1
+    at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
+    return [
+        Mark(
+            at_seconds=at,
+            words=f"{finding.kind} {wording.since(finding)}{_gpu(finding) if has_gpus else ''}",
+            address=address(evidence_page(finding.kind)),
+        )
+        for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)
+        if (at := at_step if at_error is None else at_error) is not None
+    ]
+
+
+def _error_seconds(finding: Finding, snapshot: Queryable, within: Span) -> float | None:
+    """Return when the error of a `cuda-oom` was raised; None of other findings."""
+    if finding.kind != "cuda-oom":
+        return None
+    errors = gpu_memory.cuda_errors(snapshot, within)
+    of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"]
+    return float(of_step.iloc[-1]) if len(of_step) else None
+
+
+def _gpu(finding: Finding) -> str:
+    return "" if finding.locus.device is None else f" on GPU {finding.locus.device}"

@@ -1,0 +1,191 @@
+"""The ingest as the collector runs it: it goes on whatever fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from collector.agent.problems import Problems
+from collector.store import Run
+
+if TYPE_CHECKING:
+    from collector.store import Counts, Ingester, IngestResult
+
+
+#: Shortest and longest pause between two ingests.
+SHORTEST_PAUSE_NS = 10_000_000_000
+LONGEST_PAUSE_NS = 60_000_000_000
+#: Largest share of a core that ingests take. A commit costs 65 ms of CPU however little it moves, 200 ms if 72
+#: processes write, so the pauses are made long enough.
+INGEST_RATIO = 0.003
+#: Records that a pause waits for at most, since readers have to take them from the journals.
+WAITING_RECORDS = 20_000
+#: Seconds that the end of a run waits for a store on the network.
+FINISH_SECONDS = 60.0
+
+
+def pause_ns(records_count: int, cost_ns: int, before_ns: int) -> int:
+    """Return the pause from an ingest to the next.
+
+    Args:
+        records_count: records that the ingest moved.
+        cost_ns: CPU time that it took.
+        before_ns: the pause before it, in which the records were written.
+
+    """
+    filling_ns = before_ns * WAITING_RECORDS / max(records_count, 1)
+    wanted_ns = round(min(cost_ns / INGEST_RATIO, filling_ns))
+    return min(max(wanted_ns, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
+
+
+class Feed:
+    """The feed of the run's lake: it ingests the journals from time to time.
+
+    An ingest that fails is repeated the next time: records that were not committed are still in the journals. A
+    store on the network may take a minute to fail, so its ingests run in a thread, and the sampling goes on.
+
+    Args:
+        run: the run that is followed.
+        problems: records failures.
+        ingester: the ingester, if it is open already.
+        counts: totals that every ingest brings up to date; None if they are not needed.
+        clock_ns: CLOCK_MONOTONIC.
+
+    Attributes:
+        records_count: records moved so far.
+        last: result of the last ingest.
+        pause_ns: time that the next one can wait.
+        failure: why the last failed ingest failed; empty if none did.
+
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        problems: Problems,
+        ingester: Ingester | None = None,
+        counts: Counts | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.records_count = 0
+        self.last: IngestResult | None = None
+        self.pause_ns = SHORTEST_PAUSE_NS
+        self._run = run
+        self._problems = problems
+        self._ingester = ingester
+        self._counts = counts
+        self._clock_ns = clock_ns
+        self._is_remote = run.is_shared
+        self._thread: threading.Thread | None = None
+        self._fails_since_ns: int | None = None
+        self._stored_ns: int | None = None
+        self.failure = ""
+
+    def lag_ns(self, now_ns: int) -> int | None:
+        """Return the age of the oldest record that is not in the lake; None until an ingest has begun.
+
+        The lake has every record that was written before its last whole ingest began. Records are written all the
+        time, by the collector too, so the oldest one outside the lake is as old as that.
+        """
+        if self._stored_ns is not None:
+            return max(0, now_ns - self._stored_ns)
+        if self._fails_since_ns is None:
+            return None
+        return max(0, now_ns - self._fails_since_ns, (self.last and self.last.lag_ns) or 0)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while an ingest runs in its thread."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def step(self) -> None:
+        """Ingest the journals' present content, unless the ingest before still goes on."""
+        self._start(self._ingest)
+
+    def maintain(self) -> None:
+        """Ingest, and compact the lake: merge, expire, delete."""
+        self._start(self._ingest_and_maintain)
+
+    def finish(self, write_last: Callable[[], None]) -> bool:
+        """Ingest everything, then the events that `write_last` writes; compact the lake and close it.
+
+        A store on the network gets `FINISH_SECONDS`, since the user waits for the training's exit status.
+
+        Returns:
+            Whether everything is in the lake.
+
+        """
+        results: list[bool] = []
+        deadline = time.monotonic() + FINISH_SECONDS
+        if self._thread is not None:
+            self._thread.join(FINISH_SECONDS)
+            if self.is_busy:
+                write_last()
+                return False
+        self._start(lambda: results.append(self._finish(write_last)))
+        if self._thread is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return results == [True]
+
+    def _start(self, task: Callable[[], object]) -> None:
+        if not self._is_remote:
+            task()
+        elif not self.is_busy:
+            # A daemon thread: nothing ends a query on a frozen server, and the process must be able to end.
+            self._thread = threading.Thread(target=task, name="ingest", daemon=True)
+            self._thread.start()
+
+    def _finish(self, write_last: Callable[[], None]) -> bool:
+        self._ingest()
+        write_last()
+        if self._fails_since_ns is None:
+            self._ingest()
+        with self._problems.guard("ingest"):
+            if self._ingester is not None:
+                self._record(self._ingester.close(), part="upkeep")
+        return self._fails_since_ns is None
+
+    def _ingest(self) -> None:
+        began_ns = self._clock_ns()
+        if self._fails_since_ns is None:  # A whole ingest resets it below.
+            self._fails_since_ns = began_ns
+        with self._problems.guard("ingest"), self._note_failure():
+            if self._ingester is None:
+                # Imported here, since it takes a second: the command does not wait for it, nor fail with it.
+                from collector.store import Ingester
+
+                self._ingester = Ingester(self._run, counts=self._counts)
+            cpu_before_ns = time.process_time_ns()
+            self.last = self._ingester.step()
+            self.records_count += self.last.records_count
+            if self.last.is_whole:
+                self._stored_ns, self._fails_since_ns = began_ns, None
+            else:
+                self.failure = self.last.problems[-1]
+            self._record(self.last.problems)
+            # A shared store keeps the shortest pause: others wait for its records, and the CPU time of the process
+            # is not that of the ingest thread alone.
+            if not self._is_remote:
+                cost_ns = time.process_time_ns() - cpu_before_ns
+                self.pause_ns = pause_ns(self.last.records_count, cost_ns, self.pause_ns)
+
+    @contextmanager
+    def _note_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
+    def _ingest_and_maintain(self) -> None:
+        self._ingest()
+        with self._problems.guard("ingest"):
+            if self._ingester is not None:
+                self._record(self._ingester.maintain(), part="upkeep")
+
+    def _record(self, problems: Iterable[str], *, part: str = "ingest") -> None:
+        for text in problems:
+            self._problems.record(part, text)

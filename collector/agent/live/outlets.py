@@ -1,0 +1,257 @@
+"""Live output of a run: metrics, verdicts, alerts, and the requests of `--investigate`.
+
+A cheap estimate from the newest samples of each limit decides how soon a verdict is worth its cost. The verdict
+itself, which reads much more, comes from another process. With `--investigate`, a training process that
+leaks is asked once which lines allocate the memory that stays.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collector.agent.live.alerts import Alerts
+from collector.agent.live.prometheus import View
+from collector.agent.live.snapshot_request import put_request, request_path
+from collector.agent.live.verdicts import LiveVerdicts
+from collector.agent.problems import Problems
+from collector.agent.samplers.host import headroom_bytes
+from collector.agent.samplers.samples import NamedSample, Sample
+from collector.errors import TidegaugeError
+from collector.findings import TRACEABLE_LEAKS, Finding, Locus
+from collector.store import Run
+from training_harness.layout import SNAPSHOT_STEPS, read_manifest
+
+if TYPE_CHECKING:
+    from collector.store import Counts, Totals
+
+#: Seconds of samples in an estimate, which compares the first third with the last.
+WINDOW_SECONDS = 30.0
+_LEAST_SAMPLES = 6
+#: Share of the headroom below which a loss is noise.
+_NOISE_RATIO = 0.01
+#: Seconds after which a request expires, if the process ends no step.
+EXPIRY_SECONDS = 600.0
+
+
+class Latest:
+    """The newest samples of each stream that the collector takes itself."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sequence[Sample]] = {}
+        self._processes: dict[tuple[float | None, float | None], Sample] = {}
+
+    def note(self, stream: str, samples: Sequence[NamedSample]) -> None:
+        """Store the numbers of one tick's samples."""
+        numbers = [
+            {column: value for column, value in sample.items() if not isinstance(value, bytes)}
+            for sample in samples
+        ]
+        self.samples[stream] = self._with_readings(numbers) if stream == "process" else numbers
+
+    def _with_readings(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Add the last readings of smaps to the samples: most ticks read those of some processes only."""
+        before, self._processes = self._processes, {}
+        for sample in samples:
+            if sample["alive"]:
+                key = (sample["process_pid"], sample["process_start_ticks"])
+                self._processes[key] = {**before.get(key, {}), **sample}
+        return list(self._processes.values())
+
+
+class Outlets:
+    """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
+
+    Args:
+        alerts: get every verdict.
+        investigate: whether a process that leaks may be asked for its allocation sites.
+
+    """
+
+    def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:
+        self.latest = Latest()
+        self.counts: Counts | None = None
+        self._alerts = alerts
+        self._investigate = investigate
+        self._investigator: Investigator | None = None
+        self._host = socket.gethostname()
+        self._run: Run | None = None
+        self._name = ""
+        self._verdicts: LiveVerdicts | None = None
+        self._headroom = Headroom()
+        self._verdict: tuple[Sequence[Finding], float] | None = None
+
+    def begin(self, run: Run) -> Counts:
+        """Report on this run from now on; return the counts, which the ingest has to update."""
+        # Imported here, since it takes a second: the command has started by now, and does not wait for it.
+        from collector.store import Counts
+
+        with suppress(OSError, ValueError):
+            self._name = str(read_manifest(run.path)["name"])
+        self.counts = Counts(run)
+        self._verdicts = LiveVerdicts(run, self.publish)
+        self._investigator = Investigator(run) if self._investigate else None
+        self._run = run
+        return self.counts
+
+    def tick(self, now_ns: int, problems: Problems) -> None:
+        """Begin a verdict if one is due; the loop calls this at every tick."""
+        if self._verdicts is not None:
+            self._headroom.note(now_ns / 1e9, self.latest.samples)
+            self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
+
+    def note_event(self, event: Mapping[str, Any]) -> None:
+        """Take note of an event of the run's processes on this host; the loop calls this with each."""
+        if self._investigator is not None:
+            self._investigator.note_event(event)
+
+    def run_ended(self) -> None:
+        """Stop verdicts, a running one too, and take back open requests."""
+        if self._verdicts is not None:
+            self._verdicts.close()
+        if self._investigator is not None:
+            self._investigator.close()
+
+    @property
+    def spent_ns(self) -> int:
+        """CPU time of the verdicts so far."""
+        return self._verdicts.spent_ns if self._verdicts is not None else 0
+
+    @property
+    def verdict_anon_bytes(self) -> int | None:
+        """Anonymous memory of the process that is making a verdict; None without one."""
+        return self._verdicts.anon_bytes if self._verdicts is not None else None
+
+    def publish(self, findings: Sequence[Finding]) -> None:
+        """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
+        self._verdict = (findings, time.time())
+        if self._investigator is not None:
+            self._investigator.investigate(findings)
+        if self._alerts is not None and self._run is not None:
+            self._alerts.send(self._run.run_id, self._name, findings)
+
+    def close(self) -> None:
+        """Wait for queued alerts, for a bounded time."""
+        if self._alerts is not None:
+            self._alerts.close()
+
+    def view(self) -> View | None:
+        """Return the present state for the metrics; None without a run. Called in other threads."""
+        run, counts, verdict = self._run, self.counts, self._verdict
+        if run is None or counts is None:
+            return None
+        totals: Totals | None = None
+        with suppress(TidegaugeError):
+            totals = counts.now()
+        return View(
+            run_id=run.run_id,
+            name=self._name,
+            host=self._host,
+            totals=totals,
+            samples=dict(self.latest.samples),
+            findings=verdict[0] if verdict else None,
+            verdict_seconds=verdict[1] if verdict else None,
+        )
+
+
+class Headroom:
+    """Headroom of each limit over the last `WINDOW_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, deque[tuple[float, float]]] = {}
+
+    def note(self, now_seconds: float, samples: Mapping[str, Sequence[Sample]]) -> None:
+        """Add the samples of one tick, by the name of their stream."""
+        for name, headroom in _headrooms(samples):
+            series = self._series.setdefault(name, deque())
+            series.append((now_seconds, headroom))
+            while series[0][0] < now_seconds - WINDOW_SECONDS:
+                series.popleft()
+
+    @property
+    def nearest_seconds(self) -> float:
+        """Time until the first limit is met at the present rate; infinite if none comes nearer."""
+        return min(map(seconds_left, self._series.values()), default=math.inf)
+
+
+def seconds_left(series: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds from the end of a series of (seconds, headroom) until 0. Medians ignore a spike."""
+    if len(series) < _LEAST_SAMPLES:
+        return math.inf
+    third = len(series) // 3
+    points = list(series)
+    first, last = points[:third], points[-third:]
+    before, now = (statistics.median(headroom for _, headroom in part) for part in (first, last))
+    elapsed = statistics.median(at for at, _ in last) - statistics.median(at for at, _ in first)
+    if elapsed <= 0 or before - now <= _NOISE_RATIO * max(now, 0.0):
+        return math.inf
+    return max(0.0, now) * elapsed / (before - now)
+
+
+def _headrooms(samples: Mapping[str, Sequence[Sample]]) -> Iterator[tuple[str, float]]:
+    for host in samples.get("host", ()):
+        if (headroom := headroom_bytes(host)) is not None:
+            yield "host", headroom
+        total, used = host.get("shm_total_bytes"), host.get("shm_used_bytes")
+        if total is not None and used is not None:
+            yield "shm", total - used
+    for device in samples.get("device", ()):
+        total, used = device.get("total_bytes"), device.get("used_bytes")
+        if total is not None and used is not None:
+            yield f"device {device.get('device')}", total - used
+
+
+class Investigator:
+    """The requests for allocation sites: one to each process or worker of a run that leaks."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._requests: dict[str, Path] = {}
+        self._closed = False
+
+    def investigate(self, findings: Iterable[Finding]) -> None:
+        """Request the allocation sites of leaks that have none.
+
+        Raises:
+            OSError: the request cannot be written.
+        """
+        for finding in findings:
+            if (
+                finding.kind not in TRACEABLE_LEAKS
+                or finding.locus.role == "other"
+                or finding.held_by
+                or self._closed
+            ):
+                continue
+            to = _addressee(finding.locus)
+            name = "growth-of-" + "-".join(str(part) for part in to.values())
+            if name not in self._requests:
+                self._requests[name] = path = request_path(self._run, name)
+                put_request(path, "growth", steps=SNAPSHOT_STEPS["growth"], lasts_seconds=EXPIRY_SECONDS, to=to)
+
+    def note_event(self, event: Mapping[str, Any]) -> None:
+        """Mark a request as answered, to this collector or one before, so that it is not repeated."""
+        name = event.get("request", "")
+        if event["kind"] == "snapshot" and name.startswith("growth-of-"):
+            self._requests.setdefault(name, request_path(self._run, name)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Delete the requests, and make no further ones."""
+        self._closed = True
+        for path in self._requests.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _addressee(locus: Locus) -> dict[str, Any]:
+    if locus.role == "worker":  # Several workers grow if none is named; the first answers for all.
+        rank = {} if locus.rank is None else {"rank": locus.rank}
+        return {"role": "worker", "host": locus.host, **rank, "loader": locus.loader, "worker": locus.worker or 0}
+    return {"role": "main", "host": locus.host, "pid": locus.pid}

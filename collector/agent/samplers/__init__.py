@@ -1,0 +1,1 @@
+"""Samplers of processes, host and devices, from outside the training."""

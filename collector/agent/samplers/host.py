@@ -1,0 +1,316 @@
+"""The host that the run is on: memory and its limits, /dev/shm, pressure, usable cores.
+
+Limits and quotas come from the control groups of the command, version 1 or 2 (the kernel's cgroup-v1/memory and
+cgroup-v2 documents). A limit binds wherever it stands between the process's own group and the root (SLURM and
+Kubernetes put it on a parent), so every level counts. In a container the path in /proc/PID/cgroup may be the host's
+while the mount shows the container's own group as its root; then the mount itself is the level.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from collector.agent.samplers.procfs import field, read_file, read_stat
+from collector.agent.samplers.samples import Sample
+
+
+class HostSampler:
+    """A sampler of the host: one sample per tick.
+
+    The command's control groups can vanish together with it (a container that was stopped). Their last readings
+    stay in the samples, since they show why the command died.
+
+    Args:
+        pid: the process whose limits count; the collector itself if no command is known.
+        root: root of the file system; a test can lay out its own tree.
+        affinity: returns the cores that a process may use (sched_getaffinity(2)).
+
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        root: Path = Path("/"),
+        affinity: Callable[[int], Set[int]] = os.sched_getaffinity,
+    ) -> None:
+        self._pid = pid
+        self._root = root
+        self._affinity = affinity
+        self._membership = b""
+        self._levels: dict[str, Levels | None] = {}
+        self._memory = Memory()
+        self._cores_count: float | None = None
+
+    def sample(self) -> Sample:
+        """Return one sample of the `host` stream."""
+        meminfo = b"\n" + (read_file(f"{self._root}/proc/meminfo") or b"")
+        total_bytes = _kibibytes(meminfo, b"MemTotal:")
+        self._find_groups()
+        vmstat = b"\n" + (read_file(f"{self._root}/proc/vmstat") or b"")
+        return {
+            "memory_total_bytes": total_bytes,
+            "memory_available_bytes": _kibibytes(meminfo, b"MemAvailable:"),
+            "memory_shmem_bytes": _kibibytes(meminfo, b"Shmem:"),
+            "host_oom_kill_count": field(vmstat, b"oom_kill "),
+            "usable_cores_count": self._usable_cores(),
+            **self._cgroup(total_bytes),
+            **self._shm(),
+            **self._pressure(),
+        }
+
+    def _cgroup(self, total_bytes: int | None) -> Sample:
+        levels = self._levels.get("memory")
+        if levels is not None and total_bytes is not None:
+            self._memory = read_memory(levels, unlimited_bytes=total_bytes) or self._memory
+        memory = self._memory
+        return {
+            "cgroup_limit_bytes": memory.limit_bytes,
+            "cgroup_usage_bytes": memory.usage_bytes,
+            "cgroup_anon_bytes": memory.anon_bytes,
+            "cgroup_file_bytes": memory.file_bytes,
+            "cgroup_shmem_bytes": memory.shmem_bytes,
+            "cgroup_slab_reclaimable_bytes": memory.slab_reclaimable_bytes,
+            "cgroup_oom_count": memory.oom_count,
+            "cgroup_oom_kill_count": memory.oom_kill_count,
+        }
+
+    def _find_groups(self) -> None:
+        """Find the process's groups while it lives: version 1 shows a zombie in the root group."""
+        membership = read_file(f"{self._root}/proc/{self._pid}/cgroup")
+        stat = read_stat(f"{self._root}/proc", self._pid)
+        if membership is None or stat is None or stat.has_ended or membership == self._membership:
+            return
+        self._membership = membership
+        for controller in ("memory", "cpu"):
+            levels = find_levels(controller, membership, self._root)
+            self._levels[controller] = levels or self._levels.get(controller)
+
+    def _usable_cores(self) -> float | None:
+        try:
+            cores_count = float(len(self._affinity(self._pid)))
+        except OSError:  # The command has ended.
+            return self._cores_count
+        levels = self._levels.get("cpu")
+        quota = read_cpu_quota(levels) if levels else None
+        self._cores_count = cores_count if quota is None else min(cores_count, quota)
+        return self._cores_count
+
+    def _shm(self) -> Sample:
+        try:
+            shm = os.statvfs(self._root / "dev/shm")
+        except OSError:
+            return {}
+        return {
+            "shm_used_bytes": (shm.f_blocks - shm.f_bfree) * shm.f_frsize,
+            "shm_total_bytes": shm.f_blocks * shm.f_frsize,
+        }
+
+    def _pressure(self) -> Sample:
+        memory = read_file(f"{self._root}/proc/pressure/memory")
+        return {
+            "memory_some_avg10_ratio": _avg10(memory, b"some"),
+            "memory_full_avg10_ratio": _avg10(memory, b"full"),
+            "cpu_some_avg10_ratio": _avg10(read_file(f"{self._root}/proc/pressure/cpu"), b"some"),
+            "io_some_avg10_ratio": _avg10(read_file(f"{self._root}/proc/pressure/io"), b"some"),
+        }
+
+
+def headroom_bytes(sample: Sample) -> float | None:
+    """Return the headroom before the binding limit; page cache counts as free, since the kernel reclaims it."""
+    limit, anon = sample.get("cgroup_limit_bytes"), sample.get("cgroup_anon_bytes")
+    headrooms = [sample.get("memory_available_bytes")]
+    if limit is not None and anon is not None:
+        headrooms.append(limit - anon - (sample.get("cgroup_shmem_bytes") or 0))
+    return min((value for value in headrooms if value is not None), default=None)
+
+
+def _kibibytes(text: bytes, name: bytes) -> int | None:
+    value = field(text, name)
+    return None if value is None else value * 1024
+
+
+def _avg10(text: bytes | None, kind: bytes) -> float | None:
+    """Return the share of the last 10 s, from a line such as `some avg10=1.50 avg60=0.30 …` (in percent)."""
+    for line in (text or b"").splitlines():
+        words = line.split()
+        if words[:1] == [kind] and len(words) > 1:
+            return float(words[1].removeprefix(b"avg10=")) / 100
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Directories from a process's own group up to the visible root; `version` is 1 or 2."""
+
+    version: int
+    directories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The smallest limit and the memory charged to its group; None is unknown, or no limit.
+
+    `oom_kill_count` is known without a limit too: then it counts the kills in the process's own group. Version 1
+    does not report reclaimable slab.
+    """
+
+    limit_bytes: int | None = None
+    usage_bytes: int | None = None
+    anon_bytes: int | None = None
+    file_bytes: int | None = None
+    shmem_bytes: int | None = None
+    slab_reclaimable_bytes: int | None = None
+    oom_count: int | None = None
+    oom_kill_count: int | None = None
+
+
+def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> Levels | None:
+    """Find the groups of a process under one controller (`memory`, `cpu`).
+
+    Args:
+        controller: its name; a version 1 hierarchy that has it comes before version 2.
+        membership: content of the process's /proc/PID/cgroup.
+        root: root of the file system that holds proc and the mounts.
+
+    Returns:
+        None if the group is gone, or no hierarchy is mounted.
+
+    """
+    member = _membership(controller, membership)
+    if member is None:
+        return None
+    version, path = member
+    if path.endswith(" (deleted)"):
+        return None
+    mount = _mount(controller, version, path, read_file(f"{root}/proc/self/mountinfo") or b"")
+    if mount is None:
+        return None
+    mount_root, mount_point = mount
+    top = f"{root}/{mount_point.lstrip('/')}"
+    below_mount = path.removeprefix(mount_root.rstrip("/")) if _is_below(path, mount_root) else ""
+    parts = [part for part in below_mount.split("/") if part]
+    if ".." in parts or not os.path.isdir("/".join([top, *parts])):
+        parts = []
+    directories = ["/".join([top, *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+    return Levels(version=version, directories=tuple(directories))
+
+
+def read_memory(levels: Levels, *, unlimited_bytes: int) -> Memory | None:
+    """Read the binding memory limit and the usage under it.
+
+    Args:
+        levels: groups of the memory controller.
+        unlimited_bytes: the machine's memory; a limit of this size or above is none.
+
+    Returns:
+        None if the process's own group is gone.
+
+    """
+    if not os.path.isdir(levels.directories[0]):
+        return None
+    name = "memory.limit_in_bytes" if levels.version == 1 else "memory.max"
+    limits = [(_number(f"{directory}/{name}"), directory) for directory in levels.directories]
+    # The outermost of equal limits binds: it is charged with the others' usage too. So scan from outside.
+    binding: tuple[int, str] | None = None
+    for limit_bytes, directory in reversed(limits):
+        if limit_bytes is not None and limit_bytes < (binding[0] if binding else unlimited_bytes):
+            binding = (limit_bytes, directory)
+    return (_memory_v1 if levels.version == 1 else _memory_v2)(levels, binding)
+
+
+def read_cpu_quota(levels: Levels) -> float | None:
+    """Return the number of cores that the tightest CFS quota allows; None without a quota."""
+    quotas = []
+    for directory in levels.directories:
+        if levels.version == 1:
+            quota = _number(f"{directory}/cpu.cfs_quota_us")
+            period = _number(f"{directory}/cpu.cfs_period_us")
+        else:
+            fields = (read_file(f"{directory}/cpu.max") or b"").split()
+            quota, period = map(_as_number, fields) if len(fields) == 2 else (None, None)
+        if quota and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _memory_v1(levels: Levels, binding: tuple[int, str] | None) -> Memory:
+    # Version 1 counts a kill in the victim's own group alone, so add up all levels.
+    kills = [_field(directory, "memory.oom_control", b"oom_kill ") for directory in levels.directories]
+    counts = [count for count in kills if count is not None]
+    kill_count = sum(counts) if counts else None
+    if binding is None:
+        return Memory(oom_kill_count=kill_count)
+    limit_bytes, directory = binding
+    return Memory(
+        limit_bytes=limit_bytes,
+        usage_bytes=_number(f"{directory}/memory.usage_in_bytes"),
+        anon_bytes=_field(directory, "memory.stat", b"total_rss "),
+        file_bytes=_field(directory, "memory.stat", b"total_cache "),
+        shmem_bytes=_field(directory, "memory.stat", b"total_shmem "),
+        oom_count=_number(f"{directory}/memory.failcnt"),
+        oom_kill_count=kill_count,
+    )
+
+
+def _memory_v2(levels: Levels, binding: tuple[int, str] | None) -> Memory:
+    if binding is None:  # The innermost group may lack the controller, as that of a SLURM task does.
+        kills = (_field(directory, "memory.events", b"oom_kill ") for directory in levels.directories)
+        return Memory(oom_kill_count=next((count for count in kills if count is not None), None))
+    limit_bytes, directory = binding
+    return Memory(
+        limit_bytes=limit_bytes,
+        usage_bytes=_number(f"{directory}/memory.current"),
+        anon_bytes=_field(directory, "memory.stat", b"anon "),
+        file_bytes=_field(directory, "memory.stat", b"file "),
+        shmem_bytes=_field(directory, "memory.stat", b"shmem "),
+        slab_reclaimable_bytes=_field(directory, "memory.stat", b"slab_reclaimable "),
+        oom_count=_field(directory, "memory.events", b"oom "),
+        oom_kill_count=_field(directory, "memory.events", b"oom_kill "),
+    )
+
+
+def _membership(controller: str, text: bytes) -> tuple[int, str] | None:
+    """Parse version and path of a process's group from /proc/PID/cgroup (`id:controllers:path`)."""
+    unified = None
+    for line in text.decode(errors="replace").splitlines():
+        identifier, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return 1, path
+        if identifier == "0" and not controllers:
+            unified = 2, path
+    return unified
+
+
+def _mount(controller: str, version: int, path: str, text: bytes) -> tuple[str, str] | None:
+    """Return root within the hierarchy and mount point of the mount that shows `path` (/proc/self/mountinfo)."""
+    mounts = []
+    for line in text.decode(errors="replace").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options) = before.split(), after.split(None, 2)
+        if kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(","):
+            mounts.append((fields[3], fields[4]))
+    matching = [mount for mount in mounts if _is_below(path, mount[0])]
+    return next(iter(matching or mounts), None)
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _field(directory: str, name: str, key: bytes) -> int | None:
+    text = read_file(f"{directory}/{name}")
+    return None if text is None else field(b"\n" + text, key)
+
+
+def _number(path: str) -> int | None:
+    return _as_number(read_file(path) or b"")
+
+
+def _as_number(text: bytes) -> int | None:
+    """Parse a number; None for `max`, -1 and any other form of "no limit"."""
+    stripped = text.strip()
+    return int(stripped) if stripped.isdigit() else None

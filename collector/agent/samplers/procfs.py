@@ -1,0 +1,196 @@
+"""Readers of /proc, one per file; each takes the root, so a test can lay out its own tree.
+
+A process can end between any two reads and may belong to another user, so "cannot be read" is an
+ordinary answer: None, never an exception and never 0. Formats are those of proc(5).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from training_harness.journal import stat_fields
+
+#: Nanoseconds per unit of the times in /proc/PID/stat.
+NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+#: Larger than any file that `_read_once` reads.
+_READ_BYTES = 1 << 16
+_ENDED_STATES = frozenset(b"ZXx")
+#: PF_EXITING (include/linux/sched.h): the process has begun to release its memory and control groups.
+_EXITING = 0x4
+#: The kernel's own tree. A test's tree is on a file system whose directories have a size in bytes.
+_KERNEL_PROC = "/proc"
+#: Upper bound on the length of a field's number with the blanks around it.
+_NUMBER_BYTES = 48
+_CORES = re.compile(rb"\nCpus_allowed:\s*([0-9a-f,]+)")
+
+
+class LocalProcess(NamedTuple):
+    """A process of this host; its pid alone can be used again."""
+
+    pid: int
+    start_ticks: int
+
+
+class Stat(NamedTuple):
+    """The fields of /proc/PID/stat that are needed.
+
+    Attributes:
+        has_ended: whether it is a zombie, or about to become one.
+        is_runnable: whether it computes, or waits for a core.
+        parent_pid, cpu_ticks, start_ticks: as the kernel reports them.
+    """
+
+    has_ended: bool
+    is_runnable: bool
+    parent_pid: int
+    cpu_ticks: int
+    start_ticks: int
+
+
+class Status(NamedTuple):
+    """The fields of /proc/PID/status that are needed; sizes in bytes."""
+
+    rss_bytes: int | None
+    file_bytes: int | None
+    shm_bytes: int | None
+    swap_bytes: int | None
+    data_bytes: int | None
+    thread_count: int | None
+    allowed_cores_count: int | None
+
+
+class Rollup(NamedTuple):
+    """The fields of /proc/PID/smaps_rollup that are needed, in bytes; `uss` counts clean pages too."""
+
+    pss_bytes: int | None
+    private_dirty_bytes: int | None
+    uss_bytes: int | None
+
+
+def read_file(path: str) -> bytes | None:
+    """Read a whole file of /proc or of a cgroup; None if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            return stream.readall()
+    except OSError:
+        return None
+
+
+def field(text: bytes, name: bytes) -> int | None:
+    """Return the number after `name` at the beginning of any line but the first; None if absent."""
+    at = text.find(b"\n" + name)
+    if at < 0:
+        return None
+    begin = at + 1 + len(name)
+    value = text[begin : begin + _NUMBER_BYTES].split(None, 1)
+    return int(value[0]) if value and value[0].isdigit() else None
+
+
+def pids(proc: str) -> set[int]:
+    """Return the pids of all visible processes."""
+    return {int(name) for name in os.listdir(proc) if name.isdigit()}
+
+
+def read_stat(proc: str, pid: int) -> Stat | None:
+    """Read the state of a process; None if there is none with this pid."""
+    text = _read_once(f"{proc}/{pid}/stat")
+    if text is None:
+        return None
+    fields = stat_fields(text)
+    if len(fields) < 20:
+        return None
+    return Stat(
+        has_ended=fields[0][0] in _ENDED_STATES or bool(int(fields[6]) & _EXITING),
+        is_runnable=fields[0] == b"R",
+        parent_pid=int(fields[1]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        start_ticks=int(fields[19]),
+    )
+
+
+def read_wait_channel(proc: str, pid: int) -> bytes | None:
+    """Return the kernel function in which a process's main thread waits; None if it runs or the kernel hides it."""
+    name = _read_once(f"{proc}/{pid}/wchan")
+    return None if name in (None, b"0") else name
+
+
+def read_run_queue_ns(proc: str, pid: int) -> int | None:
+    """Return how long a process's main thread was runnable without a core; None if the kernel does not count it."""
+    fields = (_read_once(f"{proc}/{pid}/schedstat") or b"").split()
+    return int(fields[1]) if len(fields) == 3 else None
+
+
+def read_status(proc: str, pid: int) -> Status | None:
+    """Read resident, shared and swapped memory, and threads; takes microseconds at any size of process."""
+    text = _read_once(f"{proc}/{pid}/status")
+    if text is None:
+        return None
+    return Status(
+        rss_bytes=_kibibytes(text, b"VmRSS:"),
+        file_bytes=_kibibytes(text, b"RssFile:"),
+        shm_bytes=_kibibytes(text, b"RssShmem:"),
+        swap_bytes=_kibibytes(text, b"VmSwap:"),
+        data_bytes=_kibibytes(text, b"VmData:"),
+        thread_count=field(text, b"Threads:"),
+        allowed_cores_count=_cores_in(text),
+    )
+
+
+def _cores_in(status: bytes) -> int | None:
+    """Count the bits of the affinity mask, comma-separated words of hexadecimal digits."""
+    mask = _CORES.search(status)
+    return int(mask[1].replace(b",", b""), 16).bit_count() if mask else None
+
+
+def read_rollup(proc: str, pid: int) -> Rollup | None:
+    """Read proportional and private memory; takes milliseconds per GiB, so not at every tick (see `Budget`)."""
+    text = _read_once(f"{proc}/{pid}/smaps_rollup")
+    if text is None:
+        return None
+    private = [_kibibytes(text, name) for name in (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")]
+    is_complete = private[0] is not None and private[1] is not None
+    return Rollup(
+        pss_bytes=_kibibytes(text, b"Pss:"),
+        private_dirty_bytes=private[1],
+        uss_bytes=sum(part or 0 for part in private) if is_complete else None,
+    )
+
+
+def count_fds(proc: str, pid: int) -> int | None:
+    """Count the open file descriptors; None for a process of another user.
+
+    Since Linux 6.2 the size of the directory is their number; before, it is 0, and they are listed.
+    """
+    directory = f"{proc}/{pid}/fd"
+    try:
+        count = os.stat(directory).st_size if proc == _KERNEL_PROC else 0
+        return count or len(os.listdir(directory))
+    except OSError:
+        return None
+
+
+def read_fd_limit(proc: str, pid: int) -> int | None:
+    """Read the soft RLIMIT_NOFILE; None without a limit, or for a process of another user."""
+    text = _read_once(f"{proc}/{pid}/limits")
+    return None if text is None else field(text, b"Max open files ")
+
+
+def _kibibytes(text: bytes, name: bytes) -> int | None:
+    value = field(text, name)
+    return None if value is None else value * 1024
+
+
+def _read_once(path: str) -> bytes | None:
+    """Read a file with one read(2), enough for the files of a process, which the kernel renders at once."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return os.read(descriptor, _READ_BYTES) or None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

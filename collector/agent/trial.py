@@ -1,0 +1,212 @@
+"""Short trials of a training for `tidegauge tune`: run it, follow it for a while, end it, and read its run.
+
+The training gets its own process group, so that all its processes end together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from collector.agent.launch import child_environment
+from collector.agent.loop import Agent, follow, manifest_process, update_manifest
+from collector.agent.samplers.procfs import LocalProcess
+from collector.diagnosis import RunTables, load_tables
+from collector.diagnosis.loading import Loop, loops
+from collector.errors import TidegaugeError, one_line
+from collector.findings import finite
+from collector.store import Run
+from training_harness.journal import start_ticks
+from training_harness.layout import TRIAL_LOADER_VARIABLE, TRIAL_VARIABLE, create_run
+
+#: Seconds until a training without a batch is ended.
+STARTUP_SECONDS = 300.0
+#: Seconds from SIGTERM to SIGKILL.
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_INTERVAL_SECONDS = 0.5
+_LOG = "trial.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """The outcome of a trial.
+
+    Attributes:
+        run: its run.
+        exit_status: exit status if the training ended by itself, -n for signal n; None if the trial ended it.
+        has_batch: whether it yielded a batch.
+
+    """
+
+    run: Run
+    exit_status: int | None
+    has_batch: bool
+
+    @property
+    def failure(self) -> str:
+        """The failure, with the last line of the training's output; empty if there was none."""
+        if self.exit_status:
+            what = f"the training failed with exit status {self.exit_status}"
+        elif not self.has_batch:
+            what = "the training ended without a batch"
+            if self.exit_status is None:
+                what = f"no batch within {STARTUP_SECONDS:.0f} s"
+        else:
+            return ""
+        last_line = (self.run.path / _LOG).read_text(errors="replace").strip().splitlines()[-1:]
+        return f"{what}: {last_line[0]}" if last_line else what
+
+
+def run_trial(
+    argv: Sequence[str],
+    *,
+    home: Path,
+    name: str,
+    loader: str | None,
+    seconds: float,
+    interrupted: Callable[[], bool],
+) -> Trial:
+    """Run a command under Tidegauge for some seconds from its first batch on.
+
+    Its output goes to a file in the run directory.
+
+    Args:
+        argv: the command and its arguments.
+        home: Tidegauge home.
+        name: name of the run.
+        loader: settings of its loaders (`TRIAL_LOADER_VARIABLE`); None leaves them as the script has them.
+        seconds: duration from the first batch on.
+        interrupted: returns whether to end at once.
+
+    Raises:
+        TidegaugeError: the home cannot be written, or the command cannot be started.
+
+    """
+    try:
+        run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}))
+    except OSError as error:
+        raise TidegaugeError(f"cannot write in {home}: {error.strerror}; give --home another directory") from None
+    child = _start(argv, _environment(run, home, loader), run)
+    watchdog = _start_watchdog(child.pid)
+    first_batch_at: float | None = None
+    is_read = False
+    start = time.monotonic()
+
+    def wait(wait_seconds: float) -> bool:
+        nonlocal first_batch_at, is_read
+        until = time.monotonic() + wait_seconds
+        while child.poll() is None and not interrupted():
+            now = time.monotonic()
+            if first_batch_at is None and any(run.journal_dir.glob("*.batch.*")):
+                first_batch_at = now
+            if now >= (start + STARTUP_SECONDS if first_batch_at is None else first_batch_at + seconds):
+                return True
+            if not is_read and first_batch_at is not None and now >= first_batch_at + seconds / 2:
+                is_read = True  # A short trial may have no other reading since its workers started.
+                agent.read_all()
+            if now >= until:
+                return False
+            time.sleep(min(_POLL_SECONDS, until - now))
+        return True
+
+    try:
+        command = LocalProcess(child.pid, start_ticks(child.pid))
+        agent = Agent(run, command=command, is_parent=True)
+        update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
+        follow(agent, wait, interval_seconds=_INTERVAL_SECONDS)
+        exit_status = child.poll()
+    finally:
+        _end(child)
+        watchdog.kill()
+        watchdog.communicate()
+    update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=child.returncode)
+    has_batch = first_batch_at is not None or any(run.journal_dir.glob("*.batch.*"))
+    agent.command_ended(child.returncode)
+    agent.finish()
+    return Trial(run=run, exit_status=exit_status, has_batch=has_batch)
+
+
+def _start(argv: Sequence[str], environ: Mapping[str, str], run: Run) -> subprocess.Popen[bytes]:
+    try:
+        with (run.path / _LOG).open("wb") as output:
+            return subprocess.Popen(
+                list(argv), env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+            )
+    except OSError as error:
+        shutil.rmtree(run.path, ignore_errors=True)  # Nothing ran: a typo must not become the latest run.
+        raise TidegaugeError(f"{argv[0]}: cannot be started ({error.strerror}); give a command that runs") from None
+
+
+def _start_watchdog(group: int) -> subprocess.Popen[bytes]:
+    """Start a shell that ends the trial if this process dies: the kernel then closes the pipe that it reads."""
+    end = f"kill -TERM -{group}; sleep {_GRACE_SECONDS:.0f}; kill -KILL -{group}"
+    return subprocess.Popen(
+        ["/bin/sh", "-c", f"read _ || {{ {end}; }}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _environment(run: Run, home: Path, loader: str | None) -> dict[str, str]:
+    environ = child_environment(os.environ, run.path, home) | {TRIAL_VARIABLE: "1"}
+    return environ | ({TRIAL_LOADER_VARIABLE: loader} if loader else {})
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the whole group, and descendants of the command that left the group, as torchrun's ranks do."""
+    descendants: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        descendants = psutil.Process(child.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    for process in descendants:
+        with suppress(psutil.Error):
+            process.kill()
+    child.wait()
+
+
+def try_once(
+    command: Sequence[str], home: Path, *, name: str, loader: str | None, seconds: float, signals: Sequence[int]
+) -> tuple[RunTables, Loop | None, str]:
+    """Run one trial and read its run.
+
+    Returns:
+        Its tables, the loop with most batches (None without a batch), and its failure (empty if none).
+
+    Raises:
+        TidegaugeError: its run cannot be made or read.
+    """
+    trial = run_trial(
+        command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(signals)
+    )
+    tables = load_tables(trial.run)
+    return tables, max(loops(tables), key=lambda loop: len(loop.batches), default=None), trial.failure
+
+
+def training_error(tables: RunTables) -> str:
+    """Return the exception that ended the training; empty if none. It may be recorded before the process ends."""
+    events = tables.events_of("exception")
+    return one_line(f"the training failed: {events[-1]['type']}: {events[-1]['message']}") if events else ""
+
+
+def json_text(facts: Mapping[str, Any]) -> str:
+    """Return the results of trials as JSON (docs/cli.md); an unknown value is null."""
+    return json.dumps(finite({"schema": 1, **facts}), indent=1, allow_nan=False)

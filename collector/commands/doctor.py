@@ -1,0 +1,26 @@
+"""`tidegauge doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from collector.commands.options import home_option
+
+
+@click.command()
+@click.option(
+    "--python",
+    type=click.Path(exists=True, dir_okay=False, executable=True),
+    default=sys.executable,
+    help="The Python of your training, with its torch; this one by default.",
+)
+@home_option
+def doctor(python: str, home: Path) -> None:
+    """Tell what works here and what does not, each with the remedy."""
+    from collector.commands.checks import check_all, checks_table
+    from collector.report.terminal import Terminal
+
+    Terminal().print(checks_table(check_all(home, python)))

@@ -1,0 +1,119 @@
+"""Commands that show runs: report, runs, snapshot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from collector.commands.options import format_option, home_option, show_table, tag_option
+from collector.commands.verdict import as_report, card_text, judge, show_card
+from collector.errors import TidegaugeError, one_line
+from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS
+
+if TYPE_CHECKING:
+    from collector.diagnosis import Verdict
+    from collector.store import Run
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@format_option("text", "json", "html")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not to the terminal.")
+@home_option
+def report(spec: str, form: str, output: Path | None, home: Path) -> None:
+    """Tell what a run's memory and data loading are like, and what to change.
+
+    RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
+    """
+    from collector.store import find_run
+
+    if form == "html" and output is None and sys.stdout.isatty():
+        raise TidegaugeError("the HTML report is some 5 MB, too much for a terminal: give --output FILE")
+    run = find_run(home, spec)
+    verdict = judge(run)
+    if form == "json":
+        text = json.dumps(as_report(run, verdict), indent=1, allow_nan=False) + "\n"
+        _write(text, output)
+    elif form == "html":
+        _write(_html(run, verdict), output)
+    elif output is None:
+        show_card(run, verdict, home=home, to_stderr=False)
+    else:
+        _write(card_text(run, verdict, home=home), output)
+
+
+@click.command()
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="The newest N alone.")
+@tag_option("Only runs that were given this tag.")
+@format_option("text", "json")
+@home_option
+def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
+    """List the runs, newest first."""
+    from collector.findings import finite
+    from collector.report.listing import list_entry, run_table
+    from collector.store import list_runs
+
+    entries = (list_entry(run) for run in list_runs(home))
+    shown = list(itertools.islice((entry for entry in entries if tags.items() <= entry.tags.items()), limit))
+    if form == "json":
+        _write(json.dumps(finite([asdict(entry) for entry in shown]), indent=1, allow_nan=False) + "\n", None)
+    elif shown:
+        show_table(run_table(shown))
+    elif tags:
+        click.echo(f"no runs in {home} have {' and '.join(f'{key}={value}' for key, value in tags.items())}")
+    else:
+        click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--kind", type=click.Choice(SNAPSHOT_KINDS), default="allocator", show_default=True, help="Of what.")
+@click.option("--steps", type=click.IntRange(2, 1000), help="That it lasts [default: a growth 100, a profile 5].")
+@click.option("--worker", type=click.IntRange(0), metavar="K", help="Ask worker K of each loader (growth, census).")
+@click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait.")
+@home_option
+def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeout: float, home: Path) -> None:
+    """Have a running training save what only it can see of its memory, at the end of a step."""
+    from collector.agent.live.snapshot_request import take
+    from collector.report.terminal import Terminal
+    from collector.store import find_run
+
+    with Terminal(stderr=True).status("asking") as status:
+        run, steps = find_run(home, spec), steps or SNAPSHOT_STEPS.get(kind, 1)
+        lines, failures = take(run, kind, steps=steps, timeout_seconds=timeout, show=status.update, worker=worker)
+    for line in lines:
+        click.echo(one_line(line))
+    if failures:
+        raise TidegaugeError("; ".join(failures))
+
+
+def _html(run: Run, verdict: Verdict) -> str:
+    """Render the dashboard's views in one file. The dashboard may not be installed, so it is imported by name."""
+    if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
+        raise TidegaugeError("the HTML report needs the dashboard; install it with: pip install 'tidegauge[app]'")
+    logging.disable(logging.WARNING)  # Streamlit warns that no session runs.
+    try:
+        rendered: str = importlib.import_module("app.html_report").render(run, verdict)
+    finally:
+        logging.disable(logging.NOTSET)
+    return rendered
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TidegaugeError(f"cannot write {output}: {error.strerror}; give --output a file in a folder") from None

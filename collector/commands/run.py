@@ -1,0 +1,255 @@
+"""Commands that follow a training: run, job, watch, collect."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from collector.commands.options import (
+    PASS_ON,
+    LiveOptions,
+    home_option,
+    investigate_option,
+    outlet_options,
+    run_options,
+)
+from collector.commands.verdict import judge, show_card
+from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
+from training_harness.layout import (
+    DISABLED_VARIABLE,
+    MEMORY_HISTORY_VARIABLE,
+    RUN_ID,
+    RUN_ID_VARIABLE,
+    STAGES_VARIABLE,
+    STORE_VARIABLE,
+)
+
+if TYPE_CHECKING:
+    from collector.agent.live.outlets import Outlets
+    from collector.diagnosis import Verdict
+    from collector.store import Run
+
+#: The jobs of `training_harness.jobs`, which this package may not import.
+JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
+
+
+def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    if value and not RUN_ID.fullmatch(value):
+        raise click.BadParameter(f"{value!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
+    return value or None
+
+
+@click.command(context_settings=PASS_ON)
+@run_options
+@click.option(
+    "--memory-history",
+    type=click.IntRange(1, 1_000_000),
+    metavar="N",
+    help="Record the last N CUDA allocations with their stacks, for snapshots.",
+)
+@click.option("--no-stages", is_flag=True, help="Do not note what reading, decoding, augmenting … take.")
+@click.option(
+    "--run-id",
+    envvar=RUN_ID_VARIABLE,
+    callback=_check_run_id,
+    metavar="ID",
+    help="The same on every node of one training, with a shared store [default: a new one].",
+)
+@investigate_option
+@outlet_options
+@home_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(
+    name: str | None,
+    tags: Mapping[str, str],
+    interval: float,
+    memory_history: int | None,
+    no_stages: bool,
+    run_id: str | None,
+    investigate: bool,
+    live: LiveOptions,
+    home: Path,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND and watch it: tidegauge run -- python train.py --lr 0.1."""
+    if memory_history is not None:
+        os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
+    if no_stages:
+        os.environ[STAGES_VARIABLE] = "0"
+    if run_id is not None:
+        os.environ[RUN_ID_VARIABLE] = run_id
+    _run(
+        command,
+        home=home,
+        live=live,
+        investigate=investigate,
+        name=name,
+        tags=tags,
+        interval_seconds=interval,
+    )
+
+
+@click.command(context_settings=PASS_ON)
+@investigate_option
+@outlet_options
+@home_option
+@click.argument("name", type=click.Choice(JOBS))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def job(investigate: bool, live: LiveOptions, home: Path, name: str, arguments: tuple[str, ...]) -> None:
+    """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
+    home, arguments = _take_home(arguments, home)
+    command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
+    if not {"--help", "-h", "--list"}.isdisjoint(arguments):
+        os.execv(sys.executable, command)
+    kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
+    title = "-".join([name, *kind]) if name == "fault" else name
+    _run(command, home=home, live=live, investigate=investigate, name=title)
+
+
+def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the home that a job's arguments name, else `home`; and the arguments without it."""
+    rest, words = [], iter(arguments)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--home":
+            rest.append(word)
+            continue
+        path = value if equals else next(words, "")
+        if not path:
+            raise click.UsageError("Option '--home' requires an argument", click.get_current_context())
+        home = Path(path)
+    return home, tuple(rest)
+
+
+@click.command()
+@run_options
+@outlet_options
+@home_option
+@click.argument("pid", type=click.IntRange(1))
+def watch(
+    name: str | None,
+    tags: Mapping[str, str],
+    interval: float,
+    live: LiveOptions,
+    home: Path,
+    pid: int,
+) -> None:
+    """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
+    from collector.agent.launch import watch as watch_process
+    from collector.store import living_processes
+
+    def announce(run: Run) -> None:
+        text = f"tidegauge: watching process {pid} as {run.run_id}; Ctrl-C ends the watch, not the process"
+        click.echo(text, err=True)
+
+    outlets = _open_outlets(live)
+    run = watch_process(
+        pid, home=home, name=name, tags=tags, interval_seconds=interval, on_ready=announce, outlets=outlets
+    )
+    show_card(run, _judge_and_publish(run, outlets), home=home, to_stderr=True)
+    process = run.manifest["command"]
+    if living_processes(run, [(process["host"], process["pid"], process["start_ticks"])]):
+        click.echo(f"tidegauge: the watch is over; process {pid} goes on", err=True)
+    _close(outlets)
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
+@investigate_option
+@outlet_options
+@home_option
+def collect(spec: str, follow: int | None, investigate: bool, live: LiveOptions, home: Path) -> None:
+    """Resume a run whose collector has ended: store what waits, follow what lives."""
+    from collector.agent import loop
+    from collector.agent.samplers.procfs import LocalProcess
+    from collector.store import find_run
+    from training_harness.journal import start_ticks
+
+    run = find_run(home, spec)
+    if follow is not None and run.manifest["command"] is None:
+        try:
+            command = loop.manifest_process(LocalProcess(follow, start_ticks(follow)))
+        except OSError:
+            raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
+        loop.update_manifest(run, command=command)
+    outlets = _open_outlets(live, investigate=investigate)
+    if not loop.collect(run, outlets=outlets):
+        raise TidegaugeError(
+            f"the store did not take all records of {run.run_id}, which wait in {run.journal_dir}: "
+            "`tidegauge doctor` says why; collect again once it can"
+        )
+    verdict = _judge_and_publish(run, outlets)
+    click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
+    _close(outlets)
+
+
+def _run(
+    command: Sequence[str],
+    *,
+    home: Path,
+    live: LiveOptions,
+    investigate: bool,
+    name: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    interval_seconds: float = 1.0,
+) -> None:
+    """Run and follow a command, show the card, and exit as the command did."""
+    from collector.agent.launch import run_command
+
+    disabled = os.environ.get(DISABLED_VARIABLE) == "1"
+    if os.environ.get(STORE_VARIABLE) and not disabled:
+        from collector.store.cluster import postgres
+
+        postgres.store_from_environment()  # A wrong setting is reported before the command starts.
+    outlets = None if disabled else _open_outlets(live, investigate=investigate)
+    outcome = run_command(
+        command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
+    )
+    if outcome.run is not None and outcome.is_stored:
+        try:
+            show_card(outcome.run, _judge_and_publish(outcome.run, outlets), home=home, to_stderr=True)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the command's exit status stands
+            if os.environ.get(DEBUG_VARIABLE) == "1":
+                traceback.print_exc()
+            reason = one_line(f"{type(error).__name__}: {error}")
+            click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
+    _close(outlets)
+    sys.exit(outcome.exit_status)
+
+
+def _open_outlets(live: LiveOptions, *, investigate: bool = False) -> Outlets | None:
+    """Open the live output of a run; None if no option asks for any.
+
+    Raises:
+        TidegaugeError: the metrics cannot be served at the given address.
+
+    """
+    if live == LiveOptions(None, ()) and not investigate:
+        return None
+    from collector.agent.live import prometheus
+    from collector.agent.live.alerts import Alerts
+    from collector.agent.live.outlets import Outlets
+
+    outlets = Outlets(Alerts(live.senders) if live.senders else None, investigate=investigate)
+    if live.prometheus is not None:
+        click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
+    return outlets
+
+
+def _judge_and_publish(run: Run, outlets: Outlets | None) -> Verdict:
+    verdict = judge(run)
+    if outlets is not None:
+        outlets.publish(verdict.findings)
+    return verdict
+
+
+def _close(outlets: Outlets | None) -> None:
+    if outlets is not None:
+        outlets.close()

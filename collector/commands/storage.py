@@ -1,0 +1,109 @@
+"""Commands on stored runs: export, prune."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from collector.commands.options import home_option, show_table
+from collector.errors import TidegaugeError, one_line
+from collector.units import size
+
+if TYPE_CHECKING:
+    from collector.store.prune.home import StoredRun
+
+_PREFIXES = "KMGT"
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option(
+    "--to",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="A new or empty folder.",
+)
+@click.option("--format", "form", default="parquet", show_default=True, metavar="parquet|csv", help="Of the files.")
+@home_option
+def export(spec: str, directory: Path, form: str, home: Path) -> None:
+    """Write a run as one file per stream, for pandas, Polars, DuckDB and their like."""
+    from collector.report.listing import export_table
+    from collector.report.terminal import Terminal
+    from collector.store import find_run
+    from collector.store.export import export as export_run
+
+    run = find_run(home, spec)
+    with Terminal(stderr=True).status("exporting") as status:
+        result = export_run(run, directory, form, say=lambda name: status.update(f"writing {name}"))
+    for problem in result.problems[:5]:
+        click.echo(f"tidegauge: {one_line(problem)}", err=True)
+    show_table(export_table(result.files))
+    click.echo(f"\n{one_line(run.run_id)} is in {directory}")
+
+
+def _parse_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    """Parse bytes from `20GB` (powers of 1000), `20GiB` (powers of 1024) or a bare number."""
+    if value is None:
+        return None
+    parts = re.fullmatch(rf"(\d+(?:\.\d+)?) ?(?:([{_PREFIXES}])(i?))?B?", value.strip(), re.IGNORECASE)
+    if parts is None:
+        raise click.BadParameter(f"{value!r} is not a size; write it like 20GB or 500MiB")
+    number, prefix, binary = parts.groups()
+    power = _PREFIXES.index(prefix.upper()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+@click.command()
+@click.option("--keep", type=click.IntRange(0), metavar="N", help="At most so many runs, the newest.")
+@click.option(
+    "--max-size", callback=_parse_size, metavar="SIZE", help="At most so much disk, like 20GB, for all runs."
+)
+@click.option("--store", "of_store", is_flag=True, help="Of the shared store, for all nodes; not of this home.")
+@click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@home_option
+def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool, yes: bool, home: Path) -> None:
+    """Delete whole runs, the oldest first, until --keep and --max-size are met.
+
+    A run that is running, or that a collector or a reader holds, stays.
+    """
+    from collector.report.listing import prune_table
+    from collector.store.prune import cluster, home as home_prune
+
+    store: Any = cluster if of_store else home_prune
+
+    if keep is None and max_size is None:
+        raise TidegaugeError("nothing says what may stay: give --keep N, --max-size SIZE, or both")
+    stored = store.stored_runs(home)
+    candidates = home_prune.runs_beyond(stored, keep=keep, max_bytes=max_size)
+    to_delete = [stored_run for stored_run in candidates if not stored_run.keep_reason]
+    unfinished = len(store.leftovers(home))
+    if candidates:
+        show_table(prune_table(candidates))
+        click.echo()
+    click.echo(f"to delete: {_size_text(to_delete, unfinished)} (of {_size_text(stored, 0)})")
+    if dry_run or not (to_delete or unfinished):
+        return
+    if to_delete and not yes:
+        if not sys.stdin.isatty():
+            raise TidegaugeError("nothing was deleted, for there is no terminal to ask at: give --yes")
+        click.confirm("delete?", abort=True)
+    staying = store.delete(home, [stored_run.run for stored_run in to_delete])
+    for run, reason in staying.items():
+        click.echo(one_line(f"tidegauge: {run.run_id} stays: {reason}"), err=True)
+    deleted = [stored_run for stored_run in to_delete if stored_run.run not in staying]
+    click.echo(f"deleted: {_size_text(deleted, unfinished)}")
+
+
+def _size_text(stored: Sequence[StoredRun], unfinished: int) -> str:
+    """Return number and size of runs, `3 runs, 1.2 GiB`, and the rests of others from an interrupted prune."""
+    runs = "1 run" if len(stored) == 1 else f"{len(stored)} runs"
+    words = f"{runs}, {size(sum(run.size_bytes for run in stored))}"
+    return f"{words}, and the rest of {unfinished} whose deletion was interrupted" if unfinished else words

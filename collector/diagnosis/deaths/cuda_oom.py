@@ -1,0 +1,409 @@
+"""Explain CUDA out-of-memory errors: the request, the free memory, the use of the rest, and the cause.
+
+PyTorch's message gives its figures with two decimals of a binary unit (`format_size` in
+c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.memory.gpu_growth import tensor_leak
+from collector.diagnosis.memory.leak import Leak
+from collector.diagnosis.run.allocators import allocators, devices, record_at
+from collector.diagnosis.run.columns import floats, key_of, whole, written
+from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Advice, Evidence, Finding, Limit, Locus, Severity
+from collector.store import ProcessKey
+from collector.units import plain_text, size
+
+_SENTENCE = "CUDA out of memory"
+_MESSAGE_CHARACTERS = 500
+#: Smallest gain of an advice worth giving, as a share of the limit.
+_LEAST_GAIN_RATIO = 0.01
+#: Figures of the observer and the allocator at the moment of the error.
+_AT_ERROR = ("requested_bytes", "free_bytes", "limit_bytes", "allocated_bytes", "reserved_bytes")
+#: Memory of the device.
+TOTAL = "device_total_bytes"
+#: Precision of the figures in PyTorch's message: 0.01 GiB.
+_ROUNDED_BYTES = 0.01 * (1 << 30)
+#: DataLoader raises a worker's error again in the training process (torch/_utils.py, `ExceptionWrapper`).
+_RAISED_AGAIN = re.compile(r"Caught \S+ in DataLoader worker process (\d+)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = r"(?P<value>[\d.]+) (?P<unit>bytes|KiB|MiB|GiB)"
+_FIGURES = {
+    "requested_bytes": (rf"Tried to allocate {_SIZE}", rf"Requested\s*: {_SIZE}"),
+    "total_bytes": (rf"total capacity of {_SIZE}", rf"Device limit\s*: {_SIZE}"),
+    "free_bytes": (rf"of which {_SIZE} is free", rf"Free \(according to CUDA\)\s*: {_SIZE}"),
+    "process_used_bytes": (rf"this process has {_SIZE} memory in use",),
+    "allowed_bytes": (rf"{_SIZE} allowed;", rf"memory fraction\)\s*: {_SIZE}"),
+    "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"Currently allocated\s*: {_SIZE}"),
+    "unallocated_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scene:
+    """One error, and the state at its moment.
+
+    Attributes:
+        error: its process, device and event.
+        figures: name -> bytes, of `figures_at`.
+        growth: the growth of live tensors before it, None if they did not grow.
+        batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
+        phase: phase of the framework, None if it recorded none.
+
+    """
+
+    error: CudaError
+    figures: Mapping[str, float]
+    growth: Leak | None
+    batch_bytes: tuple[float, float]
+    phase: str | None
+
+    def of(self, name: str) -> float:
+        """Return a figure, NaN if it is not known."""
+        return self.figures.get(name, math.nan)
+
+    @property
+    def is_caught(self) -> bool:
+        """True if the training caught the error and went on."""
+        return self.error.event.get("caught") is True
+
+    @property
+    def unallocated_bytes(self) -> float:
+        """Memory that the allocator held and no tensor used."""
+        return self.of("reserved_bytes") - self.of("allocated_bytes")
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the process reached its own share of the device, while the device had room.
+
+        The allocator then refuses requests that would exceed its limit (c10/cuda/CUDACachingAllocator.cpp,
+        `alloc_block`).
+        """
+        request, held = self.of("requested_bytes"), np.fmax(self.of("reserved_bytes"), self.of("allocated_bytes"))
+        return bool(held + request > self.of("limit_bytes") and self.of("free_bytes") >= request)
+
+
+def find_cuda_ooms(tables: RunTables) -> list[Finding]:
+    """Find `cuda-oom`, once per process and device: the last error, or the one that ended the training."""
+    return [_finding(tables, error) for error in cuda_errors(tables)]
+
+
+def ended_by_cuda_oom(tables: RunTables) -> frozenset[ProcessKey]:
+    """Return the training processes that such an error ended."""
+    events = [event for event in tables.events_of("cuda-oom") if event.get("caught") is False]
+    return frozenset(key for event in events if (key := key_of(event)))
+
+
+def _finding(tables: RunTables, error: CudaError) -> Finding:
+    scene = _scene(tables, error)
+    event = error.event
+    severity: Severity = "info" if scene.is_caught else "critical" if event.get("caught") is False else "warning"
+    limit = scene.of("limit_bytes")
+    return Finding(
+        kind="cuda-oom",
+        severity=severity,
+        confidence=0.97,
+        summary=_summary(scene),
+        locus=error.locus(tables),
+        since_step=whole(event.get("step")),
+        evidence=_evidence(scene),
+        limit=Limit(name="CUDA memory", value=limit, unit="bytes") if math.isfinite(limit) else None,
+        advice=_advice(scene),
+    )
+
+
+def _scene(tables: RunTables, error: CudaError) -> _Scene:
+    key, at_ns = error.key, error.at_ns
+    records = allocators(tables.stream("device_memory"))
+    own = next((a.before(at_ns) for a in records if (a.key, a.device) == (key, error.device)), None)
+    batches = written(tables, "batch", key)
+    payload = floats(batches[floats(batches, "time_ns") <= at_ns], "payload_bytes")
+    phases = [e for e in tables.events_of("phase") if key_of(e) == key and e["time_ns"] <= at_ns]
+    return _Scene(
+        error=error,
+        figures=figures_at(tables, error),
+        growth=tensor_leak(own) if own is not None else None,
+        batch_bytes=(
+            float(payload[-1]) if len(payload) else math.nan,
+            float(np.nanmax(payload[:-1])) if np.isfinite(payload[:-1]).any() else math.nan,
+        ),
+        phase=str(phases[-1]["phase"]) if phases else None,
+    )
+
+
+def _summary(scene: _Scene) -> str:
+    request, error = scene.of("requested_bytes"), scene.error
+    process = f"the training process (pid {error.key[1]})"
+    if error.slot is not None:
+        main, loader, worker = error.slot
+        process = f"DataLoader worker {worker}"
+        process += (
+            f" of loader {loader} (pid {error.key[1]})"
+            if error.key != main
+            else f" of the process with pid {main[1]}"
+        )
+    text = f"CUDA memory ran out in {process}"
+    text += f" in its {scene.phase} phase" if scene.phase else ""
+    if math.isfinite(request):
+        text += f": {size(request)} were asked for, {size(scene.of('free_bytes'))} were free"
+        if scene.is_limited:
+            text += f" on the device, but the process may use {size(scene.of('limit_bytes'))} of it"
+    if math.isfinite(scene.unallocated_bytes):
+        text += f". Tensors held {size(scene.of('allocated_bytes'))}"
+        text += f", the allocator {size(scene.unallocated_bytes)} more"
+    return text + (". The training caught the error and went on." if scene.is_caught else ".")
+
+
+def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
+    last, before = scene.batch_bytes
+    figures = (
+        ("batch_payload_bytes", last, "last batch before it"),
+        ("earlier_batch_payload_peak_bytes", before, "run"),
+        *(
+            (name, value, "at the error")
+            for name, value in scene.figures.items()
+            if name != TOTAL or scene.is_limited
+        ),
+    )
+    evidence = [fact(name, value, window, unit="bytes") for name, value, window in figures if math.isfinite(value)]
+    errors = whole(scene.error.event.get("errors_count")) or 1
+    evidence.append(fact("errors_count", errors, "since the last such event"))
+    if scene.error.event.get("message"):
+        message = plain_text(str(scene.error.event["message"]))
+        message = first_sentences(message[max(message.rfind(_SENTENCE), 0) :])  # a worker's comes with a traceback
+        evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught", unit="text"))
+    else:
+        went_on = "yes, the training went on" if scene.is_caught else "not known, the process ended after it"
+        evidence.append(fact("caught", went_on, "the error", unit="text"))
+    if scene.growth is not None:
+        rise, n = round(scene.growth.growth.rise), scene.growth.growth.n
+        evidence.append(Evidence(name="allocated_rise_bytes", value=rise, unit="bytes", n=n, window="before it"))
+    return tuple(evidence)
+
+
+def _advice(scene: _Scene) -> tuple[Advice, ...]:
+    """Return the advice that the figures support, by gain in bytes; a smaller step always helps, and comes last."""
+    request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
+    last, before = scene.batch_bytes
+    options: list[tuple[float, Advice]] = []
+    if scene.growth is not None:
+        rise = scene.growth.growth.rise
+        advice = Advice(
+            text="Live tensors had been growing until then: see gpu-tensor-leak before you look at sizes",
+            expected=f"the {size(rise)} by which they grew are free",
+        )
+        options.append((rise, advice))
+    if scene.is_limited:
+        more = scene.of(TOTAL) - scene.of("limit_bytes")
+        advice = Advice(
+            text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
+            expected=f"up to {size(min(more, scene.of('free_bytes')))} become usable",
+        )
+        options.append((more, advice))
+    if scene.unallocated_bytes >= request:
+        advice = Advice(
+            text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was "
+            "asked for, in pieces that were too small",
+            expected=f"up to {size(scene.unallocated_bytes)} become usable",
+        )
+        options.append((scene.unallocated_bytes, advice))
+    if others >= request:
+        advice = Advice(
+            text="End the other processes on this device, or use another",
+            expected=f"{size(others)} become free",
+        )
+        options.append((others, advice))
+    if last > before:
+        advice = Advice(
+            text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the "
+            "last one was the largest so far",
+            expected=f"no batch above {size(before)}, which fitted",
+        )
+        options.append((last - before, advice))
+    siblings = np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes"))
+    if scene.error.slot is not None and siblings >= request:
+        advice = Advice(
+            text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the "
+            "device in the training process",
+            expected=f"no context and no cache of each worker: up to {size(siblings)} become free",
+        )
+        options.append((siblings, advice))
+    least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
+    options = sorted((option for option in options if not option[0] < least), key=lambda option: -option[0])
+    smaller = Advice(
+        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
+        "finds the largest that fits), activation checkpointing, bfloat16",
+        expected="activations shrink in proportion to the batch",
+    )
+    return (*(advice for _, advice in options), smaller)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaError:
+    """A CUDA out-of-memory error.
+
+    Attributes:
+        key: the process that requested memory.
+        device: its number in that process, None if not known.
+        event: the `cuda-oom` event. If a worker's error ended the training, the training's record of it is added.
+        slot: (training process, loader, worker id) of a worker; the loader is None if not known.
+
+    """
+
+    key: ProcessKey
+    device: int | None
+    event: Mapping[str, Any]
+    slot: tuple[ProcessKey, int | None, int] | None
+
+    @property
+    def at_ns(self) -> float:
+        """Time at which it was raised."""
+        return float(self.event.get("error_time_ns") or self.event["time_ns"])
+
+    def locus(self, tables: RunTables) -> Locus:
+        """Return its place in the run."""
+        if self.slot is None:
+            rank = rank_of(tables, self.key)
+            return Locus(host=self.key[0], rank=rank, device=self.device, role="main", pid=self.key[1])
+        main, loader, worker = self.slot
+        pid = self.key[1] if self.key != main else None
+        return Locus(
+            host=main[0],
+            rank=rank_of(tables, main),
+            device=self.device,
+            role="worker",
+            pid=pid,
+            loader=loader,
+            worker=worker,
+        )
+
+
+def cuda_errors(tables: RunTables) -> list[CudaError]:
+    """Return the last error of each process and device; one that ended the training goes before caught ones."""
+    slots = worker_slots(tables)
+    last: dict[tuple[ProcessKey, int | None], CudaError] = {}
+    for event in sorted(tables.events_of("cuda-oom"), key=lambda event: event.get("caught") is not True):
+        if (key := key_of(event)) is not None:
+            device = whole(event.get("device"))
+            last[key, device] = CudaError(key=key, device=device, event=event, slot=slots.get(key[:2]))
+    return _of_workers(list(last.values()))
+
+
+def _of_workers(errors: list[CudaError]) -> list[CudaError]:
+    """Merge errors that the training process raised again into the errors of the workers that they came from."""
+    copies = {}
+    for error in errors:
+        match = _RAISED_AGAIN.match(str(error.event.get("message") or ""))
+        if match and error.slot is None:
+            copies[error.key, int(match[1])] = error
+    result = [error for error in errors if error not in copies.values()]
+    for (main, worker), copy in copies.items():
+        fields = {name: copy.event[name] for name in ("caught", "type", "message") if name in copy.event}
+        origin = next((e for e in result if e.slot and (e.slot[0], e.slot[2]) == (main, worker)), None)
+        if origin is None:
+            result.append(replace(copy, slot=(main, None, worker)))
+        else:
+            result[result.index(origin)] = replace(origin, event={**origin.event, **fields})
+    return result
+
+
+def figures_at(tables: RunTables, error: CudaError) -> dict[str, float]:
+    """Return the figures of memory at the moment of an error, in bytes.
+
+    Returns:
+        requested, free, limit, allocated and reserved, each with `_bytes`, from the observer, else from the
+        message, which rounds them; `TOTAL`; and the use of memory outside this process's PyTorch. Unknown figures
+        are absent.
+
+    """
+    event, message = error.event, message_figures(str(error.event.get("message") or ""))
+    figures = {name: float(event[name]) for name in _AT_ERROR if whole(event.get(name)) is not None}
+    figures = {name: message[name] for name in ("requested_bytes", "free_bytes") if name in message} | figures
+    limits = [message[name] for name in ("allowed_bytes", "total_bytes") if name in message]
+    if limits:
+        figures.setdefault("limit_bytes", min(limits))
+    if "allocated_bytes" not in figures and "allocated_bytes" in message:
+        figures["allocated_bytes"] = message["allocated_bytes"]
+        if "unallocated_bytes" in message:
+            figures["reserved_bytes"] = message["allocated_bytes"] + message["unallocated_bytes"]
+    sample: Mapping[str, float | None] = {}
+    for host, number, samples, _ in devices(tables):
+        if (host, number) == (error.key[0], error.device):
+            sample = record_at(samples, error.at_ns)
+    total = sample.get("total_bytes") or message.get("total_bytes")
+    if total is None:
+        return figures
+    figures[TOTAL] = total
+    return figures | _elsewhere(tables, error, figures, sample, message.get("process_used_bytes"))
+
+
+def _elsewhere(
+    tables: RunTables,
+    error: CudaError,
+    figures: Mapping[str, float],
+    sample: Mapping[str, float | None],
+    process_used: float | None,
+) -> dict[str, float]:
+    """Return the use of memory outside this process's PyTorch, in bytes; unknown figures are absent.
+
+    The memory in use is the device's total less the memory that was free at the error. PyTorch's message gives the
+    part of this process. The driver's last sample gives the part of programs outside the run, which no step of this
+    process changes. The rest belongs to the run's other processes, if it has any on this device.
+    """
+    reserved, free = figures.get("reserved_bytes"), figures.get("free_bytes")
+    if reserved is None or free is None:
+        return {}
+    outside = figures[TOTAL] - free - reserved - (sample.get("reserved_bytes") or 0.0)
+    others, is_alone = sample.get("other_used_bytes"), _is_alone(tables, error)
+    if process_used is None:
+        if others is None:
+            return {"unattributed_bytes": max(0.0, outside)}
+        rest = max(0.0, outside - others)
+        return {"outside_pytorch_bytes" if is_alone else "rest_of_run_bytes": rest, "other_processes_bytes": others}
+    result = {"outside_pytorch_bytes": max(0.0, process_used - reserved)}
+    rest = max(0.0, outside - (process_used - reserved))
+    rest = rest if rest > 2 * _ROUNDED_BYTES else 0.0
+    if is_alone:
+        return result | {"other_processes_bytes": rest}
+    if others is None:
+        return result | {"unattributed_bytes": rest}
+    return result | {"run_processes_bytes": max(0.0, rest - others), "other_processes_bytes": others}
+
+
+def _is_alone(tables: RunTables, error: CudaError) -> bool:
+    """Return whether no other process of the run is known to use the device."""
+    users = {a.key for a in allocators(tables.stream("device_memory")) if a.device == error.device}
+    return error.slot is None and users <= {error.key}
+
+
+def message_figures(message: str) -> dict[str, float]:
+    """Return the figures in PyTorch's message, in bytes.
+
+    Returns:
+        requested, total (of the device), free, process_used, allowed (where a fraction is set), allocated and
+        unallocated (reserved, and no tensor uses it), each with `_bytes`.
+
+    """
+    figures = {}
+    for name, patterns in _FIGURES.items():
+        matches = (re.search(pattern, message) for pattern in patterns)
+        match = next((match for match in matches if match), None)
+        if match:
+            figures[name] = float(match["value"]) * _UNITS[match["unit"]]
+    return figures
+
+
+def first_sentences(message: str) -> str:
+    """Return the message up to its general advice."""
+    return message.partition(" If reserved but unallocated memory")[0].strip()

@@ -1,0 +1,172 @@
+"""Find DataLoader workers that were ended from outside, and did not merely follow their training process."""
+
+from __future__ import annotations
+
+import re
+import signal as signals
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.run.columns import floats, key_of, sampled, whole
+from collector.diagnosis.run.lifecycle import SIGINT, SIGTERM, Lifecycle, is_interrupt, signal_of
+from collector.store import ProcessKey
+
+_WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+
+_SIGNAL_MESSAGE = re.compile(r"is killed by signal: ([\w ]+)")
+#: Name of a signal in DataLoader's message (torch/csrc/DataLoader.cpp) -> its number.
+_SIGNALS = {signals.strsignal(number): int(number) for number in signals.valid_signals()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadWorker:
+    """A worker that died: its place, its process if it recorded its start, and what is known about its end."""
+
+    main: ProcessKey
+    loader: int
+    worker: int
+    host: str
+    pid: int
+    key: ProcessKey | None
+    exit_code: int | None
+    message: str | None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and pid."""
+        return self.host, self.pid
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended it, None if unknown or if it exited by itself."""
+        if self.exit_code is not None:
+            return signal_of(self.exit_code)
+        match = _SIGNAL_MESSAGE.search(self.message or "")
+        return _SIGNALS.get(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one run and their ends."""
+
+    life: Lifecycle
+
+    def killed(self) -> list[DeadWorker]:
+        """Return the workers that ended by a signal or an abrupt exit, and not because their loader was done."""
+        dead = {worker.address: worker for worker in self._reported_dead()}
+        for address in self._blamed:
+            if address not in dead and (worker := self._worker_at(address, None)):
+                dead[address] = worker
+        for worker in self._gone_before_their_main():
+            dead.setdefault(worker.address, worker)
+        return sorted(dead.values(), key=lambda worker: (worker.main, worker.loader, worker.worker))
+
+    @cached_property
+    def _blamed(self) -> dict[tuple[str, int], Mapping[str, Any]]:
+        """(host, pid) of a worker -> the exception of its training process in which DataLoader blamed it."""
+        blamed = {}
+        for (host, _, _), event in self.life.exceptions.items():
+            match = _WORKER_MESSAGE.search(str(event.get("message")))
+            for pid in match[1].replace(",", " ").split() if match else ():
+                blamed[(host, int(pid))] = event
+        return blamed
+
+    def _reported_dead(self) -> list[DeadWorker]:
+        dead = []
+        for event in self.life.tables.events_of("worker-died"):
+            owner, pid, code = key_of(event), whole(event.get("worker_pid")), whole(event.get("exit_code"))
+            if owner is None or pid is None or self._stopped_on_purpose(owner, code):
+                continue
+            worker = self._worker_at((owner[0], pid), code)
+            if worker is not None and not self._had_finished(worker):
+                dead.append(worker)
+        return dead
+
+    def _had_finished(self, worker: DeadWorker) -> bool:
+        """Return whether the worker had finished its loop before, and the training did not fail because of it.
+
+        An error while a spawned worker unloads the interpreter and its libraries costs no batch.
+        """
+        return worker.message is None and worker.key is not None and self._exit_reasons.get(worker.key) == "done"
+
+    def _stopped_on_purpose(self, main: ProcessKey, code: int | None) -> bool:
+        """Return whether a worker's end by this code follows from a signal to the whole job."""
+        exception = self.life.exceptions.get(main)
+        is_stopped = exception is not None and is_interrupt(exception)
+        is_stopped = is_stopped or self.life.killed_mains.get(main) in (SIGINT, SIGTERM)
+        return is_stopped and code in (-SIGINT, -SIGTERM, 1)
+
+    def _gone_before_their_main(self) -> list[DeadWorker]:
+        """Return workers of a killed training process that recorded no exit and did not merely follow it.
+
+        A worker that outlives its training process notices that and records its exit within seconds. So if another
+        worker did, or still lives, a silent one was killed itself. If all are silent, one signal ended the job.
+        """
+        dead = []
+        for (main, _), event in self._newest_epochs.items():
+            if main not in self.life.killed_mains or self.life.killed_mains[main] in (SIGINT, SIGTERM):
+                continue
+            addresses = [
+                (main[0], pid) for slot in event.get("worker_pids") or () if (pid := whole(slot)) is not None
+            ]
+            silent = [address for address in addresses if self._vanished(address)]
+            if len(silent) == len(addresses):
+                silent = [address for address in silent if self._died_before(self._keys[address], main)]
+            dead += [worker for address in silent if (worker := self._worker_at(address, None))]
+        return dead
+
+    @cached_property
+    def _newest_epochs(self) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
+        newest = {}
+        for event in self.life.tables.events_of("epoch-start"):
+            owner, loader = key_of(event), whole(event.get("loader"))
+            if owner is not None and loader is not None:
+                newest[(owner, loader)] = event
+        return newest
+
+    def _vanished(self, address: tuple[str, int]) -> bool:
+        """Return whether a worker that recorded its start is known to be gone, and recorded no exit."""
+        key, living = self._keys.get(address), self.life.tables.living
+        return key is not None and living is not None and key not in living and key not in self._exit_reasons
+
+    @cached_property
+    def _exit_reasons(self) -> dict[ProcessKey, str]:
+        """Worker -> the reason that it recorded for leaving its loop."""
+        events = self.life.tables.events_of("worker-exit")
+        return {key: str(event.get("reason")) for event in events if (key := key_of(event))}
+
+    def _died_before(self, worker: ProcessKey, main: ProcessKey) -> bool:
+        """Return whether the collector saw the training process alive after it had seen the worker's end."""
+        worker_rows, main_rows = sampled(self.life.tables, worker), sampled(self.life.tables, main)
+        dead_ns = floats(worker_rows, "time_ns")[floats(worker_rows, "alive") == 0]
+        alive_ns = floats(main_rows, "time_ns")[floats(main_rows, "alive") == 1]
+        return len(dead_ns) > 0 and len(alive_ns) > 0 and bool(dead_ns[0] < alive_ns[-1])
+
+    @cached_property
+    def _slots(self) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
+        return worker_slots(self.life.tables)
+
+    @cached_property
+    def _keys(self) -> dict[tuple[str, int], ProcessKey]:
+        starts = self.life.tables.events_of("worker-start")
+        return {(key[0], key[1]): key for event in starts if (key := key_of(event))}
+
+    def _worker_at(self, address: tuple[str, int], code: int | None) -> DeadWorker | None:
+        slot = self._slots.get(address)
+        if slot is None:
+            return None
+        main, loader, worker = slot
+        exception = self._blamed.get(address)
+        return DeadWorker(
+            main=main,
+            loader=loader,
+            worker=worker,
+            host=address[0],
+            pid=address[1],
+            key=self._keys.get(address),
+            exit_code=code,
+            message=str(exception.get("message")) if exception else None,
+        )

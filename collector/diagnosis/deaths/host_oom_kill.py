@@ -1,0 +1,151 @@
+"""Find the victims that the kernel killed for lack of memory, by its own count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from collector.diagnosis.deaths.victims import Victim
+from collector.diagnosis.run.columns import floats, peak
+from collector.diagnosis.run.host_memory import binding_limit, demand_series
+from collector.diagnosis.run.lifecycle import SIGKILL
+from collector.diagnosis.run.processes import last_bytes, last_step
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Advice, Evidence, Finding, Limit
+from collector.units import size
+
+#: Ticks by which the reading of the kill counter may differ from that of a process's end.
+_MARGIN_TICKS = 5
+#: Share of the limit from which memory counts as short: the peak that kills may fall between two ticks.
+_SHORT_RATIO = 0.85
+
+
+def oom_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
+    """Return the victims whose end the kernel's count of out-of-memory kills explains, largest first."""
+    candidates = [v for v in victims if v.signal == SIGKILL or (v.signal is None and v.exit_code is None)]
+    sizes = {id(victim): last_bytes(tables, victim.key) for victim in candidates}
+    candidates.sort(key=lambda victim: -sizes[id(victim)])
+    result: list[Victim] = []
+    for victim in candidates:
+        kills = max(_oom_kills(tables, victim).values(), default=0)
+        rivals = [other for other in result if _may_coincide(tables, other, victim)]
+        if kills > len(rivals):
+            result.append(victim)
+    return result
+
+
+def _may_coincide(tables: RunTables, victim: Victim, other: Victim) -> bool:
+    """Return whether two victims may have ended at the same time, so that one kill may explain either."""
+    if victim.main[0] != other.main[0]:
+        return False
+    begin, end = end_window(tables, victim)
+    return begin <= other.gone_ns and other.last_seen_ns <= end
+
+
+def end_window(tables: RunTables, victim: Victim) -> tuple[float, float]:
+    """Return the window, in ns, in which samples of the host may show the victim's end."""
+    samples = tables.stream("host")
+    times = floats(samples[samples["host"] == victim.main[0]], "time_ns")
+    margin = _MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    return victim.last_seen_ns - margin, victim.gone_ns + margin
+
+
+def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
+    """Return the increase of each kill counter around the victim's end, between samples of the same cgroup.
+
+    The command may join its cgroup after the first sample and leave it before the last. The cgroup's counter covers
+    this job. The host's covers all programs, so it counts only if memory was short then.
+    """
+    host = victim.main[0]
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    times = floats(samples, "time_ns")
+    if len(times) < 2:
+        return {}
+    begin, end = end_window(tables, victim)
+    is_near = (times[1:] >= begin) & (times[:-1] <= end)
+    is_same_cgroup = np.diff(np.nan_to_num(floats(samples, "cgroup_limit_bytes"), nan=-1.0)) == 0
+    cgroup, whole_host = (
+        np.maximum(np.nan_to_num(np.diff(floats(samples, column))), 0.0)
+        for column in ("cgroup_oom_kill_count", "host_oom_kill_count")
+    )
+    kills = {"cgroup_oom_kill_count": int(cgroup[is_same_cgroup & is_near].sum())}
+    if _memory_was_short(tables, host, (times >= begin) & (times <= end)):
+        kills["host_oom_kill_count"] = int(whole_host[is_near].sum())
+    return kills
+
+
+def _memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    limit = binding_limit(tables, host)[1]
+    demand = peak(demand_series(tables, host)[1][in_window])
+    available = floats(samples, "memory_available_bytes") / floats(samples, "memory_total_bytes")
+    least_available_ratio = -peak(-available[in_window])
+    return demand >= _SHORT_RATIO * limit or least_available_ratio <= 1 - _SHORT_RATIO
+
+
+def oom_kill(tables: RunTables, victim: Victim) -> Finding:
+    """Return the finding on a victim that the kernel killed: the kill counters, its memory and the limit."""
+    host = victim.main[0]
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    kills = _oom_kills(tables, victim)
+    in_cgroup = kills.get("cgroup_oom_kill_count", 0) > 0
+    name, limit = binding_limit(tables, host)
+    held = last_bytes(tables, victim.key)
+    is_worker = victim.locus.role == "worker"
+    smaller = (
+        Advice(
+            text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
+            expected="each worker less saves what it held" + (f" (this one {size(held)})" if held else ""),
+        )
+        if is_worker
+        else Advice(
+            text="Hold less in the training process: look at the leak findings and the largest containers",
+            expected="demand stays below the limit",
+        )
+    )
+    return Finding(
+        kind="host-oom-kill",
+        severity="critical",
+        confidence=0.97 if in_cgroup else 0.85,
+        summary=(
+            f"The kernel killed {victim.what} for lack of memory"
+            + (f"; it last held {size(held)}" if held else "")
+            + (f", the limit is {size(limit)}." if math.isfinite(limit) else ".")
+        ),
+        locus=victim.locus,
+        since_step=last_step(tables, victim.main),
+        evidence=(
+            *(
+                Evidence(name=name, value=count, unit="count", n=len(samples), window="around its end")
+                for name, count in kills.items()
+                if count
+            ),
+            *victim.evidence,
+            *_pressure(samples),
+        ),
+        limit=Limit(name=name, value=limit, unit="bytes") if math.isfinite(limit) else None,
+        advice=(smaller, Advice(text="Raise the memory limit of the job", expected="room for the demand above")),
+    )
+
+
+def _pressure(samples: pd.DataFrame) -> tuple[Evidence, ...]:
+    anon = peak(floats(samples, "cgroup_anon_bytes"))
+    available = floats(samples, "memory_available_bytes")
+    evidence = []
+    if math.isfinite(anon):
+        evidence.append(
+            Evidence(name="cgroup_anon_peak_bytes", value=anon, unit="bytes", n=len(samples), window="run")
+        )
+    if np.isfinite(available).any():
+        low = float(np.nanmin(available))
+        evidence.append(
+            Evidence(name="memory_available_low_bytes", value=low, unit="bytes", n=len(samples), window="run")
+        )
+    return tuple(evidence)

@@ -1,0 +1,102 @@
+"""The last minute of every process, for a post-mortem: its memory, and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, held_bytes, key_of, last, of_process, whole
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.store import ProcessKey
+from training_harness.records import ROLE_COLLECTOR, ROLE_OTHER, ROLES
+
+LAST_MINUTE_SECONDS = 60.0
+_KEY = ["host", "process_pid", "process_start_ticks"]
+_WRITER = ["host", "pid", "start_ticks"]
+_PLACE = ["role", "process_rank", "loader", "worker"]
+_MEMORY = ["held_bytes", "rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_bytes"]
+_NAMES = {"process_pid": "pid", "process_start_ticks": "start_ticks", "process_rank": "rank"}
+#: Stream -> the phase that begins when a record of it is written.
+_NEXT_PHASES = {"step": "between steps", "batch": "forward or backward", "device_memory": "optimizer"}
+
+
+def last_minute(tables: RunTables) -> pd.DataFrame:
+    """Return the samples of the last minute of each host, one row per process and tick, in order of time.
+
+    Columns: `host`, `pid`, `start_ticks`, `role` (a word of `records.ROLES`), `rank`, `loader`, `worker`; `time_ns`
+    and `seconds`, counted from the end of the training there, so mostly below 0; `held_bytes` (see
+    `columns.held_bytes`), `rss_bytes`, `pss_bytes`, `private_dirty_bytes`, `swap_bytes`, NaN where not read.
+    """
+    process = tables.stream("process")
+    has_role = np.isin(floats(process, "role"), [role for role in range(len(ROLES)) if role != ROLE_COLLECTOR])
+    rows = process[has_role & (floats(process, "alive") != 0)].dropna(subset=_KEY)
+    # The last role of a process counts: the main one is an "other" until it trains.
+    rows = rows.assign(**rows.groupby(_KEY)[_PLACE].transform("last"))
+    held = [pd.Series(held_bytes(samples), samples.index) for _, samples in rows.groupby(_KEY)]
+    seconds = (floats(rows, "time_ns") - rows["host"].map(_ends_ns(tables, rows)).to_numpy(np.float64)) / SECOND_NS
+    roles = [ROLES[int(role)] for role in floats(rows, "role")]
+    rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)
+    rows = rows[seconds >= -LAST_MINUTE_SECONDS][[*_KEY, *_PLACE, "time_ns", "seconds", *_MEMORY]]
+    samples: pd.DataFrame = rows.rename(columns=_NAMES).reset_index(drop=True)
+    return samples
+
+
+def last_states(tables: RunTables) -> pd.DataFrame:
+    """Return one row per process that lived in the last minute, the training processes first.
+
+    Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
+    read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended;
+    `batch`, the index of the last one that it got or made; and `phase`, which its last record began.
+    Unknown values are NaN or None.
+    """
+    samples = last_minute(tables)
+    groups = samples.groupby(_WRITER, sort=False)
+    states = groups[["role", "rank", "loader", "worker", "seconds", *_MEMORY]].last()
+    states["held_rise_bytes"] = groups["held_bytes"].last() - groups["held_bytes"].first()
+    keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
+    keys += [key for key in Lifecycle(tables).mains if key not in keys]  # they outlived the collector
+    states = states.reindex(pd.MultiIndex.from_tuples(keys, names=_WRITER)).reset_index()
+    streams = (*_NEXT_PHASES, "fetch")
+    newest = {name: tables.stream(name).drop_duplicates(_WRITER, keep="last") for name in streams}
+    progress = pd.DataFrame([_progress(tables, newest, key) for key in keys], columns=["step", "batch", "phase"])
+    roles = [role if isinstance(role, str) else ROLES[0] for role in states["role"]]
+    states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)
+    return states.sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
+
+
+def to_records(states: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of `last_states` for JSON: integers, except `seconds`; unknown values are None."""
+    return [
+        {str(name): value if isinstance(value, str) else _number(name, value) for name, value in row.items()}
+        for row in states.to_dict("records")
+    ]
+
+
+def _number(name: Hashable, value: Any) -> int | float | None:
+    return (None if pd.isna(value) else round(float(value), 3)) if name == "seconds" else whole(value)
+
+
+def _ends_ns(tables: RunTables, samples: pd.DataFrame) -> dict[str, float]:
+    """Return host -> time of the last sign of a training process or worker; of any process if there is none."""
+    training = samples[floats(samples, "role") < ROLE_OTHER]
+    records = [tables.stream(name)[["host", "time_ns"]] for name in ("step", "batch", "fetch")]
+    signs = pd.concat([(samples if training.empty else training)[["host", "time_ns"]], *records])
+    return {str(host): float(times.max()) for host, times in signs.groupby("host")["time_ns"]}
+
+
+def _progress(
+    tables: RunTables, newest: Mapping[str, pd.DataFrame], key: ProcessKey
+) -> tuple[float, float, str | None]:
+    """Return the last step and batch of a process, and the phase that its last record began."""
+    records = {name: of_process(rows, key) for name, rows in newest.items()}
+    batches = records["fetch"] if records["batch"].empty else records["batch"]
+    times = {name: last(floats(records[name], "time_ns")) for name in _NEXT_PHASES if len(records[name])}
+    framework_phases = [str(event["phase"]) for event in tables.events_of("phase") if key_of(event) == key]
+    phase = _NEXT_PHASES[max(times, key=times.__getitem__)] if times else None
+    if framework_phases and framework_phases[-1] != "train":  # the framework knows better
+        phase = framework_phases[-1]
+    return last(floats(records["step"], "step")), last(floats(batches, "index")), phase

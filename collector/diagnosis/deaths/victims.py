@@ -1,0 +1,141 @@
+"""Processes that were ended from outside, with what is known about their ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collector.diagnosis.deaths.dead_workers import DeadWorker
+from collector.diagnosis.run.columns import floats, key_of, sampled, whole, written
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.processes import fact, last_memory, rank_of
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Evidence, Locus
+from collector.store import ProcessKey
+from training_harness.events import EventKind
+
+#: Killed workers of one loader above which they share one finding.
+_MAX_SEPARATE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A training process or worker (or several of one loader) that was ended from outside.
+
+    `last_seen_ns` is its last sign of life, `gone_ns` the time at which it was first known to be gone.
+    """
+
+    what: str
+    locus: Locus
+    main: ProcessKey
+    key: ProcessKey | None
+    signal: int | None
+    exit_code: int | None = None
+    last_seen_ns: float
+    gone_ns: float
+    evidence: tuple[Evidence, ...]
+
+
+def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Victim:
+    """Return a worker that died, with the records of its training process and of the collector."""
+    exits = _events_count(tables, "worker-exit", worker.key)
+    evidence = [fact("worker_farewell_count", exits, "worker-exit events")]
+    if worker.exit_code is not None:
+        evidence.append(fact("worker_exit_code", worker.exit_code, "seen by the training process", unit="status"))
+    if worker.message is not None:
+        evidence.append(fact("exception", worker.message[:200], "raised in the training process", unit="text"))
+    if worker.key is not None and life.is_dead(worker.key):
+        evidence.append(fact("worker_alive", 0, "at the time of reading", unit="bool"))
+    last_seen_ns, gone_ns = _end_of(tables, worker.key, worker.main, worker.pid)
+    return Victim(
+        what=f"worker {worker.worker} of loader {worker.loader} (pid {worker.pid})",
+        locus=Locus(
+            host=worker.host,
+            rank=rank_of(tables, worker.main),
+            role="worker",
+            pid=worker.pid,
+            worker=worker.worker,
+            loader=worker.loader,
+        ),
+        main=worker.main,
+        key=worker.key,
+        signal=worker.signal,
+        exit_code=worker.exit_code,
+        last_seen_ns=last_seen_ns,
+        gone_ns=gone_ns,
+        evidence=(*evidence, *last_memory(tables, worker.key)),
+    )
+
+
+def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int | None) -> Victim:
+    """Return a training process (or the command) that was ended by a signal, None if that is unknown."""
+    evidence = [fact("farewell_count", _events_count(tables, "process-exit", key), "process-exit events")]
+    if life.exit_status is not None:
+        evidence.append(fact("exit_status", life.exit_status, "of the command", unit="status"))
+    if key in life.exceptions:
+        evidence.append(fact("exception", str(life.exceptions[key].get("type")), "uncaught", unit="text"))
+    if life.is_dead(key):
+        evidence.append(fact("alive", 0, "at the time of reading", unit="bool"))
+    rank = rank_of(tables, key)
+    last_seen_ns, gone_ns = _end_of(tables, key, key, key[1])
+    return Victim(
+        what=life.name(key) if rank is None else f"{life.name(key).removesuffix(')')}, rank {rank})",
+        locus=Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1]),
+        main=key,
+        key=key,
+        signal=signal,
+        last_seen_ns=last_seen_ns,
+        gone_ns=gone_ns,
+        evidence=(*evidence, *last_memory(tables, key)),
+    )
+
+
+def merge_workers(victims: Sequence[Victim]) -> list[Victim]:
+    """Return the victims, with more than `_MAX_SEPARATE` workers of one loader merged into one."""
+    loaders: dict[tuple[ProcessKey, int | None], list[Victim]] = {}
+    for victim in victims:
+        if victim.locus.role == "worker":
+            loaders.setdefault((victim.main, victim.locus.loader), []).append(victim)
+    groups = [group for group in loaders.values() if len(group) > _MAX_SEPARATE]
+    members = {id(victim) for group in groups for victim in group}
+    return [*(_merge(group) for group in groups), *(victim for victim in victims if id(victim) not in members)]
+
+
+def _merge(group: Sequence[Victim]) -> Victim:
+    example = next((victim for victim in group if victim.signal is not None), group[0])
+    pids = ", ".join(str(victim.locus.pid) for victim in group)
+    return dataclasses.replace(
+        example,
+        what=f"{len(group)} workers of loader {example.locus.loader} (pids {pids})",
+        locus=dataclasses.replace(example.locus, pid=None, worker=None),
+        key=None,
+        last_seen_ns=min(victim.last_seen_ns for victim in group),
+        gone_ns=max(victim.gone_ns for victim in group),
+        evidence=(fact("victims_count", len(group), "workers of this loader"), *example.evidence),
+    )
+
+
+def _events_count(tables: RunTables, kind: EventKind, key: ProcessKey | None) -> int:
+    return sum(key is not None and key_of(event) == key for event in tables.events_of(kind))
+
+
+def _end_of(tables: RunTables, key: ProcessKey | None, main: ProcessKey, pid: int) -> tuple[float, float]:
+    """Return its last sign of life and when it was known to be gone, in ns; equal if its end was not seen."""
+    gone = [
+        float(event["time_ns"])
+        for event in tables.events_of("worker-died", "command-exit")
+        if (key_of(event) == main and whole(event.get("worker_pid")) == pid)
+        or (key == main and whole(event.get("command_pid")) == pid)
+    ]
+    signs_ns = []
+    if key is not None:
+        rows = sampled(tables, key)
+        times, alive = floats(rows, "time_ns"), floats(rows, "alive")
+        gone += list(times[alive == 0][:1])
+        signs_ns += list(times[alive == 1][-1:])
+        signs_ns += [float(event["time_ns"]) for event in tables.events if key_of(event) == key]
+        for name in ("step", "batch", "fetch"):
+            signs_ns += list(floats(written(tables, name, key), "time_ns")[-1:])
+    last_seen = max(signs_ns, default=min(gone, default=float(tables.now_ns)))
+    return last_seen, max(min(gone, default=last_seen), last_seen)

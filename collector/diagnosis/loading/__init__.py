@@ -1,0 +1,28 @@
+"""Loading loops: what their workers did, and what the training waited for."""
+
+from collector.diagnosis.loading.loaders import Loop, loops
+from collector.diagnosis.loading.recent_batches import BATCHES, longest_waiting_rank, recent_loading
+from collector.diagnosis.loading.wait_breakdown import (
+    WAIT_PARTS,
+    WaitBreakdown,
+    break_down_waits,
+    cost_per_stage,
+    recent_loops,
+)
+from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_position
+
+__all__ = [
+    "BATCHES",
+    "WAIT_PARTS",
+    "Lanes",
+    "Loop",
+    "WaitBreakdown",
+    "break_down_waits",
+    "cost_per_stage",
+    "lanes",
+    "longest_waiting_rank",
+    "loops",
+    "recent_loading",
+    "recent_loops",
+    "waits_by_position",
+]

@@ -1,0 +1,177 @@
+"""The loading loops of a run: which process drives which DataLoader, and what its workers recorded.
+
+A loop is one DataLoader in one training process. Its batches are recorded by that process, its fetches by
+the workers; `epoch-start` says which worker pids belong to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, written
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.store import ProcessKey
+from training_harness.records import INLINE_WORKER
+
+_DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
+#: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
+_LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
+_MOST_EPOCHS = 1e6  # more than one loader ever makes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """One DataLoader in one training process, with its records in order of time."""
+
+    main: ProcessKey
+    rank: int | None
+    loader: int
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    start_method: str | None
+    batches: pd.DataFrame
+    fetches: pd.DataFrame
+
+    @property
+    def ramp(self) -> int:
+        """Number of batches at the start of an epoch that say nothing about the steady state."""
+        return max(1, self.num_workers * self.prefetch_factor)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that training waited for the recorded batches."""
+        return float(np.fmax(floats(self.batches, "wait_ns"), 0.0).sum()) / SECOND_NS
+
+
+def loops(tables: RunTables) -> list[Loop]:
+    """Return every loop that has yielded a batch."""
+    return tables.once("loops", lambda: _loops(tables))
+
+
+def _loops(tables: RunTables) -> list[Loop]:
+    batch = Lifecycle(tables).of_last_attempt(tables.stream("batch"))
+    if batch.empty:
+        return []
+    fetch = _with_owner(tables)
+    settings = loader_settings(tables)
+    found_loops = []
+    for _, rows in batch.groupby(["host", "pid", "start_ticks"], sort=True):
+        writer = rows.iloc[0]
+        key = (str(writer["host"]), int(writer["pid"]), int(writer["start_ticks"]))
+        last_loader = recreated_loaders(tables, settings, key)
+        batches = _join_loaders(rows, last_loader)
+        fetches = _join_loaders(fetch[(fetch["owner_pid"] == key[1]) & (fetch["host"] == key[0])], last_loader)
+        for loader in sorted(int(number) for number in np.unique(floats(batches, "loader"))):
+            of_loader = (part[floats(part, "loader") == loader] for part in (batches, fetches))
+            found_loops.append(_loop(key, loader, settings.get((key, loader), {}), *of_loader))
+    return found_loops
+
+
+def loader_settings(tables: RunTables) -> dict[tuple[ProcessKey | None, int | None], Mapping[str, Any]]:
+    """Return the `loader` event by (training process, loader)."""
+    return tables.once(
+        "loader settings",
+        lambda: {(key_of(event), whole(event.get("loader"))): event for event in tables.events_of("loader")},
+    )
+
+
+def recreated_loaders(
+    tables: RunTables, settings: Mapping[tuple[ProcessKey | None, int | None], Mapping[str, Any]], key: ProcessKey
+) -> dict[int, int]:
+    """Map each re-created loader to the last of its chain, for scripts that make a DataLoader in each epoch.
+
+    A chain has loaders with equal settings (sampler and length of the dataset too), each of which is made after
+    the last batch of the one before. Loaders that are in use by turns stay separate.
+    """
+    if sum(main == key for main, _ in settings) < _LEAST_LOADERS_OF_ONE_LINE:
+        return {}
+    last_used = _last_used(written(tables, "batch", key))
+    chains_by_signature: dict[str, list[list[int]]] = {}
+    for (main, loader), event in sorted(settings.items(), key=lambda item: item[1]["time_ns"]):
+        if main != key or loader is None:
+            continue
+        signature = {name: value for name, value in event.items() if name not in ("time_ns", "loader")}
+        chains = chains_by_signature.setdefault(repr(sorted(signature.items())), [])
+        unused = [chain for chain in chains if last_used.get(chain[-1], 0.0) <= event["time_ns"]]
+        if unused:
+            unused[-1].append(loader)
+        else:
+            chains.append([loader])
+    return {
+        loader: max(chain)
+        for chains in chains_by_signature.values()
+        for chain in chains
+        if len(chain) >= (_LEAST_LOADERS_OF_ONE_LINE if settings[key, chain[0]].get("line") else _LEAST_LOADERS)
+        for loader in chain
+    }
+
+
+def _last_used(batch: pd.DataFrame) -> dict[int, float]:
+    """Return the time of each loader's last batch in ns; `batch` is in order of time."""
+    latest_first = floats(batch, "loader")[::-1]
+    used, position = np.unique(latest_first, return_index=True)
+    times = floats(batch, "time_ns")[::-1][position]
+    return {int(loader): float(time) for loader, time in zip(used, times, strict=True)}
+
+
+def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.DataFrame:
+    """Give the loaders of a chain one number, and each of their passes an epoch number of its own."""
+    if not last_loader:
+        return rows
+    loader = floats(rows, "loader")
+    joined = pd.Series(loader).map(last_loader).fillna(pd.Series(loader)).to_numpy()
+    return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
+
+
+def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
+    """Map (host, worker pid) to (training process, loader, worker id), from the `epoch-start` events."""
+    slots: dict[tuple[str, int], tuple[ProcessKey, int, int]] = {}
+    for event in tables.events_of("epoch-start"):
+        owner, loader = key_of(event), whole(event.get("loader"))
+        if owner is None or loader is None:
+            continue
+        for worker, pid in enumerate(event.get("worker_pids") or ()):
+            if (worker_pid := whole(pid)) is not None:
+                slots[(owner[0], worker_pid)] = (owner, loader, worker)
+    return slots
+
+
+def _loop(
+    key: ProcessKey, loader: int, setting: Mapping[str, Any], batches: pd.DataFrame, fetches: pd.DataFrame
+) -> Loop:
+    workers = whole(setting.get("num_workers"))
+    if workers is None:
+        workers = max(0, int(np.nanmax(floats(batches, "worker"), initial=INLINE_WORKER)) + 1)
+    return Loop(
+        main=key,
+        rank=whole(batches["rank"].iloc[-1]),
+        loader=loader,
+        num_workers=workers,
+        prefetch_factor=(whole(setting.get("prefetch_factor")) or _DEFAULT_PREFETCH) if workers else 0,
+        in_order=setting.get("in_order") is not False,
+        start_method=setting.get("start_method"),
+        batches=batches,
+        fetches=fetches,
+    )
+
+
+def _with_owner(tables: RunTables) -> pd.DataFrame:
+    """Return the fetches with the pid of the training process that they were made for, in `owner_pid`."""
+    fetch = tables.stream("fetch")
+    mains = tables.stream("batch")["pid"].unique()
+    only_main = float(mains[0]) if len(mains) == 1 else np.nan
+    owner = pd.Series(floats(fetch, "pid"), index=fetch.index)  # inline: the training process itself
+    pid_of_owner: dict[str, dict[int, float]] = {}
+    for (host, pid), (main, _, _) in worker_slots(tables).items():
+        pid_of_owner.setdefault(host, {})[pid] = float(main[1])
+    by_worker = fetch[floats(fetch, "worker") != INLINE_WORKER]
+    for host, pids in by_worker.groupby("host")["pid"]:
+        owner[pids.index] = pids.map(pid_of_owner.get(str(host), {})).astype(float).fillna(only_main)
+    return fetch.assign(owner_pid=owner)

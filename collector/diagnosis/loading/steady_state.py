@@ -1,0 +1,225 @@
+"""The pace of one loading loop in its steady state, measured on both sides: the loop and its workers.
+
+The loop's side gives its wait and its own work per batch; the workers' side gives their idle time and what each
+fetch costs. With N workers that take w seconds per batch, a loop that needs c seconds per batch keeps them busy
+`w / (N c)` of the time: at 1 and above they cannot keep up, however deep the prefetch is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median
+from collector.diagnosis.statistics.growth import Floats
+
+#: Share of its time that a worker idles, below which it has none to spare.
+BUSY_IDLE = 0.15
+_ALWAYS_BUSY = 0.9  # share of the time; the rest is too short to be what the loop mostly waits for
+#: A pause (validation, a checkpoint) is rarer than this and that many times longer than usual.
+_PAUSE_QUANTILE, _PAUSE_FACTOR = 0.95, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPace:
+    """One worker slot in the steady state; times in seconds."""
+
+    worker: int
+    fetches: int
+    fetch_median: float
+    fetch_mean: float
+    fetch_log_error: float
+    idle_ratio: float
+    blame_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """One loop in the steady state; times in seconds, per batch.
+
+    Attributes:
+        batches: steady batches.
+        interval: between two yields, pauses of the loop cut off.
+        wait: in the DataLoader: `starved` until a worker had made the batch, then `transfer` (queue, unpickling,
+            pinning). All of it is `starved` where the workers set the pace: the thread of a worker that sends a
+            batch waits for the worker's GIL, so a batch is late while the next one is made.
+        consumer: the rest of the interval, and the transfer: what the loop needs if its batches are ready.
+        capacity_ratio: mean fetch time over (workers x consumer time).
+        tail_wait_ratio: share of the starving at batches that took 3 times the usual fetch.
+        tail_ratio: share of such batches.
+        first_ns, last_ns: the window.
+
+    """
+
+    batches: int
+    interval: float
+    wait: float
+    wait_ratio: float
+    starved: float
+    starved_ratio: float
+    transfer: float
+    consumer: float
+    workers: tuple[WorkerPace, ...]
+    fetch_mean: float
+    collate_mean: float
+    capacity_ratio: float
+    tail_wait_ratio: float
+    tail_ratio: float
+    fetch_p99: float
+    first_ns: float
+    last_ns: float
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of time that the median worker idles, NaN if no worker reports."""
+        return median(np.array([worker.idle_ratio for worker in self.workers]))
+
+
+def steady_fetches(loop: Loop) -> pd.DataFrame:
+    """Return the fetches of the steady state, with `fetch_ns` and `idle_ns`.
+
+    The ramp-up is left out, and so is each process's first fetch of an epoch: it idled while workers started or
+    between epochs.
+    """
+    rows = loop.fetches
+    first = ~rows.duplicated(["epoch", "pid"])
+    rows = rows[~first & (floats(rows, "index") >= (loop.ramp if loop.num_workers else 1))]
+    return rows.assign(
+        fetch_ns=fetch_ns(rows),
+        idle_ns=floats(rows, "idle_ns"),
+    )
+
+
+def fetch_ns(fetches: pd.DataFrame) -> Floats:
+    """Return the time of each fetch in ns, collating included."""
+    durations: Floats = floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns"))
+    return durations
+
+
+def pace(loop: Loop) -> Pace | None:
+    """Measure the steady state of a loop; return None if no batch lies in it."""
+    order = np.lexsort((floats(loop.batches, "time_ns"), floats(loop.batches, "epoch")))
+    rows = loop.batches[["epoch", "index", "worker", "time_ns", "wait_ns"]].iloc[order]
+    times, waits, epochs = floats(rows, "time_ns"), floats(rows, "wait_ns"), floats(rows, "epoch")
+    intervals = np.diff(times, prepend=np.nan)
+    intervals[np.diff(epochs, prepend=np.nan) != 0] = np.nan
+    steady = (floats(rows, "index") >= loop.ramp) & (intervals > 0) & np.isfinite(waits)
+    if not steady.any():
+        return None
+    rows, times, waits, intervals = rows[steady], times[steady], waits[steady], intervals[steady]
+    fetches = steady_fetches(loop)
+    fetch_mean = mean(floats(fetches, "fetch_ns")) / SECOND_NS
+    starved = waits if _sets_the_pace(loop, fetch_mean, intervals, waits) else starved_ns(loop, rows, times, waits)
+    work = without_pauses(np.maximum(intervals - starved, 0.0))
+    rows = rows.assign(starved_ns=starved)
+    tail, tail_starved = _tail(rows, fetches)
+    consumer = _windowed(work, loop.ramp) / SECOND_NS
+    total = max(float((work + starved).sum()), 1.0)
+    return Pace(
+        batches=len(rows),
+        interval=total / len(rows) / SECOND_NS,
+        wait=float(waits.mean()) / SECOND_NS,
+        wait_ratio=float(waits.sum()) / total,
+        starved=float(starved.mean()) / SECOND_NS,
+        starved_ratio=float(starved.sum()) / total,
+        transfer=float((waits - starved).mean()) / SECOND_NS,
+        consumer=consumer,
+        workers=_worker_paces(loop, rows, fetches),
+        fetch_mean=fetch_mean,
+        collate_mean=mean(floats(fetches, "collate_ns")) / SECOND_NS,
+        capacity_ratio=fetch_mean / (max(loop.num_workers, 1) * max(consumer, 1e-9)),
+        tail_wait_ratio=tail_starved,
+        tail_ratio=tail,
+        fetch_p99=_quantile(floats(fetches, "fetch_ns"), 0.99) / SECOND_NS,
+        first_ns=float(times[0]),
+        last_ns=float(times.max()),
+    )
+
+
+def _sets_the_pace(loop: Loop, fetch_seconds: float, intervals: Floats, waits: Floats) -> bool:
+    """Return whether the workers are always busy and the loop alone would take more batches than they make."""
+    interval = float(without_pauses(intervals).mean()) / SECOND_NS
+    workers_interval = fetch_seconds / max(loop.num_workers, 1)
+    return workers_interval >= max(_ALWAYS_BUSY * interval, interval - float(waits.mean()) / SECOND_NS)
+
+
+def starved_ns(loop: Loop, rows: pd.DataFrame, times: Floats, waits: Floats) -> Floats:
+    """Return the ns of each wait until a worker had made the batch; all of it where that is not recorded."""
+    if not loop.num_workers:
+        return waits
+    made = loop.fetches.assign(made_ns=floats(loop.fetches, "time_ns"))[["epoch", "index", "made_ns"]]
+    joined = rows[["epoch", "index"]].merge(
+        made.drop_duplicates(["epoch", "index"]), how="left", on=["epoch", "index"]
+    )
+    starved: Floats = np.clip(floats(joined, "made_ns") - (times - waits), 0.0, waits)
+    return np.where(np.isfinite(starved), starved, waits)
+
+
+def _worker_paces(loop: Loop, batches: pd.DataFrame, fetches: pd.DataFrame) -> tuple[WorkerPace, ...]:
+    if not loop.num_workers:
+        return ()
+    waits = batches.groupby("worker")["starved_ns"].sum()
+    total_wait = float(waits.sum()) or float("nan")
+    paces = []
+    for _, rows in fetches.groupby("worker"):
+        costs, idle = floats(rows, "fetch_ns"), floats(rows, "idle_ns")
+        known = np.isfinite(costs) & np.isfinite(idle)
+        costs, idle = costs[known], without_pauses(idle[known])
+        if not len(costs):
+            continue
+        logs = np.log(np.maximum(costs, 1.0))
+        spread = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
+        paces.append(
+            WorkerPace(
+                worker=int(floats(rows, "worker")[0]),
+                fetches=len(costs),
+                fetch_median=float(np.median(costs)) / SECOND_NS,
+                fetch_mean=float(costs.mean()) / SECOND_NS,
+                fetch_log_error=1.25 * spread / np.sqrt(len(costs)),
+                idle_ratio=float(idle.sum()) / max(float(idle.sum() + costs.sum()), 1.0),
+                blame_ratio=float(waits.get(floats(rows, "worker")[0], 0.0)) / total_wait,
+            )
+        )
+    return tuple(paces)
+
+
+def _tail(batches: pd.DataFrame, fetches: pd.DataFrame) -> tuple[float, float]:
+    """Return the share of batches with three times the usual fetch time, and their share of the starving."""
+    if fetches.empty:
+        return float("nan"), float("nan")
+    tail = fetches.assign(tail=is_tail(fetches))[["epoch", "index", "tail"]]
+    joined = batches[["epoch", "index", "starved_ns"]].merge(tail, on=["epoch", "index"])
+    waiting = float(joined["starved_ns"].sum())
+    if joined.empty or not waiting:
+        return float("nan"), float("nan")
+    return float(joined["tail"].mean()), float(joined.loc[joined["tail"], "starved_ns"].sum()) / waiting
+
+
+def is_tail(fetches: pd.DataFrame) -> pd.Series:
+    """Return which steady fetches took over three times the median of their worker."""
+    return fetches["fetch_ns"] > 3 * fetches.groupby("worker")["fetch_ns"].transform("median")
+
+
+def without_pauses(durations: Floats) -> Floats:
+    """Return the durations with the rare, far longer ones cut: the loop did something else then."""
+    known = durations[np.isfinite(durations)]
+    if not len(known):
+        return durations
+    usual = max(_PAUSE_FACTOR * float(np.median(known)), float(np.quantile(known, _PAUSE_QUANTILE)))
+    return np.minimum(durations, usual)
+
+
+def _windowed(work: Floats, width: int) -> float:
+    """Return the loop's work per batch: the median over windows of `width` batches, which prefetching evens out."""
+    usable = len(work) // width * width
+    if usable < 4 * width:
+        return float(work.mean())
+    return float(np.median(work[:usable].reshape(-1, width).mean(axis=1)))
+
+
+def _quantile(values: Floats, share: float) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.quantile(known, share)) if len(known) else float("nan")

@@ -1,0 +1,296 @@
+"""Find what limits the workers: wall time of a fetch = CPU + run queue + blocked, and what it is blocked on.
+
+The kernel function in which a thread waits (/proc/PID/wchan) shows what the thread is blocked on. The collector
+records it at each tick for the main thread of each process, which is the one that fetches. The bytes that a worker
+reads do not show it: they may come from the page cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.steady_state import steady_fetches
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Evidence
+from collector.units import number, percent
+
+#: Shares of a fetch's wall time above which the cores are contended, the fetch computes, or it is blocked.
+_QUEUED, _BUSY, _BLOCKED = 0.3, 0.6, 0.5
+#: Share of the usable cores in use, above which the contention is the run's own.
+CORES_FILLED = 0.7
+_CORES_FULL = 0.9  # share of the usable cores
+_LEAST_PART = 0.1  # share of a fetch below which a part of it is left out
+#: Latency (seconds) and rate (bytes/s) of slow storage: a rotating disk or a file server.
+_REQUEST_SECONDS, _STORAGE_RATE = 0.01, 10e6
+_READ_AHEAD_BYTES = 128 * 1024  # bytes of one request (Linux, VM_READAHEAD_PAGES)
+_STORAGE_SHARE = 0.5  # share of the blocked time that storage must explain
+_MIN_WAITS = 4  # samples of a waiting thread
+_MAIN_SHARE = 0.5  # share of the samples that makes a wait the main one
+#: Kinds of waits, and how the names of their kernel functions begin; the first match counts.
+_CHANNELS = (
+    ("child", ("do_wait", "kernel_wait", "wait_consider", "__do_sys_wait")),
+    ("sleep", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep", "__x64_sys_clock_nano")),
+    (
+        "lock",
+        (
+            "futex",
+            "do_futex",
+            "fcntl_setlk",
+            "flock_lock",
+            "posix_lock",
+            "locks_",
+            "do_semtimedop",
+            "rwsem",
+            "down_",
+        ),
+    ),
+    ("pipe", ("pipe_", "anon_pipe", "fifo_pipe", "wait_for_partner")),
+    (
+        "network",
+        ("sk_wait", "inet", "tcp", "udp", "wait_woken", "skb_", "__skb", "unix_", "sock_", "vsock", "rds_"),
+    ),
+    ("service", ("poll_schedule", "do_poll", "do_sys_poll", "ep_poll", "do_epoll", "do_select", "io_cqring")),
+    (
+        "storage",
+        (
+            *("io_schedule", "folio_wait", "wait_on_page", "filemap", "bit_wait", "blk", "__bio", "submit_bio"),
+            *("blkdev", "nfs", "rpc_wait", "fuse", "request_wait_answer", "p9_", "v9fs", "ceph", "netfs", "cifs"),
+            *("smb", "wait_for_response", "cl_", "ll_", "ext4", "xfs", "btrfs", "jbd2", "__lock_page", "do_swap"),
+            *("iomap", "zfs", "cv_wait", "dio_", "__iomap"),
+        ),
+    ),
+)
+#: Kinds of waits that are for data.
+READS = ("storage", "pipe", "network")
+#: Each kind of wait in words.
+WAITS = {
+    "storage": "they read from storage",
+    "pipe": "they read from a pipe",
+    "network": "they read from the network",
+    "lock": "they wait for a lock",
+    "sleep": "they sleep (time.sleep or the like)",
+    "child": "they wait for a child process",
+    "service": "they wait for another process or a network service",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimit:
+    """The limit of a loop's fetches, and its evidence.
+
+    Attributes:
+        by: `limited_by` of the findings, None if it is none of those.
+        because: the same in words.
+        usable_cores: cores that affinity and quota leave, NaN if unknown.
+        evidence: the shares of a fetch's time.
+        others: whether processes outside the run use the cores.
+        waits_for: a key of `WAITS`, where fetches are mostly blocked and the cause is known.
+        cpu_ratio, children_ratio, blocked_ratio: shares of a fetch's wall time, NaN if unknown. The share of
+            children includes their waits for full cores.
+    """
+
+    by: str | None
+    because: str
+    usable_cores: float
+    evidence: tuple[Evidence, ...]
+    others: bool = False
+    waits_for: str | None = None
+    cpu_ratio: float = float("nan")
+    children_ratio: float = float("nan")
+    blocked_ratio: float = float("nan")
+
+
+def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> WorkerLimit:
+    """Return what limits the steady fetches of a loop, or of one of its workers."""
+    rows = steady_fetches(loop)
+    if worker is not None:
+        rows = rows[rows["worker"] == worker]
+    wall = float(np.nansum(floats(rows, "fetch_ns")))
+    cores = usable_cores(tables, loop.main[0])
+    if not wall or not np.isfinite(floats(rows, "cpu_ns")).any():
+        return WorkerLimit(
+            by=None, because="the CPU time of the fetches is not known", usable_cores=cores, evidence=()
+        )
+    threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
+    children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
+    helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
+    helpers_ratio = helpers if helpers >= _LEAST_PART else 0.0
+    queued = _share(rows, "run_queue_ns", wall)
+    blocked = _share(rows, "blocked_ns", wall)
+    waiting = float(np.clip(blocked - children - helpers, 0.0, None))  # not for children or helpers, which compute
+    shares = (
+        ("fetch_cpu_ratio", threads),
+        ("fetch_threads_cpu_ratio", helpers_ratio or float("nan")),
+        ("fetch_children_cpu_ratio", children or float("nan")),
+        ("fetch_run_queue_ratio", queued),
+        ("fetch_blocked_ratio", waiting),
+    )
+    if children >= _LEAST_PART and (
+        _cores_in_use(rows) >= _CORES_FULL * cores or _pressure(tables, loop, rows) >= waiting
+    ):
+        children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
+    by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
+    others = False
+    if queued >= _QUEUED:
+        in_use = _cores_in_use(rows)
+        by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(tables, loop))
+        others = by == "oversubscribed" and in_use < CORES_FILLED * cores
+        waits_for = None
+    return WorkerLimit(
+        by=by,
+        because=because,
+        usable_cores=cores,
+        others=others,
+        waits_for=waits_for,
+        cpu_ratio=float(np.nan_to_num(threads)) + helpers_ratio,
+        children_ratio=children,
+        blocked_ratio=waiting,
+        evidence=tuple(
+            Evidence(name=name, value=round(value, 3), unit="ratio", n=len(rows), window="steady fetches")
+            for name, value in shares
+            if np.isfinite(value)
+        ),
+    )
+
+
+def usable_cores(tables: RunTables, host: str) -> float:
+    """Return the cores that affinity and quota leave, NaN if unknown."""
+    samples = tables.stream("host")
+    return median(floats(samples[samples["host"] == host], "usable_cores_count"))
+
+
+def cores_per_rank(tables: RunTables, host: str) -> float:
+    """Return the usable cores for each training process of a host."""
+    return usable_cores(tables, host) / ranks_count(tables, host)
+
+
+def ranks_count(tables: RunTables, host: str) -> int:
+    """Return the number of training processes on a host, one at least."""
+    return max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
+
+
+def _allowed_cores(tables: RunTables, loop: Loop) -> float:
+    """Return the most cores that the affinity of a worker of the loop allows, NaN if unknown."""
+    allowed = floats(_samples(tables, loop, loop.fetches), "allowed_cores_count")
+    return float(np.nanmax(allowed)) if np.isfinite(allowed).any() else float("nan")
+
+
+def _samples(tables: RunTables, loop: Loop, fetches: pd.DataFrame) -> pd.DataFrame:
+    """Return the collector's samples of the processes that made these fetches."""
+    process = tables.stream("process")
+    pids = fetches["pid"].unique()
+    rows: pd.DataFrame = process[process["process_pid"].isin(pids) & (process["host"] == loop.main[0])]
+    return rows
+
+
+def _limit_by_cores(queued: float, in_use: float, cores: float, allowed: float) -> tuple[str, str]:
+    """Return (`by`, `because`) of fetches that wait for a core: affinity, their own work, or other processes."""
+    waiting = f"fetches wait {percent(queued)} of their time for a core"
+    if allowed < cores:
+        allows = f"the workers' affinity allows {number(allowed)} of {number(cores)} usable cores"
+        return "affinity", f"{waiting}: {allows}"
+    if in_use < CORES_FILLED * cores:
+        get = f"the workers get {number(in_use)} of {number(cores)}"
+        return "oversubscribed", f"{waiting} while {get}: others use the rest"
+    return "oversubscribed", waiting
+
+
+def _judge(
+    tables: RunTables, loop: Loop, rows: pd.DataFrame, cpu: float, children: float, blocked: float
+) -> tuple[str | None, str, str | None]:
+    """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores."""
+    computing = float(np.nan_to_num(cpu)) + children
+    if computing >= _BUSY:
+        in_children = f", {percent(min(children, 1.0))} in child processes" if children >= 0.05 else ""
+        return "cpu", f"fetches compute {percent(min(computing, 1.0))} of their time{in_children}", None
+    if blocked < _BLOCKED:
+        return None, f"fetches mix computing ({percent(computing)}) and waiting ({percent(blocked)})", None
+    blocked_text = f"fetches are blocked {percent(blocked)} of their time"
+    waits_for = _waits_for(tables, loop, rows)
+    if waits_for == "service" and np.nansum(floats(rows, "children_cpu_ns")) > 0:
+        waits_for = "child"  # subprocess waits for a child's output by poll(2)
+    if not waits_for and _storage_explains(rows):
+        waits_for = "storage"
+    if waits_for:
+        return "io" if waits_for in READS else None, f"{blocked_text}: {WAITS[waits_for]}", waits_for
+    if waits_for is None:
+        return None, f"{blocked_text}; where they wait was not sampled often enough to say for what", None
+    return None, f"{blocked_text}, waiting for several things", None
+
+
+def _waits_for(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> str | None:
+    """Return the main wait of the fetching threads within their fetches, as `main_wait` does."""
+    samples = _samples(tables, loop, rows)
+    samples = samples[samples["wait_channel"].notna()]
+    within: list[object] = []
+    for pid, of_process in samples.groupby("process_pid"):
+        fetches = rows[rows["pid"] == pid].sort_values("time_ns")
+        ends, times = floats(fetches, "time_ns"), floats(of_process, "time_ns")
+        at = np.minimum(np.searchsorted(ends, times), len(ends) - 1)
+        inside = (ends - floats(fetches, "fetch_ns"))[at] <= times
+        within.extend(of_process.loc[inside & (times <= ends[at]), "wait_channel"])
+    return main_wait(within)
+
+
+def _storage_explains(rows: pd.DataFrame) -> bool:
+    """Return whether slow storage would need half the blocked time for the bytes and pages that were read."""
+    bytes_read = np.nan_to_num(mean(floats(rows, "storage_bytes")))
+    faults = np.nan_to_num(mean(floats(rows, "major_fault_count")))
+    requests = faults + np.ceil(bytes_read / _READ_AHEAD_BYTES)
+    needed = requests * _REQUEST_SECONDS + bytes_read / _STORAGE_RATE
+    return bool(needed >= _STORAGE_SHARE * mean(floats(rows, "blocked_ns")) / SECOND_NS)
+
+
+def _pressure(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+    """Return the share of time in which a task of the host waited for a core (PSI, cpu some); 0 if unknown."""
+    samples, fetch_ends = tables.stream("host"), floats(rows, "time_ns")
+    times = floats(samples, "time_ns")
+    inside = (samples["host"] == loop.main[0]) & (times >= fetch_ends.min()) & (times <= fetch_ends.max())
+    return float(np.nan_to_num(mean(floats(samples[inside], "cpu_some_avg10_ratio"))))
+
+
+def _share(rows: pd.DataFrame, column: str, wall: float) -> float:
+    values = floats(rows, column)
+    known = np.isfinite(values)
+    if not known.any():
+        return float("nan")
+    return float(np.nansum(values)) / max(float(np.nansum(floats(rows, "fetch_ns")[known])), 1.0)
+
+
+def _cores_in_use(rows: pd.DataFrame) -> float:
+    """Return the cores that the workers of the loop and their children used within the epochs."""
+    times = floats(rows, "time_ns")
+    epochs = rows.groupby("epoch")["time_ns"].agg(lambda values: float(values.max() - values.min()))
+    span = float(epochs.sum())
+    worker_ns = np.fmax(floats(rows, "cpu_ns"), floats(rows, "process_cpu_ns"))
+    used = float(np.nansum(worker_ns) + np.nansum(floats(rows, "children_cpu_ns")))
+    return used / span if span > SECOND_NS / 10 and len(times) else float("nan")
+
+
+def main_wait(channels: Iterable[object]) -> str | None:
+    """Return a key of `WAITS`; empty where the waits are for several things, None where too few were sampled.
+
+    Args:
+        channels: names of the kernel functions in which the sampled threads waited.
+    """
+    kinds = Counter(_kind(str(channel)) for channel in channels if channel)
+    count = kinds.total()
+    if count < _MIN_WAITS:
+        return None
+    reads = {kind: kinds[kind] for kind in READS}
+    if sum(reads.values()) >= _MAIN_SHARE * count:
+        return max(reads, key=reads.__getitem__)
+    largest, times = kinds.most_common(1)[0]
+    return largest if largest in WAITS and times >= _MAIN_SHARE * count else ""
+
+
+def _kind(channel: str) -> str:
+    return next((kind for kind, begins in _CHANNELS if channel.startswith(begins)), "other")

@@ -1,0 +1,1 @@
+"""Growth of memory: leaks, and the limits that they run into."""

@@ -1,0 +1,126 @@
+"""Add to a leak its allocation sites, the lines whose memory stays; or the command that finds them.
+
+The bytes of tensors that Python knows, and of Python objects, are counted by the line that allocated them. Memory
+that autograd keeps in C++ is not. So if a process grew by more than twice what its lines explain, lines whose
+tensors keep growing graphs come first, and the unexplained rest is a site of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from collector.diagnosis.memory.leak import CONFIRMED
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import TRACEABLE_LEAKS, Advice, AllocationSite, Finding
+from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
+from collector.units import size
+
+_NO_LINE = "no line"
+_GRAPH = "with their graph"
+#: Number of allocation sites that a finding names.
+_SITES_COUNT = 5
+#: A line with less than this share of the growth is noise of the loop.
+_LEAST_RATIO = 0.02
+#: Bytes by which a loop's usual allocations may differ between two snapshots.
+_LEAST_BYTES = 2**13
+#: Growth in bytes below which the part that no line explains does not matter.
+_LEAST_UNEXPLAINED_BYTES = 2**20
+
+
+def add_allocation_sites(finding: Finding, tables: RunTables, *, running: bool) -> Finding:
+    """Return a leak with its allocation sites if they were recorded, else with the command that finds them."""
+    if finding.kind not in TRACEABLE_LEAKS or finding.locus.role == "other":  # has no hooks that could answer
+        return finding
+    device = "cpu" if finding.locus.device is None else f"cuda:{finding.locus.device}"
+    snapshots = [grown for grown in tables.grown if _is_of(grown, finding)]
+    sites = rank_sites(snapshots[-1], device) if snapshots else ()
+    if sites:
+        cure = () if sites[0].site == _NO_LINE else (_cure(sites[0], finding),)
+        return replace(finding, held_by=sites, advice=(*cure, *finding.advice))
+    return replace(finding, advice=(*finding.advice, _snapshot_advice(finding, tables, running=running)))
+
+
+def rank_sites(grown: ProcessGrowth, device: str) -> tuple[AllocationSite, ...]:
+    """Return the allocation sites of a device, the largest first; Python objects belong to "cpu"."""
+    sites: dict[str, list[SiteGrowth]] = {}
+    for line in grown.lines:
+        if line.site and (line.device == device or (device == "cpu" and not line.device)):
+            sites.setdefault(line.site, []).append(line)
+    explained = sum(map(_bytes, sites.values()))
+    total = grown.held_bytes.get(device, 0)
+    has_rest = total > _LEAST_UNEXPLAINED_BYTES and explained < CONFIRMED * total
+    rest_bytes = max(0, total - explained) if has_rest else 0
+    nodes = {site: _nodes(lines) if rest_bytes else 0 for site, lines in sites.items()}
+    order = sorted(sites, key=lambda site: (-nodes[site], -_bytes(sites[site])))
+    largest = [
+        _allocation_site(sites[site], grown.window)
+        for site in order
+        if nodes[site] or _bytes(sites[site]) >= max(_LEAST_BYTES, _LEAST_RATIO * max(explained, total))
+    ]
+    rest = AllocationSite(
+        site=_NO_LINE,
+        what="of which no new Python object knows: kept by autograd for the tensors above or for an older one "
+        "(total += loss), or by a C++ extension",
+        grown_bytes=rest_bytes,
+        grown_count=0,
+        window=grown.window,
+    )
+    return (*largest[:_SITES_COUNT], *([rest] if rest_bytes else []))
+
+
+def _cure(site: AllocationSite, finding: Finding) -> Advice:
+    rate = f": {size(finding.rate.value)}/s less" if finding.rate else ""
+    if _GRAPH in site.what:
+        return Advice(
+            text=f"Keep no graph of what `{site.site}` makes: .item() for a number, .detach() for a tensor",
+            expected=f"the activations of each step go with it{rate}",
+        )
+    return Advice(
+        text=f"Find who keeps what `{site.site}` makes: a list, dict, cache or closure without bound",
+        expected=f"it goes when its step is over{rate}",
+    )
+
+
+def _is_of(grown: ProcessGrowth, finding: Finding) -> bool:
+    event, names = {"role": "main", **grown.event}, ("role", "host", "rank", "pid", "loader", "worker")
+    return all(getattr(finding.locus, name) in (None, event.get(name)) for name in names)
+
+
+def _allocation_site(lines: list[SiteGrowth], window: str) -> AllocationSite:
+    """Return the site of these allocations, named after most of its memory."""
+    most = max(lines, key=lambda line: (line.grown_nodes_count > 0, line.grown_bytes))
+    what = "tensors" if most.device else "Python objects"
+    if most.made_by:
+        nodes = f", {_nodes(lines):,} nodes" if _nodes(lines) else ""
+        what = f"tensors {_GRAPH} ({most.made_by}{nodes})"
+    return AllocationSite(
+        site=most.site,
+        callers=most.callers,
+        what=what,
+        grown_bytes=_bytes(lines) or None,
+        grown_count=most.grown_count,
+        window=window,
+    )
+
+
+def _nodes(lines: Iterable[SiteGrowth]) -> int:
+    return max(0, sum(line.grown_nodes_count for line in lines))
+
+
+def _bytes(lines: Iterable[SiteGrowth]) -> int:
+    return sum(line.grown_bytes for line in lines)
+
+
+def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> Advice:
+    """Return the cheapest command that would find the allocation sites."""
+    locus = finding.locus
+    mains = {(event["host"], event["pid"]) for event in tables.events_of("process-start")}
+    if running and (locus.role == "worker" or (locus.host, locus.pid) in mains):
+        worker = f" --worker {locus.worker or 0}" if locus.role == "worker" else ""
+        command = f"`tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}`"
+        return Advice(text=command, expected="the lines that make what stays, for 100 slower steps")
+    return Advice(
+        text="Run it again with `tidegauge run --investigate -- COMMAND`",
+        expected="the report names the lines that make what stays",
+    )

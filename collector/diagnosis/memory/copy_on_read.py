@@ -1,0 +1,299 @@
+"""Copy-on-read growth: forked workers that copy their parent's pages by touching reference counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders, worker_slots
+from collector.diagnosis.run.columns import (
+    MIB,
+    SECOND_NS,
+    floats,
+    last,
+    origin_ns,
+    resident_bytes,
+    sampled,
+    step_at,
+    whole,
+    window_text,
+)
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import Floats
+from collector.findings import Advice, Evidence, Finding, Limit, Locus, Rate
+from collector.store import ProcessKey
+from collector.units import size
+from training_harness.records import ROLE_WORKER
+
+#: Copied bytes per worker below which there is no finding: touching the interpreter's own pages copies less.
+_NEGLIGIBLE_BYTES = 24 * MIB
+#: Largest rise of resident memory, as a share of the copied memory: more is growth of the worker's own heap.
+_MAX_RESIDENT_RATIO = 0.35
+#: Batches after which a worker has taken what it needs of the free memory that it inherited.
+_WARM_UP_BATCHES = 10
+_MIN_BATCHES = 2 * _WARM_UP_BATCHES
+#: Least share of the copied memory that was copied after the warm-up.
+_MIN_LATE_RATIO = 0.3
+_PAGE_BYTES = 4096
+#: Number of newest workers judged in a slot whose workers are restarted in each epoch.
+_LIVES_COUNT = 8
+#: Least share of the loader's workers that copy.
+_MIN_WORKERS_RATIO = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """The memory that one worker copied in its life, in bytes.
+
+    Attributes:
+        total_bytes: private memory in pages that it shared with its parent and then wrote to.
+        resident_bytes: rise of its resident memory in the same time.
+        inherited_bytes: the most that it can copy: its parent's written memory at the fork.
+        late_bytes: the part copied after the warm-up, batch by batch. Pages that the worker takes from the parent's
+            free memory, or that the parent writes, become private too, but early.
+        burst_bytes: the part that one batch may have copied: one garbage collection touches every object, and these
+            pages stay private.
+
+    """
+
+    total_bytes: float
+    resident_bytes: float
+    inherited_bytes: float
+    late_bytes: float
+    burst_bytes: float
+    begin_ns: float
+    end_ns: float
+    n: int
+
+
+def find_copies(tables: RunTables) -> list[Finding]:
+    """Find `copy-on-read-growth`, at most once per loader: forked workers that copy their parent's pages."""
+    settings, lives = loader_settings(tables), _forked_lives(tables)
+    process, fetches = tables.stream("process"), tables.stream("fetch")
+    workers = process[
+        process["process_pid"].isin({pid for _, pid in lives}) & (floats(process, "role") == ROLE_WORKER)
+    ]
+    parents = {main: sampled(tables, main) for main, _, _ in lives.values()}
+    loaders: dict[tuple[ProcessKey, int], dict[int, list[_Copies]]] = {}
+    for (host, pid, _), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
+        if (str(host), int(pid)) not in lives:
+            continue
+        main, loader, worker = lives[(str(host), int(pid))]
+        rows = rows[floats(rows, "time_ns") < _end_ns(parents[main])]
+        if rows.empty:
+            continue
+        worker_fetches = fetches[(fetches["pid"] == pid) & (fetches["host"] == host)]
+        parent, times = parents[main], floats(rows, "time_ns")
+        copies = _copies(rows, worker_fetches, _parent_bytes(parent, times[0]), _released_bytes(parent, times))
+        if copies is not None:
+            loaders.setdefault((main, loader), {}).setdefault(worker, []).append(copies)
+    findings = [
+        _judge(tables, main, loader, by_slot, settings.get((main, loader), {}))
+        for (main, loader), by_slot in loaders.items()
+    ]
+    return [finding for finding in findings if finding is not None]
+
+
+def _forked_lives(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
+    """Return (host, pid) -> (training process, loader, worker id) of the newest forked workers in each slot."""
+    settings = loader_settings(tables)
+    merged = {main: recreated_loaders(tables, settings, main) for main, _ in settings if main is not None}
+    newest: dict[tuple[ProcessKey, int, int], list[tuple[str, int]]] = {}
+    for address, (main, loader, worker) in worker_slots(tables).items():
+        if settings.get((main, loader), {}).get("start_method") in ("fork", None):
+            slot = (main, merged.get(main, {}).get(loader, loader), worker)
+            newest.setdefault(slot, []).append(address)
+    return {address: slot for slot, addresses in newest.items() for address in addresses[-_LIVES_COUNT:]}
+
+
+def _end_ns(parent: pd.DataFrame) -> float:
+    """Return when a parent was last seen alive; infinite if its end was not seen.
+
+    After it, pages that it shared belong to its workers alone, without a copy.
+    """
+    alive = floats(parent, "alive")
+    return float(floats(parent, "time_ns")[alive == 1].max()) if (alive == 0).any() else math.inf
+
+
+def _parent_bytes(samples: pd.DataFrame, time_ns: float) -> float:
+    """Return a parent's written memory at a time: its private dirty before, less what it released, or NaN."""
+    rows = samples[floats(samples, "time_ns") < time_ns]
+    private, resident = floats(rows, "private_dirty_bytes"), resident_bytes(rows)
+    finite = np.flatnonzero(np.isfinite(private))
+    if not len(finite):
+        return float("nan")
+    fullest = finite[int(np.argmax(private[finite]))]  # later, workers of another loader share part of it
+    released = np.nanmax([0.0, resident[fullest] - last(resident)])
+    return float(private[fullest] - released)
+
+
+def _released_bytes(samples: pd.DataFrame, times: Floats) -> Floats:
+    """Return what a parent has given back at each time since the first: its worker has those pages alone."""
+    rows = samples[np.isfinite(floats(samples, "rss_bytes"))]
+    clock, resident = floats(rows, "time_ns"), resident_bytes(rows)
+    begin = max(int(np.searchsorted(clock, times[0], side="right")) - 1, 0)
+    if begin >= len(clock):
+        return np.zeros(len(times))
+    fall = np.maximum.accumulate(resident[begin] - resident[begin:])
+    places = np.maximum(np.searchsorted(clock[begin:], times, side="right") - 1, 0)
+    released: Floats = np.maximum(fall[places], 0.0)
+    return released
+
+
+def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, released: Floats) -> _Copies | None:
+    """Return what a worker copied by its samples, None without samples or with too few batches.
+
+    There are two independent estimates: the rise of private memory beyond that of resident memory, and the drop of
+    shared memory below the parent's written memory at the fork, all of which was shared then. Both include what the
+    parent released since, which is subtracted. The largest estimate at any time counts, since copies stay.
+    """
+    private, uss = floats(rows, "private_dirty_bytes"), floats(rows, "uss_bytes")
+    resident, times = resident_bytes(rows), floats(rows, "time_ns")
+    is_read = np.isfinite(private) & np.isfinite(resident)
+    if not is_read.any() or len(fetches) < _MIN_BATCHES:
+        return None
+    at_fork = float(resident[np.isfinite(resident)][0])
+    heap_growth = float(np.nanmax(resident)) - at_fork
+    private, uss, times, resident = private[is_read], uss[is_read], times[is_read], resident[is_read]
+    released = released[is_read]
+    unmatched = private - private[0] - np.maximum(0.0, resident - resident[0])
+    missing = min(parent, at_fork) - (resident - uss)
+    total = float(np.nanmax([np.zeros(len(times)), unmatched - released, missing - released]))
+    warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
+    private_when_warm = private[times >= warm_ns][:1]
+    late = float(private[-1] - private_when_warm[0]) if len(private_when_warm) else 0.0
+    return _Copies(
+        total_bytes=total,
+        resident_bytes=float(resident[-1] - at_fork),
+        inherited_bytes=min(parent, at_fork) if math.isfinite(parent) else at_fork,
+        late_bytes=max(late, min(total, _late_faults(fetches) * _PAGE_BYTES - heap_growth)),
+        burst_bytes=min(float(np.diff(unmatched).max(initial=0.0)), _most_faults(fetches) * _PAGE_BYTES),
+        begin_ns=float(times[0]),
+        end_ns=float(times[-1]),
+        n=len(private),
+    )
+
+
+def _most_faults(fetches: pd.DataFrame) -> float:
+    """Return the minor faults of the batch after the warm-up with the most, beyond those of any other."""
+    faults = np.sort(_warm_faults(fetches))
+    return float(faults[-1] - faults[-2]) if len(faults) > 1 else 0.0
+
+
+def _late_faults(fetches: pd.DataFrame) -> float:
+    """Return the minor faults after the warm-up beyond the steady rate: first touches of pages, which ebb away.
+
+    The pages of the worker's own growth are among them. Three standard errors are subtracted, since a loader that
+    allocates has many faults that vary.
+    """
+    faults = _warm_faults(fetches)
+    last_quarter = faults[-(len(faults) // 4) :]
+    if len(last_quarter) < 3:
+        return 0.0
+    excess = (faults - last_quarter.mean()).sum() - 3 * last_quarter.std() * math.sqrt(len(faults))
+    return max(0.0, float(excess))
+
+
+def _warm_faults(fetches: pd.DataFrame) -> Floats:
+    """Return the minor faults of each batch after the warm-up, in order."""
+    faults = floats(fetches.sort_values("time_ns"), "minor_fault_count")
+    return faults[np.isfinite(faults)][_WARM_UP_BATCHES:]
+
+
+def _judge(
+    tables: RunTables,
+    main: ProcessKey,
+    loader: int,
+    by_slot: Mapping[int, list[_Copies]],
+    setting: Mapping[str, Any],
+) -> Finding | None:
+    slots = [max(lives, key=lambda life: life.total_bytes) for lives in by_slot.values()]
+    copying = [
+        slot
+        for slot in slots
+        if slot.total_bytes - slot.burst_bytes >= _NEGLIGIBLE_BYTES
+        and slot.resident_bytes <= _MAX_RESIDENT_RATIO * slot.total_bytes
+        and slot.late_bytes >= _MIN_LATE_RATIO * slot.total_bytes
+    ]
+    n = sum(slot.n for slot in copying)
+    if n < 2 or len(copying) < _MIN_WORKERS_RATIO * len(slots):  # one reading of one worker is no witness
+        return None
+    workers = whole(setting.get("num_workers")) or len(by_slot)
+    plateau = workers * max(slot.inherited_bytes for slot in copying)
+    total = sum(slot.total_bytes for slot in copying)
+    begin = min(slot.begin_ns for slot in copying)
+    window = window_text(begin, max(slot.end_ns for slot in copying), origin_ns(tables))
+    resident = float(np.median([slot.resident_bytes for slot in copying]))
+    return Finding(
+        kind="copy-on-read-growth",
+        severity="warning",
+        confidence=0.95 if len(copying) > 1 else 0.8,
+        summary=(
+            f"The forked workers of loader {loader} copy their parent's Python objects by reading them: "
+            f"{size(total / len(copying))} per worker so far, while their resident size, which is "
+            "blind to it, "
+            f"stays; {workers} workers can reach {size(plateau)}."
+        ),
+        locus=Locus(host=main[0], rank=whole(setting.get("rank")), role="worker", loader=loader),
+        since_step=step_at(tables, main, begin),
+        evidence=(
+            Evidence(name="worker_copied_bytes", value=round(total), unit="bytes", n=n, window=window),
+            Evidence(
+                name="copied_after_warm_up_bytes",
+                value=round(sum(slot.late_bytes for slot in copying)),
+                unit="bytes",
+                n=n,
+                window=window,
+            ),
+            Evidence(name="worker_rss_rise_bytes", value=round(resident), unit="bytes", n=n, window=window),
+            Evidence(name="copying_workers_count", value=len(copying), unit="count", n=len(slots), window=window),
+            *_main_evidence(tables, main, begin),
+        ),
+        rate=_rate(copying),
+        limit=Limit(name="plateau: workers x inherited memory", value=round(plateau), unit="bytes"),
+        advice=(
+            Advice(
+                text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of "
+                "Python objects, "
+                "in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
+                expected=f"the workers share it: {size(total)} is saved now, up to {size(plateau)} later",
+            ),
+            Advice(
+                text="Until then: fewer workers",
+                expected=f"each one less saves up to {size(plateau / max(workers, 1))}",
+            ),
+        ),
+    )
+
+
+def _rate(copying: Sequence[_Copies]) -> Rate | None:
+    """Return the copied bytes per second of all workers; the slowest and the fastest worker bound it."""
+    rates = [
+        slot.total_bytes / ((slot.end_ns - slot.begin_ns) / SECOND_NS)
+        for slot in copying
+        if slot.end_ns > slot.begin_ns
+    ]
+    if not rates:
+        return None
+    count = len(rates)
+    return Rate(value=sum(rates), low=min(rates) * count, high=max(rates) * count, unit="bytes/s")
+
+
+def _main_evidence(tables: RunTables, main: ProcessKey, begin_ns: float) -> tuple[Evidence, ...]:
+    rows = sampled(tables, main)
+    rows = rows[floats(rows, "time_ns") >= begin_ns]
+    resident = floats(rows, "rss_bytes")
+    resident = resident[np.isfinite(resident)]
+    if len(resident) < 2:
+        return ()
+    rise = float(resident[-1] - resident[0])
+    return (
+        Evidence(
+            name="main_rss_rise_bytes", value=round(rise), unit="bytes", n=len(resident), window="same window"
+        ),
+    )

@@ -1,0 +1,1 @@
+"""One run as tables: its processes, how they ended, and what held its memory."""

@@ -1,0 +1,266 @@
+"""Small helpers that every rule needs: columns with missing values, the rows of a process, and step numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import Floats
+from collector.store import ProcessKey
+from training_harness.records import ROLE_COLLECTOR
+
+SECOND_NS = 1e9
+MIB = 2**20
+GIB = 2**30
+#: Streams with a record per iteration of a training.
+ITERATIONS = ("batch", "step")
+#: A teardown gives back at least this share of the memory that a process held.
+_TEARDOWN_FALL_RATIO = 0.05
+#: It lasts at most this share of the process's life, or `_TEARDOWN_LEAST_NS` if that is longer.
+_TEARDOWN_LIFE_RATIO, _TEARDOWN_LEAST_NS = 0.1, 3e9
+#: Samples that a process needs for its teardown to be recognised.
+_TEARDOWN_POINTS = 4
+
+
+def floats(table: pd.DataFrame, column: str) -> Floats:
+    """Return a column as float64, NaN where missing; all NaN if the table lacks the column."""
+    if column not in table.columns:
+        return np.full(len(table), np.nan)
+    values = table[column]
+    if isinstance(values.dtype, np.dtype) and values.dtype.kind in "iuf":  # takes a fifth of the time
+        return values.to_numpy(dtype=np.float64, copy=True)
+    return pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def whole(value: Any) -> int | None:
+    """Return a cell or a JSON value as an integer; None where it is missing."""
+    if value is None or isinstance(value, bool):
+        return None
+    try:
+        return None if pd.isna(value) else int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def mean(values: Floats) -> float:
+    """Return the mean of the finite values, NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else float("nan")
+
+
+def median(values: Floats) -> float:
+    """Return the median of the finite values, NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else float("nan")
+
+
+def last(values: Floats) -> float:
+    """Return the last finite value, NaN if there is none."""
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else float("nan")
+
+
+def peak(values: Floats) -> float:
+    """Return the largest finite value, NaN if there is none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else float("nan")
+
+
+def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
+    """Return the process that an event or a manifest entry names by host, pid and start_ticks."""
+    if not isinstance(body, Mapping):
+        return None
+    pid, ticks = whole(body.get("pid")), whole(body.get("start_ticks"))
+    return None if pid is None or ticks is None else (str(body.get("host")), pid, ticks)
+
+
+def resident_bytes(samples: pd.DataFrame) -> Floats:
+    """Return resident memory plus what is swapped out: the process has not given that back."""
+    return floats(samples, "rss_bytes") + np.nan_to_num(floats(samples, "swap_bytes"))
+
+
+def held_bytes(samples: pd.DataFrame) -> Floats:
+    """Estimate the memory of one process at each of its samples: the last PSS plus the change of RSS since then.
+
+    PSS is read only as often as the budget allows, RSS at each tick.
+    """
+    proportional, resident = floats(samples, "pss_bytes"), floats(samples, "rss_bytes")
+    read = np.flatnonzero(np.isfinite(proportional) & np.isfinite(resident))
+    if not len(read):
+        return resident
+    at = read[np.maximum(np.searchsorted(read, np.arange(len(samples)), side="right") - 1, 0)]
+    held: Floats = np.maximum(proportional[at] + resident - resident[at], 0.0)
+    return held
+
+
+def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
+    """Return the rows of a table that this process wrote."""
+    host, pid, ticks = key
+    rows = table[(table["pid"] == pid) & (table["start_ticks"] == ticks)]  # hosts are text, the slowest to compare
+    return rows[rows["host"] == host]
+
+
+def written(tables: RunTables, name: str, key: ProcessKey) -> pd.DataFrame:
+    """Return the records of a stream that this process wrote."""
+    return tables.once((name, key), lambda: of_process(tables.stream(name), key))
+
+
+def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
+    """Return the samples of the run's processes on a host, without the collector itself."""
+    process = tables.stream("process")
+    rows: pd.DataFrame = process[(process["host"] == host).to_numpy() & (floats(process, "role") != ROLE_COLLECTOR)]
+    return rows
+
+
+def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the collector's samples of this process."""
+    host, pid, ticks = key
+
+    def find() -> pd.DataFrame:
+        process = tables.stream("process")
+        rows = process[process["process_pid"] == pid]
+        start_ticks = rows["process_start_ticks"]
+        return rows[(rows["host"] == host) & ((start_ticks == ticks) | start_ticks.isna())]
+
+    return tables.once(("sampled", key), find)
+
+
+def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | None:
+    """Return the step that the process was in at that time; None if it recorded no steps."""
+    steps = tables.stream("step") if key is None else written(tables, "step", key)
+    if steps.empty or not np.isfinite(time_ns):
+        return None
+    position = int(np.searchsorted(floats(steps, "time_ns"), time_ns))
+    return whole(steps["step"].iloc[min(position, len(steps) - 1)])
+
+
+def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floats) -> Floats:
+    """Return the step that a process, or the host's training, was in at each time, with fractions.
+
+    NaN without steps.
+    """
+    steps = tables.stream("step")
+
+    def find() -> tuple[Floats, Floats]:
+        rows = steps[steps["host"] == where] if isinstance(where, str) else written(tables, "step", where)
+        return floats(rows, "time_ns") / SECOND_NS, floats(rows, "step")
+
+    ends, numbers = tables.once(("steps", where), find)
+    if not len(ends):
+        return np.full(len(times_seconds), np.nan)
+    return np.interp(times_seconds, ends, numbers)
+
+
+def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:
+    """Return how many steps a process (or the run) took between two times, NaN if none is known."""
+    steps = tables.stream("step") if key is None else written(tables, "step", key)
+    times, numbers = floats(steps, "time_ns"), floats(steps, "step")
+    inside = numbers[(times >= begin_ns) & (times <= end_ns)]
+    return float(np.ptp(inside)) or float("nan") if len(inside) else float("nan")
+
+
+def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
+    """Return when the first batch or step of a process (or of the run) was recorded.
+
+    Without any, as for a training that is watched from outside, it is the first sample. NaN if there is none.
+    """
+    first = [
+        floats(rows, "time_ns")[0]
+        for name in ITERATIONS
+        if len(rows := tables.stream(name) if key is None else written(tables, name, key))
+    ]
+    if not first:
+        samples = tables.stream("process") if key is None else sampled(tables, key)
+        first = list(floats(samples, "time_ns")[:1])
+    return min(first) if first else float("nan")
+
+
+def iterates(tables: RunTables, key: ProcessKey | None = None) -> bool:
+    """Return whether a process (or the run) recorded a batch or a step."""
+    return any(len(tables.stream(name) if key is None else written(tables, name, key)) for name in ITERATIONS)
+
+
+def training_end_ns(tables: RunTables) -> float:
+    """Return when the last batch or step of the run was recorded; NaN if there is no sample either.
+
+    Without any, it is the last sample before the processes gave back their memory (`before_teardown`). While the
+    run goes on, it is the collector's next tick, which belongs to the step that is under way.
+    """
+
+    def find() -> float:
+        ends = [floats(rows, "time_ns")[-1] for name in ITERATIONS if len(rows := tables.stream(name))]
+        if not ends:
+            process = tables.stream("process")
+            process = process[floats(process, "role") != ROLE_COLLECTOR]
+            groups = process.groupby(["host", "process_pid", "process_start_ticks"])
+            lives = [before_teardown(rows) for _, rows in groups]
+            ends = [floats(rows, "time_ns")[-1] for rows in lives if len(rows)]
+        if not ends or not tables.goes_on:
+            return max(ends, default=float("nan"))
+        ticks = floats(tables.stream("host"), "time_ns")
+        return float(ticks[ticks > max(ends)].min(initial=math.inf))
+
+    return tables.once("training_end", find)
+
+
+def while_training(tables: RunTables, rows: pd.DataFrame, key: ProcessKey | None = None) -> pd.DataFrame:
+    """Return the rows from the first batch or step (of a process, or of the run) to the run's last.
+
+    Memory used before and after belongs to start-up and clean-up. Without batches and steps, return all rows up to
+    `training_end_ns`.
+    """
+    times = floats(rows, "time_ns")
+    return rows[(times >= training_start_ns(tables, key)) & (times <= training_end_ns(tables))]
+
+
+def while_running(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
+    """Return the samples of a process by which its memory is judged.
+
+    A process that iterates is judged while it trains, any other one from its first sample to its teardown.
+    """
+    rows = sampled(tables, key)
+    return while_training(tables, rows, key) if iterates(tables, key) else before_teardown(rows)
+
+
+def before_teardown(samples: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of one process before it gave back its memory at the very end, if it has ended.
+
+    An interpreter that exits frees its memory object by object, which takes seconds for some GiB. A level that
+    falls for longer than `_TEARDOWN_LIFE_RATIO` of the process's life is not a teardown.
+    """
+    samples = samples[floats(samples, "alive") != 0] if len(samples) else samples
+    times, resident = floats(samples, "time_ns"), resident_bytes(samples)
+    if len(samples) < _TEARDOWN_POINTS or not np.isfinite(resident).all():
+        return samples
+    rises = np.flatnonzero(np.diff(resident) > 0)
+    begin = int(rises[-1]) + 1 if len(rises) else 0
+    fall = resident[begin] - resident[-1]
+    if fall < _TEARDOWN_FALL_RATIO * resident[begin]:
+        return samples
+    last_level = int(np.flatnonzero(resident >= resident[begin] - 0.05 * fall)[-1])
+    longest_ns = max(_TEARDOWN_LIFE_RATIO * float(np.ptp(times)), _TEARDOWN_LEAST_NS)
+    return samples.iloc[: last_level + 1] if times[-1] - times[last_level] <= longest_ns else samples
+
+
+def window_text(begin_ns: float, end_ns: float, origin_ns: float) -> str:
+    """Return a time window as text, in seconds from the start of the run."""
+    return f"{(begin_ns - origin_ns) / SECOND_NS:.0f}-{(end_ns - origin_ns) / SECOND_NS:.0f} s"
+
+
+def origin_ns(tables: RunTables) -> float:
+    """Return the start of the run on the monotonic clock."""
+    anchors = [
+        float(anchor["time_ns"])
+        for anchor in (tables.manifest.get("anchors") or {}).values()
+        if isinstance(anchor, Mapping) and whole(anchor.get("time_ns")) is not None
+    ]
+    if anchors:
+        return min(anchors)
+    first = [floats(rows, "time_ns")[0] for rows in tables.streams.values() if len(rows)]
+    first += [float(event["time_ns"]) for event in tables.events[:1]]
+    return min(first) if first else float(tables.now_ns)

@@ -1,0 +1,58 @@
+"""The demand for a host's memory, and its limit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, last
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import Floats
+
+
+def binding_limit(tables: RunTables, host: str) -> tuple[str, float]:
+    """Return the name and size of the limit that is met first: the cgroup's if it is below the machine's memory."""
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    total = last(floats(samples, "memory_total_bytes"))
+    cgroup = last(floats(samples, "cgroup_limit_bytes"))
+    return ("cgroup", cgroup) if cgroup < total or np.isnan(total) else ("host memory", total)
+
+
+def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
+    """Return times (seconds) and the memory that can't be reclaimed: anon and shmem of the cgroup that binds.
+
+    Page cache is left out, since the kernel takes it back. Where no cgroup binds, it is MemTotal - MemAvailable.
+    The collector's own verdicts are left out too: they are short-lived, and the kernel kills them first.
+    """
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    times = floats(samples, "time_ns") / SECOND_NS
+    demand = floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")
+    if binding_limit(tables, host)[0] == "cgroup":
+        anon = floats(samples, "cgroup_anon_bytes")
+        if np.isfinite(anon).any():
+            demand = anon + np.nan_to_num(floats(samples, "cgroup_shmem_bytes"))
+    return times, demand - _verdict_bytes(tables, samples)
+
+
+def _verdict_bytes(tables: RunTables, samples: pd.DataFrame) -> Floats:
+    """Return the memory of a verdict at each sample of a host: the collector records both in one tick."""
+    agent = tables.stream("agent")[["host", "time_ns", "verdict_anon_bytes"]]
+    joined = samples[["host", "time_ns"]].merge(agent.drop_duplicates(["host", "time_ns"]), "left")
+    return np.nan_to_num(floats(joined, "verdict_anon_bytes"))
+
+
+def kernel_bytes(tables: RunTables, host: str) -> float:
+    """Return the kernel's own memory in the cgroup that binds (page tables, stacks, slab); 0 where none does.
+
+    It counts towards the limit, except caches that the kernel would give back. Cgroup version 1 and older runs do
+    not separate the two: there all of it counts, and a forecast may come too early.
+    """
+    samples = tables.stream("host")
+    samples = samples[samples["host"] == host]
+    usage, anon, file, caches = (
+        floats(samples, f"cgroup_{name}_bytes") for name in ("usage", "anon", "file", "slab_reclaimable")
+    )
+    kernel = last(usage - anon - file - np.nan_to_num(caches))
+    return max(kernel, 0.0) if binding_limit(tables, host)[0] == "cgroup" and np.isfinite(kernel) else 0.0

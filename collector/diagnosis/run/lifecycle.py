@@ -1,0 +1,357 @@
+"""The ends of a run's processes, from their own records, from those of other processes, and from which still live.
+
+A process that is killed records no exit. So a process counts as killed only if it recorded none *and* is known to
+be dead. Where that can't be known (another host, another boot), nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal as signals
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, sampled, whole
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.store import ProcessKey
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER, ROLES
+
+Status = Literal["running", "finished", "failed", "killed"]
+SIGINT, SIGKILL, SIGTERM = 2, 9, 15
+_SHELL_SIGNAL_BASE = 128
+_PROGRAM_CHARACTERS = 60
+_LAST_SIGNAL = 64
+_LAUNCHER_MESSAGE = re.compile(r"exitcode\s*:\s*(-\d+)\s*\(pid:\s*(\d+)\)")  # torch.distributed.elastic
+_SPAWN_MESSAGE = re.compile(r"process (\d+) terminated with signal (SIG\w+)")  # torch.multiprocessing.spawn
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """The starts and ends of the processes of one run."""
+
+    tables: RunTables
+
+    @cached_property
+    def mains(self) -> tuple[ProcessKey, ...]:
+        """The training processes that reported, without those that their launcher has replaced."""
+        return tuple(key for key in self._attempts if key not in self.replaced)
+
+    @cached_property
+    def replaced(self) -> dict[ProcessKey, int]:
+        """Training processes of earlier attempts -> attempt: when a rank fails, torchrun restarts all ranks."""
+        newest: dict[tuple[str, int | None], int] = {}
+        for launcher, attempt in self._attempts.values():
+            newest[launcher] = max(attempt, newest.get(launcher, 0))
+        return {key: attempt for key, (launcher, attempt) in self._attempts.items() if attempt < newest[launcher]}
+
+    @cached_property
+    def attempts(self) -> int:
+        """Number of times that the ranks were started."""
+        return 1 + max((attempt for _, attempt in self._attempts.values()), default=0)
+
+    @cached_property
+    def _attempts(self) -> dict[ProcessKey, tuple[tuple[str, int | None], int]]:
+        """Training process -> its launcher (host, pid), and the attempt that it is part of."""
+        return {
+            key: ((key[0], whole(event.get("parent_pid"))), whole(event.get("attempt")) or 0)
+            for event in self.tables.events_of("process-start")
+            if (key := key_of(event))
+        }
+
+    def of_last_attempt(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of a stream without those of replaced processes: their steps were repeated, or lost."""
+        for host, pid, ticks in self.replaced:
+            rows = rows[(rows["pid"] != pid) | (rows["start_ticks"] != ticks) | (rows["host"] != host)]
+        return rows
+
+    @cached_property
+    def others(self) -> tuple[ProcessKey, ...]:
+        """Processes that are no training, worker or watched process, and have enough samples to be judged."""
+        process = self.tables.stream("process")
+        rows = process[~np.isin(floats(process, "role"), (ROLE_WORKER, ROLE_COLLECTOR))]
+        samples = rows.groupby(["host", "process_pid", "process_start_ticks"]).size()
+        keys = ((str(host), int(pid), int(ticks)) for host, pid, ticks in samples.index[samples >= MIN_POINTS])
+        return tuple(key for key in keys if key not in self._attempts and key not in self.watched)
+
+    @cached_property
+    def with_torch(self) -> frozenset[ProcessKey]:
+        """Processes that are known to have loaded torch, with Tidegauge's hooks or without."""
+        attached = {key for event in self.tables.events_of("process-attached") if (key := key_of(event))}
+        seen = {
+            key
+            for event in self.tables.events_of("process-seen")
+            if event.get("has_torch") and (key := seen_key(event))
+        }
+        return frozenset(attached | seen | set(self._attempts))
+
+    @cached_property
+    def programs(self) -> dict[ProcessKey, str]:
+        """Command line of each process, as recorded by the process itself, else by the collector."""
+        arguments = {}
+        for event in self.tables.events_of("process-seen"):
+            if key := seen_key(event):
+                arguments[key] = event.get("argv")
+        for event in self.tables.events_of("process-attached", "process-start"):
+            if key := key_of(event):
+                arguments[key] = event.get("argv")
+        return {key: " ".join(shlex.join(map(str, argv)).split()) for key, argv in arguments.items() if argv}
+
+    def may_train(self, key: ProcessKey) -> bool:
+        """Return whether a process is the command, trains, is watched or has loaded torch; a helper does not."""
+        return key in self.with_torch or key in self.watched or key == self.command
+
+    def name(self, key: ProcessKey) -> str:
+        """Return a name for a process, for use in the middle of a sentence."""
+        if key in self._attempts:
+            return f"the training process (pid {key[1]})"
+        if key in self.watched:
+            return f"the watched process (pid {key[1]})"
+        program = self.programs.get(key, "")
+        return f"process {key[1]} ({program[:_PROGRAM_CHARACTERS]})" if program else f"process {key[1]}"
+
+    def role(self, key: ProcessKey) -> str:
+        """Return the role of a process, a word of `records.ROLES`; a watched process counts as training."""
+        return ROLES[ROLE_MAIN if key in self._attempts or key in self.watched else ROLE_OTHER]
+
+    @cached_property
+    def left_running(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """Processes that the command left running and that still run -> what the collector recorded of each."""
+        processes = {
+            (str(event["host"]), int(process["pid"]), int(process["start_ticks"])): process
+            for event in self.tables.events_of("left-running")
+            for process in event["processes"]
+        }
+        return {key: process for key, process in processes.items() if self.is_living(key)}
+
+    @property
+    def _leaves_training(self) -> bool:
+        """True if the command ended with status 0 and left a Python process of the run behind."""
+        return self.exit_status == 0 and any(process.get("is_python") for process in self.left_running.values())
+
+    @cached_property
+    def watched(self) -> tuple[ProcessKey, ...]:
+        """The process that `tidegauge watch` follows. It has no hooks, so how it ends is not known."""
+        return (self.command,) if self.command is not None and self.tables.manifest.get("watched") else ()
+
+    @cached_property
+    def command(self) -> ProcessKey | None:
+        """The process of the run's command."""
+        return key_of(self.tables.manifest.get("command"))
+
+    @cached_property
+    def exit_status(self) -> int | None:
+        """Exit code of the command, or -n for signal n; None if it runs or its end was not seen."""
+        exits = [whole(event.get("exit_status")) for event in self.tables.events_of("command-exit")]
+        return exits[-1] if exits else whole(self.tables.manifest.get("exit_status"))
+
+    @cached_property
+    def exceptions(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """The last uncaught exception of each process."""
+        return {key: event for event in self.tables.events_of("exception") if (key := key_of(event))}
+
+    @cached_property
+    def detached(self) -> frozenset[ProcessKey]:
+        """Processes that left the run by `detach()`, and may go on."""
+        exits = self.tables.events_of("process-exit")
+        return frozenset(key for event in exits if event.get("detached") and (key := key_of(event)))
+
+    @cached_property
+    def recorded_exits(self) -> frozenset[ProcessKey]:
+        """Training processes that recorded their exit, at the end of the interpreter."""
+        return frozenset(key for e in self.tables.events_of("process-exit") if (key := key_of(e)))
+
+    def is_dead(self, key: ProcessKey) -> bool:
+        """Return whether the process is known to have ended."""
+        if self.tables.living is not None:
+            return key not in self.tables.living
+        return bool((floats(sampled(self.tables, key), "alive") == 0).any())
+
+    def is_living(self, key: ProcessKey | None) -> bool:
+        """Return whether the process is known to be alive."""
+        return key is not None and self.tables.living is not None and key in self.tables.living
+
+    @cached_property
+    def fatal_signal(self) -> int | None:
+        """The signal that ended the command, in its own status or in that of the shell that ran it.
+
+        A positive status is no signal where the training itself chose it: it is the command, or ended normally.
+        """
+        ended_normally = self.recorded_exits.issuperset(self.mains) and not self.exceptions.keys() & set(self.mains)
+        is_own_status = self.command in self.mains or (bool(self.mains) and ended_normally)
+        return None if is_own_status and (self.exit_status or 0) > 0 else signal_of(self.exit_status)
+
+    def ancestors(self, key: ProcessKey) -> tuple[ProcessKey, ...]:
+        """The processes above a training process that raised an exception or are the command, nearest first."""
+        chain, parent = [], self._parents.get(key)
+        while parent is not None and parent not in chain:
+            chain.append(parent)
+            parent = self._parents.get(parent)
+        if self.command is not None and self.command not in (key, *chain):
+            chain.append(self.command)
+        return tuple(chain)
+
+    @cached_property
+    def _parents(self) -> dict[ProcessKey, ProcessKey]:
+        """Training process -> its parent, if that is the command, trains or raised an exception."""
+        parents = {key[:2]: key for key in (self.command, *self.exceptions, *self.mains) if key is not None}
+        starts = [
+            (key_of(event), whole(event.get("parent_pid"))) for event in self.tables.events_of("process-start")
+        ]
+        return {key: parents[key[0], pid] for key, pid in starts if key and pid and (key[0], pid) in parents}
+
+    @cached_property
+    def exceptions_above(self) -> dict[ProcessKey, Mapping[str, Any]]:
+        """The exceptions of the command, of the training processes, and of the processes that started them."""
+        keys = {self.command, *self.mains, *(above for key in self.mains for above in self.ancestors(key))}
+        return {key: event for key, event in self.exceptions.items() if key in keys}
+
+    @cached_property
+    def killed_mains(self) -> dict[ProcessKey, int | None]:
+        """Training processes (or the command itself) that ended abruptly -> the signal, None if unknown."""
+        exit_codes = self._exit_codes_by_launcher()
+        killed: dict[ProcessKey, int | None] = {}
+        for key in self.mains:
+            if key in self.exceptions:
+                if is_interrupt(self.exceptions[key]):
+                    killed[key] = SIGINT
+            elif key[1] in exit_codes:
+                killed[key] = signal_of(exit_codes[key[1]])
+            elif not exit_codes and self._ended_abruptly(key):
+                killed[key] = self._signal_from_command(key)
+        if self.command is not None and self.fatal_signal is not None and not (killed or self.mains):
+            killed[self.command] = self.fatal_signal
+        return killed
+
+    def _ended_abruptly(self, key: ProcessKey) -> bool:
+        """Return whether a process vanished, and not because its launcher failed and stopped it."""
+        if not self.is_dead(key) or self.exit_status == 0:
+            return False
+        if self._signal_from_command(key) is not None:
+            return True
+        if key in self.recorded_exits or (key == self.command and self.exit_status is not None):
+            return False
+        command_failed = self.exit_status is not None and self.exit_status > 0 and self.fatal_signal is None
+        return not command_failed and not any(above in self.exceptions for above in self.ancestors(key))
+
+    def _signal_from_command(self, key: ProcessKey) -> int | None:
+        """Return the signal in the command's exit status, if the command is this process or merely wraps it.
+
+        A wrapper may have a status of its own, so a process that recorded its exit has no signal from it.
+        """
+        is_wrapped = len(self.mains) == 1 and key not in self.recorded_exits
+        return self.fatal_signal if key == self.command or is_wrapped else None
+
+    def _exit_codes_by_launcher(self) -> dict[int, int]:
+        """Return pid -> exit code of the training processes that a launcher names as the cause of its failure."""
+        codes: dict[int, int] = {}
+        for launcher, event in self.exceptions.items():
+            text = str(event.get("message"))
+            codes |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
+            children = sorted((key for key in self.mains if self._parents.get(key) == launcher), key=_age)
+            for place, name in _SPAWN_MESSAGE.findall(text):
+                if int(place) < len(children) and name in signals.Signals.__members__:
+                    codes[children[int(place)][1]] = -signals.Signals[name]
+        causes = {
+            pid: code for pid, code in codes.items() if code != -SIGTERM
+        }  # it stops the other ranks by SIGTERM
+        return causes or codes
+
+    def collectors_killed(self) -> list[Mapping[str, Any]]:
+        """Return the `collector-start` events of collectors that ended without `collector-stop`."""
+        stopped = {key_of(event) for event in self.tables.events_of("collector-stop")}
+        starts = self.tables.events_of("collector-start")
+        killed = []
+        for position, event in enumerate(starts):
+            key = key_of(event)
+            if key is None or key in stopped:
+                continue
+            has_successor = any(e.get("resumed") and e.get("host") == key[0] for e in starts[position + 1 :])
+            if has_successor or (self.tables.living is not None and key not in self.tables.living):
+                killed.append(event)
+        return killed
+
+    def status(self) -> Status:
+        """Return whether the run is running, finished, failed or killed."""
+        if self.watched:
+            return "finished" if self.watch_saw_the_end else "running"
+        if self._leaves_training:
+            return "running"
+        if any(self.is_living(key) and key not in self.detached for key in (self.command, *self.mains)):
+            return "running"
+        if self.exit_status is not None:
+            if self.exit_status == 0:
+                return "finished"
+            return "failed" if self.fatal_signal is None else "killed"
+        if self.killed_mains:
+            return "killed"
+        if self.exceptions_above:
+            return "failed"
+        if self.mains and self.recorded_exits.issuperset(self.mains):
+            return "finished"
+        return "killed" if self.tables.living is not None and self.command is not None else "running"
+
+    @cached_property
+    def watch_saw_the_end(self) -> bool:
+        """True if the watched process ended while it was watched, or is known to have ended since."""
+        return any(self.is_dead(key) for key in self.watched)
+
+    @cached_property
+    def watch_ended(self) -> bool:
+        """True if a watch was given up while its process went on."""
+        return bool(self.watched) and not self.watch_saw_the_end and self._end_time_ns is not None
+
+    @cached_property
+    def _end_time_ns(self) -> int | None:
+        return whole(self.tables.manifest.get("end_time_ns"))
+
+    @cached_property
+    def wall_seconds(self) -> float | None:
+        """Seconds from the start of the run to its end, or to now while it runs; None without a record."""
+        begin = origin_ns(self.tables)
+        exits = [float(event["time_ns"]) for event in self.tables.events_of("command-exit")]
+        if self.status() == "running" and not self.watch_ended:
+            finish = float(self.tables.now_ns)
+        elif exits:
+            finish = exits[-1]
+        elif self._end_time_ns is not None:
+            finish = float(self._end_time_ns)
+        else:
+            times = [floats(rows, "time_ns")[-1] for rows in self.tables.streams.values() if len(rows)]
+            times += [float(event["time_ns"]) for event in self.tables.events[-1:]]
+            if not times:
+                return None
+            finish = max(times)
+        return max(0.0, (finish - begin) / SECOND_NS)
+
+
+def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:
+    """Return the process that a `process-seen` event is about; the collector wrote it."""
+    pid, ticks = whole(event.get("process_pid")), whole(event.get("process_start_ticks"))
+    return None if pid is None or ticks is None else (str(event["host"]), pid, ticks)
+
+
+def _age(key: ProcessKey) -> tuple[int, int]:
+    return key[2], key[1]
+
+
+def signal_of(exit_status: int | None) -> int | None:
+    """Return the signal behind an exit status: -n, or 128+n as shells and launchers report it."""
+    if exit_status is None:
+        return None
+    if exit_status < 0:
+        return -exit_status
+    if _SHELL_SIGNAL_BASE < exit_status <= _SHELL_SIGNAL_BASE + _LAST_SIGNAL:
+        return exit_status - _SHELL_SIGNAL_BASE
+    return None
+
+
+def is_interrupt(exception: Mapping[str, Any]) -> bool:
+    """Return whether an uncaught exception is the user's Ctrl-C."""
+    return exception.get("type") == "KeyboardInterrupt"

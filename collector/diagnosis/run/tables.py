@@ -1,0 +1,302 @@
+"""The input of the rules: one run, read at one moment, as plain tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from collector.store import ProcessKey as ProcessKey, Run, Snapshot, command_and_collector, living_processes, read
+from collector.store.allocator_snapshots import ProcessGrowth, read_growths
+from collector.store.queries import Queryable
+from training_harness.events import EventKind
+from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER
+
+_Result = TypeVar("_Result")
+#: Approximate number of rows of each stream that the rules read at most: it bounds the cost of a verdict.
+ROWS_PER_STREAM = 100_000
+#: Events that shape a run: they are few, and none is ever left out.
+STRUCTURAL_EVENTS = (
+    "process-start",
+    "process-exit",
+    "process-attached",
+    "process-seen",
+    "left-running",
+    "loader",
+    "exception",
+    "worker-died",
+    "cuda-oom",
+    "cuda-device",
+    "command-exit",
+    "collector-start",
+    "collector-stop",
+    "hook-disabled",
+    "records-lost",
+)
+#: Length of the last part of a run, in ns, which is never thinned: the cause of a death shows there.
+UNTHINNED_NS = 300_000_000_000
+#: Streams that are thinned over the whole run, since its beginning shows growth and peaks -> the columns that
+#: identify one series of samples, and SQL for the memory by which its samples are compared.
+_THINNED = {
+    # PSS is read only now and then, and says more than the RSS of other ticks: any sample with it counts as larger.
+    "process": (
+        ("host", "process_pid", "process_start_ticks"),
+        "coalesce(pss_bytes + (1::BIGINT << 50), rss_bytes, 0)",
+    ),
+    "host": (
+        ("host",),
+        "coalesce(cgroup_anon_bytes + coalesce(cgroup_shmem_bytes, 0), "
+        "memory_total_bytes - memory_available_bytes, 0)",
+    ),
+    "heap": (("host", "pid", "start_ticks"), "in_use_bytes"),
+}
+#: SQL for the unit that ended a step, as `step_units` computes it.
+_UNIT = f"coalesce(unit, CASE WHEN optimizer_ns IS NULL THEN {UNIT_BATCH} ELSE {UNIT_OPTIMIZER} END)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """The number of rows of a stream over the whole run, and the times of the first and the last one (ns)."""
+
+    rows_count: int
+    first_ns: int | None
+    last_ns: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTables:
+    """One run.
+
+    Attributes:
+        manifest: run.json.
+        events: every event, in order of time; each has time_ns, kind, host, pid, start_ticks, rank.
+        streams: a table per stream of `records.STREAMS`, each with the stream's columns and those of
+            `records.IDENTITY`, in order of time; missing values are NA. An absent stream is an empty
+            table with the right columns. A long run is not there in full: see `load_tables`.
+        living: the processes named in the manifest and the events that were alive at the moment of
+            reading; None where that can't be known (the run is of another host or another boot).
+        now_ns: CLOCK_MONOTONIC at the moment of reading; for a run of another boot, its last record.
+        lost_count: records that writers could not write.
+        totals: the rows of each stream over the whole run.
+        grown: allocations that processes made between two moments and still hold, by source line.
+        problems: one line of text for each thing that could not be read; the tables lack it.
+
+    """
+
+    manifest: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    streams: Mapping[str, pd.DataFrame]
+    living: frozenset[ProcessKey] | None
+    now_ns: int
+    lost_count: int = field(default=0)
+    totals: Mapping[str, Total] = field(default_factory=dict)
+    grown: Sequence[ProcessGrowth] = ()
+    problems: tuple[str, ...] = ()
+    _cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a process of the training was alive and part of the run; the collector outlives it."""
+        collector = command_and_collector({"collector": self.manifest.get("collector")})
+        detached = {_writer(event) for event in self.events_of("process-exit") if event.get("detached")}
+        return bool(self.living and self.living - collector - detached)
+
+    def once(self, key: Hashable, compute: Callable[[], _Result]) -> _Result:
+        """Return a result that several rules need, computed when the first of them asks."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        result: _Result = self._cache[key]
+        return result
+
+    def stream(self, name: str) -> pd.DataFrame:
+        """Return the table of one stream."""
+        return self.streams[name]
+
+    def rows_count(self, name: str) -> int:
+        """Return the number of rows of a stream over the whole run, including rows that its table lacks."""
+        return self.totals[name].rows_count if name in self.totals else len(self.streams[name])
+
+    def events_of(self, *kinds: EventKind) -> list[Mapping[str, Any]]:
+        """Return the events of these kinds, in order of time."""
+        return [event for event in self.events if event["kind"] in kinds]
+
+
+def load_tables(run: Run) -> RunTables:
+    """Read the tables of a run as it is now, in one read session.
+
+    A table has the last `ROWS_PER_STREAM` rows of its stream. But `process`, `host` and `heap` cover the whole run:
+    where there are more rows they are thinned by time, and every process's end stays. No structural event is left
+    out.
+
+    Raises:
+        TidegaugeError: the run cannot be read.
+
+    """
+    manifest = run.manifest
+    with read(run) as snapshot:
+        events = _events(snapshot)
+        totals = totals_of(snapshot, STREAMS)
+        streams = {name: _stream(snapshot, name, totals[name]) for name in STREAMS if name != "step"}
+        streams["step"], totals["step"] = _counted_steps(snapshot, totals["step"])
+        now_ns, lost_count, problems = snapshot.now_ns, snapshot.lost_count, snapshot.problems
+    grown, damaged = read_growths(run, events)
+    return RunTables(
+        manifest=manifest,
+        events=events,
+        streams=streams,
+        living=living_processes(
+            run, command_and_collector(manifest).union(map(_writer, events), _left_running(events))
+        ),
+        now_ns=now_ns,
+        lost_count=lost_count,
+        totals=totals,
+        grown=grown,
+        problems=(*problems, *damaged),
+    )
+
+
+def _counted_steps(snapshot: Snapshot, total: Total) -> tuple[pd.DataFrame, Total]:
+    """Return the steps of the highest unit (`records.STEP_UNITS`) in the run, and their total.
+
+    The others are not steps of the run: a process that only evaluates ends its steps by batches, while another one
+    steps an optimizer.
+    """
+    units = snapshot.query(
+        f"SELECT {_UNIT} AS unit, count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns "
+        'FROM "step" GROUP BY 1 ORDER BY 1 DESC'
+    )
+    if len(units) < 2:
+        return _stream(snapshot, "step", total), total
+    unit, n, first_ns, last_ns = map(int, units.iloc[0])
+    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS["step"].columns, *IDENTITY))
+    newest = f'SELECT {columns} FROM "step" WHERE {_UNIT} = {unit} ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM}'
+    rows = snapshot.query(f"FROM ({newest}) ORDER BY time_ns")
+    return rows, Total(rows_count=n, first_ns=first_ns, last_ns=last_ns)
+
+
+def step_units(steps: pd.DataFrame) -> npt.NDArray[np.float64]:
+    """Return the unit that ended each step, a place in `records.STEP_UNITS`.
+
+    Older runs did not record it: there a step ended with the optimizer's step if the optimizer took time in it.
+    """
+    units = pd.to_numeric(steps["unit"]).to_numpy(dtype=np.float64, na_value=np.nan)
+    optimized = pd.to_numeric(steps["optimizer_ns"]).notna().to_numpy()
+    return np.where(np.isfinite(units), units, np.where(optimized, UNIT_OPTIMIZER, UNIT_BATCH))
+
+
+def totals_of(snapshot: Queryable, names: Iterable[str]) -> dict[str, Total]:
+    """Return the totals of some streams over the whole run."""
+    parts = [f"SELECT '{name}' AS name, n, first_ns, last_ns FROM {name}_reach" for name in names]
+    totals = snapshot.query(" UNION ALL ".join(parts))
+    return {
+        str(name): Total(rows_count=int(n), first_ns=_optional_int(first_ns), last_ns=_optional_int(last_ns))
+        for name, n, first_ns, last_ns in totals.itertuples(index=False)
+    }
+
+
+def _stream(snapshot: Snapshot, name: str, total: Total) -> pd.DataFrame:
+    columns = ", ".join(f'"{column.name}"' for column in (*STREAMS[name].columns, *IDENTITY))
+    if total.rows_count <= ROWS_PER_STREAM:
+        source = f'"{name}"'
+    elif name in _THINNED:
+        source = f"({_thinned(snapshot, name, total)})"
+    else:
+        source = f'(FROM "{name}" WHERE time_ns >= {newest_since_ns(snapshot, name, total, ROWS_PER_STREAM)})'
+    return snapshot.query(f"SELECT {columns} FROM {source} ORDER BY time_ns")
+
+
+def newest_since_ns(snapshot: Queryable, name: str, total: Total, most: int) -> int:
+    """Return the time of the oldest of the `most` newest rows.
+
+    The search begins at the end of the stream and goes further back while there are too few rows. It reads times
+    alone: sorting whole rows costs four times as much, and the rest of the stream is not read.
+    """
+    if total.rows_count <= most:
+        return total.first_ns or 0
+    for begin_ns in look_backs(total, most):
+        newest = f'SELECT time_ns FROM "{name}" WHERE time_ns >= {begin_ns} ORDER BY time_ns DESC'
+        oldest = snapshot.query(f"SELECT count(*) AS n, min(time_ns) AS ns FROM ({newest} LIMIT {most})").iloc[0]
+        if oldest["n"] == most:
+            break
+    return int(oldest["ns"])
+
+
+def look_backs(total: Total, most: int, *, from_ns: int | None = None) -> Iterator[int]:
+    """Yield begins of the searches for the `most` newest rows, each further back, the last one at the first row."""
+    stream_begin_ns, last_ns = total.first_ns or 0, total.last_ns or 0
+    first_ns = stream_begin_ns if from_ns is None else max(from_ns, stream_begin_ns)
+    back_ns = max(1, 2 * (last_ns - stream_begin_ns) * most // max(total.rows_count, 1))
+    while last_ns - back_ns > first_ns:
+        yield last_ns - back_ns
+        back_ns *= 4
+    yield first_ns
+
+
+def _thinned(snapshot: Snapshot, name: str, total: Total) -> str:
+    """Return SQL for a subset of the rows that preserves the shape of a stream.
+
+    The subset has the largest sample of each series in each bucket of time. For `process`, it also has one tick per
+    bucket and host: among the ticks of these largest samples, the one with the highest sum over the processes.
+    Summing all ticks would take memory in proportion to the run. The ends of processes stay too, and the last part
+    of the run.
+    """
+    series_columns, use = _THINNED[name]
+    series = ", ".join(series_columns)
+    tick_ns = snapshot.query(
+        "SELECT sum(span) / sum(n) AS ns FROM (SELECT max(time_ns) - min(time_ns) AS span, "
+        f'approx_count_distinct(time_ns) AS n FROM "{name}" GROUP BY host)'
+    )["ns"][0]
+    bucket_ns = max(1, int(4 * tick_ns * total.rows_count / ROWS_PER_STREAM))
+    largest = (
+        f'SELECT {series}, arg_max(time_ns, {use}) AS time_ns FROM "{name}" '
+        f"GROUP BY {series}, time_ns // {bucket_ns}"
+    )
+    end_ns = (total.last_ns or 0) - UNTHINNED_NS
+    condition = f"time_ns >= {end_ns} OR {_among('FROM largest', *series_columns, 'time_ns')}"
+    if name == "process":
+        fullest_ticks = (
+            "SELECT host, arg_max(time_ns, used) AS time_ns "
+            "FROM (SELECT host, time_ns, coalesce(sum(pss_bytes), 0) AS used FROM process "
+            f"WHERE {_among('FROM largest', 'host', 'time_ns')} GROUP BY host, time_ns) "
+            f"GROUP BY host, time_ns // {bucket_ns}"
+        )
+        condition += f" OR {_among(fullest_ticks, 'host', 'time_ns')} OR alive = 0"
+    return f'WITH largest AS MATERIALIZED ({largest}) FROM "{name}" WHERE {condition}'
+
+
+def _among(query: str, *columns: str) -> str:
+    """Return SQL that is true for rows that equal a row of the query in these columns.
+
+    It compares hashes, since tuples take several times as long. A collision would let one more row through.
+    """
+    key = f"hash({', '.join(columns)})"
+    return f"{key} IN (SELECT {key} FROM ({query}))"
+
+
+def _events(snapshot: Snapshot) -> list[dict[str, Any]]:
+    structural = f"kind IN {STRUCTURAL_EVENTS}"
+    rows: list[dict[str, Any]] = snapshot.query(
+        f"FROM (FROM event WHERE {structural} UNION ALL FROM (FROM event WHERE NOT {structural} "
+        f"ORDER BY time_ns DESC LIMIT {ROWS_PER_STREAM})) ORDER BY time_ns"
+    ).to_dict("records")  # type: ignore[assignment]
+    return [{**json.loads(row.pop("body")), **row, "rank": _optional_int(row["rank"])} for row in rows]
+
+
+def _optional_int(value: float) -> int | None:
+    return None if pd.isna(value) else int(value)
+
+
+def _left_running(events: Iterable[Mapping[str, Any]]) -> Iterator[ProcessKey]:
+    for event in events:
+        if event["kind"] == "left-running":
+            for process in event["processes"]:
+                yield event["host"], process["pid"], process["start_ticks"]
+
+
+def _writer(event: Mapping[str, Any]) -> ProcessKey:
+    return event["host"], event["pid"], event["start_ticks"]

@@ -1,0 +1,1 @@
+"""Findings about time that the training loses, and advice to gain it back."""

@@ -1,0 +1,114 @@
+"""Pauses of the training thread: steps at a regular distance that take far longer than usual, without waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, median, origin_ns, whole, window_text, written
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.cost import Loss, confidence, lost_ratio, measurement
+from collector.diagnosis.stalls.cpu_contention import queued_ratio
+from collector.findings import Advice, Finding, Locus
+from collector.store import ProcessKey
+from collector.units import count, duration, percent
+
+_PHASES = ("h2d", "forward", "backward", "optimizer", "other")
+_FIRST_STEPS = 10  # left out for lazy initialisation, compilation and autotuning
+_MIN_PAUSES = 4
+_NOISE_SPREADS = 8.0  # a pause takes this many spreads longer than the usual step, and at least half a step
+_MOST_PAUSES = 0.2  # share of the steps; pauses are 5 steps apart or more, else they are the usual step
+_LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
+_REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
+_ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
+_LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out from noise
+
+
+def find_pauses(tables: RunTables) -> list[Finding]:
+    """Find a `main-thread-pause` of each training process, but not of ranks that only wait for another one's."""
+    findings = [finding for main in Lifecycle(tables).mains for finding in _pauses(tables, main)]
+    return [finding for finding in findings if finding.locus.stage != "backward"] or findings
+
+
+def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
+    steps = written(tables, "step", main).iloc[_FIRST_STEPS:]
+    work = floats(steps, "duration_ns") - np.nan_to_num(floats(steps, "data_wait_ns"))
+    steps, work = steps[np.isfinite(work)], work[np.isfinite(work)]
+    if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
+        return []
+    usual = float(np.median(work))
+    spread = 1.4826 * float(np.median(np.abs(work - usual)))
+    is_pause = work > usual + max(_NOISE_SPREADS * spread, 0.5 * usual)
+    # More passes of the model than usual are a rollout or an evaluation, and no pause.
+    passes = floats(steps, "passes_count")
+    is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))
+    at = np.flatnonzero(is_pause)
+    if len(at):  # leave out single steps that are somewhat longer by chance
+        at = at[work[at] - usual >= _LEAST_PAUSE * np.quantile(work[at] - usual, 0.75)]
+    if not _MIN_PAUSES <= len(at) <= _MOST_PAUSES * len(steps):
+        return []
+    distance = float(np.median(np.diff(at)))
+    regular = float(np.mean(np.abs(np.diff(at) - distance) <= max(0.1 * distance, 1.0)))
+    seconds = float((work[at] - usual).sum()) / SECOND_NS
+    ratio = lost_ratio(tables, seconds)
+    phase, share = _phase(steps, at, seconds)
+    if regular < _REGULAR or share < _ONE_PHASE or ratio < _LEAST_LOST or distance < 1 / _MOST_PAUSES:
+        return []
+    times = floats(steps, "time_ns")
+    if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
+        return []  # the process waited for a core
+    window = window_text(times[0], times[-1], origin_ns(tables))
+    pause_seconds = seconds / len(at)
+    loss = Loss(ratio=ratio, seconds=seconds, n=len(at), window=window)
+    return [
+        Finding(
+            kind="main-thread-pause",
+            severity=loss.severity,
+            confidence=confidence(len(at), _MIN_PAUSES),
+            summary=(
+                f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} phase; "
+                f"a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
+                f"{percent(ratio)} of the run."
+            ),
+            locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
+            since_step=whole(steps["step"].iloc[at[0]]),
+            evidence=(
+                *loss.evidence,
+                measurement("pause_seconds", pause_seconds, "seconds", len(at), window),
+                measurement("pause_distance_count", distance, "count", len(at), window),
+                measurement("regular_ratio", regular, "ratio", len(at) - 1, window),
+                measurement("usual_step_seconds", usual / SECOND_NS, "seconds", len(steps) - len(at), window),
+            ),
+            advice=(
+                Advice(
+                    text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
+                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
+                    ".item() or .cpu() on the device; do it less often, or in another thread or process",
+                    expected=f"up to {percent(ratio)} less time",
+                ),
+            ),
+        )
+    ]
+
+
+def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tuple[str, float]:
+    """Return the phase in which most of the pauses' excess time lies, and its share of that."""
+    excess = {}
+    for name in _PHASES:
+        values = np.nan_to_num(floats(steps, f"{name}_ns"))
+        excess[name] = float((values[at] - np.median(values)).sum()) / SECOND_NS
+    phase = max(excess, key=lambda name: excess[name])
+    return phase, excess[phase] / max(seconds, 1e-9)
+
+
+def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:
+    """Return which steps have the start of an epoch of any loader: starting workers, or validation, is no pause."""
+    batches = written(tables, "batch", main)
+    begins = np.sort(floats(batches[floats(batches, "index") == 0], "time_ns"))
+    ends = floats(steps, "time_ns")
+    starts = ends - floats(steps, "duration_ns")
+    has_start: np.ndarray[Any, Any] = np.searchsorted(begins, ends) > np.searchsorted(begins, starts)
+    return has_start

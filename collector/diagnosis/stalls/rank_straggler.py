@@ -1,0 +1,156 @@
+"""A rank that the others wait for: its own work takes longer, and the others wait in their backward pass.
+
+Ranks meet where gradients are summed, within the backward pass. A late rank spends more time outside of it and less
+in it than the others. So no clocks of different hosts are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from collector.diagnosis.run.columns import SECOND_NS, floats, origin_ns, whole, window_text, written
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence, lost_ratio, measurement
+from collector.diagnosis.statistics.growth import Floats
+from collector.findings import Advice, Finding, Locus
+from collector.store import ProcessKey
+from collector.units import count, duration, percent
+
+_FIRST_STEPS = 10
+_RECENT_STEPS = 1000
+_BLOCK_STEPS = 10  # steps whose means are taken to be independent
+_MIN_STEPS = 5 * _BLOCK_STEPS
+_MATCHED_RATIO = 0.5  # share of the lateness that the others must wait, or that explains it by one phase
+#: Phases of a step outside the backward pass, and the reason if they make a rank late.
+_PHASES = {
+    "data_wait_ns": "it waits for its data",
+    "h2d_ns": "its copies to the device take longer",
+    "forward_ns": "its forward pass takes longer",
+    "optimizer_ns": "its optimizer takes longer",
+    "other_ns": "it does something between its phases",
+}
+_HOST_PHASES = ("data_wait_ns", "h2d_ns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Excess:
+    """Time of one rank above the median of the others, with its standard error; seconds per step."""
+
+    seconds: float
+    error: float
+
+
+def find_rank_straggler(tables: RunTables) -> list[Finding]:
+    """Find `rank-straggler`: the one rank that holds up the others, if there is one."""
+    hosts = _common_steps(tables, "step")
+    # Ranks with GPUs meet on the device, while the host runs ahead.
+    steps = _common_steps(tables, "device_time") or hosts
+    if not steps:
+        return []
+    outside = {key: floats(rows, "duration_ns") - floats(rows, "backward_ns") for key, rows in steps.items()}
+    straggler = max(outside, key=lambda key: float(np.mean(outside[key])))
+    lateness = _excess(outside, straggler)
+    waits = _excess({key: -floats(rows, "backward_ns") for key, rows in steps.items()}, straggler)
+    rows = steps[straggler]
+    lost = min(lateness.seconds, waits.seconds) * len(written(tables, "step", straggler))
+    ratio = lost_ratio(tables, max(lost, 0.0))
+    certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
+    if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or ratio < LEAST_LOST_RATIO:
+        return []
+    by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in _PHASES}
+    phases = {
+        name: _excess({key: np.nan_to_num(floats(table, name)) for key, table in by_rank.items()}, straggler)
+        for name, by_rank in by_phase.items()
+    }
+    phase = max(phases, key=lambda name: phases[name].seconds)
+    if phases["data_wait_ns"].seconds >= _MATCHED_RATIO * lateness.seconds:
+        phase = "data_wait_ns"  # on the device, a wait for data is a gap between two steps
+    retries = _retries(tables, steps)
+    by, why = ("data" if phase == "data_wait_ns" else "compute"), _PHASES[phase]
+    if by == "compute" and retries[straggler] > max(count for key, count in retries.items() if key != straggler):
+        by, why = "memory", f"{why}, while its allocator flushed its cache {count(retries[straggler])} times"
+    times = floats(rows, "time_ns")
+    window = window_text(times[0], times[-1], origin_ns(tables))
+    rank = whole(rows["rank"].iloc[-1])
+    loss = Loss(ratio=ratio, seconds=lost, n=len(rows), window=window)
+    return [
+        Finding(
+            kind="rank-straggler",
+            severity=loss.severity,
+            confidence=confidence(len(rows), _BLOCK_STEPS),
+            summary=(
+                f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
+                f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where "
+                f"gradients are summed; {why}. That costs {duration(lost)}, {percent(ratio)} of the run."
+            ),
+            locus=Locus(
+                host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
+            ),
+            since_step=whole(rows["step"].iloc[0]),
+            evidence=(
+                *loss.evidence,
+                measurement("own_time_excess_seconds", lateness.seconds, "seconds", len(rows), window),
+                measurement("others_backward_excess_seconds", waits.seconds, "seconds", len(rows), window),
+                measurement(f"{phase[:-3]}_excess_seconds", phases[phase].seconds, "seconds", len(rows), window),
+                measurement("alloc_retry_count", retries[straggler], "count", len(rows), window),
+            ),
+            advice=(_advice(by, rank, lateness.seconds),),
+            limited_by=by,
+        )
+    ]
+
+
+def _advice(by: str, rank: int | None, seconds: float) -> Advice:
+    text = {
+        "data": f"Mend the loading of rank {rank} (its own findings say what is slow there), or its shard, "
+        "disk or cores",
+        "memory": f"Give rank {rank} a smaller batch or shorter samples, or free what it keeps on the device: each "
+        "flush of the allocator's cache stops the device",
+        "compute": f"Look at what rank {rank} alone does in that phase (logging, evaluation, longer "
+        "samples), and at its device and cores: clocks, temperature, other programs",
+    }[by]
+    return Advice(text=text, expected=f"about {duration(seconds)} less per step, on every rank")
+
+
+def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:
+    """Return the recent steps that all ranks made, by training process; empty if there are too few to compare."""
+    steps = {main: written(tables, stream, main) for main in Lifecycle(tables).mains}
+    steps = {
+        key: rows[np.isfinite(floats(rows, "backward_ns")) & np.isfinite(floats(rows, "rank"))]
+        for key, rows in steps.items()
+    }
+    steps = {
+        key: rows.set_index(rows["step"].astype("int64"), drop=False) for key, rows in steps.items() if len(rows)
+    }
+    if len(steps) < 2:
+        return {}
+    common = pd.Index(sorted(set.intersection(*(set(rows.index) for rows in steps.values()))))
+    common = common[_FIRST_STEPS:][-_RECENT_STEPS:]
+    if len(common) < _MIN_STEPS:
+        return {}
+    return {key: rows[~rows.index.duplicated()].loc[common] for key, rows in steps.items()}
+
+
+def _excess(values: dict[ProcessKey, Floats], rank: ProcessKey) -> _Excess:
+    """Return how far one rank is above the median of the others; the error comes from blocks of steps."""
+    others = np.median(np.array([series for key, series in values.items() if key != rank]), axis=0)
+    excess = (values[rank] - others) / SECOND_NS
+    blocks = excess[: len(excess) // _BLOCK_STEPS * _BLOCK_STEPS].reshape(-1, _BLOCK_STEPS).mean(axis=1)
+    return _Excess(seconds=float(excess.mean()), error=float(blocks.std(ddof=1)) / math.sqrt(len(blocks)))
+
+
+def _retries(tables: RunTables, steps: dict[ProcessKey, pd.DataFrame]) -> dict[ProcessKey, float]:
+    """Return how often each rank's allocator flushed its cache within the steps; 0 where it is not known."""
+    retries = {}
+    for key, rows in steps.items():
+        memory = written(tables, "device_memory", key)
+        times = floats(memory, "time_ns")
+        counts = floats(memory, "alloc_retry_count")[(times >= floats(rows, "time_ns")[0])]
+        counts = counts[np.isfinite(counts)]
+        retries[key] = float(counts[-1] - counts[0]) if len(counts) else 0.0
+    return retries

@@ -1,0 +1,33 @@
+"""Predict how a loop would run with other settings."""
+
+from collector.diagnosis.tuning.batch_sizes import (
+    BatchSizeRun,
+    batch_size_run,
+    line_through,
+    micro_batch,
+    next_size,
+)
+from collector.diagnosis.tuning.calibration import Calibration, calibrate
+from collector.diagnosis.tuning.loader_memory import held_memory
+from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.stage_speedup import HEALTHY_WAIT_RATIO, WaitSummary, summarize_waits
+from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
+
+__all__ = [
+    "HEALTHY_WAIT_RATIO",
+    "BatchSizeRun",
+    "Calibration",
+    "Forecast",
+    "Option",
+    "Setting",
+    "WaitSummary",
+    "batch_size_run",
+    "calibrate",
+    "forecast",
+    "held_memory",
+    "line_through",
+    "micro_batch",
+    "next_size",
+    "option_text",
+    "summarize_waits",
+]

@@ -1,0 +1,121 @@
+"""Speed-ups of stages: how much faster a stage must get until the training no longer waits for its data.
+
+The waits for a stage do not show what a faster stage gains, since the loop may then wait for another stage instead.
+The replay of the run with shorter stages does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from collector.diagnosis.loading.wait_breakdown import WaitBreakdown, wait_breakdowns
+from collector.diagnosis.run.columns import SECOND_NS
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.tuning.calibration import calibrate
+from collector.diagnosis.tuning.replay import replay_shorter_fetches
+from collector.diagnosis.tuning.what_if import CURRENT_ERROR
+
+#: Share of its time that a loop may wait and still be busy. Taking a batch that is ready may cost as much again.
+HEALTHY_WAIT_RATIO = 0.05
+_REMAINDERS = np.linspace(0.95, 0.0, 20)  # shares of a stage's time that are left after a speed-up
+
+
+class WaitedStage(TypedDict):
+    """A stage that a loop waited for; seconds of the wait, and what a faster stage would do (see `SpeedUp`)."""
+
+    stage: str
+    seconds: float
+    batch_seconds: float | None
+    enough_seconds: float | None
+    free_wait_ratio: float | None
+
+
+class WaitSummary(TypedDict):
+    """The waits of one loop: an entry of the report's `exposed_stall`."""
+
+    rank: int | None
+    loader: int
+    batches: int
+    wait_seconds: float
+    wait_ratio: float
+    head_of_line_seconds: float
+    stages: list[WaitedStage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """Effect of a faster stage; seconds are per batch.
+
+    Attributes:
+        batch_seconds: time of the stage now.
+        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
+        free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
+
+    """
+
+    batch_seconds: float
+    enough_seconds: float | None
+    free_wait_ratio: float
+
+
+def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
+    """Return the speed-up of each stage of the fetches; none where the replay does not match the measured rate."""
+    calibration = calibrate(tables, breakdown.loop)
+    if isinstance(calibration, str):
+        return {}
+    spent = breakdown.fetches[["epoch", "index"]].join(breakdown.stages).drop_duplicates(["epoch", "index"])
+    rows = calibration.batches.merge(spent, how="left", on=["epoch", "index"]).fillna(0.0)
+    names = [str(name) for name in breakdown.stages]
+    costs = rows[names].to_numpy()
+    shares = costs / np.fmax(costs.sum(axis=1, keepdims=True), 1.0)
+    shorter = 1 - shares[:, :, np.newaxis] * (1 - _REMAINDERS)
+    ratios = np.column_stack([np.ones(len(rows)), np.zeros(len(rows)), shorter.reshape(len(rows), -1)])
+    rates, waits = replay_shorter_fetches(calibration.trace, calibration.setting, calibration.slowdowns, ratios)
+    if abs(math.log(rates[0] / calibration.batches_per_second)) > CURRENT_ERROR:
+        return {}
+    unavoidable = waits[1]
+    busy = waits[2:].reshape(len(names), -1) <= unavoidable + HEALTHY_WAIT_RATIO
+    busy &= unavoidable <= HEALTHY_WAIT_RATIO
+    seconds = costs.mean(axis=0) / SECOND_NS
+    return {
+        name: SpeedUp(
+            batch_seconds=float(seconds[at]),
+            enough_seconds=float(_REMAINDERS[busy[at].argmax()] * seconds[at]) if busy[at].any() else None,
+            free_wait_ratio=float(waits[2:].reshape(len(names), -1)[at, -1]),
+        )
+        for at, name in enumerate(names)
+    }
+
+
+def wait_summaries(tables: RunTables) -> list[WaitSummary]:
+    """Return the waits of each loop in plain values, the loop that waited longest first."""
+    breakdowns = sorted(wait_breakdowns(tables), key=lambda breakdown: -breakdown.wait_seconds)
+    return [summarize_waits(tables, breakdown) for breakdown in breakdowns]
+
+
+def summarize_waits(tables: RunTables, breakdown: WaitBreakdown) -> WaitSummary:
+    """Return the waits of one loop in plain values for the report, with speed-ups if the loop waits much."""
+    gains = speed_ups(tables, breakdown) if breakdown.wait_ratio >= HEALTHY_WAIT_RATIO else {}
+    return {
+        "rank": breakdown.loop.rank,
+        "loader": breakdown.loop.loader,
+        "batches": len(breakdown.waits),
+        "wait_seconds": breakdown.wait_seconds,
+        "wait_ratio": breakdown.wait_ratio,
+        "head_of_line_seconds": breakdown.head_of_line_seconds,
+        "stages": [_stage(name, seconds, gains.get(name)) for name, seconds in breakdown.by_part.items()],
+    }
+
+
+def _stage(name: str, seconds: float, gain: SpeedUp | None) -> WaitedStage:
+    return {
+        "stage": name,
+        "seconds": seconds,
+        "batch_seconds": gain.batch_seconds if gain else None,
+        "enough_seconds": gain.enough_seconds if gain else None,
+        "free_wait_ratio": gain.free_wait_ratio if gain else None,
+    }

@@ -1,0 +1,233 @@
+"""The result of a diagnosis: the closed vocabulary of findings and their shape.
+
+Everything is a frozen value. `as_json` returns the public form (docs/report.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
+
+#: Kind of finding -> its group. There are no other kinds.
+KINDS: dict[str, str] = {
+    **dict.fromkeys(
+        ("gpu-oom-risk", "host-oom-risk", "shm-exhaustion-risk", "fd-exhaustion-risk"), "memory forecast"
+    ),
+    **dict.fromkeys(
+        (
+            "gpu-tensor-leak",
+            "gpu-non-pytorch-growth",
+            "gpu-fragmentation",
+            "pinned-cache-growth",
+            "main-heap-leak",
+            "worker-heap-leak",
+            "copy-on-read-growth",
+            "fd-leak",
+            "shm-leak",
+        ),
+        "memory leak",
+    ),
+    **dict.fromkeys(
+        (
+            "workers-too-slow",
+            "slow-worker",
+            "straggler-samples",
+            "collate-bound",
+            "copy-bound",
+            "pin-bound",
+            "sampler-bound",
+            "worker-startup",
+            "epoch-refill",
+            "inline-loading",
+            "shard-skew",
+        ),
+        "data loading",
+    ),
+    **dict.fromkeys(("main-thread-pause", "rank-straggler", "compute-bound"), "training"),
+    **dict.fromkeys(("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "crashed", "killed"), "death"),
+    **dict.fromkeys(("workers-not-reporting", "samples-lost", "cannot-tell"), "trust"),
+}
+
+#: Leaks whose allocating lines a process can report.
+TRACEABLE_LEAKS = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One measurement: name, value, unit, number of observations and window."""
+
+    name: str
+    value: float | str
+    unit: str
+    n: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locus:
+    """The place of a finding; a field that does not apply is None.
+
+    `role` is a word of `records.ROLES`. `loader_name` says where the loader was made, with its dataset and batch
+    size. `main_pid` is the training process that owns the loader, if ranks do not distinguish processes.
+    """
+
+    host: str | None = None
+    rank: int | None = None
+    device: int | None = None
+    role: str | None = None
+    pid: int | None = None
+    main_pid: int | None = None
+    worker: int | None = None
+    loader: int | None = None
+    loader_name: str | None = None
+    stage: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A growth rate with an interval from a moving block bootstrap.
+
+    Its coverage falls below the nominal 90 % where the samples are autocorrelated beyond a block.
+    """
+
+    value: float
+    low: float
+    high: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The limit that a growth runs into."""
+
+    name: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eta:
+    """Time until the limit is met: 5 %, 50 % and 95 % of the futures, in seconds, and in steps if there are any.
+
+    `high` is infinite if the limit may never be met. There is no Eta if that is likelier than not.
+    """
+
+    low_seconds: float
+    mid_seconds: float
+    high_seconds: float
+    low_steps: float | None = None
+    mid_steps: float | None = None
+    high_steps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One concrete action and its expected effect."""
+
+    text: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationSite:
+    """A line whose allocations stay, and their growth over a window.
+
+    `site` is file:line and function of the innermost frame of the user's code; `callers` are its callers.
+    `grown_bytes` is None if autograd alone holds what the line allocated: its bytes are not known line by line.
+    """
+
+    site: str
+    callers: tuple[str, ...] = ()
+    what: str
+    grown_bytes: int | None
+    grown_count: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
+
+    Raises:
+        ValueError: the kind is not in the vocabulary, or there is too little evidence.
+
+    """
+
+    kind: str
+    severity: Severity
+    confidence: float
+    summary: str
+    locus: Locus = Locus()
+    since_step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+    rate: Rate | None = None
+    limit: Limit | None = None
+    eta: Eta | None = None
+    held_by: tuple[AllocationSite, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    limited_by: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the kind, the confidence and the evidence."""
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown finding kind {self.kind!r}")
+        if not 0.0 <= self.confidence <= 1.0:
+            raise ValueError(f"confidence {self.confidence!r} is outside 0..1")
+        names = {evidence.name for evidence in self.evidence}
+        if self.kind != "cannot-tell" and len(names) < 2:
+            raise ValueError(f"{self.kind} needs two independent measurements, has {sorted(names)}")
+
+    def value_of(self, evidence: str) -> float | None:
+        """Return the value of the evidence of this name; None without such."""
+        values = [item.value for item in self.evidence if item.name == evidence]
+        return float(values[0]) if values else None
+
+
+def as_json(finding: Finding) -> dict[str, Any]:
+    """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
+    body = dataclasses.asdict(finding)
+    body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
+    if body["limited_by"] is None:
+        del body["limited_by"]
+    return finite(body)  # type: ignore[no-any-return]
+
+
+def from_json(body: Mapping[str, Any]) -> Finding:
+    """Return the finding that has this public JSON form.
+
+    Raises:
+        ValueError: this version of Tidegauge does not know it.
+        TypeError: fields are missing or unknown.
+
+    """
+    parts = {"rate": Rate, "limit": Limit, "eta": Eta}
+    return Finding(
+        **{
+            **body,
+            **{name: part(**body[name]) for name, part in parts.items() if body[name] is not None},
+            "locus": Locus(**body["locus"]),
+            "evidence": tuple(Evidence(**evidence) for evidence in body["evidence"]),
+            "held_by": tuple(
+                AllocationSite(**{**holder, "callers": tuple(holder["callers"])})
+                for holder in body.get("held_by", ())
+            ),
+            "advice": tuple(Advice(**advice) for advice in body["advice"]),
+        }
+    )
+
+
+def finite(value: Any) -> Any:
+    """Return the value made fit for JSON: NaN and infinity become None, tuples lists."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

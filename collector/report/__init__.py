@@ -1,0 +1,1 @@
+"""Verdicts, comparisons and lists of runs, for the terminal and as JSON."""

@@ -1,0 +1,296 @@
+"""The verdict on a run, as a card for the terminal and as the public JSON (docs/report.md)."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from collector.diagnosis import LEAST_LOST_RATIO, Verdict
+from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
+from collector.findings import Finding, Locus, Severity, as_json, finite
+from collector.report import wording
+from collector.units import MISSING, duration, number, percent, quantity, size
+
+SCHEMA = 1
+#: Severity -> (symbol, colour); the word is always shown too.
+_MARKS: dict[Severity, tuple[str, str]] = {
+    "critical": ("✖", "bold red"),
+    "warning": ("▲", "bold yellow"),
+    "info": ("●", "blue"),
+}
+#: Most processes in the card of a run that died.
+_LAST_PROCESSES = 5
+_STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
+
+
+def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
+    """Return the public JSON form; an unknown value is null, never NaN."""
+    return {
+        "schema": SCHEMA,
+        "run": {
+            "run_id": run_id,
+            "name": name,
+            "status": verdict.status,
+            "exit_status": verdict.exit_status,
+            "attempts": verdict.attempts,
+            "steps": verdict.steps,
+            "step_unit": verdict.step_unit,
+            "batches": verdict.batches,
+            "duration_seconds": finite(verdict.duration_seconds),
+            "workers_reporting": list(verdict.workers_reporting),
+        },
+        "findings": [as_json(finding) for finding in verdict.findings],
+        "summary": finite(verdict.summary),
+    }
+
+
+def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str) -> Group:
+    """Draw the card for the terminal: the run, each finding with its evidence, and how to see more.
+
+    Args:
+        verdict: the verdict on the run.
+        run_id: id of the run.
+        name: name of the run.
+        dashboard: command that opens the dashboard.
+
+    """
+    return Group(
+        Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
+        _header(verdict, run_id),
+        Text(),
+        *_findings(verdict),
+        *_last_minute(verdict),
+        Text.assemble(("to see it  ", "dim"), dashboard),
+    )
+
+
+def dashboard_command(home: Path, default_home: Path) -> str:
+    """Return the command that opens the dashboard of a home; with its path if the shell finds no `tidegauge`."""
+    script = Path(sys.executable).with_name("tidegauge")
+    program = str(script) if shutil.which("tidegauge") is None and script.exists() else "tidegauge"
+    home_option = [] if home == default_home else ["--home", str(home)]
+    return shlex.join([program, "dashboard", *home_option])
+
+
+def _header(verdict: Verdict, run_id: str) -> Table:
+    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+    status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
+    if verdict.watch_ended:
+        status.append(" when the watch ended", style="default")
+    if verdict.exit_status is not None:
+        status.append(f", {exit_words(verdict.exit_status)}", style="default")
+    pairs: list[tuple[str, RenderableType]] = [
+        ("run", run_id),
+        ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
+    ]
+    if verdict.attempts > 1:
+        pairs.append(("attempts", f"{verdict.attempts}, the figures are of the last one"))
+    if _has_trained(verdict):
+        speeds = [quantity(throughput["steps_per_second"], "steps/second")]
+        if throughput["samples_per_second"] is not None:
+            speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
+        pairs += [
+            ("steps", ", ".join([f"{number(verdict.steps)}{_step_unit(verdict)}", *speeds])),
+            ("data wait", _data_wait(verdict)),
+            *_stall(verdict),
+            *_outside(verdict),
+            ("workers", _workers(verdict)),
+        ]
+    pairs.append(("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
+    if peak["device_reserved_bytes"] is not None:
+        pairs.append(("", f"{quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
+    return _grid(pairs)
+
+
+def _step_unit(verdict: Verdict) -> str:
+    """Return the unit of a step if it is not an optimizer step."""
+    units = {"forward pass": " forward passes", "batch": " batches, no optimizer"}
+    return units.get(verdict.step_unit or "", "")
+
+
+def _data_wait(verdict: Verdict) -> str:
+    ratio = verdict.summary["data_wait_ratio"]
+    if ratio is None:
+        return f"{MISSING} no DataLoader seen" if not verdict.batches else MISSING
+    return f"{percent(ratio)} of the loop's time, start-up included"
+
+
+def _workers(verdict: Verdict) -> str:
+    reporting, workers = verdict.workers_reporting
+    if workers:
+        return f"{reporting} of {workers} report"
+    return "none: the training process makes its batches" if verdict.batches else f"{MISSING} no DataLoader seen"
+
+
+def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the time outside the step in a loop without a DataLoader, which includes its data loading."""
+    outside = verdict.summary["outside_step"]
+    if outside is not None:
+        computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
+        yield (
+            "outside",
+            f"{percent(outside['ratio'])} of step time outside forward, backward and optimizer: "
+            f"{duration(outside['seconds'])} per step{computing}",
+        )
+
+
+def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+    """Yield what the loop that waits longest waits for; nothing if it does not wait."""
+    worst = next(iter(verdict.summary["exposed_stall"]), None)
+    if worst is None or worst["wait_ratio"] < HEALTHY_WAIT_RATIO:
+        return
+    if worst["wait_seconds"] >= LEAST_LOST_RATIO * (verdict.duration_seconds or 0.0):
+        yield "stall", wording.stall(worst)
+
+
+def exit_words(exit_status: int) -> str:
+    """Return an exit status in words: `exit status 1`, `signal 9 (SIGKILL)`."""
+    if exit_status >= 0:
+        return f"exit status {exit_status}"
+    try:
+        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    except ValueError:
+        return f"signal {-exit_status}"
+
+
+def _has_trained(verdict: Verdict) -> bool:
+    return bool(verdict.steps or verdict.batches)
+
+
+def _findings(verdict: Verdict) -> Iterator[RenderableType]:
+    if not any(finding.severity != "info" for finding in verdict.findings):
+        yield _all_clear(verdict)
+        yield Text()
+    for rank, finding in enumerate(verdict.findings, start=1):
+        yield from _finding(rank, finding)
+        yield Text()
+
+
+def _all_clear(verdict: Verdict) -> Text:
+    if not _has_trained(verdict):
+        return Text("No warnings. No steps or batches were seen.", style="bold")
+    if next(_stall(verdict), None) is not None:
+        return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
+    return Text("✔ Nothing needs attention", style="bold green")
+
+
+def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
+    mark, style = _MARKS[finding.severity]
+    yield Text.assemble(
+        f"{rank}. ",
+        (f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style),
+        (f"   confidence {percent(finding.confidence)}", "dim"),
+    )
+    yield Padding(Text(finding.summary), (0, 0, 0, 3))
+    details = list(_details(finding))
+    if details:
+        yield Padding(_grid(details), (0, 0, 0, 3))
+
+
+def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
+    """Yield memory, its change and the last activity of the largest processes of a run that died."""
+    states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["held_bytes"] or 0))
+    if not states:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for state in states[:_LAST_PROCESSES]:
+        rise = state["held_rise_bytes"]
+        process = Locus(
+            role=state["role"],
+            rank=state["rank"],
+            loader=state["loader"],
+            worker=state["worker"],
+            pid=state["pid"],
+        )
+        progress = {"step": state["step"], "batch": state["batch"]}
+        activity = [f"{name} {number(value)}" for name, value in progress.items() if value is not None]
+        table.add_row(
+            wording.locus(process),
+            size(state["held_bytes"]),
+            "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
+            ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
+        )
+    yield _grid([("last 60 s", table)])
+    yield Text()
+
+
+def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
+    place, since = wording.locus(finding.locus), wording.since(finding)
+    if place or since:
+        yield "where", ", ".join(part for part in (place, since) if part)
+    if finding.evidence:
+        yield "evidence", _evidence(finding)
+    if finding.rate is not None:
+        unit = finding.rate.unit
+        low, high = quantity(finding.rate.low, unit), quantity(finding.rate.high, unit)
+        yield "growth", f"{quantity(finding.rate.value, unit)} ({low} to {high})"
+    if finding.limit is not None:
+        limit = quantity(finding.limit.value, finding.limit.unit)
+        yield "limit", f"{limit}, {finding.limit.name}"
+    if finding.eta is not None:
+        yield "reached", wording.eta(finding.eta)
+    if finding.held_by:
+        yield "held by", _allocation_sites(finding)
+    if finding.advice:
+        yield "do", _advice(finding)
+
+
+def _evidence(finding: Finding) -> Group:
+    """Draw numbers in columns, and texts such as an exception's message on separate lines that may wrap."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")
+    texts = []
+    for evidence in finding.evidence:
+        observed = f"n {number(evidence.n)}, {evidence.window}"
+        if isinstance(evidence.value, str):
+            texts.append(Text.assemble(f"{wording.label(evidence.name)}: {evidence.value}  ", (observed, "dim")))
+        else:
+            table.add_row(wording.label(evidence.name), quantity(evidence.value, evidence.unit), observed)
+    return Group(*([table] if table.row_count else []), *texts)
+
+
+def _allocation_sites(finding: Finding) -> Table:
+    """Draw the bytes in one column, and line, callers and objects below each other: paths are long."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for site in finding.held_by:
+        table.add_row(wording.bytes_growth(site), site.site)
+        for caller in site.callers:
+            table.add_row("", Text(f"from {caller}", style="dim"))
+        table.add_row("", Text(wording.count_growth(site), style="dim"))
+    table.add_row("", Text(f"grown within {finding.held_by[0].window}", style="dim"))
+    return table
+
+
+def _advice(finding: Finding) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for position, advice in enumerate(finding.advice, start=1):
+        table.add_row(f"{position}.", advice.text)
+        table.add_row("", Text(f"→ {advice.expected}", style="dim"))
+    return table
+
+
+def _grid(pairs: list[tuple[str, RenderableType]]) -> Table:
+    """Draw one row per label and value; a long value wraps within its column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", min_width=9, no_wrap=True)
+    table.add_column()
+    for label, value in pairs:
+        table.add_row(label, value)
+    return table

@@ -1,0 +1,158 @@
+"""Findings in words, for the terminal and the dashboard: loci, forecasts, allocation sites, names of evidence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from collector.findings import KINDS, AllocationSite, Eta, Finding, Locus
+
+if TYPE_CHECKING:
+    from collector.diagnosis.tuning import WaitSummary
+from collector.units import MISSING, duration, number, percent, size, until
+
+_UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
+#: Labels of evidence whose name does not say what was measured.
+_LABELS = {
+    "starved_ratio": "time until the batch was made",
+    "data_wait_ratio": "time waiting for data",
+    "lost_wall_ratio": "time lost, share of the run",
+    "lost_seconds": "time lost",
+    "consumer_seconds": "loop's own time per batch",
+    "hand_over_seconds": "hand-over per batch",
+    "capacity_ratio": "demand / capacity of the workers",
+    "fetch_seconds": "fetch time per batch",
+    "fetch_cpu_ratio": "fetch time on CPU",
+    "fetch_threads_cpu_ratio": "fetch time, other threads on CPU",
+    "fetch_children_cpu_ratio": "fetch time, child processes on CPU",
+    "fetch_run_queue_ratio": "fetch time waiting for a core",
+    "fetch_blocked_ratio": "fetch time blocked",
+    "collate_ratio": "of a fetch in collate_fn",
+    "worker_idle_ratio": "workers idle",
+    "other_workers_idle_ratio": "other workers idle",
+    "worker_fetch_ratio": "its fetches over the others'",
+    "worker_blame_ratio": "of the starving at its batches",
+    "straggler_ratio": "batches that straggle",
+    "straggler_wait_ratio": "of the starving at stragglers",
+    "made_before_asked_ratio": "batches made before they were asked for",
+    "refill_seconds": "refill per epoch",
+    "startup_wait_seconds": "wait for starting workers per epoch",
+    "demand_slope": "growth of the demand",
+    "demand_peak_ratio": "highest demand, of the limit",
+    "outside_pytorch_bytes": "outside PyTorch",
+    "device_samples_missing_count": "samples without an answer",
+    "run_processes_bytes": "other processes of the run",
+    "rest_of_run_bytes": "the run, without this process's PyTorch",
+    "last_rss_bytes": "last RSS",
+}
+#: Words of evidence names, as people write them.
+_SPELLINGS = {
+    "rss": "RSS",
+    "pss": "PSS",
+    "uss": "USS",
+    "shm": "/dev/shm",
+    "shmem": "shared memory",
+    "fd": "open file",
+    "anon": "anonymous",
+    "oom": "OOM",
+    "alloc": "allocation",
+    "cpu": "CPU",
+}
+#: Parts of a wait that are no stage, in words.
+_PARTS = {
+    "other": "rest of the dataset",
+    "idle": "no index to fetch",
+    "transfer": "the way from the worker",
+    "dispatch": "choosing samples",
+}
+
+
+def locus(where: Locus) -> str:
+    """Return a locus in words: `worker 1 of loader 0, rank 0`; empty for the whole run."""
+    parts = []
+    if where.worker is not None and where.worker >= 0:
+        parts.append(f"worker {where.worker}" + (f" of loader {where.loader}" if where.loader is not None else ""))
+    else:
+        if where.role is not None:
+            parts.append({"main": "training process", "worker": "workers"}.get(where.role, f"{where.role} process"))
+        if where.loader is not None:
+            parts.append(f"loader {where.loader}")
+    if where.loader_name is not None:
+        parts[-1] += f" ({where.loader_name})"
+    if where.main_pid is not None:
+        parts.append(f"training process {where.main_pid}")
+    for name in ("stage", "device", "rank"):
+        value = getattr(where, name)
+        if value is not None:
+            parts.append(f"{name} {value}")
+    if where.pid is not None:
+        parts.append(f"pid {where.pid}")
+    if where.host is not None:
+        parts.append(f"host {where.host}")
+    return ", ".join(parts)
+
+
+def bytes_growth(site: AllocationSite) -> str:
+    """Return the growth of a site in bytes: `+25 MiB`; a dash if only the number of objects is known."""
+    return MISSING if site.grown_bytes is None else f"+{size(site.grown_bytes)}"
+
+
+def count_growth(site: AllocationSite) -> str:
+    """Return the growth of a site in objects: `50 more tensors`."""
+    return f"{number(site.grown_count)} more {site.what}" if site.grown_count > 0 else site.what
+
+
+def eta(when: Eta) -> str:
+    """Return a forecast in words: `in 12 min (10 min to 14 min), about 800 steps`."""
+    words = f"in {until(when.mid_seconds)} ({until(when.low_seconds)} to {until(when.high_seconds)})"
+    return words if when.mid_steps is None else f"{words}, about {number(round(when.mid_steps))} steps"
+
+
+def stall(exposed: WaitSummary) -> str:
+    """Return what a loop waited for, by stage, and the remedy: an entry of the report's `exposed_stall`.
+
+    Example: `12 s (decode 60%, resize 30%), hardly any if decode took 14 ms per batch instead of 35 ms`.
+    """
+    total, stages = exposed["wait_seconds"], exposed["stages"]
+    large = [stage for stage in stages[:4] if stage["seconds"] > 0.01 * total]
+    parts = ", ".join(f"{part(stage['stage'])} {percent(stage['seconds'] / total)}" for stage in large)
+    words = f"{duration(total)} ({parts})"
+    cause = next((stage for stage in stages if stage["enough_seconds"] is not None), None)
+    if cause is not None:
+        now, then = duration(cause["batch_seconds"]), duration(cause["enough_seconds"])
+        return f"{words}, hardly any if {subject(cause['stage'])} took {then} per batch instead of {now}"
+    left = [(ratio, stage["stage"]) for stage in stages if (ratio := stage["free_wait_ratio"]) is not None]
+    if not left:
+        return words
+    ratio, name = min(left, key=lambda pair: pair[0])
+    return f"{words}, still {percent(ratio)} of the time if {subject(name)} took nothing"
+
+
+def part(name: str) -> str:
+    """Return a stage, or another part of a wait, in words."""
+    return _PARTS.get(name, name)
+
+
+def subject(name: str) -> str:
+    """Return a stage, or another part of a wait, as the subject of a sentence."""
+    return f"the {part(name)}" if name == "other" else part(name)
+
+
+def title(finding: Finding) -> str:
+    """Return the kind, with what limits it: `workers-too-slow (cpu)`."""
+    return f"{finding.kind} ({finding.limited_by})" if finding.limited_by else finding.kind
+
+
+def label(name: str) -> str:
+    """Return the label of evidence: `payload_bytes` is "payload", since its value has the unit."""
+    if name in _LABELS:
+        return _LABELS[name]
+    for unit in _UNITS_IN_NAMES:
+        name = name.removesuffix(unit)
+    return " ".join(_SPELLINGS.get(word, word) for word in name.split("_"))
+
+
+def since(finding: Finding) -> str:
+    """Return the step from which a finding holds, or at which a process died of it; empty if no step is known."""
+    if finding.since_step is None:
+        return ""
+    return f"{'at' if KINDS[finding.kind] == 'death' else 'since'} step {finding.since_step:,}"

@@ -1,0 +1,99 @@
+"""Find runs: those of a home, and of the shared store where one is configured."""
+
+from __future__ import annotations
+
+import calendar
+import functools
+import os
+import time
+from pathlib import Path
+
+from collector.errors import TidegaugeError
+from collector.store.runs.run import PRUNED_PREFIX, Run
+from training_harness import layout
+
+LATEST = "latest"
+_STAMP_CHARACTERS = len("yyyymmdd-hhmmss")
+_SHOWN_MATCHES = 5
+
+
+def list_runs(home: Path) -> list[Run]:
+    """Return all runs of a home, and of the shared store if one is configured, newest first.
+
+    Raises:
+        TidegaugeError: the home cannot be read.
+
+    """
+    if os.environ.get(layout.STORE_VARIABLE):
+        from collector.store.cluster import mirror
+
+        mirror.refresh(home)
+    try:
+        paths = [
+            path for path in (home / "runs").iterdir() if not path.name.startswith(PRUNED_PREFIX) and _is_run(path)
+        ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise TidegaugeError(f"cannot list the runs of {home}: {error}") from None
+    paths.sort(key=_started_wall_ns, reverse=True)
+    return [Run(path) for path in paths]
+
+
+def find_run(home: Path, spec: str) -> Run:
+    """Return the run that `spec` names: a run id, `latest`, a path to a run directory, or a unique part of an id.
+
+    A whole word of an id, such as the name, comes before a part of a word.
+
+    Raises:
+        TidegaugeError: there is none, or more than one.
+
+    """
+    as_path = Path(os.path.expanduser(spec))
+    if spec and os.path.isfile(as_path / layout.MANIFEST):
+        return Run(as_path.resolve())
+    runs = list_runs(home)
+    if not runs:
+        raise TidegaugeError(
+            f"no run {spec!r}: {home / 'runs'} holds no runs; start one with `tidegauge run -- COMMAND`"
+        )
+    if spec == LATEST:
+        return runs[0]
+    exact = [run for run in runs if run.run_id == spec]
+    prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
+    worded = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
+    matches = exact or prefixed or worded or [run for run in runs if spec and spec in run.run_id]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise TidegaugeError(
+            f"no run {spec!r} among the {len(runs)} in {home / 'runs'}: give a run id, a unique part of one, the "
+            f"path of a run directory, or `{LATEST}`; `tidegauge runs` lists them"
+        )
+    shown = ", ".join(run.run_id for run in matches[:_SHOWN_MATCHES])
+    more = ", …" if len(matches) > _SHOWN_MATCHES else ""
+    raise TidegaugeError(f"{spec!r} fits {len(matches)} runs ({shown}{more}): give more of the id")
+
+
+def _is_run(path: Path) -> bool:
+    """Return True if a directory of the home is a run; one of another user that cannot be read counts."""
+    try:
+        return (path / layout.MANIFEST).is_file() and path.name.encode() != b""
+    except PermissionError:
+        return True
+    except UnicodeEncodeError:  # Tidegauge gives no such name, and DuckDB finds no such path
+        return False
+
+
+@functools.cache
+def _started_wall_ns(path: Path) -> int:
+    """Return the start of a run from its manifest, else from its id, else 0."""
+    try:
+        anchors = layout.read_manifest(path)["anchors"].values()
+        return min(int(anchor["wall_ns"]) for anchor in anchors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    try:
+        return calendar.timegm(time.strptime(path.name[:_STAMP_CHARACTERS], "%Y%m%d-%H%M%S")) * 10**9
+    except ValueError:
+        return 0

@@ -1,0 +1,1 @@
+"""The shared store: PostgreSQL and a data path, for runs of many nodes."""

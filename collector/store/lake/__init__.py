@@ -1,0 +1,1 @@
+"""The lake of a run: the ingester writes it, every reader reads it."""

@@ -1,0 +1,372 @@
+"""Move whole records and event lines from the journals into the lake, exactly once.
+
+Records and the offsets up to which the journals were read are committed in one transaction. So a kill
+at any point loses nothing and doubles nothing: uncommitted records are read again. A segment of this host is
+deleted once it is committed whole and its writer has finished it, so journals do not grow with the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from collector.errors import TidegaugeError
+from collector.store.cluster import mirror
+from collector.store.duck import ERRORS, ask_over, quote, short_error
+from collector.store.journals import arrow, segments
+from collector.store.journals.growing_files import GrowingFiles
+from collector.store.journals.segments import damaged_lines
+from collector.store.lake import compaction, lake, parquet_files
+from collector.store.lake.counters import COLUMNS, Counts
+from collector.store.lake.fsync import DataFiles
+from collector.store.runs import locks
+from collector.store.runs.run import Run, refuse_links
+
+#: Records per transaction: a bound on memory (about 120 bytes each in Arrow, several copies).
+CHUNK_RECORDS = 100_000
+_OFFSET_SCHEMA = pa.schema(
+    [
+        ("path", pa.string()),
+        ("end_bytes", pa.int64()),
+        ("writer", pa.string()),
+        ("lost_count", pa.int64()),
+        ("damaged_count", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestResult:
+    """The result of one step.
+
+    Attributes:
+        records_count: number of records that the step added to the lake.
+        lag_ns: age of the oldest record that this step found outside the lake; None if it found none.
+        lost_count: number of records that writers could not write, over the whole run.
+        is_whole: True if everything that the step found is in the lake.
+        problems: one line for each thing that could not be read or committed.
+
+    """
+
+    records_count: int
+    lag_ns: int | None
+    lost_count: int
+    is_whole: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The records, events and offsets of one transaction."""
+
+    tables: dict[str, list[pa.Table]] = field(default_factory=dict)
+    offsets: dict[str, dict[str, object]] = field(default_factory=dict)
+    losses: dict[str, int] = field(default_factory=dict)
+    read_paths: list[Path] = field(default_factory=list)
+    records_count: int = 0
+
+    def add(self, table_name: str, table: pa.Table) -> None:
+        if table.num_rows:
+            self.tables.setdefault(table_name, []).append(table)
+
+    def lose(self, writer: str, count: int) -> None:
+        self.losses[writer] = max(self.losses.get(writer, 0), count)
+
+    @property
+    def oldest_ns(self) -> int | None:
+        streams = (table for name, tables in self.tables.items() if name != "event" for table in tables)
+        times = (pc.min(table["time_ns"]).as_py() for table in streams)
+        return min((value for value in times if value is not None), default=None)
+
+
+class Ingester:
+    """The one writer of a run's lake.
+
+    Args:
+        run: the run to follow.
+        clock_ns: CLOCK_MONOTONIC, for the lag.
+        chunk_records: most records in one transaction.
+        counts: totals to update with each commit, if any.
+
+    Raises:
+        TidegaugeError: another process follows the run, or its lake cannot be opened.
+
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        chunk_records: int = CHUNK_RECORDS,
+        counts: Counts | None = None,
+    ) -> None:
+        self._run = run
+        self._clock_ns = clock_ns
+        self._counts = counts
+        self._chunk_records = chunk_records
+        self._host = socket.gethostname()
+        self._data_files = DataFiles(run.data_dir)
+        self._headers: dict[Path, segments.SegmentHeader] = {}
+        self._segments = GrowingFiles(run.journal_dir, segments.SEGMENT_SUFFIX)
+        self._event_logs = GrowingFiles(run.events_dir, segments.EVENT_LOG_SUFFIX)
+        self._lake = contextlib.ExitStack()
+        self._connection: duckdb.DuckDBPyConnection | None = None
+        self._progress = lake.Progress()
+        self._lock = locks.follow(run)
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def step(self) -> IngestResult:
+        """Move all whole records beyond the stored offsets into the lake; never raise for a file or a disk."""
+        problems: list[str] = []
+        records_count, oldest_ns, is_whole = 0, None, True
+        with lake.private_files():
+            try:
+                connection = self._open()
+                for chunk in self._chunks(problems):
+                    if oldest_ns is None:
+                        oldest_ns = chunk.oldest_ns
+                    if chunk.offsets:
+                        self._commit(connection, chunk)
+                    self._mark_read(chunk.read_paths)
+                    records_count += chunk.records_count
+                self._delete_ingested(problems)
+            except (*ERRORS, TidegaugeError, OSError) as error:
+                problems.append(
+                    f"the lake did not take the records, which stay in the journals: {short_error(error)}"
+                )
+                self._release()
+                is_whole = False
+        lag_ns = None if oldest_ns is None else max(0, self._clock_ns() - oldest_ns)
+        return IngestResult(
+            records_count=records_count,
+            lag_ns=lag_ns,
+            lost_count=self._progress.lost_count,
+            is_whole=is_whole,
+            problems=tuple(problems),
+        )
+
+    def maintain(self) -> tuple[str, ...]:
+        """Merge small files and delete those that no snapshot needs, unless readers hold the lock.
+
+        Returns:
+            One line per problem; the lake is correct with or without maintenance.
+
+        """
+        with lake.private_files():
+            try:
+                return compaction.tidy(self._run, self._open(), self._data_files)
+            except (*ERRORS, TidegaugeError, OSError) as error:
+                self._release()
+                return (f"the lake was not tidied up: {short_error(error)}",)
+
+    def close(self) -> tuple[str, ...]:
+        """Maintain a last time, close the lake and release the lock; return the problems."""
+        if self._lock < 0:
+            return ()
+        problems: tuple[str, ...] = ()
+        if self._connection is not None:  # else it could not be opened just now
+            problems = (*self._register_end(), *self.maintain())
+        self._release()
+        os.close(self._lock)
+        self._lock = -1
+        return problems
+
+    def _register_end(self) -> tuple[str, ...]:
+        try:
+            if self._run.is_shared:
+                mirror.take_part(self._run)
+        except TidegaugeError as error:
+            return (str(error),)
+        return ()
+
+    def __enter__(self) -> Ingester:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> duckdb.DuckDBPyConnection:
+        """Return the open lake; after a failure, open it again and go on from its own offsets."""
+        if self._connection is None:
+            refuse_links(self._run)
+            with lake.private_files(), contextlib.ExitStack() as stack:
+                if self._run.is_shared:
+                    mirror.take_part(self._run)
+                connection = stack.enter_context(lake.open_writable(self._run))
+                # This lake may lack records of files that were read to their end for the one before.
+                self._segments.recheck_all()
+                self._event_logs.recheck_all()
+                try:
+                    self._progress = lake.read_progress(ask_over(connection))
+                    reported = connection.execute(f"FROM {lake.LAKE}.event WHERE kind = 'records-lost'")
+                    for writer, count in segments.reported_losses(reported.to_arrow_table()).items():
+                        self._progress.note_loss(writer, count)
+                    if self._counts is not None:
+                        self._counts.restart(
+                            _counted_records(connection, self._host if self._run.is_shared else None),
+                            self._progress.offsets,
+                        )
+                except ERRORS as error:
+                    raise TidegaugeError(f"{lake.title(self._run)} cannot be read: {short_error(error)}") from None
+                self._lake = stack.pop_all()
+            self._connection = connection
+        return self._connection
+
+    def _release(self) -> None:
+        self._connection = None
+        with contextlib.suppress(duckdb.Error):
+            self._lake.close()
+
+    def _chunks(self, problems: list[str]) -> Iterator[_Chunk]:
+        """Yield everything beyond the offsets, in chunks of a bounded size; offsets move with each commit."""
+        chunk = _Chunk()
+        for path in sorted(self._event_logs.list_growing()):
+            try:
+                self._add_events(chunk, path, problems)
+            except segments.JournalError as error:
+                problems.append(str(error))
+            else:
+                chunk.read_paths.append(path)
+        for path in sorted(self._segments.list_growing(), key=lambda path: segments.segment_order(path.name)):
+            try:
+                while self._add_records(chunk, path):
+                    yield chunk
+                    chunk = _Chunk()
+            except segments.JournalError as error:
+                problems.append(str(error))
+            else:
+                chunk.read_paths.append(path)
+        yield chunk
+
+    def _mark_read(self, paths: list[Path]) -> None:
+        names = [path.name for path in paths]
+        self._event_logs.mark_read(names)
+        self._segments.mark_read(names)
+
+    def _add_events(self, chunk: _Chunk, path: Path, problems: list[str]) -> None:
+        begin = self._progress.offsets.get(path.name, 0)
+        if segments.size_bytes(path) <= begin:
+            return
+        lines = segments.read_events(path, begin)
+        if lines.end_bytes == begin:
+            return
+        damaged_count = self._progress.damaged.get(path.name, 0) + lines.damaged_count
+        if lines.damaged_count:
+            problems.append(damaged_lines(path, damaged_count))
+        chunk.add("event", lines.table)
+        for writer, count in segments.reported_losses(lines.table).items():
+            chunk.lose(writer, count)
+        chunk.offsets[path.name] = {
+            "path": path.name,
+            "end_bytes": lines.end_bytes,
+            "writer": None,
+            "lost_count": 0,
+            "damaged_count": damaged_count,
+        }
+
+    def _add_records(self, chunk: _Chunk, path: Path) -> bool:
+        """Fill the chunk from a segment; return True if the chunk is full and there may be more."""
+        begin, size = self._progress.offsets.get(path.name, 0), segments.size_bytes(path)
+        if size <= begin:
+            return False
+        header = self._header(path)
+        if header is None:
+            return False
+        first = max(begin, header.header_bytes)
+        room = self._chunk_records - chunk.records_count
+        count = min(room, (size - first) // header.record_bytes)
+        end = first + count * header.record_bytes
+        if end > begin:
+            table = arrow.read_records(path, header, first, end)
+            chunk.add(header.stream, table)
+            chunk.records_count += table.num_rows
+            chunk.lose(header.writer, header.lost_before_count)
+            chunk.offsets[path.name] = {
+                "path": path.name,
+                "end_bytes": end,
+                "writer": header.writer,
+                "lost_count": header.lost_before_count,
+                "damaged_count": 0,
+            }
+        return count == room
+
+    def _delete_ingested(self, problems: list[str]) -> None:
+        """Delete the finished segments that are in the lake whole, unless readers hold the lock."""
+        ingested = [path for path in segments.list_segments(self._run) if self._is_ingested(path)]
+        try:
+            if ingested:
+                with lake.lock_files(self._run, exclusive=True):
+                    for path in ingested:
+                        path.unlink()
+                        self._segments.mark_deleted(path.name)
+                        self._headers.pop(path, None)
+        except BlockingIOError:
+            pass  # the next step finds them again
+        except OSError as error:
+            problems.append(f"journals that are in the lake were not deleted: {short_error(error)}")
+
+    def _is_ingested(self, path: Path) -> bool:
+        end = self._progress.offsets.get(path.name)
+        if end is None:
+            return False
+        try:
+            header = self._header(path)
+            # A writer's lock may be invisible on another host (NFS with local_lock, Lustre with localflock).
+            if header is None or header.host != self._host or not segments.is_finished(path):
+                return False
+            return segments.size_bytes(path) - end < header.record_bytes
+        except segments.JournalError:
+            return False
+
+    def _header(self, path: Path) -> segments.SegmentHeader | None:
+        header = self._headers.get(path) or segments.read_header(path)
+        if header is not None:
+            self._headers[path] = header
+        return header
+
+    def _commit(self, connection: duckdb.DuckDBPyConnection, chunk: _Chunk) -> None:
+        tables = {name: pa.concat_tables(parts) for name, parts in chunk.tables.items()}
+        tables["journal_offset"] = pa.Table.from_pylist(list(chunk.offsets.values()), schema=_OFFSET_SCHEMA)
+        data = lake.lake_place(self._run).data if self._run.is_shared else None
+        with self._data_files.transaction(connection):
+            for name, table in tables.items():
+                connection.register("moving", table)
+                if data is None:
+                    connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
+                else:
+                    parquet_files.insert(connection, data, name, "moving", table.column_names)
+                connection.unregister("moving")
+        for name, row in chunk.offsets.items():
+            self._progress.offsets[name] = int(str(row["end_bytes"]))
+            if row["damaged_count"]:
+                self._progress.damaged[name] = int(str(row["damaged_count"]))
+        for writer, count in chunk.losses.items():
+            self._progress.note_loss(writer, count)
+        if self._counts is not None:
+            self._counts.add(tables, {name: self._progress.offsets[name] for name in chunk.offsets})
+
+
+def _counted_records(connection: duckdb.DuckDBPyConnection, host: str | None) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the lake's records of the streams with totals, for one node or all, in batches of a bounded size."""
+    where = "" if host is None else f" WHERE host = {quote(host)}"
+    for name, columns in COLUMNS.items():
+        rows = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}"{where}')
+        for batch in rows.to_arrow_reader(CHUNK_RECORDS):
+            yield name, pa.Table.from_batches([batch])

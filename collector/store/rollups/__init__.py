@@ -1,0 +1,1 @@
+"""Rollups: aggregates of some seconds each, which make long runs quick to read."""

@@ -1,0 +1,52 @@
+"""Findings that are reported, and webhooks that are possible."""
+
+import dataclasses
+
+import pytest
+
+from collector.agent.live.alerts import command_sender, new_findings, webhook_sender
+from collector.agent.live.verdicts import EVERY_SECONDS, pause_seconds
+from collector.findings import Evidence, Finding, Locus
+
+EVIDENCE = tuple(Evidence(name=name, value=1, unit="ratio", n=1, window="run") for name in "ab")
+SLOW = Finding(
+    kind="slow-worker", severity="warning", confidence=0.9, summary="", locus=Locus(worker=1), evidence=EVIDENCE
+)
+
+
+def test_a_finding_is_told_when_it_appears_and_when_it_becomes_more_severe():
+    other = dataclasses.replace(SLOW, locus=Locus(worker=2))
+    graver = dataclasses.replace(SLOW, severity="critical")
+    surer = dataclasses.replace(SLOW, confidence=1.0, summary="other words")
+    verdicts = [[SLOW], [surer], [], [SLOW, other], [graver, other], [SLOW], [graver]]
+    told, heard = {}, []
+    for findings in verdicts:
+        new, told = new_findings(findings, told)
+        heard.append(new)
+    assert heard == [[SLOW], [], [], [other], [graver], [], []]
+
+
+def test_information_is_not_told_until_it_is_a_warning():
+    note = dataclasses.replace(SLOW, severity="info")
+    first, told = new_findings([note], {})
+    second, _ = new_findings([SLOW], told)
+    assert (first, second) == ([], [SLOW])
+
+
+@pytest.mark.parametrize(
+    "url", ["", "example.com/x", "ftp://secret/x", "http:///secret", "http://h:port/secret", "http://h/secret here"]
+)
+def test_what_is_no_webhook_is_refused_without_being_repeated(url):
+    with pytest.raises(ValueError, match=r"not of the form http://HOST\[:PORT\]/PATH") as refused:
+        webhook_sender(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_an_empty_command_is_refused():
+    with pytest.raises(ValueError, match="give a shell command"):
+        command_sender(" ")
+
+
+def test_verdicts_that_cost_much_are_made_less_often():
+    assert pause_seconds(0.01) == EVERY_SECONDS
+    assert pause_seconds(0.9) == pytest.approx(90)

@@ -1,0 +1,119 @@
+"""A verdict on the way that fails, hangs or comes too late; tests/integration has those that are reported."""
+
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from collector.agent.live import verdicts
+from collector.agent.live.outlets import Headroom, seconds_left
+from collector.agent.live.verdicts import BUDGET_RATIO, EVERY_SECONDS, LEAST_SECONDS, LiveVerdicts, pause_seconds
+from collector.agent.problems import Problems
+from collector.store.runs.run import Run
+from tests.conftest import wait_for
+from training_harness.journal import EventLog, Identity
+
+
+class World:
+    """An outlook on a run that is not there, and what it says."""
+
+    def __init__(self, path):
+        self.told = []
+        self.outlook = LiveVerdicts(Run(path / "gone"), self.told.append)
+        self.problems = Problems(EventLog(path, Identity(host="here", pid=1, start_ticks=2)))
+        self.events = path / "here.1.jsonl"
+
+    def begin(self):
+        self.outlook.tick(0, self.problems)
+        self.outlook.tick(round(EVERY_SECONDS * 1e9), self.problems)
+
+    def error(self):
+        wait_for(self.events.exists, "the problem")
+        event = json.loads(self.events.read_text())
+        assert (event["kind"], event["part"]) == ("collector-problem", "verdict")
+        return event["error"]
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """In place of Python, a program that says that it began, and goes on for ever."""
+    program = tmp_path / "hangs"
+    program.write_text(f"#!/bin/sh\necho > {tmp_path / 'began'}\nexec sleep 300\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return tmp_path / "began"
+
+
+def test_a_verdict_that_fails_is_a_problem_and_nothing_else(world):
+    world.begin()
+
+    assert "no verdict, status 2: " in world.error()
+    assert str(world.outlook._run.path) in world.error()
+    assert world.told == []
+    world.outlook.close()
+
+
+def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
+    monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0.1)
+    world.begin()
+
+    assert "no verdict, status -9" in world.error()
+    world.outlook.close()
+
+
+def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging):
+    world.begin()
+    wait_for(hanging.exists, "the begin of the verdict")
+    pid = world.outlook._child.pid
+    wait_for(lambda: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the word to the kernel")
+    assert world.outlook.anon_bytes > 0
+    world.outlook.close()
+    assert world.outlook.anon_bytes is None
+
+
+def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
+    world.begin()
+    wait_for(hanging.exists, "the begin of the verdict")
+    world.outlook.close()
+
+    assert "verdict" not in [thread.name for thread in threading.enumerate()]
+    assert world.told == []
+    assert not world.events.exists()
+
+
+def test_a_verdict_costs_little_until_a_limit_is_near():
+    assert pause_seconds(0.1) == EVERY_SECONDS
+    assert pause_seconds(1.5) == 1.5 / BUDGET_RATIO
+    for nearest in (1000.0, 200.0, 100.0):
+        assert pause_seconds(1.5, nearest) <= nearest / 2
+    assert pause_seconds(1.5, 1.0) == LEAST_SECONDS
+
+
+def test_what_is_left_is_extended_to_nothing():
+    falling = [(float(at), 1000.0 - 10 * at) for at in range(30)]
+    assert seconds_left(falling) == pytest.approx(75, rel=0.1)
+    assert seconds_left(falling[:4]) == math.inf, "too little was seen"
+    assert seconds_left([(at, 500.0) for at, _ in falling]) == math.inf
+    spike = [(at, left - 400 * (10 <= at < 13)) for at, left in [(at, 500.0) for at, _ in falling]]
+    assert seconds_left(spike) == math.inf
+
+
+def test_the_nearest_limit_is_that_of_any_device_or_of_the_host():
+    headroom = Headroom()
+    assert headroom.nearest_seconds == math.inf
+    for at in range(60):
+        devices = [
+            {"device": 0, "total_bytes": 1000, "used_bytes": 100, "reserved_bytes": None},
+            {"device": 1, "total_bytes": 1000, "used_bytes": 100 + 5 * at, "reserved_bytes": None},
+        ]
+        host = {"memory_available_bytes": 10_000 - 10 * at, "shm_total_bytes": None, "shm_used_bytes": 7}
+        headroom.note(float(at), {"device": devices, "host": [host], "process": []})
+    assert headroom.nearest_seconds == pytest.approx((1000 - 100 - 5 * 59) / 5, rel=0.1)

@@ -1,0 +1,141 @@
+import json
+from pathlib import Path
+
+import pytest
+
+import training_harness
+from collector.agent.ingest_feed import INGEST_RATIO, LONGEST_PAUSE_NS, SHORTEST_PAUSE_NS, WAITING_RECORDS, pause_ns
+from collector.agent.launch import child_environment, default_name, run_command
+from collector.agent.loop import follow, next_deadline_ns
+from collector.agent.problems import Problems
+from collector.agent.samplers.samples import record_values
+from collector.errors import TidegaugeError
+from training_harness.journal import EventLog, Identity
+from training_harness.records import STREAMS
+
+SECOND_NS = 1_000_000_000
+
+
+class Clock:
+    def __init__(self):
+        self.now_ns = 0
+
+    def __call__(self):
+        return self.now_ns
+
+
+class Ticks:
+    """An agent whose ticks take the given times."""
+
+    def __init__(self, clock, *durations_ns):
+        self.clock = clock
+        self.durations_ns = list(durations_ns)
+        self.at_ns = []
+
+    def tick(self):
+        self.at_ns.append(self.clock.now_ns)
+        self.clock.now_ns += self.durations_ns.pop(0)
+
+
+def follow_ticks(*durations_ns):
+    clock = Clock()
+    agent = Ticks(clock, *durations_ns)
+
+    def ended(seconds):
+        clock.now_ns += round(seconds * 1e9)
+        return not agent.durations_ns
+
+    follow(agent, ended, interval_seconds=1, clock_ns=clock)
+    return [at_ns / SECOND_NS for at_ns in agent.at_ns]
+
+
+def test_ticks_do_not_drift_whatever_they_cost():
+    assert follow_ticks(300_000_000, 900_000_000, 1, 0) == [0, 1, 2, 3]
+
+
+def test_a_tick_that_took_too_long_is_followed_by_the_next_one_in_step():
+    assert follow_ticks(2_500_000_000, 0, 0) == [0, 3, 4]
+
+
+def test_a_deadline_is_always_to_come():
+    assert next_deadline_ns(10, 10, 5) == 15
+    assert next_deadline_ns(10, 15, 5) == 20
+    assert next_deadline_ns(10, 16, 5) == 20
+    assert next_deadline_ns(10, 9, 5) == 15
+
+
+def test_an_ingest_that_costs_much_is_made_less_often_but_not_for_too_many_records():
+    assert pause_ns(10, 1, SHORTEST_PAUSE_NS) == SHORTEST_PAUSE_NS
+    assert pause_ns(10, 60_000_000, SHORTEST_PAUSE_NS) == 60_000_000 / INGEST_RATIO
+    assert pause_ns(10, 900_000_000, SHORTEST_PAUSE_NS) == LONGEST_PAUSE_NS
+    assert pause_ns(10**6, 900_000_000, SHORTEST_PAUSE_NS) == SHORTEST_PAUSE_NS
+    assert pause_ns(2 * WAITING_RECORDS, 900_000_000, LONGEST_PAUSE_NS) == LONGEST_PAUSE_NS / 2
+
+
+@pytest.fixture
+def events(tmp_path):
+    identity = Identity(host="here", pid=1, start_ticks=2)
+    return EventLog(tmp_path, identity), tmp_path / "here.1.jsonl"
+
+
+def test_a_part_that_fails_is_told_once_and_stops_nothing(events):
+    log, path = events
+    problems = Problems(log)
+    for _ in range(3):
+        with problems.guard("host"):
+            raise RuntimeError("no such thing")
+    with problems.guard("devices"):
+        raise RuntimeError("nor this")
+
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(one["kind"], one["part"], one["error"]) for one in told] == [
+        ("collector-problem", "host", "RuntimeError: no such thing"),
+        ("collector-problem", "devices", "RuntimeError: nor this"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [STREAMS[name] for name in ("process", "host", "device", "agent")])
+def test_an_empty_sample_packs_as_missing_in_every_column(stream):
+    time_ns, *values = stream.struct.unpack(stream.struct.pack(*record_values(stream, 5, {})))
+
+    assert time_ns == 5
+    for value in values:
+        assert not value.strip(b"\0") if isinstance(value, bytes) else value != value or value < -100
+
+
+def test_the_command_finds_its_run_and_the_shim_before_the_users_own_path(tmp_path):
+    environ = child_environment({"PYTHONPATH": "/a:/b", "X": "1"}, tmp_path / "run", tmp_path)
+
+    shim = str(Path(training_harness.__file__).parent / "bootstrap")
+    assert environ["PYTHONPATH"].split(":") == [shim, "/a", "/b"]
+    assert environ["TIDEGAUGE_RUN_DIR"] == str(tmp_path / "run")
+    assert environ["TIDEGAUGE_HOME"] == str(tmp_path)
+    assert environ["X"] == "1"
+
+
+def test_a_run_within_a_run_has_one_shim(tmp_path):
+    once = child_environment({"PYTHONPATH": ""}, tmp_path, tmp_path)
+
+    assert child_environment(once, tmp_path, tmp_path)["PYTHONPATH"] == once["PYTHONPATH"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["python", "-u", "src/train.py", "--lr", "1"], "train"),
+        (["python", "-m", "package.train", "--x"], "package.train"),
+        (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "fit.py"], "fit"),
+        (["/usr/bin/bash", "job.sh"], "bash"),
+        (["./train.py"], "train.py"),
+    ],
+)
+def test_a_run_is_named_after_what_it_runs(argv, name):
+    assert default_name(argv) == name
+
+
+@pytest.mark.parametrize("interval_seconds", [0, -1, 61, float("nan")])
+def test_an_interval_out_of_bounds_is_refused_before_anything_starts(tmp_path, interval_seconds):
+    with pytest.raises(TidegaugeError, match=r"not between 0\.05 and 60 s"):
+        run_command(["true"], home=tmp_path / "home", name="x", tags={}, interval_seconds=interval_seconds)
+
+    assert not (tmp_path / "home").exists()

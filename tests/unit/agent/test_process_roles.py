@@ -1,0 +1,122 @@
+import json
+import os
+
+import pytest
+
+from collector.agent.samplers.process_roles import EventTail, ProcessRoles
+from collector.agent.samplers.procfs import LocalProcess
+from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
+
+SECOND_NS = 1_000_000_000
+TICKS_PER_SECOND = 100
+
+
+def roster(living=None):
+    return ProcessRoles("here", (living or {}).get, boot_offset_ns=0)
+
+
+def event(kind, pid=10, *, host="here", rank=None, at_seconds=100, **fields):
+    return {
+        "kind": kind,
+        "host": host,
+        "pid": pid,
+        "start_ticks": 5,
+        "rank": rank,
+        "time_ns": at_seconds * SECOND_NS,
+        **fields,
+    }
+
+
+def test_a_training_process_is_main_and_a_stranger_is_other():
+    known = roster()
+    known.learn(event("process-start", 10, rank=3))
+
+    assert known.role_of(LocalProcess(10, 5)).role == ROLE_MAIN
+    assert known.role_of(LocalProcess(10, 5)).rank == 3
+    assert known.role_of(LocalProcess(10, 6)).role == ROLE_OTHER
+
+
+def test_a_worker_is_known_by_the_pid_that_dataloader_reports():
+    known = roster({20: 900, 21: 901})
+    known.learn(event("epoch-start", rank=1, loader=2, epoch=0, worker_pids=[20, 21]))
+
+    role = known.role_of(LocalProcess(21, 901))
+    assert (role.role, role.rank, role.loader, role.worker) == (ROLE_WORKER, 1, 2, 1)
+
+
+def test_a_pid_that_was_used_again_since_is_no_worker():
+    started_later = 101 * TICKS_PER_SECOND
+    known = roster({20: started_later})
+    known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20], at_seconds=100))
+
+    assert known.role_of(LocalProcess(20, started_later)).role == ROLE_OTHER
+
+
+def test_a_worker_that_has_ended_already_is_not_waited_for():
+    known = roster()
+    known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20]))
+
+    assert list(known) == []
+
+
+@pytest.mark.parametrize("worker_first", [True, False])
+def test_a_worker_that_trains_is_still_a_worker(worker_first):
+    told = [event("worker-start", 20, loader=0, epoch=0, worker=1), event("process-start", 20)]
+    known = roster()
+    for one in told if worker_first else reversed(told):
+        known.learn(one)
+
+    assert known.role_of(LocalProcess(20, 5)).role == ROLE_WORKER
+
+
+def test_processes_of_another_host_are_not_followed():
+    known = roster()
+    known.learn(event("process-start", host="elsewhere"))
+
+    assert list(known) == []
+
+
+WHO = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
+
+
+def said(kind):
+    return json.dumps({"kind": kind, **WHO}) + "\n"
+
+
+def write(path, *lines):
+    with path.open("a") as stream:
+        stream.write("".join(lines))
+
+
+def test_the_tail_hands_out_each_whole_line_once(tmp_path):
+    tail = EventTail(tmp_path, "here")
+    log = tmp_path / "here.1.jsonl"
+    torn = said("b")
+    write(log, said("a"), torn[:9])
+
+    assert [one["kind"] for one in tail.read()] == ["a"]
+    assert tail.read() == []
+    write(log, torn[9:])
+    write(tmp_path / "here.2.jsonl", said("c"))
+    assert sorted(one["kind"] for one in tail.read()) == ["b", "c"]
+
+
+def test_a_damaged_line_hides_no_other(tmp_path):
+    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", said("b"))
+
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+
+
+def test_a_log_that_cannot_be_read_hides_no_other(tmp_path):
+    (tmp_path / "here.1.jsonl").mkdir()
+    (tmp_path / "here.2.jsonl").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "here.3.jsonl")
+    write(tmp_path / "here.4.jsonl", said("b"))
+
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+
+
+def test_another_hosts_log_is_left_alone(tmp_path):
+    write(tmp_path / "there.1.jsonl", said("a"))
+
+    assert EventTail(tmp_path, "here").read() == []

@@ -1,0 +1,86 @@
+"""Reasons for absent hooks in a process, read from its own command line and environment."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from collector.agent.samplers import programs
+from collector.agent.samplers.programs import ProgramLog, find_left_running, has_torch, obstacle, read_program
+from tests.conftest import wait_for
+from training_harness.journal import start_ticks
+from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
+
+SHIM = "/opt/tidegauge/training_harness/bootstrap"
+RUN = {RUN_DIR_VARIABLE: "/home/ann/runs/one", "PYTHONPATH": f"{SHIM}:/home/ann/project"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "changes", "reason"),
+    [
+        (["python", "train.py"], {}, None),
+        (["python", "-u", "-X", "dev", "-W", "ignore", "train.py", "-S", "-E"], {}, None),
+        (["python", "-m", "package", "-I"], {}, None),
+        (["python", "-c", "print(1)", "-E"], {}, None),
+        (["python", "-Wignore", "-E", "train.py"], {}, "-E"),
+        (["python", "-uI", "train.py"], {}, "-I"),
+        (["python", "-S", "-E", "train.py"], {}, "-S"),
+        (["python", "train.py"], {"PYTHONPATH": "."}, "PYTHONPATH replaced"),
+        (["python", "train.py"], {"PYTHONPATH": None}, "PYTHONPATH replaced"),
+        (["python", "train.py"], {RUN_DIR_VARIABLE: None}, "environment cleared"),
+        (["python", "train.py"], {DISABLED_VARIABLE: "1"}, "disabled"),
+    ],
+)
+def test_what_keeps_the_hooks_out(argv, changes, reason):
+    environ = {name: value for name, value in {**RUN, **changes}.items() if value is not None}
+    assert obstacle(argv, environ) == reason
+
+
+@pytest.fixture
+def child():
+    environ = {**os.environ, RUN_DIR_VARIABLE: "/home/ann/runs/one", "PYTHONPATH": "."}
+    argv = [sys.executable, "-c", "input()", "--api-key", "hunter2"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env=environ) as process:
+        wait_for(lambda: read_program("/proc", process.pid), "its command line")  # it is there soon after exec(2)
+        yield process
+        process.kill()
+
+
+def test_a_living_process_is_described_without_its_secrets(child):
+    program = read_program("/proc", child.pid)
+    assert program.is_python
+    assert program.obstacle == "PYTHONPATH replaced"
+    assert program.argv[-2:] == ("--api-key", "***")
+    assert not has_torch("/proc", child.pid)
+
+
+def test_a_program_that_is_no_python_needs_no_other_reason():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={RUN_DIR_VARIABLE: "/x"}) as process:
+        program = wait_for(lambda: read_program("/proc", process.pid), "its command line")
+        assert program.obstacle == programs.NO_PYTHON
+        process.kill()
+
+
+def test_what_a_command_leaves_running_is_found_by_its_environment(child):
+    since = start_ticks(child.pid)
+    assert [key.pid for key in find_left_running("/proc", "/home/ann/runs/one", since)] == [child.pid]
+    assert find_left_running("/proc", "/home/ann/runs/another", since) == []
+    assert find_left_running("/proc", "/home/ann/runs/one", since + 1) == []
+
+
+def test_a_process_is_noted_once_and_not_in_the_tick_in_which_it_was_born(child):
+    key = programs.LocalProcess(child.pid, start_ticks(child.pid))
+    log = ProgramLog()
+    assert log.update([key]) == []
+    (noted,) = log.update([key])
+    assert (noted["process_pid"], noted["is_python"], noted["has_torch"]) == (child.pid, True, False)
+    assert [log.update([key]) for _ in range(20)] == [[]] * 20
+
+
+def test_a_dataset_that_starts_a_program_per_sample_does_not_fill_the_event_log(child, monkeypatch):
+    monkeypatch.setattr(ProgramLog, "AT_MOST", 1)
+    log = ProgramLog()
+    keys = [programs.LocalProcess(child.pid, start_ticks(child.pid)), programs.LocalProcess(os.getpid(), 1)]
+    log.update(keys)
+    assert len(log.update(keys)) == 1

@@ -1,0 +1,378 @@
+"""Figures: names, units, the budget of points, and the words."""
+
+import functools
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from app.figures import axis, base, memory, samples, steps, workers
+from app.figures.axis import Mark, add_marks
+from app.theme import DARK, LIGHT
+from collector.diagnosis.loading.worker_lanes import Lanes
+from collector.store.queries.lines import Lines
+
+GIB = 2**30
+CLOCK = pd.DataFrame({"elapsed": [10.0, 20.0], "step": [0.0, 10.0]})
+
+
+def _lines(values, *, series="", samples=None):
+    points = pd.DataFrame({"series": series, "elapsed_seconds": np.arange(len(values)) * 1.0, "value": values})
+    return Lines(points=points, samples_count=samples or len(values))
+
+
+def _split():
+    return pd.DataFrame(
+        {
+            "rank": np.nan,
+            "worker": [0, 1],
+            "n": [10, 10],
+            "median_ms": [20.0, 60.0],
+            "p95_ms": [25.0, 70.0],
+            "idle_ms": [600.0, 0.0],
+            "getitem_ms": [150.0, 500.0],
+            "collate_ms": [50.0, 100.0],
+            "cpu_ms": [100.0, 300.0],
+            "run_queue_ms": [50.0, 100.0],
+            "blocked_ms": [50.0, 200.0],
+        }
+    )
+
+
+_STALL = {
+    "wait_seconds": 4.0,
+    "wait_ratio": 0.4,
+    "batches": 100,
+    "stages": [{"stage": "decode", "seconds": 3.0}, {"stage": "transfer", "seconds": 1.0}],
+}
+
+
+def _lanes():
+    bars = [
+        {"kind": "wait", "worker": np.nan, "index": 8, "by": 1, "begin_ms": 0.0, "duration_ms": 30.0},
+        {"kind": "work", "worker": np.nan, "index": 8, "by": 1, "begin_ms": 30.0, "duration_ms": 10.0},
+        {"kind": "getitem", "worker": 1, "index": 8, "by": 1, "begin_ms": 0.0, "duration_ms": 29.0},
+        {"kind": "parked", "worker": 0, "index": 9, "by": 0, "begin_ms": 0.0, "duration_ms": 40.0},
+    ]
+    return Lanes(begin_ns=0.0, end_ns=40e6, bars=pd.DataFrame(bars))
+
+
+def _places(**more):
+    row = {"series": "main", "restart": False, "first_seconds": 0.0, "last_seconds": 60.0}
+    return pd.DataFrame([{**row, "private_dirty_slope": 0.0, **more}])
+
+
+@functools.cache
+def _charts():
+    table = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "main": [1.0 * GIB] * 2, "worker": [2.0 * GIB, 3.0 * GIB]})
+    step = pd.DataFrame(
+        {"step": [0, 1], "n": [1, 1], "wait_ms": [1.0, 2.0], "rest_ms": [9.0, 8.0], "slowest_ms": 10.0}
+    )
+    heat = pd.DataFrame({"rank": np.nan, "worker": [0, 1], "elapsed_seconds": 0.0, "fetch_ms": [1.0, 2.0], "n": 1})
+    queue = {name: _lines([1.0, 2.0]) for name in ("wait", "parked", "ready", "outstanding")}
+    fold = pd.DataFrame({"position": [0, 1], "worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0})
+    costs = pd.DataFrame({"stage": ["decode", "other"], "batch_ms": [30.0, 2.0], "cpu_ratio": [0.9, np.nan]})
+    return {
+        "lanes": workers.lanes(_lanes(), LIGHT, begin_seconds=7.0, revision="r1"),
+        "fold": workers.waits_by_position(fold.assign(ratio=[0.1, 0.9]), LIGHT, revision="r1"),
+        "costs": workers.costs(costs, LIGHT, batches_count=1200, revision="r1"),
+        "exposed": workers.awaited_stages(_STALL, LIGHT, revision="r1"),
+        "by role": memory.by_role(
+            table,
+            LIGHT,
+            metric="pss_bytes",
+            capacity_bytes=8 * GIB,
+            capacity_name="cgroup limit",
+            title="Who holds it?",
+            revision="r1",
+        ),
+        "limit": memory.against_limit(
+            {"used": _lines([1.0 * GIB, 2.0 * GIB])}, DARK, name="/dev/shm", capacity_bytes=4 * GIB, revision="r1"
+        ),
+        "processes": memory.per_process(
+            _lines([1.0, 2.0], series="main"),
+            _places(),
+            LIGHT,
+            metric="private_dirty_bytes",
+            revision="r1",
+        ),
+        "steps": steps.split(step, LIGHT, revision="r1"),
+        "stages": workers.stages(_split(), LIGHT, revision="r1"),
+        "causes": workers.causes(_split(), LIGHT, revision="r1"),
+        "heat": workers.heat(heat, LIGHT, revision="r1"),
+        "waits": workers.waits(queue, LIGHT, inline=False, revision="r1"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("by role", ("elapsed (s)", "PSS (GiB)")),
+        ("limit", ("elapsed (s)", "used (GiB)")),
+        ("processes", ("elapsed (s)", "private dirty (MiB)")),
+        ("steps", ("step", "time per step (ms)")),
+        ("stages", ("share of time (%)", "worker (id)")),
+        ("causes", ("share of time (%)", "worker (id)")),
+        ("heat", ("elapsed (s)", "worker (id)")),
+        ("lanes", ("time in the window (ms)", "")),
+        ("fold", ("position in the round: worker (id)", "wait (ms)")),
+        ("costs", ("time per batch (ms)", "")),
+        ("exposed", ("waited for (s)", "")),
+    ],
+)
+def test_axes_say_quantity_and_unit(name, axes):
+    layout = _charts()[name].figure.layout
+    assert (layout.xaxis.title.text, layout.yaxis.title.text) == axes
+
+
+def test_the_lanes_say_who_is_waited_for_and_the_fold_which_worker_stands_out():
+    charts = _charts()
+    assert [trace.name for trace in charts["lanes"].figure.data] == [
+        "trains",
+        "waits for a batch",
+        "__getitem__",
+        "made, waits for its turn",
+    ]
+    assert [list(trace.y) for trace in charts["lanes"].figure.data] == [
+        ["training"],
+        ["training"],
+        ["worker 1"],
+        ["worker 0"],
+    ]
+    assert "30 ms were for batches of worker 1" in charts["lanes"].takeaway
+    assert list(charts["fold"].figure.data[0].x) == ["0", "1: worker 2"]
+    assert "Worker 2 has 90%" in charts["fold"].takeaway
+
+
+def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waited_for():
+    charts = _charts()
+    cpu, waiting, unknown = charts["costs"].figure.data
+    assert (cpu.x[0], waiting.x[0], unknown.x[1]) == pytest.approx((27.0, 3.0, 2.0))
+    assert list(charts["exposed"].figure.data[0].y) == ["decode", "the way from the worker"]
+    assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
+
+
+def test_every_figure_keeps_the_readers_zoom_for_its_run_and_asks_a_question():
+    for name, chart in _charts().items():
+        assert chart.figure.layout.uirevision == "r1", name
+        assert chart.title.endswith("?"), name
+        assert chart.caption in chart.alt
+
+
+def test_every_figure_says_of_how_many_it_is():
+    for name, chart in _charts().items():
+        assert re.search(r"\d (samples|batches|steps|moments)\b|n = \d", chart.caption), (name, chart.caption)
+
+
+def test_trace_names():
+    named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
+    assert named["by role"] == ["main", "workers"]
+    assert named["steps"] == ["data wait", "rest of the step"]
+    assert named["stages"] == ["idle, no index to fetch", "__getitem__", "collate"]
+    assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
+    assert sorted(named["waits"]) == ["outstanding", "parked", "ready", "wait"]
+
+
+def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
+    near = _charts()["by role"]
+    assert near.figure.layout.shapes[0].y0 == 8
+    table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [0.1 * GIB]})
+    far = memory.by_role(
+        table, LIGHT, metric="pss_bytes", capacity_bytes=8 * GIB, capacity_name="limit", title="?", revision="r"
+    )
+    assert not far.figure.layout.shapes
+    assert far.figure.layout.yaxis.title.text == "PSS (MiB)"
+    assert far.figure.data[0].y == pytest.approx([102.4])
+    assert "8 GiB" in far.caption
+
+
+def test_rss_is_called_rss():
+    table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [GIB]})
+    chart = memory.by_role(
+        table, LIGHT, metric="rss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+    )
+    assert chart.figure.layout.yaxis.title.text == "RSS (GiB)"
+    assert "shared pages" in chart.caption
+
+
+def test_a_restarted_worker_has_a_gap_and_a_mark():
+    places = pd.concat([_places(), _places(restart=True, first_seconds=2.0)])
+    chart = memory.per_process(
+        _lines([1.0, 2.0, 3.0, 4.0], series="main"),
+        places,
+        LIGHT,
+        metric="private_dirty_bytes",
+        revision="r",
+    )
+    line, mark = chart.figure.data
+    assert np.isnan(line.x[2])
+    assert (mark.marker.symbol, list(mark.x)) == ("triangle-up", [2.0])
+    assert "1 worker restarts" in chart.caption
+
+
+def test_a_line_has_a_gap_where_nobody_sampled():
+    x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]  # the collector was down for 70 s
+    lines = Lines(points=pd.DataFrame({"series": "", "elapsed_seconds": x, "value": 1.0}), samples_count=len(x))
+    figure = memory.against_limit({"used": lines}, LIGHT, name="x", capacity_bytes=None, revision="r").figure
+    drawn = figure.data[0]
+    assert np.flatnonzero(np.isnan(drawn.y)).tolist() == [50]
+    assert (drawn.x[49], drawn.x[51]) == (49.0, 120.0)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(100.0),
+        np.r_[np.arange(0, 10, 0.5), np.arange(10.0, 100.0, 5.0)],  # sampled less often to stay within a budget
+        np.cumsum(np.tile([0.01, 0.2], 400)),  # the extremes of each piece of a thinned line
+        [0.0, 100.0, 101.0, 102.0],  # no sample is left alone: it would not be seen
+        [0.0, 1.0],
+        [],
+    ],
+)
+def test_samples_that_are_merely_uneven_are_one_line(x):
+    assert samples.pauses(x) == []
+
+
+def test_a_stack_says_nothing_of_the_time_when_nobody_sampled():
+    x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]
+    table = pd.DataFrame({"elapsed_seconds": x, "main": 1.0 * GIB, "worker": 2.0 * GIB})
+    figure = memory.by_role(
+        table, LIGHT, metric="pss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+    ).figure
+    assert [(part.name, len(part.x), part.showlegend) for part in figure.data] == [
+        ("main", 50, True),
+        ("workers", 50, True),
+        ("main", 30, False),
+        ("workers", 30, False),
+    ]
+    assert len({part.stackgroup for part in figure.data}) == 2
+
+
+def test_a_pause_is_empty_between_the_cells_of_the_workers():
+    fetches = pd.DataFrame(
+        {"rank": np.nan, "worker": 0, "elapsed_seconds": [5.0, 5.5, 6.0, 9.0], "fetch_ms": 7.0, "n": 1}
+    )
+    (cells,) = workers.heat(fetches, LIGHT, revision="r").figure.data
+    assert list(cells.x) == [5.0, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0, 8.5, 9.0]
+    assert np.flatnonzero(np.isfinite(cells.z[0])).tolist() == [0, 1, 2, 8]
+
+
+def test_no_figure_has_a_template_which_plotly_takes_long_for():
+    for chart in _charts().values():
+        assert "template" not in chart.figure.to_dict()["layout"], chart.title
+
+
+def test_a_thinned_line_says_so():
+    chart = memory.against_limit(
+        {"used": _lines([1.0] * 10, samples=5000)}, LIGHT, name="x", capacity_bytes=None, revision="r"
+    )
+    assert "min-max of 5,000 samples" in chart.caption
+    assert "limit is not known" in chart.caption
+
+
+def test_one_slow_first_step_does_not_press_the_others_flat():
+    table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0, "slowest_ms": 10.0})
+    table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
+    chart = steps.split(table, LIGHT, revision="r")
+    assert chart.figure.layout.yaxis.range[1] < 100
+    assert "3 s, at step 0" in chart.caption
+
+
+def test_inline_loading_is_called_inline_and_has_no_queue():
+    split = _split().iloc[:1].assign(worker=-1)
+    assert list(workers.stages(split, LIGHT, revision="r").figure.data[0].y) == ["inline"]
+    empty = _lines([])
+    queue = {"wait": _lines([1.0]), "parked": empty, "ready": empty, "outstanding": empty}
+    chart = workers.waits(queue, LIGHT, inline=True, revision="r")
+    assert len(chart.figure.data) == 1
+    assert "inline" in chart.caption
+
+
+def test_no_trace_exceeds_the_budget_of_points():
+    for chart in _charts().values():
+        for trace in chart.figure.data:
+            assert len(trace.x) <= base.MAX_POINTS
+
+
+def _used(seconds=30.0):
+    figure = base.blank(LIGHT, x_title=base.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure.add_trace(base.line("used", np.linspace(0.0, seconds, 7), [1.0] * 7, "#000000", "GiB"))
+    return base.Chart(title="", figure=figure, caption="")
+
+
+def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
+    """The lines over the figure as (place, height, dash), and its labels as (place, text)."""
+    begun = [Mark(at_seconds=at, words=f"epoch {n}") for n, at in enumerate(epochs)]
+    since = [Mark(at_seconds=at, words=words, address=address) for at, words, address in findings]
+    chart = add_marks(chart, begun, since, LIGHT, clock)
+    layout = chart.figure.layout
+    return chart, [(line.x0, line.y1, line.line.dash) for line in layout.shapes], layout.annotations
+
+
+def test_epochs_are_ticks_with_their_names_where_there_is_room():
+    chart, lines, labels = _marked(_used(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
+    assert [at for at, *_ in lines] == [1.0, 2.0, 20.0, 29.9]  # where the figure begins, one parts nothing
+    assert {height for _, height, _ in lines} == {lines[0][1]}
+    assert lines[0][1] < 0.1
+    assert [(label.x, label.text) for label in labels] == [(1.0, "epoch 2"), (20.0, "epoch 4")]
+    assert chart.caption == ""
+
+
+def test_more_epochs_than_can_be_told_apart_are_counted():
+    chart, lines, labels = _marked(_used(), epochs=np.linspace(1, 30, 300))
+    assert not lines
+    assert not labels
+    assert "300 epochs began" in chart.caption
+
+
+def test_a_finding_is_a_line_that_leads_to_its_evidence_and_is_told_to_who_cannot_see_it():
+    chart, lines, labels = _marked(
+        _used(),
+        findings=[(10.0, "leak since step 5", "leak-timeline?run=a&rank=0"), (25.0, "<b>oom</b> since step 9", "")],
+    )
+    assert [(at, dash) for at, _, dash in lines] == [(10.0, "dot"), (25.0, "dot")]
+    assert [height for _, height, _ in lines] == [label.y for label in labels]  # each line reaches up to its name
+    assert 'href="leak-timeline?run=a&amp;rank=0"' in labels[0].text
+    assert labels[1].text == "&lt;b&gt;oom&lt;/b&gt; since step 9"
+    assert [label.xanchor for label in labels] == ["left", "right"]  # towards the middle
+    assert labels[0].y > labels[1].y
+    assert min(label.y for label in labels) >= 1  # above the figure, where they hide nothing
+    low, high = chart.figure.layout.yaxis.domain
+    assert low == 0.0
+    assert labels[0].y * high < 1.0  # and inside the chart
+    assert "Marked: leak since step 5." in chart.alt
+
+
+def test_marks_of_a_figure_over_steps_stand_at_their_steps():
+    chart = axis.convert_axis(_used(), "step", CLOCK)
+    _, lines, _ = _marked(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
+    assert sorted(at for at, *_ in lines) == [5.0, 10.0]  # the first epoch began before the first step
+
+
+def test_a_figure_over_steps_of_a_run_that_made_none_is_not_marked():
+    steps_of = base.blank(LIGHT, x_title="step", y_title="ms", revision="r1")
+    steps_of.add_trace(base.line("step", [0.0], [1.0], "#000000", "ms"))
+    chart = base.Chart(title="", figure=steps_of, caption="")
+    assert not _marked(chart, epochs=[0.0], clock=CLOCK[:0])[1]
+
+
+def test_a_chart_over_time_moves_to_steps():
+    figure = base.blank(LIGHT, x_title=base.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure.add_trace(base.line("used", [0.0, 10.0, 15.0, 20.0, 30.0], [1.0] * 5, "#000000", "GiB"))
+    base.limit(figure, 4.0, "limit 4 GiB", LIGHT)
+    moved = axis.convert_axis(base.Chart(title="", figure=figure, caption=""), "step", CLOCK).figure
+    assert np.array_equal(moved.data[0].x, [np.nan, 0.0, 5.0, 10.0, np.nan], equal_nan=True)
+    assert moved.layout.xaxis.title.text == "step"
+    assert (moved.layout.shapes[0].x0, moved.layout.shapes[0].x1) == (0, 1)  # the limit spans the figure
+
+
+@pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
+def test_time_is_told_in_a_unit_that_fits_the_window(seconds, unit, at):
+    chart, _, _ = _marked(_used(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
+    told = axis.scale_elapsed(chart, seconds).figure
+    assert told.layout.xaxis.title.text == f"elapsed ({unit})"
+    assert told.data[0].x[-1] == at
+    assert [mark.x0 for mark in told.layout.shapes] == [at, at]
+    assert told.layout.annotations[0].x == at

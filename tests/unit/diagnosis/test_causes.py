@@ -1,0 +1,220 @@
+"""Causes beside slow workers, on simulated runs whose truth is known, each with a healthy twin."""
+
+import re
+
+import numpy as np
+import pytest
+from simulated_runs import MIB, Script, finished, jittered, ns, simulate, started
+
+from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
+from collector.diagnosis.verdict import diagnose
+from tests.recorded_runs import recorded
+
+STEADY = {"workers": 4, "prefetch": 2, "service": jittered(0.02), "consumer": jittered(0.04), "batches": 300}
+
+
+def told(script):
+    """Return the verdict's (kind, severity) pairs, without compute-bound, and each kind's finding."""
+    findings = [f for f in diagnose(finished(script).tables()).findings if f.kind != "compute-bound"]
+    return [(f.kind, f.severity) for f in findings], {f.kind: f for f in findings}
+
+
+def waiting_longer(script, seconds, *, blocked, **columns):
+    """The same run, if so much of the loop's own time was spent in `next()`."""
+    for part in script.parts["batch"]:
+        part["wait_ns"] += ns(seconds)
+        part["blocked_ns"] += ns(seconds) if blocked else 0
+        for name, value in columns.items():
+            part[name] = value
+    for part in script.parts["step"]:
+        part["data_wait_ns"] += ns(seconds)
+    return script
+
+
+def test_collating_that_takes_most_of_a_fetch_is_named():
+    run = STEADY | {"service": jittered(0.064), "consumer": jittered(0.005)}
+    kinds, found = told(simulate(collate_share=0.9, **run))
+    assert kinds == [("collate-bound", "warning")]
+    assert found["collate-bound"].value_of("collate_ratio") == pytest.approx(0.9, abs=0.01)
+    assert told(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
+    assert told(simulate(collate_share=0.9, **STEADY))[0] == []
+
+
+def test_a_slow_sampler_is_told_from_slow_workers():
+    kinds, found = told(waiting_longer(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
+    assert kinds == [("sampler-bound", "warning")]
+    assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
+    assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
+    assert told(waiting_longer(simulate(**STEADY), 0.001, blocked=False))[0] == []
+
+
+def test_a_wait_that_was_not_split_is_blamed_on_neither():
+    script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
+    seen, found = told(script)
+    assert seen == [("cannot-tell", "info")]
+    assert found["cannot-tell"].value_of("hand_over_seconds") == pytest.approx(0.024, rel=0.1)
+    assert found["cannot-tell"].value_of("data_wait_ratio") > 0.4
+
+
+@pytest.mark.parametrize(
+    ("payload", "kinds"),
+    [(32 * MIB, [("copy-bound", "warning")]), (10_000, [("cannot-tell", "info")])],
+)
+def test_copying_is_blamed_only_where_the_bytes_explain_it(payload, kinds):
+    script = simulate(**STEADY | {"consumer": jittered(0.06)})
+    seen, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2))
+    assert seen == kinds
+    if payload == 32 * MIB:
+        assert "MiB/s" in found["copy-bound"].summary
+        assert found["copy-bound"].value_of("made_before_asked_ratio") == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("collate", "kind"), [("default_collate", "pin-bound"), ("pad", "cannot-tell"), (None, "cannot-tell")]
+)
+def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
+    script = simulate(collate=collate, pin_memory=True, **STEADY | {"consumer": jittered(0.06)})
+    pinned = recorded("pinned-cache").streams["device_memory"]["pinned_allocated_bytes"]
+    script.add("device_memory", [{"time_ns": ns(1001.0), "pinned_allocated_bytes": pinned.iloc[-1]}])
+    kinds, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=32 * MIB))
+    assert [name for name, _ in kinds] == [kind]
+    assert re.search(r": [\d.]+ s, \d+% of the run\.", found[kind].summary)
+    if kind == "cannot-tell":
+        assert "pin_memory=False" in found[kind].advice[0].text
+
+
+@pytest.mark.parametrize("epochs", [3, 8])
+def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(epochs):
+    run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
+    kinds, found = told(simulate(persistent=False, **run))
+    assert kinds == [("worker-startup", "warning")]
+    assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
+    kinds, found = told(simulate(**run))
+    assert kinds == [("worker-startup", "info")]
+    assert "a longer run pays no more" in found["worker-startup"].summary
+    assert found["worker-startup"].advice == ()
+
+
+def test_short_epochs_pay_for_empty_queues():
+    run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
+    kinds, found = told(simulate(**run | {"batches": 8, "epochs": 40}))
+    assert kinds == [("epoch-refill", "warning")]
+    assert found["epoch-refill"].value_of("refill_seconds") == pytest.approx(0.06, rel=0.1)
+    assert told(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
+
+
+def test_short_epochs_of_workers_that_are_too_slow_anyway_are_no_refill():
+    run = STEADY | {"service": jittered(0.2), "consumer": jittered(0.005), "batches": 40, "epochs": 10}
+    kinds, _ = told(simulate(**run))
+    assert kinds[0][0] == "workers-too-slow"
+
+
+def test_uneven_shards_are_named_with_the_worker_that_has_most():
+    run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
+    kinds, found = told(simulate(shards=[180, 20], batches=200, iterable=True, **run))
+    assert kinds == [("shard-skew", "warning")]
+    assert found["shard-skew"].locus.worker == 0
+    assert found["shard-skew"].value_of("largest_share_ratio") == pytest.approx(1.8)
+    assert told(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
+
+
+def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
+    def caches(epoch_batches):
+        seen = iter(range(10**6))
+        usual = jittered(0.01)
+        return lambda generator, *_: usual(generator) * (10 if next(seen) < epoch_batches else 1)
+
+    findings = diagnose(finished(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
+    assert [f.kind for f in findings] == ["compute-bound"]
+    assert "Judged without the first epoch: a fetch took 100" in findings[0].summary
+
+
+@pytest.mark.parametrize(
+    ("pause", "distance", "kinds"),
+    [(0.05, 25, [("main-thread-pause", "warning")]), (0.05, 100, [("main-thread-pause", "info")]), (0.0, 25, [])],
+)
+def test_pauses_that_come_regularly_are_named(pause, distance, kinds):
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (pause if k % distance == 0 else 0.0)
+
+    run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800}
+    seen, found = told(simulate(**run))
+    assert seen == kinds
+    if kinds:
+        assert found["main-thread-pause"].value_of("pause_distance_count") == distance
+        assert found["main-thread-pause"].locus.stage == "other"
+
+
+def test_random_long_steps_and_epoch_ends_are_no_pauses():
+    def noisy(generator, _):
+        return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
+
+    run = STEADY | {"service": jittered(0.005), "batches": 800}
+    assert told(simulate(**run | {"consumer": noisy}))[0] == []
+    assert told(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
+
+
+def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=200):
+    """Two ranks that meet in the backward pass; rank 1 takes longer by `late` in one phase.
+
+    Its allocator may flush the cache as often as one of a recorded run did, and that of rank 0 never.
+    """
+    flushes = recorded("caught-errors").streams["device_memory"]["alloc_retry_count"].to_numpy()
+    script, generator = Script(), np.random.default_rng(0)
+    base = {"data_wait_ns": 0.001, "forward_ns": 0.010, "optimizer_ns": 0.002, "other_ns": 0.001}
+    for rank in range(2):
+        key, now, rows = ("node", 100 + rank, 5000 + rank), 1001.0, []
+        started(script, key=key, rank=rank)
+        for step in range(steps):
+            own = {name: value * float(np.exp(generator.normal(0, 0.1))) for name, value in base.items()}
+            own[column] += late if rank else 0.0
+            backward = 0.020 + (late if waits and not rank else 0.0)
+            now += sum(own.values()) + backward
+            columns = {name: ns(value) for name, value in own.items()}
+            duration = sum(own.values()) + backward
+            rows.append(
+                {
+                    "time_ns": ns(now),
+                    "step": step,
+                    "duration_ns": ns(duration),
+                    "backward_ns": ns(backward),
+                    **columns,
+                }
+            )
+        script.add("step", rows, key, rank)
+        counts = flushes[np.arange(steps) * len(flushes) // steps] * (lacks_memory and rank)
+        script.add(
+            "device_memory",
+            [{"time_ns": row["time_ns"], "alloc_retry_count": n} for row, n in zip(rows, counts, strict=True)],
+            key,
+            rank,
+        )
+    return script
+
+
+@pytest.mark.parametrize(
+    ("column", "lacks_memory", "by"),
+    [("data_wait_ns", False, "data"), ("forward_ns", False, "compute"), ("forward_ns", True, "memory")],
+)
+def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, lacks_memory, by):
+    findings = find_rank_straggler(ranks(late=0.030, column=column, lacks_memory=lacks_memory).tables())
+    assert [(f.kind, f.severity, f.locus.rank, f.limited_by) for f in findings] == [
+        ("rank-straggler", "warning", 1, by)
+    ]
+    assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
+
+
+def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
+    script = ranks(late=0.030, column="data_wait_ns")
+    for part in script.parts["step"]:
+        device = part.drop(columns=["data_wait_ns", "h2d_ns"])
+        device["other_ns"] += part["data_wait_ns"]
+        script.parts.setdefault("device_time", []).append(device)
+    script.parts["step"] = [part.assign(backward_ns=ns(0.002)) for part in script.parts["step"]]
+    found = find_rank_straggler(script.tables())
+    assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
+
+
+def test_ranks_that_nobody_waits_for_are_no_stragglers():
+    assert find_rank_straggler(ranks(late=0.0).tables()) == []
+    assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []

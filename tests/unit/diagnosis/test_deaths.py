@@ -1,0 +1,373 @@
+"""The right victim is named, and no one else."""
+
+import pytest
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finished,
+    jittered,
+    sample_host,
+    sample_process,
+    simulate,
+)
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+COLLECTOR = ("node", 90, 4900)
+WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
+DEATHS = {"killed", "worker-killed", "host-oom-kill", "crashed"}
+KILLED_MESSAGE = "DataLoader worker (pid 1001) is killed by signal: Killed. "
+
+
+def training(*, collector=True):
+    """A run of two workers in the middle of its training; everyone lives."""
+    script = simulate(workers=2, prefetch=2, service=jittered(0.01), consumer=jittered(0.02), batches=60)
+    script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
+    script.living = frozenset({MAIN, COLLECTOR, *WORKERS})
+    if not collector:
+        script.living -= {COLLECTOR}
+    return script
+
+
+def over(script, exit_status=None, *, alive=()):
+    """Everyone has ended but `alive`; the collector saw it in good order if it knows the exit status."""
+    end = script.now_seconds
+    script.living = frozenset(alive)
+    if exit_status is not None:
+        script.event(end, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=exit_status)
+        script.event(end + 0.1, "collector-stop", COLLECTOR, records_count=1)
+    return script
+
+
+def farewell(script):
+    return script.event(script.now_seconds - 0.3, "process-exit", lost_count=0)
+
+
+def workers_leave(script, *who, reason="done"):
+    for worker in who or (0, 1):
+        script.event(
+            script.now_seconds - 0.4, "worker-exit", WORKERS[worker], loader=0, worker=worker, reason=reason
+        )
+    return script
+
+
+def exception(script, kind, message=""):
+    return script.event(script.now_seconds - 0.5, "exception", type=kind, message=message, traceback="…")
+
+
+def deaths(script):
+    return [
+        (f.kind, f.locus.role, f.locus.worker, f.severity)
+        for f in diagnose(script.tables()).findings
+        if f.kind in DEATHS
+    ]
+
+
+def test_a_running_training_has_no_victim():
+    verdict = diagnose(training().tables())
+    assert verdict.status == "running"
+    assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
+
+
+def test_a_finished_training_has_no_victim():
+    script = over(farewell(workers_leave(training())), 0)
+    verdict = diagnose(script.tables())
+    assert (verdict.status, verdict.exit_status, verdict.workers_reporting) == ("finished", 0, (2, 2))
+    assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
+
+
+def test_a_killed_training_is_the_only_victim():
+    script = over(workers_leave(training(), reason="parent-gone"), -9)
+    assert deaths(script) == [("killed", "main", None, "critical")]
+    assert diagnose(script.tables()).status == "killed"
+
+
+def test_workers_that_have_not_noticed_yet_are_no_victims():
+    script = over(training(), -9, alive=WORKERS)
+    assert deaths(script) == [("killed", "main", None, "critical")]
+
+
+def test_a_shell_around_the_training_passes_the_signal_on():
+    script = over(workers_leave(training(), reason="parent-gone"), 137)
+    script.manifest["command"]["pid"] = 99
+    assert deaths(script) == [("killed", "main", None, "critical")]
+
+
+def test_ctrl_c_is_information():
+    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+    assert deaths(script) == [("killed", "main", None, "info")]
+
+
+def test_sigterm_is_a_warning_and_takes_no_worker_along():
+    assert deaths(over(training(), -15)) == [("killed", "main", None, "warning")]
+
+
+def test_a_killed_worker_is_named_and_not_the_training_that_followed():
+    script = exception(training(), "RuntimeError", KILLED_MESSAGE)
+    script.event(
+        script.now_seconds - 0.6,
+        "worker-died",
+        loader=0,
+        epoch=0,
+        worker=1,
+        worker_pid=1001,
+        exit_code=-9,
+        last_index=7,
+    )
+    over(farewell(workers_leave(script, 0)), 1)
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(f.kind, f.locus.worker, f.locus.loader, f.locus.pid) for f in found] == [("worker-killed", 1, 0, 1001)]
+    assert "SIGKILL" in found[0].summary
+    assert diagnose(script.tables()).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "kinds"),
+    [
+        ("done", None, []),
+        ("done", "DataLoader worker (pid 1001) is killed by signal: Aborted. ", ["worker-killed"]),
+        ("MemoryError", None, ["worker-killed"]),
+    ],
+)
+def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_failed_of_it(
+    reason, message, kinds
+):
+    script = workers_leave(workers_leave(training(), 0), 1, reason=reason)
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": -6, "last_index": 7}
+    script.event(script.now_seconds - 0.35, "worker-died", loader=0, epoch=0, **died)
+    if message:
+        exception(script, "RuntimeError", message)
+    assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+
+
+@pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
+def test_the_exception_alone_names_the_worker(message):
+    script = over(farewell(workers_leave(exception(training(), "RuntimeError", message), 0)), 1)
+    assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
+
+
+def test_training_worker_and_collector_killed_at_once_are_all_named():
+    script = over(workers_leave(training(), 0, reason="parent-gone"))
+    assert set(deaths(script)) == {
+        ("killed", "main", None, "critical"),
+        ("worker-killed", "worker", 1, "critical"),
+        ("killed", "collector", None, "warning"),
+    }
+
+
+def test_a_killed_collector_leaves_the_training_unharmed():
+    script = training(collector=False)
+    assert deaths(script) == [("killed", "collector", None, "warning")]
+    assert diagnose(script.tables()).status == "running"
+
+
+def test_a_resumed_collector_does_not_hide_that_the_first_was_killed():
+    script = training(collector=False)
+    second = ("node", 95, 9500)
+    script.event(script.now_seconds, "collector-start", second, resumed=True, command_pid=MAIN[1])
+    script.living = script.living | {second}
+    assert deaths(script) == [("killed", "collector", None, "warning")]
+
+
+def test_nothing_is_claimed_where_life_cannot_be_known():
+    script = training()
+    script.living = None
+    assert deaths(script) == []
+    assert diagnose(script.tables()).status == "running"
+
+
+def with_memory(script, counts, *, column="cgroup_oom_kill_count"):
+    seconds = [START_SECONDS + second for second in range(len(counts))]
+    sample_host(script, seconds, demand=[900 * MIB] * len(counts), limit=1024 * MIB, **{column: counts})
+    sample_process(
+        script, seconds, MAIN, ROLE_MAIN, private=[300 * MIB] * len(counts), rss=[400 * MIB] * len(counts)
+    )
+    for worker, key in enumerate(WORKERS):
+        held = [(worker + 1) * 250 * MIB] * len(counts)
+        sample_process(script, seconds, key, ROLE_WORKER, private=held, rss=held, worker=worker, loader=0)
+    return script
+
+
+@pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
+def test_an_out_of_memory_kill_names_the_victim_and_what_it_held(column):
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4], column=column)
+    over(farewell(workers_leave(script, 0)), 1)
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
+    assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
+
+
+def test_old_out_of_memory_kills_are_not_blamed():
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
+    over(farewell(workers_leave(script, 0)), 1)
+    assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
+
+
+def test_one_out_of_memory_kill_has_one_victim():
+    script = with_memory(training(), [0, 0, 1])
+    over(workers_leave(script, 0, reason="parent-gone"), -9)
+    assert sorted(deaths(script)) == [
+        ("host-oom-kill", "worker", 1, "critical"),
+        ("killed", "main", None, "critical"),
+    ]
+
+
+def test_an_uncaught_exception_is_a_crash_with_its_message():
+    script = over(farewell(workers_leave(exception(training(), "ValueError", "loss is NaN\nat step 7"))), 1)
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(f.kind, f.locus.role) for f in found] == [("crashed", "main")]
+    assert "ValueError: loss is NaN" in found[0].summary
+
+
+def test_an_exception_of_a_helper_in_a_run_that_finished_is_no_crash():
+    script = over(farewell(workers_leave(training())), 0)
+    script.event(
+        script.now_seconds - 3, "exception", ("node", 555, 1), type="OSError", message="helper", traceback=""
+    )
+    assert deaths(script) == []
+
+
+def test_an_exit_status_without_exception_is_a_crash():
+    assert deaths(over(farewell(workers_leave(training())), 3)) == [("crashed", "main", None, "critical")]
+
+
+def test_a_segmentation_fault_is_a_crash():
+    script = over(workers_leave(training(), reason="parent-gone"), -11)
+    assert deaths(script) == [("crashed", "main", None, "critical")]
+    assert "SIGSEGV" in diagnose(script.tables()).findings[0].summary
+
+
+def test_a_command_killed_before_it_reached_any_loader():
+    assert deaths(over(Script(), -9)) == [("killed", "other", None, "critical")]
+
+
+def test_torchrun_names_the_rank_that_was_killed_first():
+    script = Script()
+    script.manifest["command"]["pid"] = 99
+    launcher = ("node", 99, 4000)
+    ranks = [("node", 200 + rank, 8000) for rank in range(2)]
+    for rank, key in enumerate(ranks):
+        script.event(START_SECONDS, "process-start", key, rank)
+    script.event(
+        START_SECONDS + 9,
+        "exception",
+        launcher,
+        type="ChildFailedError",
+        traceback="",
+        message="Root Cause (first observed failure):\n[0]:\n  rank : 1 (local_rank: 1)\n  exitcode  : "
+        "-9 (pid: 201)\n",
+    )
+    over(script, 1)
+    found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
+    assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("killed", 1, 201)]
+
+
+def test_workers_of_a_finished_epoch_are_no_victims():
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.01),
+        consumer=jittered(0.02),
+        batches=30,
+        epochs=3,
+        persistent=False,
+    )
+    over(script, -9, alive=[("node", 1200, 7200), ("node", 1201, 7201)])
+    assert deaths(script) == [("killed", "main", None, "critical")]
+
+
+def test_a_command_that_nothing_attached_to_says_why():
+    verdict = diagnose(over(Script(), 0).tables())
+    assert verdict.status == "finished"
+    assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
+    assert "ended before its processes were sampled" in verdict.findings[0].summary
+
+
+def test_finished_helper_keeps_its_word():
+    assert diagnose(finished(workers_leave(training())).tables()).exit_status == 0
+
+
+def ranks(parent=99, count=2):
+    """A launcher (the command) with training processes below it that all vanished."""
+    script = Script()
+    script.manifest["command"].update(pid=parent, start_ticks=4000)
+    for rank in range(count):
+        script.event(START_SECONDS, "process-start", ("node", 200 + rank, 8000), rank, parent_pid=parent)
+    return script, ("node", parent, 4000)
+
+
+def test_an_exception_of_the_launcher_is_the_crash_and_its_ranks_are_no_victims():
+    script, launcher = ranks()
+    text = "\n\n-- Process 0 terminated with the following error:\nTraceback\nValueError: boom"
+    script.event(START_SECONDS + 9, "exception", launcher, type="ProcessRaisedException", message=text)
+    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.locus.pid) for f in found] == [("crashed", 99)]
+    assert "ValueError: boom" in found[0].summary
+
+
+def test_the_launcher_names_the_rank_that_a_signal_ended():
+    script, launcher = ranks()
+    text = "process 1 terminated with signal SIGKILL"
+    script.event(START_SECONDS + 9, "exception", launcher, type="ProcessExitedException", message=text)
+    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.locus.pid) for f in found] == [("killed", 201)]
+
+
+def test_ranks_that_vanish_with_a_command_that_failed_by_itself_are_no_victims():
+    assert [kind for kind, *_ in deaths(over(ranks()[0], 1))] == ["crashed"]
+
+
+def test_a_farewell_wins_over_the_status_of_the_shell_around():
+    script = over(farewell(workers_leave(training())), 137)
+    script.manifest["command"]["pid"] = 99
+    assert "killed" not in {kind for kind, *_ in deaths(script)}
+    assert diagnose(script.tables()).status == "failed"
+
+
+@pytest.mark.parametrize("status", [-9, None])
+def test_workers_that_vanish_with_their_training_are_followers(status):
+    kinds = {(kind, role) for kind, role, *_ in deaths(over(training(), status))}
+    assert ("killed", "main") in kinds
+    assert ("worker-killed", "worker") not in kinds
+
+
+def test_many_victims_in_one_loader_are_one_finding():
+    script = simulate(workers=5, prefetch=2, service=jittered(0.01), consumer=jittered(0.02), batches=60)
+    for worker in range(5):
+        died = {"worker": worker, "worker_pid": 1000 + worker, "exit_code": -9, "last_index": 7}
+        script.event(script.now_seconds - 1, "worker-died", loader=0, epoch=0, **died)
+    found = [f for f in diagnose(over(farewell(script), 1).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.locus.worker) for f in found] == [("worker-killed", None)]
+    assert {e.name: e.value for e in found[0].evidence}["victims_count"] == 5
+
+
+def killed_after(counts, column, demand):
+    """A training that SIGKILL ends after as many ticks as there are counts of a kill counter."""
+    script = Script().event(START_SECONDS, "process-start")
+    count = len(counts)
+    seconds = [START_SECONDS + second for second in range(count)]
+    sample_host(script, seconds, demand=[demand] * count, limit=1024 * MIB, **{column: counts})
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=[300 * MIB] * count, rss=[300 * MIB] * count)
+    script.now_seconds = START_SECONDS + count
+    return [kind for kind, *_ in deaths(over(script, -9)) if kind != "host-oom-risk"]
+
+
+@pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
+def test_a_kill_of_long_before_is_not_blamed(column):
+    assert killed_after([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
+
+
+def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup_does_not():
+    late = [0] * 9 + [1]
+    assert killed_after(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
+    assert killed_after(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
+    assert killed_after(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
+
+
+def test_the_farewell_in_the_evidence_is_counted():
+    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+    found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
+    assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1

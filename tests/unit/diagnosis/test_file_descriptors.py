@@ -1,0 +1,156 @@
+"""Files that stay open are found; what opens and closes them is not."""
+
+import numpy as np
+import pytest
+from simulated_runs import MAIN, MIB, START_SECONDS, finished, jittered, sample_process, simulate
+
+from collector.diagnosis.memory.file_descriptors import find_descriptors
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+COUNT = 120
+SECONDS = np.arange(COUNT) * 0.5 + START_SECONDS + 1
+WORKER = ("node", 1000, 7000)
+AT = np.arange(COUNT)
+FLAT = np.full(COUNT, 40.0)
+ZIGZAG = FLAT + AT % 3
+
+
+def training(*, main=FLAT, worker=FLAT, limit=1024.0, mapped=FLAT):
+    """60 s of healthy loading, with open files of the training process and of one worker."""
+    script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
+    held, told = np.full(COUNT, 300 * MIB), np.where(AT % 10 == 0, limit, np.nan)
+    sample_process(
+        script,
+        SECONDS,
+        MAIN,
+        ROLE_MAIN,
+        private=held,
+        rss=held,
+        shm_bytes=mapped,
+        fd_count=np.floor(main),
+        fd_limit_count=told,
+    )
+    sample_process(
+        script,
+        SECONDS,
+        WORKER,
+        ROLE_WORKER,
+        private=held,
+        rss=held,
+        worker=0,
+        loader=0,
+        fd_count=np.floor(worker),
+        fd_limit_count=told,
+    )
+    return script
+
+
+def found(script):
+    return find_descriptors(script.tables())
+
+
+def kinds(script):
+    return [finding.kind for finding in found(script)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        FLAT,
+        ZIGZAG,
+        40 + 60 * (1 - np.exp(-AT / 8)),  # warm-up
+        40 + 30 * (AT > 50),  # a step: a second loader
+        40 + 12 * (AT > 30) + 12 * (AT > 80),  # two
+        40 + 20 * (AT % 12 < 9),  # workers that are started again in each epoch
+        40 + AT / 12,  # ten files over the run: a log per epoch
+        40 + 9 * np.random.default_rng(1).poisson(2, COUNT),  # batches under way
+    ],
+)
+def test_what_opens_and_closes_files_is_silent(healthy):
+    assert kinds(training(main=healthy, worker=healthy)) == []
+
+
+def test_files_that_stay_open_are_a_leak_with_a_time_to_the_limit():
+    verdict = {finding.kind: finding for finding in diagnose(training(main=ZIGZAG + 3 * AT).tables()).findings}
+    leak, risk = verdict["fd-leak"], verdict["fd-exhaustion-risk"]
+    assert leak.rate.value == pytest.approx(6, rel=0.05)
+    assert leak.locus.pid == MAIN[1]
+    assert {e.name for e in leak.evidence} >= {"fd_rise_count", "fd_limit_count", "fd_per_step"}
+    assert risk.limit.value == 1024
+    assert risk.severity == "critical"
+    assert risk.eta.mid_seconds == pytest.approx((1024 - 40 - 3 * COUNT) / 6, rel=0.1)
+
+
+def test_the_worker_that_leaks_most_is_named_and_how_many_do():
+    script = training(worker=FLAT + AT)
+    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    assert (leak.locus.role, leak.locus.worker, leak.locus.loader) == ("worker", 0, 0)
+    opened = {"fd_count": FLAT + 2 * AT, "fd_limit_count": np.full(COUNT, 1024.0)}
+    other = (WORKER[0], WORKER[1] + 1, WORKER[2])
+    sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
+    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    assert leak.locus.worker == 1
+    assert "Of this loader's workers 2 do" in leak.summary
+
+
+def sweep(leaked):
+    """Epochs with 0, 2, … 14 workers, each of which has four descriptors open in the training process."""
+    workers = 2 * (AT // 15)
+    script = training(main=FLAT + 4 * workers + leaked)
+    for epoch in range(1, 8):
+        for worker in range(2 * epoch):
+            seconds = SECONDS[workers == 2 * epoch]
+            held = np.full(len(seconds), MIB)
+            who = ("node", 2000 + 100 * epoch + worker, 8000)
+            sample_process(
+                script,
+                seconds,
+                who,
+                ROLE_WORKER,
+                private=held,
+                rss=held,
+                loader=epoch,
+                worker=worker,
+                fd_count=held,
+            )
+    return script
+
+
+def test_descriptors_of_living_workers_are_no_leak():
+    assert kinds(sweep(0 * AT)) == []
+
+
+def test_what_grows_while_as_many_workers_live_is_a_leak():
+    leak = next(f for f in found(sweep(3 * AT)) if f.kind == "fd-leak")
+    assert leak.rate.value == pytest.approx(6, rel=0.1)
+
+
+def test_a_stair_in_each_of_many_epochs_is_a_leak():
+    assert "fd-leak" in kinds(training(main=40 + 8 * (AT // 10)))
+
+
+def test_a_limit_of_a_million_is_far_away():
+    assert kinds(training(main=FLAT + AT, limit=2.0**20)) == ["fd-leak"]
+
+
+def test_kept_batches_are_told_by_their_shared_memory():
+    leak = next(f for f in found(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak")
+    assert "batches" in leak.advice[0].text
+    assert "process_shm_rise_bytes" in {e.name for e in leak.evidence}
+
+
+def test_a_leak_that_nothing_confirms_is_not_claimed():
+    script = training(main=FLAT + 3 * AT, limit=np.nan)
+    del script.parts["step"]
+    assert kinds(script) == ["cannot-tell"]
+
+
+def test_nearly_all_files_in_use_is_a_risk_although_nothing_grows():
+    risk = found(training(main=np.full(COUNT, 1000.0)))
+    assert [(f.kind, f.eta) for f in risk] == [("fd-exhaustion-risk", None)]
+
+
+def test_of_a_run_that_has_ended_it_is_told_in_the_past():
+    risk = next(f for f in found(finished(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
+    assert "was running out when the run ended" in risk.summary

@@ -1,0 +1,150 @@
+"""Growth is found in what leaks, and not in what merely looks like it."""
+
+import numpy as np
+import pytest
+
+from collector.diagnosis.statistics.growth import growth, slope_interval, theil_sen
+
+POINTS = 600
+SEEDS = 100
+
+
+def autoregressive(generator, phi):
+    noise = generator.normal(size=POINTS) * np.sqrt(1 - phi * phi)
+    values = np.empty(POINTS)
+    values[0] = generator.normal()
+    for i in range(1, POINTS):
+        values[i] = phi * values[i - 1] + noise[i]
+    return values
+
+
+SHARE = np.arange(POINTS) / POINTS
+
+
+def steps(generator, count):
+    """Return the sum of `count` steps at random times and of random sizes."""
+    sizes, at = generator.exponential(20 / count, size=count), generator.random(count)
+    return (sizes * (SHARE[:, np.newaxis] > at)).sum(axis=1) + 0.1 * generator.normal(size=POINTS)
+
+
+def marks(generator):
+    """The high-water marks of three buffers, as heaps with fragments keep them."""
+    return np.maximum.accumulate(np.exp(0.8 * generator.normal(size=(3, POINTS))), axis=1).sum(axis=0)
+
+
+HEALTHY = {
+    "white noise": lambda g: g.normal(size=POINTS),
+    "slow noise": lambda g: autoregressive(g, 0.9),
+    "saturating warm-up": lambda g: 20 * (1 - np.exp(-SHARE / g.uniform(0.02, 0.3))) + 0.2 * g.normal(size=POINTS),
+    "sawtooth": lambda g: 10 * ((np.arange(POINTS) % g.integers(10, 150)) / 50) + 0.2 * g.normal(size=POINTS),
+    "single step": lambda g: 10.0 * (np.arange(POINTS) > g.integers(60, 540)) + 0.2 * g.normal(size=POINTS),
+    "two steps": lambda g: (
+        10.0 * (np.arange(POINTS) > g.integers(60, 300))
+        + 10.0 * (np.arange(POINTS) > g.integers(300, 540))
+        + 0.2 * g.normal(size=POINTS)
+    ),
+    "four steps of any size": lambda g: steps(g, 4),
+    "high-water mark": lambda g: np.maximum.accumulate(np.exp(g.normal(size=POINTS))),
+}
+LEAKS = {
+    "linear": lambda g: 10 * SHARE + 0.5 * g.normal(size=POINTS),
+    "after warm-up": lambda g: 10 * SHARE + 20 * (1 - np.exp(-SHARE / 0.05)) + 0.3 * g.normal(size=POINTS),
+    "from the middle on": lambda g: 20 * np.maximum(0, SHARE - 0.5) + 0.3 * g.normal(size=POINTS),
+    "a stair per epoch": lambda g: 2 * np.floor(SHARE * 12) + 0.3 * g.normal(size=POINTS),
+    "a stair of four epochs": lambda g: 5 * np.floor(SHARE * 4 + g.random()) + 0.1 * g.normal(size=POINTS),
+    "forty steps of any size": lambda g: steps(g, 40),
+    "under a sawtooth": lambda g: 15 * SHARE + ((np.arange(POINTS) % 40) / 10) + 0.2 * g.normal(size=POINTS),
+}
+
+
+def found(make):
+    times = np.arange(POINTS, dtype=float)
+    return sum(
+        growth(times, make(np.random.default_rng(seed)), negligible=0.5) is not None for seed in range(SEEDS)
+    )
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_what_does_not_leak_is_almost_never_called_growth(kind):
+    assert found(HEALTHY[kind]) <= 2
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_leaks_are_found(kind):
+    assert found(LEAKS[kind]) >= 95
+
+
+def test_several_high_water_marks_are_seldom_called_growth():
+    assert found(marks) <= 10
+
+
+def test_a_leak_in_slow_noise_is_mostly_found():
+    assert found(lambda g: 14 * SHARE + autoregressive(g, 0.9)) >= 95
+
+
+@pytest.mark.parametrize("noise", [0, 0.5])
+def test_the_onset_of_a_leak_is_named(noise):
+    values = 20 * np.maximum(0, SHARE - 0.5) + noise * np.random.default_rng(0).normal(size=POINTS)
+    grown = growth(np.arange(POINTS, dtype=float), values, negligible=0.5)
+    assert grown is not None
+    assert 250 <= grown.since_seconds <= 360
+
+
+def test_what_each_step_leaks_is_found_although_the_pace_changes():
+    pace = np.where(np.arange(POINTS) % 200 < 120, 10.0, 1.0) * np.linspace(4, 1, POINTS)
+    steps = np.cumsum(pace)
+    noise = np.random.default_rng(0).normal(size=POINTS)
+    leaked = 30 * steps / steps[-1] + 0.3 * noise
+    grown = growth(np.arange(POINTS, dtype=float), leaked, negligible=0.5, steps=steps)
+    assert grown.slope == pytest.approx(30 / POINTS, rel=0.2)
+    assert growth(np.arange(POINTS, dtype=float), noise, negligible=0.5, steps=steps) is None
+
+
+def test_irregular_samples_and_gaps_do_not_hide_a_leak():
+    generator = np.random.default_rng(3)
+    times = np.sort(generator.uniform(0, 60, size=40))
+    values = 100 + 5 * times
+    values[::5] = np.nan
+    grown = growth(times, values, negligible=16)
+    assert grown is not None
+    assert grown.slope == pytest.approx(5, rel=0.02)
+    assert grown.low <= 5.001
+    assert grown.high >= 4.999
+
+
+@pytest.mark.parametrize("points", [0, 1, 2, 5, 11])
+def test_a_few_points_are_no_trend(points):
+    assert growth(np.arange(points, dtype=float), 1000.0 * np.arange(points), negligible=1) is None
+
+
+def test_what_is_negligible_is_not_growth():
+    assert growth(np.arange(100.0), 0.1 * np.arange(100.0), negligible=16) is None
+
+
+def test_nothing_known_is_no_growth():
+    assert growth(np.arange(100.0), np.full(100, np.nan), negligible=1) is None
+
+
+def test_the_slope_is_not_moved_by_outliers():
+    y = 2.0 * np.arange(30.0)
+    y[[3, 17]] = 500.0
+    assert theil_sen(np.arange(30.0), y) == pytest.approx(2.0, abs=0.05)
+
+
+def test_the_interval_narrows_with_less_noise_and_is_reproducible():
+    x = np.arange(20.0)
+    generator = np.random.default_rng(0)
+    noise = generator.normal(size=20)
+    wide, narrow = (slope_interval(x, x + scale * noise) for scale in (3.0, 0.3))
+    assert wide[0] < narrow[0] < 1.1
+    assert 0.9 < narrow[1] < wide[1]
+    assert slope_interval(x, x + noise) == slope_interval(x, x + noise)
+
+
+def test_a_cache_that_is_full_is_no_growth_although_its_steps_were_slow_at_first():
+    seconds = np.arange(0.0, 33.0)
+    steps = np.where(seconds < 19, 150.0 * seconds, 2850 + 500.0 * (seconds - 19))
+    held = 310.0 + 0.0163 * np.minimum(steps, 4800)
+    assert growth(seconds, held, negligible=16.0) is not None
+    assert growth(seconds, held, negligible=16.0, steps=steps) is None
+    assert growth(seconds, 310.0 + 0.0163 * steps, negligible=16.0, steps=steps) is not None

@@ -1,0 +1,376 @@
+"""Heaps that keep taking memory, and those that only seem to."""
+
+import re
+
+import numpy as np
+import pytest
+from simulated_runs import (
+    MAIN,
+    MIB,
+    START_SECONDS,
+    Script,
+    finished,
+    jittered,
+    ns,
+    sample_host,
+    sample_process,
+    simulate,
+)
+
+from collector.diagnosis.verdict import diagnose
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+MEMORY = {"main-heap-leak", "worker-heap-leak", "copy-on-read-growth", "host-oom-risk"}
+SECONDS = np.arange(60) + START_SECONDS + 1
+COLLECTOR = ("node", 90, 4900)
+WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
+FLAT = np.zeros(60)
+RAMP = np.arange(60) / 60
+SATURATING = 1 - np.exp(-np.arange(60) / 8)
+
+
+def training(**settings):
+    """60 s of healthy loading by two persistent, forked workers."""
+    return simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230, **settings)
+
+
+def memory(
+    script,
+    *,
+    main=FLAT,
+    main_private=None,
+    workers=FLAT,
+    workers_private=None,
+    host=FLAT,
+    noise=0.3,
+    free=None,
+    **host_settings,
+):
+    """Samples of everyone: growth in MiB over what they held at first; `free` is what the main heap has free."""
+    generator = np.random.default_rng(0)
+
+    def series(base, growth):
+        return (base + growth + noise * generator.normal(size=60)) * MIB
+
+    private = main if main_private is None else main_private
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=series(300, private), rss=series(500, main))
+    private = workers if workers_private is None else workers_private
+    for worker, key in enumerate(WORKERS):
+        held, resident = series(10, private), series(320, workers)
+        sample_process(script, SECONDS, key, ROLE_WORKER, private=held, rss=resident, worker=worker, loader=0)
+    if free is not None:
+        readings = zip(SECONDS, free, strict=True)
+        script.add("heap", [{"time_ns": ns(at), "free_bytes": value * MIB} for at, value in readings])
+    return sample_host(script, SECONDS, demand=series(4000, host), **host_settings)
+
+
+def found(script):
+    return [finding for finding in diagnose(script.tables()).findings if finding.kind in MEMORY]
+
+
+def kinds(script):
+    return [finding.kind for finding in found(script)]
+
+
+def test_flat_memory_is_healthy():
+    assert kinds(memory(training())) == []
+
+
+def test_a_leak_of_the_main_heap_is_found_with_its_rate():
+    leak = found(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
+    assert [f.kind for f in leak] == ["main-heap-leak"]
+    assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
+    assert leak[0].rate.low <= leak[0].rate.value <= leak[0].rate.high
+    assert leak[0].locus.role == "main"
+    assert leak[0].since_step is not None
+
+
+def test_what_each_step_leaks_is_told_rightly_although_steps_become_faster():
+    pace = {"service": jittered(0.05), "consumer": lambda _, k: 0.45 if k < 80 else 0.15, "batches": 240}
+    script = simulate(workers=2, prefetch=2, **pace)
+    step_times = np.concatenate([part["time_ns"] for part in script.parts["step"]]) / 1e9
+    leaked = np.searchsorted(np.sort(step_times), SECONDS) * 2.0  # MiB
+    (leak,) = found(memory(script, main=leaked, host=leaked, total=10**14))
+    per_step_mib = float(re.search(r"([\d.]+) MiB per step", leak.summary)[1])
+    assert per_step_mib == pytest.approx(2, rel=0.15)
+    assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
+    assert leak.rate.high >= 2 * MIB / 0.15 * 0.9
+
+
+@pytest.mark.parametrize(
+    ("key", "role", "kind"),
+    [
+        (MAIN, ROLE_MAIN, "main-heap-leak"),
+        (WORKERS[0], ROLE_WORKER, "worker-heap-leak"),
+    ],
+)
+def test_a_leak_is_found_although_it_is_swapped_out(key, role, kind):
+    script = training()
+    held, slot = np.full(60, 300 * MIB), {"worker": 0, "loader": 0} if role == ROLE_WORKER else {}
+    sample_process(script, SECONDS, key, role, private=held, rss=held, swap_bytes=RAMP * 400 * MIB, **slot)
+    sample_host(script, SECONDS, demand=(4000 + RAMP * 400) * MIB)
+    assert kind in [finding.kind for finding in found(script)]
+
+
+def test_a_mapped_file_that_was_just_written_is_no_leak():
+    """Its pages count as this process's own and dirty until the kernel has written them back."""
+    script, mapped = training(), 600 * RAMP * MIB
+    held = 300 * MIB + mapped
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, file_bytes=mapped)
+    assert kinds(sample_host(script, SECONDS, demand=np.full(60, 4000 * MIB))) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "living", "severity"),
+    [(8, {MAIN}, "info"), (8, set(), "warning"), (8, {COLLECTOR}, "warning"), (20, {MAIN}, "warning")],
+)
+def test_a_moments_growth_is_no_warning_while_the_run_goes_on(seconds, living, severity):
+    script, at = training(), START_SECONDS + 1 + np.arange(0, seconds, 0.25)
+    script.living = frozenset(living)
+    held = 300 * MIB + 20 * MIB * (at - at[0])
+    sample_process(script, at, MAIN, ROLE_MAIN, private=held, rss=held)
+    leaks = found(sample_host(script, at, demand=held, total=10**14))
+    assert [(each.kind, each.severity) for each in leaks] == [("main-heap-leak", severity)]
+
+
+#: Recorded: a replay buffer of bounded size with evaluations, checkpoints and batches of varying lengths around it.
+REPLAY = {
+    "resident": """
+        228 287 273 308 316 317 348 349 360 400 366 394 423 423 423 429 443 455 471 488 473 513 513 513 513
+        533 561 505 518 520 522 530 542 542 600 560 560 560 560 560 577 577 607 607 642 607 607 607 607 607
+        637 637 637 637 637 637 637 637 637 677
+    """,
+    "free": """
+        1 19 33 39 67 49 47 69 64 61 55 64 82 70 60 58 59 73 75 74 60 83 87 86 93 73 86 80 82 98 83 83 120
+        133 135 142 128 132 139 140 158 149 130 177 189 177 177 177 177 177 196 215 208 208 207 217 216 216
+        217 210
+    """,
+}
+#: Recorded: 2 KiB kept in each step, amid the same.
+LEAK_INTO_HOLES = {
+    "resident": """
+        231 279 304 278 278 278 278 301 301 301 301 346 324 324 324 324 324 336 336 336 377 386 386 346 346
+        346 346 385 346 346 346 346 346 370 393 394 394 394 394 396 396 396 396 396 436 396 396 396 396 434
+        396 396 396 396 396 398 398 398 398 398
+    """,
+    "free": """
+        2 16 22 48 53 44 45 70 62 69 69 66 88 84 84 86 77 95 89 86 88 95 100 98 93 93 100 97 91 85 79 79 80
+        109 119 128 132 129 129 132 129 128 126 128 126 124 121 120 119 122 122 116 114 114 111 107 107 108
+        110 110
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "by_resident", "by_in_use"),
+    [(REPLAY, ["main-heap-leak"], []), (LEAK_INTO_HOLES, [], ["main-heap-leak"])],
+)
+def test_holes_in_the_heap_are_no_leak_and_hide_none(recorded, by_resident, by_in_use):
+    resident, free = (np.array(recorded[name].split(), dtype=float) for name in ("resident", "free"))
+    series = {"main": resident, "host": resident, "noise": 0, "total": 10**14}
+    assert kinds(memory(training(), **series)) == by_resident
+    assert kinds(memory(training(), **series, free=free)) == by_in_use
+
+
+def test_a_leak_that_begins_in_the_middle_says_since_when():
+    late = 600 * np.maximum(0, RAMP - 0.5)
+    leak = found(memory(training(), main=late, host=late, total=10**14))
+    assert [f.kind for f in leak] == ["main-heap-leak"]
+    assert 80 <= leak[0].since_step <= 150
+
+
+@pytest.mark.parametrize(
+    ("main", "private", "host"),
+    [
+        (600 * RAMP, FLAT, FLAT),  # mapped files: resident, never written
+        (FLAT, 300 * SATURATING, FLAT),  # pages that come back from the workers
+        (300 * SATURATING, 300 * SATURATING, 300 * SATURATING),  # warm-up
+        (300 * (RAMP > 0.4), 300 * (RAMP > 0.4), 300 * (RAMP > 0.4)),  # a checkpoint
+        (8 * RAMP, 8 * RAMP, 8 * RAMP),  # too little to matter
+        (400 * (np.arange(60) % 10) / 10, 400 * (np.arange(60) % 10) / 10, FLAT),  # garbage collection
+    ],
+)
+def test_what_is_no_leak_of_the_main_heap(main, private, host):
+    assert kinds(memory(training(), main=main, main_private=private, host=host)) == []
+
+
+def test_a_leak_is_found_although_each_epoch_forks_anew():
+    """At each fork the whole heap becomes shared, so private dirty shows only what came since."""
+    script = Script()
+    script.event(START_SECONDS, "process-start")
+    script.event(START_SECONDS, "loader", loader=0, num_workers=1, prefetch_factor=2, start_method="fork")
+    leak = 600 * RAMP
+    private = np.full(60, np.nan)
+    for epoch in range(10):
+        at = epoch * 6
+        worker = ("node", 1000 + epoch, 7000 + epoch)
+        script.event(SECONDS[at] - 0.5, "epoch-start", loader=0, epoch=epoch, worker_pids=[worker[1]])
+        script.event(SECONDS[at] - 0.4, "worker-start", worker, loader=0, epoch=epoch, worker=0)
+        inherited = np.full(6, 300 + leak[at]) * MIB
+        sample_process(
+            script,
+            SECONDS[at : at + 6],
+            worker,
+            ROLE_WORKER,
+            private=np.full(6, 9 * MIB),
+            rss=inherited,
+            worker=0,
+            loader=0,
+        )
+        private[at + 4] = 20
+    script.add(
+        "step", [{"time_ns": round(s * 1e9), "step": i, "duration_ns": 10**9} for i, s in enumerate(SECONDS)]
+    )
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=private * MIB, rss=(500 + leak) * MIB)
+    assert kinds(script) == ["main-heap-leak"]
+
+
+def test_copying_by_reading_is_found_and_has_a_plateau():
+    script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
+    copies = found(script)
+    assert [f.kind for f in copies] == ["copy-on-read-growth"]
+    assert copies[0].locus.loader == 0
+    assert copies[0].limit.value >= 500 * MIB
+
+
+def test_sparse_samples_are_enough():
+    """smaps is read only now and then."""
+    sparse = np.full(60, np.nan)
+    sparse[[0, 7, 15, 30]] = [10, 40, 90, 110]
+    assert kinds(memory(training(), workers_private=sparse)) == ["copy-on-read-growth"]
+
+
+def test_a_tensor_backed_dataset_is_silent():
+    assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
+
+
+def test_what_the_parent_gives_back_is_the_workers_alone_and_was_not_copied():
+    assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
+
+
+@pytest.mark.parametrize(("batches_count", "expected"), [(1, []), (40, ["copy-on-read-growth"])])
+def test_what_one_collection_of_garbage_touches_is_no_growth(batches_count, expected):
+    script = memory(training(), workers_private=40.0 * (np.arange(60) >= 30))
+    for fetches in script.parts["fetch"]:
+        touching = fetches.groupby("pid").cumcount().between(50, 49 + batches_count)
+        fetches.loc[touching, "minor_fault_count"] = 40 * MIB // 4096 // batches_count
+    assert kinds(script) == expected
+
+
+def test_spawned_workers_copy_nothing():
+    script = memory(training(start_method="spawn"), workers_private=250 * SATURATING)
+    assert kinds(script) == []
+
+
+def test_a_growing_cache_in_the_workers_is_a_leak_of_theirs():
+    leak = found(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
+    assert [f.kind for f in leak] == ["worker-heap-leak"]
+    assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
+
+
+def test_a_few_readings_of_private_memory_confirm_what_each_tick_shows():
+    sparse = np.full(60, np.nan)
+    sparse[[2, 15, 30, 45, 58]] = 300 * RAMP[[2, 15, 30, 45, 58]]
+    assert kinds(memory(training(), workers=300 * RAMP, workers_private=sparse)) == ["worker-heap-leak"]
+    assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
+
+
+def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.severity == "critical"
+    assert risk.limit.value == 6000 * MIB
+    assert risk.eta.mid_seconds == pytest.approx(140, rel=0.15)
+    assert risk.eta.low_seconds <= risk.eta.mid_seconds <= risk.eta.high_seconds
+    assert "was running out when the run ended" in risk.summary
+    assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
+
+
+def test_a_verdict_that_the_collector_makes_on_the_way_is_no_demand():
+    """It holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
+    verdict = 100 * (np.arange(60) % 10 == 3)
+    script = memory(training(), main=100 * RAMP, host=100 * RAMP + verdict, limit=4300 * MIB)
+    rows = [
+        {"time_ns": ns(at), "verdict_anon_bytes": size * MIB if size else np.nan}
+        for at, size in zip(SECONDS, verdict, strict=True)
+    ]
+    script.add("agent", rows, COLLECTOR)
+    (risk,) = (each for each in found(script) if each.kind == "host-oom-risk")
+    assert risk.eta.mid_seconds == pytest.approx(120, rel=0.2)
+    assert risk.eta.low_seconds > 0.7 * risk.eta.mid_seconds
+
+
+@pytest.mark.parametrize(("caches_mib", "seconds"), [(np.nan, 90), (500, 140)])
+def test_what_the_kernel_holds_counts_towards_the_limit_but_for_caches_that_it_gives_back(caches_mib, seconds):
+    kernel = {"usage": 5100, "file": 0, "slab_reclaimable": caches_mib}
+    columns = {f"cgroup_{name}_bytes": np.full(60, float(size)) * MIB for name, size in kernel.items()}
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB, **columns)
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.eta.mid_seconds == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("planned", "share"),
+    [({"max_steps": 20_400}, 0.0), ({"max_steps": -1, "max_epochs": 220}, 1.0)],
+)
+def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share):
+    """The framework counts on from a checkpoint: 20 000 steps, 100 in each epoch."""
+    script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    script.event(START_SECONDS + 0.1, "hyper-parameters", framework="lightning", values=planned)
+    script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
+    script.living = frozenset([MAIN, COLLECTOR])
+    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
+    assert f"In {share:.0%} of the futures" in risk.summary
+
+
+def test_growth_that_will_take_days_is_no_risk():
+    script = memory(training(), main=30 * RAMP, host=30 * RAMP, noise=0.1, total=10**14)
+    assert "host-oom-risk" not in kinds(script)
+
+
+def test_copying_that_ends_below_the_limit_is_no_risk():
+    script = memory(training(), workers_private=100 * RAMP, host=200 * RAMP, total=30_000 * MIB)
+    assert kinds(script) == ["copy-on-read-growth"]
+
+
+def test_a_limit_that_is_far_away_is_not_said_to_run_out():
+    (risk,) = (f for f in found(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk")
+    assert risk.severity == "info"
+    assert "too far away" in risk.summary
+    assert "out" not in risk.summary.split()
+
+
+def test_growth_of_strangers_on_a_roomy_host_is_no_risk():
+    assert kinds(memory(training(), host=2000 * RAMP)) == []
+
+
+def test_a_full_host_is_a_risk_even_when_nothing_grows():
+    script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
+    risk = found(script)
+    assert [(f.kind, f.severity, f.eta) for f in risk] == [("host-oom-risk", "critical", None)]
+
+
+def test_page_cache_is_no_demand():
+    script = memory(training(), limit=10_000 * MIB, cgroup_usage_bytes=np.full(60, 9990.0 * MIB))
+    assert kinds(script) == []
+
+
+def test_every_finding_stands_on_two_measurements():
+    script = finished(
+        memory(training(), main=600 * RAMP, workers_private=250 * SATURATING, host=900 * RAMP, limit=7000 * MIB)
+    )
+    for finding in diagnose(script.tables()).findings:
+        assert finding.kind == "cannot-tell" or len({e.name for e in finding.evidence}) >= 2
+        assert all(e.n >= 0 and e.window and e.unit for e in finding.evidence)
+        assert finding.severity == "info" or finding.advice
+
+
+def test_what_a_worker_keeps_alone_when_its_parent_dies_was_not_copied():
+    at_the_end = 250 * (np.arange(60) >= 58)
+    script = memory(training(), workers_private=at_the_end)
+    assert kinds(script) == ["copy-on-read-growth"]
+    script.add("process", [{"time_ns": ns(SECONDS[57]), "process_pid": MAIN[1], "alive": 0}])
+    alive = script.parts["process"][0]
+    script.parts["process"][0] = alive[alive["time_ns"] <= ns(SECONDS[57])]
+    assert kinds(script) == []

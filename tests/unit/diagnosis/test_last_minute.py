@@ -1,0 +1,67 @@
+"""The last minute of every process, as a table and in the report."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, jittered, sample_process, simulate
+
+from collector.diagnosis.deaths.last_minute import last_minute, last_states
+from collector.diagnosis.verdict import diagnose
+from collector.report import card
+from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
+
+WORKER = ("node", 1000, 7000)
+FORMER = ("node", 900, 3000)
+
+
+def killed():
+    """A training of 120 s whose worker's growth ends with it; another worker left in its first seconds."""
+    script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=235)
+    seconds = [START_SECONDS + second for second in range(120)]
+    held = [(100 + second) * MIB for second in range(120)]
+    sample_process(script, seconds[:3], MAIN, ROLE_OTHER, private=held[:3], rss=held[:3])
+    sample_process(script, seconds[3:], MAIN, ROLE_MAIN, private=[200 * MIB] * 117, rss=[300 * MIB] * 117, rank=0)
+    sample_process(script, seconds, WORKER, ROLE_WORKER, private=held, rss=held, worker=0, loader=0, rank=0)
+    sample_process(script, seconds[:9], FORMER, ROLE_WORKER, private=held[:9], rss=held[:9], worker=1, loader=0)
+    script.manifest["exit_status"] = -9
+    return script
+
+
+def test_each_process_of_the_last_minute_has_its_samples_and_no_other_has():
+    samples = last_minute(killed().tables())
+    assert set(samples["pid"]) == {MAIN[1], WORKER[1]}
+    assert set(samples[samples["pid"] == MAIN[1]]["role"]) == {"main"}
+    assert samples["seconds"].between(-60, 0).all()
+    grown = samples[samples["pid"] == WORKER[1]]["private_dirty_bytes"]
+    assert len(grown) > 50
+    assert grown.is_monotonic_increasing
+
+
+def test_the_report_of_a_death_says_what_each_held_and_did():
+    verdict = diagnose(killed().tables())
+    body = json.loads(json.dumps(card.report(verdict, run_id="r", name="n")["summary"]["last_minute"]))
+    main, worker = body
+    assert (main["role"], main["pid"], main["rank"], main["step"]) == ("main", MAIN[1], 0, 234)
+    assert main["phase"] in {"between steps", "forward or backward"}
+    assert (worker["role"], worker["worker"], worker["batch"]) == ("worker", 0, 234)
+    assert worker["private_dirty_bytes"] == 219 * MIB
+    assert worker["held_rise_bytes"] == pytest.approx(60 * MIB, abs=4 * MIB)
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", dashboard="d"))
+    told = stream.getvalue().partition("last 60 s")[2]
+    assert "worker 0 of loader 0" in told
+    assert "219 MiB" in told
+
+
+def test_a_run_that_lives_has_no_post_mortem_and_one_without_samples_still_has_its_steps():
+    script = killed()
+    del script.manifest["exit_status"]
+    script.living = frozenset({MAIN})
+    assert diagnose(script.tables()).summary["last_minute"] == []
+    blind = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20)
+    states = last_states(blind.tables())
+    assert list(states["step"]) == [19]
+    assert states["rss_bytes"].isna().all()
+    assert last_states(Script().tables()).empty

@@ -1,0 +1,157 @@
+"""Findings on what fills /dev/shm, and on the process that dies of it."""
+
+import numpy as np
+import pytest
+from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_host, sample_process, simulate
+
+from collector.diagnosis.deaths.deaths import find_deaths
+from collector.diagnosis.memory.shared_memory import find_shared_memory
+from training_harness.records import ROLE_MAIN
+
+COUNT = 60
+SECONDS = np.arange(COUNT) + START_SECONDS + 1
+AT = np.arange(COUNT)
+FLAT = np.zeros(COUNT)
+NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
+
+
+def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
+    """60 s of healthy loading; MiB of /dev/shm in use, mapped by the training process, of its cgroup."""
+    script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
+    for part in script.parts["batch"]:
+        part["payload_bytes"] = payload * MIB
+    script.living = frozenset({MAIN})
+    held = np.full(COUNT, 300 * MIB)
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, shm_bytes=(mapped + NOISE) * MIB)
+    limits = {} if cgroup is None else {"limit": 2**50, "cgroup_shmem_bytes": (cgroup + NOISE) * MIB}
+    return sample_host(
+        script,
+        SECONDS,
+        demand=(4000 + NOISE) * MIB,
+        memory_shmem_bytes=(90 + counted) * MIB,
+        shm_used_bytes=(shm + NOISE) * MIB,
+        shm_total_bytes=np.full(COUNT, total * MIB),
+        total=2**50,
+        **limits,
+    )
+
+
+def found(script):
+    return [*find_shared_memory(script.tables()), *find_deaths(script.tables())]
+
+
+def kinds(script):
+    return [finding.kind for finding in found(script)]
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        FLAT,
+        200 * (1 - np.exp(-AT / 5)),  # the batches under way when it begins
+        300.0 * (AT > 30),  # a second loader
+        200.0 * (AT % 15 > 3),  # epochs
+        100.0 * np.random.default_rng(2).random(COUNT),  # batches of all sizes
+    ],
+)
+def test_what_comes_and_goes_is_silent(healthy):
+    assert kinds(training(shm=healthy, mapped=healthy, cgroup=healthy)) == []
+
+
+@pytest.mark.parametrize("where", ["mapped", "cgroup"])
+def test_segments_that_stay_are_a_leak_of_the_run(where):
+    leak = found(training(shm=10.0 * AT, **{where: 10.0 * AT}))
+    assert [f.kind for f in leak] == ["shm-leak", "shm-exhaustion-risk"]
+    assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.05)
+    assert len({e.name for e in leak[0].evidence}) >= 2
+
+
+def test_segments_that_several_processes_map_are_a_leak_of_the_run():
+    script = training(shm=10.0 * AT, mapped=3.0 * AT)
+    held = np.full(COUNT, 300 * MIB)
+    for pid in (71, 72):
+        other = (MAIN[0], pid, 4800 + pid)
+        sample_process(script, SECONDS, other, ROLE_MAIN, private=held, rss=held, shm_bytes=3.0 * AT * MIB)
+    leak = next(f for f in found(script) if f.kind == "shm-leak")
+    assert leak.value_of("process_shm_rise_bytes") > 0.7 * leak.value_of("shm_used_rise_bytes")
+    assert leak.confidence == 0.9
+
+
+def test_what_the_run_maps_is_its_leak_at_its_own_rate_where_others_add_more():
+    leak = next(
+        f for f in found(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
+    )
+    assert leak.rate.value == pytest.approx(4 * MIB, rel=0.1)
+    assert "Other programs fill it too" in leak.summary
+
+
+def test_segments_that_nobody_maps_are_seen_in_the_kernels_count():
+    leak = next(f for f in found(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
+    assert "no process of the run maps it" in leak.summary
+    assert leak.confidence < 0.9
+
+
+def test_what_another_job_leaves_there_is_a_risk_and_no_leak_of_the_run():
+    assert kinds(training(shm=10.0 * AT, counted=10.0 * AT, cgroup=FLAT)) == ["shm-exhaustion-risk"]
+
+
+def test_what_is_given_back_when_the_training_ends_was_a_leak_before():
+    script = training(shm=10.0 * AT, counted=10.0 * AT)
+    for name in ("batch", "step"):
+        script.parts[name] = [part[part["time_ns"] < SECONDS[45] * 1e9] for part in script.parts[name]]
+    for name in ("shm_used_bytes", "memory_shmem_bytes"):
+        script.parts["host"][-1].loc[AT > 45, name] = 90 * MIB
+    assert kinds(script)[0] == "shm-leak"
+
+
+def test_growth_that_nothing_confirms_is_not_claimed():
+    assert kinds(training(shm=10.0 * AT)) == ["cannot-tell"]
+
+
+def test_the_time_until_it_is_full():
+    risk = next(f for f in found(training(shm=10.0 * AT, mapped=10.0 * AT, total=1200)) if "risk" in f.kind)
+    assert risk.severity == "critical"
+    assert risk.eta.mid_seconds == pytest.approx(60, rel=0.2)
+
+
+def test_no_room_for_the_next_batches_is_a_risk_although_nothing_grows():
+    risk = found(training(shm=FLAT + 40, total=64, payload=10))
+    assert [(f.kind, f.severity, f.eta) for f in risk] == [("shm-exhaustion-risk", "warning", None)]
+    assert kinds(training(shm=FLAT + 40, total=64, payload=4)) == []
+
+
+def killed_by_sigbus(script, *, message=None):
+    script.living = frozenset()
+    end = SECONDS[-1] - 0.5
+    if message is None:
+        script.event(end, "worker-died", loader=0, epoch=0, worker=1, worker_pid=1001, exit_code=-7, last_index=7)
+    text = message or "DataLoader worker (pid(s) 1001) exited unexpectedly"
+    script.event(end + 0.1, "exception", type="RuntimeError", message=text, traceback="")
+    script.event(end + 0.2, "process-exit", lost_count=0)
+    return script.event(end + 0.3, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=1)
+
+
+BUS_ERROR = "DataLoader worker (pid 1001) is killed by signal: Bus error. It is possible that"
+
+
+@pytest.mark.parametrize("message", [None, BUS_ERROR])
+def test_a_worker_that_finds_dev_shm_full_dies_of_that(message):
+    full = np.where(AT >= 56, 55.0, 20.0)  # the sample after its end finds room again
+    full[-1] = 20
+    death = next(
+        f for f in found(killed_by_sigbus(training(shm=full, total=64), message=message)) if "risk" not in f.kind
+    )
+    assert (death.kind, death.locus.worker, death.limit.value) == ("shm-bus-error", 1, 64 * MIB)
+    assert {"shm_used_bytes", "signal"} <= {e.name for e in death.evidence}
+
+
+@pytest.mark.parametrize("message", [None, BUS_ERROR])
+def test_a_bus_error_with_room_in_dev_shm_is_not_blamed_on_it(message):
+    assert kinds(killed_by_sigbus(training(shm=FLAT + 20), message=message)) == ["worker-killed"]
+
+
+def test_a_training_process_can_die_of_it_too():
+    script = training(shm=FLAT + 55, total=64)
+    script.living = frozenset()
+    script.event(SECONDS[-1], "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-7)
+    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in found(script)]

@@ -1,0 +1,290 @@
+"""Causes of the training loop's waits, on simulated DataLoaders whose truth is known."""
+
+import numpy as np
+import pytest
+from simulated_runs import MAIN, jittered, per_worker, sample_process, simulate
+
+from collector.diagnosis.stalls.verdict import find_stalls
+from collector.units import percent
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+
+def verdict(**run):
+    return find_stalls(simulate(**run).tables())
+
+
+def kinds(findings):
+    return [(finding.kind, finding.locus.worker) for finding in findings]
+
+
+def draw(seed):
+    """A loader of random size with a random consumer and jitter."""
+    generator = np.random.default_rng(seed)
+    workers = int(generator.integers(2, 9))
+    run = {
+        "workers": workers,
+        "prefetch": int(generator.integers(1, 5)),
+        "consumer": jittered(generator.uniform(0.005, 0.05)),
+        "batches": int(generator.integers(12, 30)) * workers + 4 * workers,
+        "epochs": int(generator.integers(1, 4)),
+        "persistent": bool(generator.integers(2)),
+        "seed": seed,
+    }
+    work = run["consumer"](np.random.default_rng(0), 0)
+    return generator, run, workers * work
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_slow_and_one_slow_are_told_apart(seed):
+    generator, run, round_seconds = draw(seed)
+    slow = generator.uniform(1.35, 4) * round_seconds
+    jitter = generator.uniform(0.02, 0.4)
+    assert kinds(verdict(service=jittered(slow, jitter), **run)) == [("workers-too-slow", None)]
+
+    culprit = int(generator.integers(run["workers"]))
+    seconds = [slow / generator.uniform(2, 5)] * run["workers"]
+    seconds[culprit] = slow
+    assert kinds(verdict(service=per_worker(seconds, jitter), **run)) == [("slow-worker", culprit)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loader_that_keeps_up_has_no_warning(seed):
+    generator, run, round_seconds = draw(seed)
+    found = verdict(service=jittered(generator.uniform(0.1, 0.6) * round_seconds, 0.2), **run)
+    assert [(finding.kind, finding.severity) for finding in found] == [("compute-bound", "info")]
+
+
+def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
+    """A loop that has its batches in time, whose main thread waits for a core for this share of its time."""
+    script = simulate(
+        workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
+    )
+    seconds = 1000 + np.arange(12.0)
+    used = {"cpu_ns": cores_used * 1e9 * seconds, "run_queue_ns": waits * 1e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+    (found,) = find_stalls(script.tables())
+    return found
+
+
+@pytest.mark.parametrize(("cores_used", "who"), [(0.4, "others use the rest"), (3.9, "its own processes")])
+def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who):
+    found = crowded(cores_used=cores_used)
+    assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "info")
+    assert found.value_of("training_run_queue_ratio") == pytest.approx(0.3, abs=0.01)
+    assert who in found.summary
+    found = crowded(waits=0.01)
+    assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
+
+
+def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wait_for_them():
+    queueing = (0.5, 0.5, 0.0)
+    found = crowded(split=queueing)
+    assert (found.kind, found.limited_by, found.severity) == ("workers-too-slow", "oversubscribed", "warning")
+    assert "3.9 of 4 usable cores" in found.summary
+    assert "no more workers and threads than cores" in found.advice[1].text
+    for waits in (0.3, 0.99):  # however long both wait, who does not use the cores does not take them
+        others = crowded(split=queueing, cores_used=0.4, waits=waits)
+        assert (others.kind, others.severity) == ("compute-bound", "info")
+        assert "others use the rest" in others.summary
+
+
+@pytest.mark.parametrize(("fetch", "blamed"), [(0.03, True), (0.012, False)])
+def test_batches_that_busy_workers_made_and_send_late_are_the_workers_fault(fetch, blamed):
+    script = simulate(
+        workers=1, prefetch=2, service=jittered(fetch), consumer=jittered(0.015), batches=200, split=(1.0, 0.0, 0.0)
+    )
+    tables = script.tables()
+    batch, made = tables.streams["batch"], tables.streams["fetch"]
+    batch["wait_ns"] = batch["wait_ns"].clip(lower=7_000_000)
+    made["time_ns"] = batch["time_ns"] - batch["wait_ns"]  # it was there as the loop asked for it, and came late
+    assert (kinds(find_stalls(tables))[0][0] == "workers-too-slow") == blamed
+
+
+def test_the_twins_that_the_loop_cannot_tell_apart():
+    run = {"workers": 4, "prefetch": 2, "consumer": jittered(0.01, 0.01), "batches": 160}
+    every = verdict(service=jittered(0.06, 0.01), **run)[0]
+    one = verdict(service=per_worker([0.02, 0.06, 0.02, 0.02], 0.01), **run)[0]
+    assert (every.kind, one.kind, one.locus.worker) == ("workers-too-slow", "slow-worker", 1)
+    seen = [{e.name: e.value for e in finding.evidence}["data_wait_ratio"] for finding in (every, one)]
+    assert seen[0] == pytest.approx(seen[1], abs=0.03)
+    assert "num_workers=8" in every.advice[0].text
+    ratio = {e.name: e.value for e in one.evidence}["worker_fetch_ratio"]
+    assert ratio == pytest.approx(3.0, rel=0.05)
+
+
+@pytest.mark.parametrize("period", [37, 40])
+def test_straggling_samples_are_no_slow_worker(period):
+    def service(generator, _, index):
+        return 0.02 * (12 if index % period == 0 else 1) * float(np.exp(generator.normal(0, 0.05)))
+
+    found = verdict(workers=4, prefetch=2, service=service, consumer=jittered(0.01), batches=400)
+    assert kinds(found) == [("straggler-samples", None)]
+    listed = {each.name: each.value for each in found[0].evidence}["straggler_batches"]
+    assert listed == ", ".join(f"0:{index}" for index in range(period, 400, period))
+
+
+def test_two_slow_workers_are_both_named():
+    found = verdict(
+        workers=6,
+        prefetch=2,
+        service=per_worker([0.02, 0.2, 0.02, 0.02, 0.2, 0.02]),
+        consumer=jittered(0.01),
+        batches=200,
+    )
+    assert kinds(found) == [("slow-worker", 1), ("slow-worker", 4)]
+
+
+def test_start_up_and_epoch_starts_are_no_stall():
+    def slow_start(generator, _, index):
+        return 2.0 if index < 4 else 0.01
+
+    found = verdict(workers=4, prefetch=2, service=slow_start, consumer=jittered(0.02), batches=60, epochs=3)
+    assert kinds(found) == [("compute-bound", None)]
+
+
+def test_a_pause_of_the_loop_hides_no_stall():
+    def validates(generator, k):
+        return 30.0 if k == 100 else 0.01
+
+    found = verdict(workers=4, prefetch=2, service=jittered(0.06), consumer=validates, batches=200)
+    assert kinds(found) == [("workers-too-slow", None)]
+
+
+def test_out_of_order_loading_is_not_blamed_on_the_slow_worker():
+    found = verdict(
+        workers=4,
+        prefetch=2,
+        service=per_worker([0.02, 0.06, 0.02, 0.02]),
+        consumer=jittered(0.01),
+        batches=300,
+        in_order=False,
+    )
+    assert kinds(found) == [("compute-bound", None)]
+    found = verdict(
+        workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.005), batches=300, in_order=False
+    )
+    assert kinds(found) == [("workers-too-slow", None)]
+
+
+@pytest.mark.parametrize(
+    ("split", "cores", "limited_by"),
+    [
+        ((0.97, 0.03, 0.0), 64.0, "cpu"),
+        ((0.45, 0.55, 0.0), 2.0, "oversubscribed"),
+        ((0.0, 0.0, 1.0), 64.0, None),
+        ((0.25, 0.75, 0.0), 64.0, "oversubscribed"),
+    ],
+)
+def test_what_limits_the_workers(split, cores, limited_by):
+    found = verdict(
+        workers=4,
+        prefetch=2,
+        service=jittered(0.06),
+        consumer=jittered(0.01),
+        batches=120,
+        split=split,
+        cores=cores,
+    )
+    assert [(finding.kind, finding.limited_by) for finding in found] == [("workers-too-slow", limited_by)]
+
+
+@pytest.mark.parametrize(("allowed", "limited_by"), [(1.0, "affinity"), (64.0, "oversubscribed")])
+def test_affinity_is_blamed_only_where_it_binds(allowed, limited_by):
+    script = simulate(
+        workers=4,
+        prefetch=2,
+        service=jittered(0.06),
+        consumer=jittered(0.01),
+        batches=120,
+        split=(0.25, 0.75, 0.0),
+        cores=64.0,
+    )
+    seconds, memory = np.arange(3.0), np.full(3, 1e8)
+    for worker in range(4):
+        sample_process(
+            script,
+            seconds,
+            ("node", 1000 + worker, 7000 + worker),
+            ROLE_WORKER,
+            private=memory,
+            rss=memory,
+            worker=worker,
+            loader=0,
+            allowed_cores_count=np.full(3, allowed),
+        )
+    assert [finding.limited_by for finding in find_stalls(script.tables())] == [limited_by]
+
+
+def test_workers_are_not_added_beyond_the_cores():
+    run = {"workers": 4, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 120}
+    crowded = verdict(split=(1.0, 0.0, 0.0), cores=4.0, **run)[0]
+    roomy = verdict(split=(1.0, 0.0, 0.0), cores=64.0, **run)[0]
+    assert not any("num_workers" in advice.text for advice in crowded.advice)
+    assert "num_workers=8" in roomy.advice[0].text
+
+
+def test_inline_loading_is_named_with_the_workers_it_needs():
+    found = verdict(workers=0, prefetch=0, service=jittered(0.025), consumer=jittered(0.01), batches=60)
+    assert [(f.kind, f.severity) for f in found] == [("inline-loading", "warning")]
+    assert "num_workers=3" in found[0].advice[0].text
+
+
+def test_tiny_data_is_better_off_without_workers():
+    found = verdict(workers=0, prefetch=0, service=jittered(0.0002), consumer=jittered(0.0005), batches=300)
+    assert [(f.kind, f.severity) for f in found] == [("inline-loading", "info")]
+    assert "num_workers=0" in found[0].advice[0].text
+
+
+def test_cheap_inline_loading_is_healthy():
+    found = verdict(workers=0, prefetch=0, service=jittered(0.0005), consumer=jittered(0.05), batches=60)
+    assert kinds(found) == [("compute-bound", None)]
+
+
+@pytest.mark.parametrize("batches", [1, 3, 8, 12])
+def test_a_run_too_short_to_judge_says_what_is_missing(batches):
+    found = verdict(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=batches)
+    assert kinds(found) == [("cannot-tell", None)]
+    assert "10 are needed" in found[0].summary
+    assert found[0].value_of("fetches") == batches
+
+
+def test_silent_workers_are_not_judged():
+    script = simulate(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=100)
+    del script.parts["fetch"]
+    found = find_stalls(script.tables())
+    assert kinds(found) == [("cannot-tell", None)]
+    assert "0 of 4 workers" in found[0].summary
+    assert (found[0].value_of("steady_batches"), found[0].value_of("fetches")) == (92, 0)
+
+
+def test_a_short_validation_loop_does_not_make_a_healthy_run_warn():
+    script = simulate(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=2000)
+    slow = {"service": jittered(0.06), "consumer": jittered(0.005), "batches": 30}
+    simulate(workers=2, prefetch=2, loader=1, begin=1042.0, script=script, **slow)
+    found = find_stalls(script.tables())
+    assert [(f.kind, f.severity) for f in found] == [("compute-bound", "info"), ("workers-too-slow", "info")]
+    evidence = {e.name: e.value for e in found[1].evidence}
+    assert evidence["starved_ratio"] > 0.5 > 0.1 > evidence["lost_wall_ratio"]
+
+
+def test_the_sentence_and_the_first_evidence_agree():
+    healthy = verdict(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=100)[0]
+    assert healthy.evidence[0].name == "starved_ratio"
+    assert f"{percent(healthy.evidence[0].value)} of the loop's time" in healthy.summary
+
+
+def test_each_rank_gets_its_own_verdict():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=80, rank=0)
+    simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.005),
+        consumer=jittered(0.02),
+        batches=80,
+        rank=1,
+        key=("node", 101, 5001),
+        script=script,
+    )
+    found = find_stalls(script.tables())
+    assert {(f.kind, f.locus.rank) for f in found} == {("workers-too-slow", 0), ("compute-bound", 1)}
+    assert all(f.since_step is not None for f in found)

@@ -1,0 +1,221 @@
+"""Definition of a step, which share of the run is lost, and what is not known without a DataLoader."""
+
+import pytest
+from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, ns, simulate, started
+
+from collector.diagnosis.run.tables import load_tables
+from collector.diagnosis.summary import step_unit
+from collector.diagnosis.verdict import diagnose
+from collector.store.runs.run import Run
+from training_harness import layout
+from training_harness.journal import Identity, JournalWriter
+from training_harness.records import MISSING, STEP, UNIT_BATCH, UNIT_OPTIMIZER, UNIT_PASS, UNIT_SCRIPT
+
+PARENT, CHILDREN = ("node", 50, 4000), [("node", 100 + child, 5000 + child) for child in range(2)]
+
+
+def step_rows(count, unit, begin=START_SECONDS + 2, every=0.2, **more):
+    return [
+        {"time_ns": ns(begin + every * k), "step": k, "duration_ns": ns(every), "unit": unit, **more}
+        for k in range(count)
+    ]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Writes steps into the journals of a run, each a unit and the time in the optimizer, and loads its tables."""
+
+    def load(*steps):
+        run = Run(layout.create_run(tmp_path, name="units", argv=["train.py"]))
+        writer = JournalWriter(run.journal_dir, STEP, Identity(host="node", pid=1, start_ticks=2))
+        missing = {column.name: MISSING[column.code] for column in STEP.columns}
+        for number, (unit, optimizer_ns) in enumerate(steps):
+            known = {"time_ns": number + 1, "step": number, "unit": unit, "optimizer_ns": optimizer_ns}
+            writer.append(*(missing | {name: value for name, value in known.items() if value is not None}).values())
+        writer.close()
+        return load_tables(run)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "unit"),
+    [
+        ([(UNIT_PASS, None)] * 5 + [(UNIT_BATCH, None)] * 20 + [(UNIT_OPTIMIZER, 9)] * 3, 3, "optimizer step"),
+        ([(UNIT_PASS, None)] * 5 + [(UNIT_BATCH, None)] * 20, 20, "batch"),
+        ([(UNIT_OPTIMIZER, 9)] * 3 + [(UNIT_SCRIPT, None)] * 4, 4, "step"),
+        ([(None, 9)] * 3 + [(None, None)] * 20, 3, "optimizer step"),
+        ([(None, None)] * 20, 20, "batch"),
+    ],
+    ids=["optimizer", "batches", "own", "older run", "older evaluation"],
+)
+def test_steps_are_those_of_the_highest_unit_in_the_run_alone(recorded, steps, count, unit):
+    tables = recorded(*steps)
+    assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
+    assert step_unit(tables) == unit
+
+
+def trainings(*, rank=None):
+    """Two processes of 100 optimizer steps each; without ranks they are independent."""
+    script = Script()
+    for number, key in enumerate(CHILDREN):
+        of_rank = None if rank is None else rank + number
+        started(script, key=key, rank=of_rank)
+        script.add("step", step_rows(100, UNIT_OPTIMIZER, optimizer_ns=1000.0), key, of_rank)
+    return script
+
+
+def test_independent_trainings_add_up_and_ranks_do_not():
+    assert diagnose(trainings().tables()).steps == 200
+    assert diagnose(trainings(rank=0).tables()).steps == 100
+
+
+def test_what_a_short_process_waits_is_no_loss_of_the_run():
+    script = trainings()
+    late = START_SECONDS + 60
+    simulate(
+        workers=0,
+        prefetch=0,
+        service=jittered(0.03),
+        consumer=jittered(0.0005),
+        batches=20,
+        script=started(script, key=PARENT, begin=late),
+        key=PARENT,
+        begin=late,
+    )
+    script.now_seconds = late + 3
+    found = diagnose(finished(script).tables())
+    assert {finding.severity for finding in found.findings} == {"info"}
+    (loading,) = [finding for finding in found.findings if finding.kind == "inline-loading"]
+    assert loading.value_of("lost_wall_ratio") < 0.02
+
+
+def test_without_a_dataloader_the_data_wait_is_not_known():
+    script = started().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
+    verdict = diagnose(script.tables())
+    assert verdict.summary["data_wait_ratio"] is None
+    assert verdict.step_unit == "optimizer step"
+
+
+def test_time_outside_the_step_is_told_with_its_share_on_the_cpu():
+    phases = {"forward_ns": 40e6, "backward_ns": 30e6, "optimizer_ns": 10e6, "other_ns": 120e6}
+    rows = step_rows(40, UNIT_OPTIMIZER, batches_count=0, **phases)
+    for row in rows[::2]:
+        row["outside_cpu_ns"] = 90e6  # read in every other stretch
+    outside = diagnose(started().add("step", rows).tables()).summary["outside_step"]
+    assert outside["ratio"] == pytest.approx(0.6)
+    assert outside["cpu_ratio"] == pytest.approx(0.75)
+    assert outside["seconds"] == pytest.approx(0.12)
+
+
+def test_a_loop_with_a_dataloader_has_no_time_outside_the_step():
+    tables = simulate(workers=2, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=50).tables()
+    assert diagnose(tables).summary["outside_step"] is None
+
+
+def validated(*, every=10, validation=20):
+    """A training that validates by another loader after each `every` of 50 steps; batches of 8 samples."""
+    script, now, rows, steps = started(), START_SECONDS + 2, [], []
+    index = {0: 0, 1: 0}
+
+    def batch(loader, seconds):
+        nonlocal now
+        now += seconds
+        made = {"time_ns": ns(now), "loader": loader, "epoch": 0, "index": index[loader], "worker": -1}
+        rows.append({**made, "wait_ns": ns(0.001), "samples_count": 8})
+        index[loader] += 1
+
+    for step in range(50):
+        batch(0, 0.1)
+        now += 0.01
+        steps.append({"time_ns": ns(now), "step": step, "duration_ns": ns(0.11), "unit": UNIT_OPTIMIZER})
+        if step % every == every - 1:
+            for _ in range(validation):
+                batch(1, 0.01)
+    return script.add("batch", rows).add("step", steps)
+
+
+def test_samples_per_second_are_those_of_training():
+    with_validation = diagnose(validated().tables()).summary["throughput"]["samples_per_second"]
+    seconds = 49 * 0.11 + 4 * 20 * 0.01
+    assert with_validation == pytest.approx(49 * 8 / seconds, rel=0.01)
+
+
+def test_validation_alone_is_no_training_loader():
+    """The training makes its batches by hand, and validates by a DataLoader."""
+    script = validated(every=25)
+    script.parts["batch"] = [rows[rows["loader"] == 1] for rows in script.parts["batch"]]
+    assert diagnose(script.tables()).summary["throughput"]["samples_per_second"] is None
+
+
+def test_findings_name_loaders_by_their_variable_line_and_dataset():
+    settings = {"file": "/home/ann/main.py", "line": 37, "variable": "train_loader", "dataset": "ImageFolder"}
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.2),
+        consumer=jittered(0.01),
+        batches=60,
+        batch_size=64,
+        **settings,
+    )
+    (found,) = [each for each in diagnose(script.tables()).findings if each.kind == "workers-too-slow"]
+    assert found.locus.loader_name == "train_loader, main.py:37, ImageFolder, batch 64"
+
+
+def test_findings_of_forked_trainers_are_told_apart():
+    script = Script()
+    for loader, key in enumerate(CHILDREN):
+        run = {"loader": loader, "service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
+        simulate(workers=2, prefetch=2, script=started(script, key=key), key=key, **run)
+    found = [each for each in diagnose(script.tables()).findings if each.kind == "workers-too-slow"]
+    assert sorted(finding.locus.main_pid for finding in found) == [100, 101]
+
+
+def test_one_training_needs_no_pid_at_its_findings():
+    run = {"service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
+    found = diagnose(simulate(workers=2, prefetch=2, **run).tables()).findings
+    assert [finding.locus.main_pid for finding in found if finding.kind == "workers-too-slow"] == [None]
+
+
+@pytest.mark.parametrize(("epochs", "words"), [(1, "once in an epoch"), (2, "pays it in each epoch")])
+def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_would_cost(epochs, words):
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.01),
+        consumer=jittered(0.05),
+        batches=60,
+        epochs=epochs,
+        persistent=False,
+        startup=5.0,
+        start_method="spawn",
+    )
+    script.now_seconds = START_SECONDS + 1 + epochs * 9
+    found = diagnose(script.tables()).findings
+    (start,) = [finding for finding in found if finding.kind == "worker-startup"]
+    assert start.severity == "info"
+    assert words in start.summary
+
+
+def test_exceptions_tell_their_line_and_no_colours():
+    script = started().event(
+        START_SECONDS + 5,
+        "exception",
+        type="ValueError",
+        message="\x1b[31mbad\x1b[0m label \x1b]8;;http://x\x07link\x1b]8;;\x07",
+        site="/home/ann/data.py:12, in __getitem__",
+        traceback="",
+    )
+    script.event(START_SECONDS + 6, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=1)
+    (crash,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "crashed"]
+    assert "at data.py:12, in __getitem__: bad label link" in crash.summary
+    assert "events/node.100.jsonl" in crash.advice[0].text
+
+
+def test_a_notebook_that_has_detached_has_finished_though_it_lives():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=50)
+    script.living = frozenset({MAIN})
+    assert diagnose(script.tables()).status == "running"
+    script.event(START_SECONDS + 50, "process-exit", lost_count=0, detached=True)
+    assert diagnose(script.tables()).status == "finished"

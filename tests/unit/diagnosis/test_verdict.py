@@ -1,0 +1,210 @@
+"""The verdict as a whole: it holds for empty, tiny and large runs, and no rule can take the others down."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, sample_process, simulate
+
+from collector.diagnosis import verdict as verdict_module
+from collector.diagnosis.verdict import diagnose
+from collector.findings import as_json, from_json
+from training_harness.records import ROLE_MAIN
+
+
+def test_an_empty_running_run_has_nothing_to_say():
+    script = Script()
+    script.living = frozenset({MAIN})
+    verdict = diagnose(script.tables())
+    assert verdict.findings == ()
+    assert (verdict.status, verdict.steps, verdict.batches, verdict.workers_reporting) == ("running", 0, 0, (0, 0))
+    assert verdict.summary["data_wait_ratio"] is None
+    assert set(verdict.summary["peak"].values()) == {None}
+    assert set(verdict.summary["throughput"].values()) == {None}
+    assert set(verdict.summary["overhead"].values()) == {None}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    workers=st.integers(0, 5),
+    prefetch=st.integers(1, 4),
+    batches=st.integers(1, 9),
+    service=st.floats(1e-4, 1.0),
+    consumer=st.floats(1e-4, 1.0),
+)
+def test_a_tiny_run_gets_no_verdict_but_cannot_tell(workers, prefetch, batches, service, consumer):
+    script = simulate(
+        workers=workers, prefetch=prefetch, service=jittered(service), consumer=jittered(consumer), batches=batches
+    )
+    verdict = diagnose(finished(script).tables())
+    assert {finding.kind for finding in verdict.findings} == {"cannot-tell"}
+    assert verdict.batches == batches
+    assert verdict.status == "finished"
+
+
+def test_the_figures_of_a_run():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02, 0.01), batches=200)
+    verdict = diagnose(finished(script).tables())
+    assert (verdict.steps, verdict.batches, verdict.workers_reporting) == (200, 200, (2, 2))
+    throughput = verdict.summary["throughput"]
+    assert throughput["batches_per_second"] == pytest.approx(50, rel=0.05)
+    assert throughput["samples_per_second"] == pytest.approx(400, rel=0.05)
+    assert throughput["steps_per_second"] == pytest.approx(50, rel=0.05)
+    assert 0 <= verdict.summary["data_wait_ratio"] < 0.02
+    assert verdict.duration_seconds == pytest.approx(script.now_seconds - START_SECONDS - 0.1)
+
+
+def test_the_verdict_is_json_and_the_same_each_time():
+    script = simulate(workers=3, prefetch=2, service=jittered(0.1), consumer=jittered(0.02), batches=60)
+    tables = script.tables()
+    first, second = ([as_json(f) for f in diagnose(tables).findings] for _ in range(2))
+    assert json.dumps(first, allow_nan=False) == json.dumps(second, allow_nan=False)
+    assert [as_json(from_json(json.loads(json.dumps(finding)))) for finding in first] == first
+
+
+def test_what_was_found_in_tables_is_not_believed_of_others_made_from_them():
+    script = simulate(workers=3, prefetch=2, service=jittered(0.1), consumer=jittered(0.02), batches=60)
+    judged, fresh = script.tables(), script.tables()
+    diagnose(judged)
+    part = {name: rows.iloc[: len(rows) // 2] for name, rows in judged.streams.items()}
+    found, expected = (
+        [as_json(f) for f in diagnose(replace(tables, streams=part)).findings] for tables in (judged, fresh)
+    )
+    assert json.dumps(found) == json.dumps(expected)
+    assert json.dumps(found) != json.dumps([as_json(f) for f in diagnose(judged).findings])
+
+
+def test_a_failing_rule_is_named_and_the_others_go_on(monkeypatch):
+    def breaks(_tables):
+        raise ZeroDivisionError("by accident")
+
+    monkeypatch.setattr(verdict_module, "find_deaths", breaks)
+    script = simulate(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=100)
+    found = diagnose(script.tables()).findings
+    assert [finding.kind for finding in found] == ["workers-too-slow", "cannot-tell"]
+    assert "'deaths' failed" in found[1].summary
+
+
+def test_silent_workers_are_reported_after_a_grace():
+    script = simulate(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=100)
+    script.living = frozenset({MAIN})
+    script.events = [e for e in script.events if not (e["kind"] == "worker-start" and e["worker"] == 2)]
+    script.parts["fetch"] = [part[part["worker"] != 2] for part in script.parts["fetch"]]
+    verdict = diagnose(script.tables())
+    assert verdict.workers_reporting == (3, 4)
+    silent = next(f for f in verdict.findings if f.kind == "workers-not-reporting")
+    assert silent.locus.worker == 2
+
+
+def test_workers_that_are_still_starting_are_given_time():
+    script = Script()
+    script.living = frozenset({MAIN})
+    script.now_seconds = START_SECONDS + 12
+    script.event(START_SECONDS, "process-start")
+    script.event(START_SECONDS + 2, "epoch-start", loader=0, epoch=0, worker_pids=[1, 2])
+    verdict = diagnose(script.tables())
+    assert verdict.workers_reporting == (0, 2)
+    assert verdict.findings == ()
+    script.now_seconds = START_SECONDS + 60
+    assert diagnose(script.tables()).findings == ()
+    script.now_seconds = START_SECONDS + 130
+    assert [f.kind for f in diagnose(script.tables()).findings] == ["workers-not-reporting"]
+
+
+def test_lost_records_are_told():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
+    script.event(START_SECONDS + 2, "records-lost", stream="batch", count=12)
+    script.lost_count = 12
+    found = diagnose(finished(script).tables()).findings
+    assert [f.kind for f in found] == ["samples-lost", "compute-bound"]
+    assert "12 records" in found[0].summary
+
+
+def test_a_disabled_hook_is_told():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
+    script.event(START_SECONDS + 2, "hook-disabled", hook="step", error="AttributeError: x")
+    found = diagnose(finished(script).tables()).findings
+    assert [f.kind for f in found] == ["compute-bound", "cannot-tell"]
+    assert "'step'" in found[1].summary
+
+
+def test_missing_values_in_every_column_break_no_rule():
+    script = simulate(workers=2, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=80)
+    for name in ("batch", "fetch", "step", "host"):
+        for part in script.parts[name]:
+            for column in part.columns:
+                if column not in (
+                    "time_ns",
+                    "loader",
+                    "epoch",
+                    "index",
+                    "worker",
+                    "host",
+                    "pid",
+                    "start_ticks",
+                    "rank",
+                ):
+                    part[column] = np.nan
+    for finding in diagnose(finished(script).tables()).findings:
+        assert finding.kind == "cannot-tell"
+        assert "failed" not in finding.summary
+
+
+def several_loaders(begin_of, **settings):
+    script = None
+    for loader in range(6):
+        script = simulate(
+            workers=2,
+            prefetch=2,
+            service=jittered(0.06),
+            consumer=jittered(0.01),
+            batches=20,
+            loader=loader,
+            script=script,
+            begin=begin_of(loader),
+            **{name: values[loader] for name, values in settings.items()},
+        )
+    return {f.locus.loader for f in diagnose(finished(script).tables()).findings if f.kind == "workers-too-slow"}
+
+
+def test_loaders_that_are_made_anew_each_epoch_are_one_loop():
+    assert several_loaders(lambda loader: START_SECONDS + 10 * loader) == {5}
+
+
+def test_loaders_that_are_in_use_by_turns_are_not_one_loop():
+    assert several_loaders(lambda _: START_SECONDS) == set(range(6))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"sampler": ["RandomSampler", "SequentialSampler"] * 3}, {"dataset_length": [160, 161] * 3}]
+)
+def test_training_and_validation_loaders_are_two_loops(setting):
+    assert several_loaders(lambda loader: START_SECONDS + 10 * loader, **setting) == {4, 5}
+
+
+def test_the_wait_is_a_share_of_the_steps_and_without_steps_of_the_loop():
+    script = simulate(workers=0, prefetch=0, service=jittered(0.03), consumer=jittered(0.01), batches=100)
+    for part in script.parts["step"]:
+        part["data_wait_ns"], part["duration_ns"] = 1e6, 4e6
+    assert diagnose(script.tables()).summary["data_wait_ratio"] == pytest.approx(0.25)
+    script.parts["step"][0].loc[0, "data_wait_ns"] = np.nan  # before the first DataLoader, nothing was waited for
+    steps = sum(len(part) for part in script.parts["step"])
+    assert diagnose(script.tables()).summary["data_wait_ratio"] == pytest.approx(0.25 * (1 - 1 / steps))
+    del script.parts["step"]
+    assert diagnose(script.tables()).summary["data_wait_ratio"] == pytest.approx(0.75, abs=0.02)
+
+
+def test_readings_of_different_ticks_add_up_while_their_processes_live():
+    nan = np.nan
+    script = Script()
+    for key, seconds, pss, alive in (
+        (("node", 1, 1), [0, 1, 2, 3], [100.0, nan, 150.0, nan], [1, 1, 1, 0]),
+        (("node", 2, 2), [0, 1, 2, 3], [nan, 40.0, nan, nan], [1, 1, 1, 1]),
+        (("node", 3, 3), [4], [170.0], [1]),
+    ):
+        times = [START_SECONDS + second for second in seconds]
+        none = [nan] * len(times)
+        sample_process(script, times, key, ROLE_MAIN, private=none, rss=none, pss_bytes=pss, alive=alive)
+    assert diagnose(script.tables()).summary["peak"]["run_pss_bytes"] == 40 + 170

@@ -1,0 +1,102 @@
+"""Resources that blocked fetches wait for, and which advice follows from it."""
+
+import numpy as np
+import pytest
+from simulated_runs import START_SECONDS, jittered, sample_process, simulate
+
+from collector.diagnosis.loading.worker_limit import main_wait
+from collector.diagnosis.stalls.verdict import find_stalls
+from training_harness.records import ROLE_WORKER
+
+
+@pytest.mark.parametrize(
+    ("channels", "told"),
+    [
+        (["hrtimer_nanosleep"] * 4, "sleep"),
+        (["futex_do_wait", "futex_wait_queue_me", "futex_do_wait", "pipe_read"], "lock"),
+        (["anon_pipe_read"] * 3 + ["poll_schedule_timeout.co"], "pipe"),
+        (["wait_woken"] * 2 + ["folio_wait_bit_common"] * 3 + ["hrtimer_nanosleep"] * 4, "storage"),
+        (["do_wait", "poll_schedule_timeout.co", "futex_do_wait", "hrtimer_nanosleep"], ""),
+        (["a_function_of_a_new_kernel"] * 9, ""),
+        (["hrtimer_nanosleep"] * 3, None),
+        ([], None),
+    ],
+)
+def test_what_threads_mostly_wait_for(channels, told):
+    assert main_wait(channels) == told
+
+
+def slow(channel=None, *, split=(0.02, 0.0, 0.98), children=0.0, cores=64.0, **columns):
+    """The finding about two workers that are always busy, sampled in this kernel function once a second."""
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.2),
+        consumer=jittered(0.001),
+        batches=100,
+        split=split,
+        cores=cores,
+    )
+    for made in script.parts["fetch"]:
+        taken = made["getitem_ns"] + made["collate_ns"]
+        made["children_cpu_ns"] = children * taken
+        for name, value in columns.items():
+            made[name] = value
+    seconds = START_SECONDS + 2 + np.arange(8.0)
+    for worker in range(2):
+        key = ("node", 1000 + worker, 7000 + worker)
+        still = {"private": np.ones(8), "rss": np.ones(8)}
+        channels = [channel] * 8
+        sample_process(script, seconds, key, ROLE_WORKER, worker=worker, loader=0, wait_channel=channels, **still)
+    (found,) = find_stalls(script.tables())
+    return found
+
+
+def advice(finding):
+    return " ".join(each.text for each in finding.advice)
+
+
+@pytest.mark.parametrize(
+    ("channel", "limited_by", "because", "do"),
+    [
+        ("hrtimer_nanosleep", None, "they sleep", "what sleeps in the fetch"),
+        ("futex_do_wait", None, "they wait for a lock", "Hold the lock for less"),
+        ("anon_pipe_read", "io", "they read from a pipe", "what fills the pipe"),
+        ("folio_wait_bit_common", "io", "they read from storage", "Read less"),
+        ("do_wait", None, "they wait for a child process", "fewer child processes"),
+    ],
+)
+def test_the_kernel_says_what_is_waited_for_and_the_advice_follows(channel, limited_by, because, do):
+    found = slow(channel, read_bytes=4096)
+    assert (found.kind, found.limited_by) == ("workers-too-slow", limited_by)
+    assert because in found.summary
+    assert do in advice(found)
+    assert "less work per sample" not in advice(found), "fetches that wait do not compute less by less work"
+
+
+def test_bytes_from_the_page_cache_are_no_reading_and_bytes_from_storage_are():
+    cached = slow(read_bytes=50_000_000, storage_bytes=0)
+    assert cached.limited_by is None
+    assert "not sampled often enough" in cached.summary
+    assert slow(read_bytes=50_000_000, storage_bytes=2_000_000).limited_by == "io"
+    assert slow(major_fault_count=20).limited_by == "io", "mapped files come by page faults"
+
+
+def test_a_few_bytes_from_storage_do_not_explain_a_long_wait():
+    assert slow("futex_do_wait", storage_bytes=4096).limited_by is None
+
+
+def test_children_that_compute_are_computing():
+    found = slow("poll_schedule_timeout.co", children=0.9)
+    assert found.limited_by == "cpu"
+    assert "in child processes" in found.summary
+    assert {each.name: each.value for each in found.evidence}["fetch_children_cpu_ratio"] == pytest.approx(0.9)
+    assert "fewer child processes" in advice(found)
+
+
+def test_children_that_wait_for_full_cores_are_computing_too():
+    assert slow("poll_schedule_timeout.co", children=0.5, cores=1.0).limited_by == "cpu"
+
+
+def test_a_child_that_sleeps_is_waited_for():
+    assert "wait for a child process" in slow("poll_schedule_timeout.co", children=0.01).summary

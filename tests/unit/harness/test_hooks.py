@@ -1,0 +1,173 @@
+"""Pure parts of the hooks: payload sizes, step boundaries."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from training_harness import layout, session
+from training_harness.hooks.loading.fetch_meter import FetchMeter
+from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
+from training_harness.hooks.loading.loader_ids import LoaderRegistry
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.training.step_phases import Progress
+from training_harness.hooks.training.steps import StepHook
+from training_harness.records import MISSING_INT64
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(4, 8), 128),
+        ((torch.zeros(4), {"y": torch.zeros(2, dtype=torch.int64), "z": [np.zeros(3)]}), 16 + 16 + 24),
+        (["a", "b"], MISSING_INT64),
+        ([torch.zeros(1)] * 1000, MISSING_INT64),
+    ],
+)
+def test_payload_counts_tensors_and_arrays_wherever_they_are(batch, expected):
+    assert payload_bytes(batch) == expected
+
+
+def test_a_container_of_the_users_is_read_without_its_own_code():
+    def refuse(self):
+        raise AssertionError("the payload called user code")
+
+    kinds = [type(kind.__name__, (kind,), {"__iter__": refuse, "values": refuse}) for kind in (list, tuple)]
+    mapping = type("Mapping", (dict,), {"__iter__": refuse, "values": refuse})
+    claims = type("Claims", (), {"__class__": property(refuse)})()
+    assert payload_bytes([*(kind([torch.zeros(2)]) for kind in kinds), mapping(x=torch.zeros(3)), claims]) == 28
+
+
+def test_loaders_that_all_differ_do_not_fill_the_memory(steps):
+    register = LoaderRegistry(session.active)
+    numbers = []
+    for length in range(1, 1000):
+        loader = DataLoader(range(length))
+        numbers.append(register.info(loader, Optimizer()).number)
+    assert numbers == list(range(999))
+    assert len(register._same_settings) < 300
+
+
+def test_an_iterator_without_books_is_told_of_once_per_class(steps):
+    current, hook = session.active, LoaderHook(Progress())
+    for _ in range(3):
+        state = SimpleNamespace()
+        hook.probe_queue(Optimizer(), state)
+        assert state.has_queue is False
+    (events,) = (current.run_dir / "events").iterdir()
+    assert events.read_text().count("hook-disabled") == 1
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """A step hook in a session, and the steps that it has recorded."""
+    monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
+    current = session.start(layout.create_run(tmp_path, name="steps", argv=[]))
+    recorded: list[int] = []
+    current.step = lambda record: recorded.append(record[1])
+    progress = Progress()
+    progress.announce(current)
+    yield StepHook(progress), recorded
+    session.stop()
+
+
+class Optimizer:
+    pass
+
+
+def play(hook: StepHook, *optimizers: Optimizer) -> None:
+    for optimizer in optimizers:
+        hook.on_step_begin(time.monotonic_ns(), threading.get_ident(), weakref.ref(optimizer))
+        hook.on_step_end(time.monotonic_ns(), weakref.ref(optimizer))
+
+
+def test_two_optimizers_in_turn_make_one_step(steps):
+    hook, recorded = steps
+    generator, critic = Optimizer(), Optimizer()
+    play(hook, *[generator, critic] * 5)
+    assert recorded == [0, 1, 2, 3, 4]
+
+
+def test_another_optimizer_takes_over_when_the_first_one_is_frozen_or_gone(steps):
+    hook, recorded = steps
+    first, second = Optimizer(), Optimizer()
+    play(hook, first, second, second, second)
+    assert recorded == [0, 1, 2]
+    del second
+    play(hook, first, first)
+    assert recorded == [0, 1, 2, 3, 4]
+
+
+def test_a_removed_hook_restores_what_it_replaced_and_leaves_later_wrappers_alone():
+    class Owner:
+        def method(self):
+            return "original"
+
+    original = Owner.method
+    hook = Hook("test")
+    hook.replace(Owner, "method", lambda inner: lambda self: f"seen {inner(self)}")
+    assert Owner().method() == "seen original"
+    hook.remove()
+    assert Owner.method is original
+
+    hook = Hook("test")
+    hook.replace(Owner, "method", lambda inner: lambda self: inner(self) + "!")
+    ours = Owner.method
+    Owner.method = lambda self: ours(self) + " and theirs"
+    hook.remove()
+    assert Owner().method() == "original! and theirs"
+
+
+def test_what_a_signal_handler_raises_in_a_hook_is_the_trainings_not_the_hooks():
+    def handler(number, frame):
+        raise RuntimeError("DataLoader worker is killed by signal")
+
+    def interrupted():
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except RuntimeError as error:
+            hook.fail(error)
+
+    hook = Hook("test")
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="killed by signal"):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert hook.active
+    hook.fail(RuntimeError("its own"))
+    assert not hook.active
+
+
+def test_what_children_computed_during_a_fetch_is_counted():
+    meter = FetchMeter()
+    meter.begin()
+    subprocess.run([sys.executable, "-c", "sum(range(1_000_000))"], check=True)
+    fetched = meter.end()
+    assert fetched.children_cpu_ns > 1_000_000
+    assert fetched.cpu_ns < fetched.wall_ns
+
+
+def test_what_a_fetch_waited_for_a_core_is_part_of_its_time(tmp_path):
+    schedstat = tmp_path / "schedstat"
+    schedstat.write_text("0 0 0")
+    meter = FetchMeter()
+    os.close(meter._schedstat)
+    meter._schedstat = os.open(schedstat, os.O_RDONLY)
+    meter.begin()
+    schedstat.write_text(f"0 {10**12} 0")  # the core was lost after the fetch, before the meter had read it
+    fetched = meter.end()
+    assert fetched.blocked_ns == 0
+    assert fetched.run_queue_ns + fetched.cpu_ns == max(fetched.wall_ns, fetched.cpu_ns)

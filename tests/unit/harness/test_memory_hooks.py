@@ -1,0 +1,469 @@
+"""Allocator gauges, the census, compact snapshots, and what is written when CUDA runs out of memory.
+
+There is no CUDA here: its functions are stood in for by ones that return what PyTorch's own allocator reported on a
+simulated device (torch.cuda.memory_stats, host_memory_stats, memory_snapshot, _snapshot).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import gzip
+import itertools
+import json
+import os
+import pickle
+import sys
+import time
+import tracemalloc
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.recorded_runs import allocator_state, recorded
+from training_harness import layout, session
+from training_harness.hooks.on_request import allocation_growth, requests, tensor_census as census_module
+from training_harness.hooks.on_request.requests import POLL_EVERY_NS
+from training_harness.hooks.on_request.snapshots import compact
+from training_harness.hooks.on_request.tensor_census import census
+from training_harness.hooks.training.cuda_oom import OomHook, install, is_out_of_memory
+from training_harness.hooks.training.devices import DeviceGauges, gauges
+from training_harness.hooks.training.heap import EVERY_NS, HeapGauge
+from training_harness.hooks.training.step_phases import Progress
+from training_harness.records import DEVICE_MEMORY, MISSING_INT64
+
+NAMES = [column.name for column in DEVICE_MEMORY.columns[3:]]
+STATE = allocator_state()
+STATS, UNUSED, PINNED, SNAPSHOT = (STATE[name] for name in ("device", "unused", "host", "snapshot"))
+[ERROR] = recorded("out-of-memory").events_of("cuda-oom")
+#: Bytes that were asked for, that the process may have, and that were free.
+ASKED, LIMIT, FREE = (ERROR[f"{name}_bytes"] for name in ("requested", "limit", "free"))
+ALLOCATED, RESERVED = (STATS[f"{name}_bytes"]["all"]["current"] for name in ("allocated", "reserved"))
+
+
+def test_gauges_follow_the_stream_and_leave_out_what_an_allocator_does_not_tell():
+    full = dict(zip(NAMES, gauges(STATS, PINNED), strict=True))
+    pools = STATS["reserved_bytes_by_private_pools"].values()
+    now = {name: told["all"]["current"] for name, told in STATS.items() if isinstance(told, dict) and "all" in told}
+    assert full == {
+        **{name: now[name] for name in NAMES if name in now},
+        "allocated_peak_bytes": STATS["allocated_bytes"]["all"]["peak"],
+        "reserved_peak_bytes": STATS["reserved_bytes"]["all"]["peak"],
+        "allocation_count": now["allocation"],
+        "segment_count": now["segment"],
+        "alloc_retry_count": STATS["num_alloc_retries"],
+        "oom_count": STATS["num_ooms"],
+        "device_alloc_count": STATS["num_device_alloc"],
+        "device_free_count": STATS["num_device_free"],
+        "private_pool_bytes": sum(pool["all"]["current"] for pool in pools),
+        "pinned_allocated_bytes": PINNED["allocated_bytes"]["current"],
+        "pinned_active_bytes": PINNED["active_bytes"]["current"],
+    }
+    assert len(pools) == 2
+    assert len({*full.values()}) == len(full), "none could be taken for another"
+    assert set(gauges({}, {})) == {MISSING_INT64}, "before CUDA is initialised nothing is known, and nothing is 0"
+    assert gauges({**STATS, "reserved_bytes_by_private_pools": {}}, PINNED)[NAMES.index("private_pool_bytes")] == 0
+
+
+def cuda_with(stats: list[dict], **more: object) -> SimpleNamespace:
+    """Return a stand-in for torch on a machine with one device per entry of `stats`."""
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_initialized=lambda: True,
+            device_count=lambda: len(stats),
+            memory_stats_as_nested_dict=lambda device: stats[device],
+            get_allocator_backend=lambda: "native",
+            get_device_properties=lambda device: SimpleNamespace(total_memory=LIMIT),
+            **more,
+        )
+    )
+
+
+def recorded_by(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
+    written: list[tuple[int, ...]] = []
+    events = SimpleNamespace(append=lambda kind, **fields: None)
+    DeviceGauges(fake).record(SimpleNamespace(device_memory=written.extend, events=events), step)
+    return {device: dict(zip(NAMES, values, strict=True)) for _, _, device, *values in written}
+
+
+def test_every_device_in_use_is_recorded_whatever_the_allocator_tells():
+    pinned = {"host_memory_stats_as_nested_dict": lambda: PINNED}
+    rows = recorded_by(cuda_with([STATS, UNUSED, STATS], **pinned))
+    assert sorted(rows) == [0, 2]
+    assert rows[2]["pinned_allocated_bytes"] == PINNED["allocated_bytes"]["current"]
+
+    old_torch = recorded_by(cuda_with([STATS]))
+    assert old_torch[0]["pinned_allocated_bytes"] == MISSING_INT64
+
+    fake = cuda_with([STATS])
+    fake.cuda.get_allocator_backend = lambda: "cudaMallocAsync"
+    malloc_async = recorded_by(fake)
+    assert malloc_async[0]["reserved_bytes"] == RESERVED
+    assert malloc_async[0]["oom_count"] == MISSING_INT64, "it always says 0"
+
+
+class Hostile:
+    """Nothing of this may be asked while the objects of a process are walked."""
+
+    @property
+    def __class__(self):
+        raise AssertionError("the census called user code")
+
+    def __getattribute__(self, name):
+        raise AssertionError("the census called user code")
+
+
+class HostileMeta(type):
+    def __hash__(cls):
+        raise AssertionError("the census called user code")
+
+    def __eq__(cls, other):
+        raise AssertionError("the census called user code")
+
+    def __instancecheck__(cls, instance):
+        raise AssertionError("the census called user code")
+
+
+class HostileType(metaclass=HostileMeta):
+    pass
+
+
+class Wrapped(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("the census called user code")
+
+
+def test_the_census_counts_each_storage_once_and_calls_nothing_of_the_users():
+    base = torch.zeros(10, 10)
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
+    objects = [
+        Hostile(), HostileType(), base[0], base, base[:5], torch.nn.Parameter(torch.zeros(4)), torch.zeros(4),
+        torch.eye(3).to_sparse(), nested, torch.zeros(2).as_subclass(Wrapped), "text", None,
+    ]  # fmt: skip
+    counted = census(torch, objects)
+    assert counted["storage_bytes"] == {"cpu": 400 + 16 + 16}
+    first = counted["rows"][0]
+    assert (first["shape"], first["tensors_count"], first["storage_bytes"]) == ((10, 10), 1, 400)
+    assert {row["type"] for row in counted["rows"]} == {"Tensor", "Parameter"}
+    assert counted["subclasses"] == {"Wrapped": 1}
+    assert (counted["without_storage_count"], counted["complete"]) == (2, True)
+    assert sum(row["tensors_count"] for row in counted["rows"]) == counted["tensors_count"] == 6
+
+
+def test_the_census_is_bounded_in_time_and_sets_off_no_collection():
+    ticks = iter(range(10**6))
+    many = [torch.zeros(1) for _ in range(3 * census_module._CLOCK_EVERY)]
+    counted = census(torch, many, limit_ns=1, clock_ns=lambda: next(ticks))
+    assert counted["complete"] is False
+    assert 0 < counted["tensors_count"] < len(many)
+
+    collected: list[str] = []
+
+    def walk():
+        collected.clear()
+        yield from many
+        assert collected == []
+
+    note = lambda phase, info: collected.append(phase)  # noqa: E731
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        assert census(torch, walk())["tensors_count"] == len(many)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+
+
+LARGEST_FIRST = sorted(SNAPSHOT["segments"], key=lambda segment: -segment["total_size"])
+SIZES = [segment["total_size"] for segment in LARGEST_FIRST]
+
+
+def stack_of(document, entry):
+    """The frames that a compact document tells of a block or of an entry of the trace."""
+    return [document["frames"][frame] for frame in document["stacks"][entry["stack"]]] if "stack" in entry else []
+
+
+def frames_of(entry):
+    return [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
+
+
+def test_a_compact_snapshot_keeps_each_stack_once_and_tells_of_each_block():
+    small = compact(SNAPSHOT)
+    assert [segment["total_size"] for segment in small["segments"]] == SIZES
+    assert small["blocks_left_out_count"] == 0
+    for segment, whole in zip(small["segments"], LARGEST_FIRST, strict=True):
+        assert [stack_of(small, block) for block in segment["blocks"]] == [*map(frames_of, whole["blocks"])]
+    for trace, whole in zip(small["device_traces"], SNAPSHOT["device_traces"], strict=True):
+        assert [stack_of(small, entry) for entry in trace] == [*map(frames_of, whole)]
+    for once in (small["stacks"], small["frames"]):
+        assert len(once) == len(set(once)) > 1
+    entries = [*itertools.chain(*(each["blocks"] for each in small["segments"]), *small["device_traces"])]
+    assert sum("stack" in entry for entry in entries) > len(small["stacks"]), "several have the same one"
+
+
+def test_of_many_blocks_a_compact_snapshot_keeps_those_of_the_largest_segments():
+    counts = [len(segment["blocks"]) for segment in LARGEST_FIRST]
+    small = compact(SNAPSHOT, max_blocks=counts[0] + 1)
+    assert [segment["total_size"] for segment in small["segments"]] == SIZES
+    assert [len(segment["blocks"]) for segment in small["segments"]] == [counts[0], 1, *[0] * (len(counts) - 2)]
+    assert small["blocks_left_out_count"] == sum(counts) - counts[0] - 1
+
+
+@pytest.fixture
+def out_of_memory(tmp_path, monkeypatch):
+    """A process whose CUDA has just been initialised: its hook, its progress and what it has said."""
+    monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    current = session.start(layout.create_run(tmp_path, name="oom", argv=[]))
+    fake = cuda_with([STATS, STATS], memory_snapshot=lambda include_traces=True: SNAPSHOT["segments"])
+    history: list[dict] = []
+    fake.cuda.memory = SimpleNamespace(
+        _record_memory_history=lambda **options: history.append(options), _snapshot=lambda: SNAPSHOT
+    )
+    observers: list = []
+    fake._C = SimpleNamespace(_cuda_attach_out_of_memory_observer=observers.append)
+    progress = Progress()
+    hook = OomHook(progress, fake)
+
+    def events(kind: str) -> list[dict]:
+        lines = [line for path in current.run_dir.glob("events/*") for line in path.read_text().splitlines()]
+        return [event for line in lines if (event := json.loads(line))["kind"] == kind]
+
+    def end_step() -> None:
+        progress.end(current, time.monotonic_ns())
+        progress.catch_up(time.monotonic_ns())
+
+    yield SimpleNamespace(
+        hook=hook, current=current, progress=progress, events=events, end_step=end_step, observers=observers,
+        history=history, torch=fake,
+    )  # fmt: skip
+    hook.remove()
+    session.stop()
+
+
+def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memory, monkeypatch):
+    world = out_of_memory
+    for name, value in (("_cuda_init", lambda: None), ("_cuda_getDeviceCount", lambda: 1)):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", world.observers.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getAllocatorBackend", lambda: "native", raising=False)
+    nothing = {"_queued_calls": [], "_lazy_seed_tracker": torch.cuda._LazySeedTracker()}  # whatever ran before
+    for name, value in {**nothing, "_cudart": object(), "_initialized": False}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    hook = install(world.progress)
+    try:
+        assert world.observers == []
+        torch.cuda.init()  # torch's own, but for the driver
+        assert world.observers == [hook.on_error]
+    finally:
+        hook.remove()
+
+
+def test_an_error_in_a_worker_is_told_before_the_training_ends_it_by_a_signal(out_of_memory, monkeypatch):
+    world = out_of_memory
+    world.hook.cuda_is_ready()
+    monkeypatch.setattr("training_harness.hooks.training.cuda_oom.is_worker", lambda: True)
+    for _ in range(5):  # a dataset that tries again
+        world.observers[0](1, ASKED, LIMIT, FREE)
+    told = world.events("cuda-oom")
+    assert len(told) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
+    assert (told[0]["device"], told[0]["requested_bytes"], told[0]["allocated_bytes"]) == (1, ASKED, ALLOCATED)
+    assert (told[0]["step"], told[0]["caught"]) == (None, None), (
+        "a worker is in no step; what becomes of it is open"
+    )
+
+
+def test_an_error_that_the_training_catches_is_told_as_it_was_at_the_error(out_of_memory, monkeypatch):
+    world = out_of_memory
+    world.hook.cuda_is_ready()
+    (observer,) = world.observers
+    world.end_step()
+    for requested in (ASKED, ASKED // 2):  # a convolution tries again with less
+        observer(1, requested, LIMIT, FREE)
+    assert world.events("cuda-oom") == [], "what becomes of the error is not known yet"
+    allocated = STATS["allocated_bytes"]["all"]
+    monkeypatch.setitem(allocated, "current", ALLOCATED // 2)  # the step's temporaries are gone when it ends
+    world.end_step()
+    (first,) = world.events("cuda-oom")
+    assert (first["device"], first["errors_count"], first["requested_bytes"]) == (1, 2, ASKED // 2)
+    assert (first["limit_bytes"], first["free_bytes"], first["reserved_bytes"]) == (LIMIT, FREE, RESERVED)
+    assert first["allocated_bytes"] == ALLOCATED
+    assert (first["step"], first["caught"]) == (1, True)
+    saved = json.loads(gzip.decompress((world.current.run_dir / first["path"]).read_bytes()))
+    assert [segment["total_size"] for segment in saved["segments"]] == SIZES
+
+    for _ in range(4):  # a search for the batch size that fits
+        observer(0, ASKED, LIMIT, FREE)
+        world.end_step()
+    assert ["path" in event for event in world.events("cuda-oom")] == [True, True, False, False, False]
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("CUDA out of memory."), None)
+    assert world.events("cuda-oom")[-1]["is_snapshot_later"], "the last error has one in any case"
+    assert world.progress.requests.due_ns > time.monotonic_ns() - POLL_EVERY_NS
+
+
+def test_an_error_that_ends_the_training_is_told_with_its_message_and_a_snapshot(out_of_memory):
+    world = out_of_memory
+    world.hook.cuda_is_ready()
+    world.observers[0](0, ASKED, LIMIT, FREE)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 104.00 MiB.")
+    sys.excepthook(type(error), error, None)
+    (told,) = world.events("cuda-oom")
+    assert (told["caught"], told["type"], told["requested_bytes"]) == (False, "OutOfMemoryError", ASKED)
+    assert (world.current.run_dir / told["path"]).is_file()
+    sys.excepthook(ValueError, ValueError("nothing to do with it"), None)
+    assert len(world.events("cuda-oom")) == 1
+    world.observers[0](0, ASKED, LIMIT, FREE)  # in the same step, and caught
+    sys.excepthook(ValueError, ValueError("nothing to do with it"), None)
+    assert [event["caught"] for event in world.events("cuda-oom")] == [False, None]
+
+
+@pytest.mark.parametrize(
+    ("what", "module", "is_running"),
+    [
+        ("profile", requests, torch._C._autograd._profiler_enabled),
+        ("growth", allocation_growth, tracemalloc.is_tracing),
+    ],
+)
+def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monkeypatch, what, module, is_running):
+    world = out_of_memory
+
+    def ask(number: int) -> None:
+        asked = {"what": what, "steps": 5, "expires_wall_ns": time.time_ns() + 10**12}
+        (world.current.run_dir / layout.REQUESTS).mkdir(exist_ok=True)
+        (world.current.run_dir / layout.REQUESTS / f"{what}-{number}.json").write_text(json.dumps(asked))
+        world.progress.requests.due_ns = 0
+        world.end_step()
+
+    ask(1)
+    assert is_running()
+    world.progress.requests.expire(world.current, 1)
+    assert is_running(), "its time is not up"
+    world.progress.requests.close()
+    assert not is_running()
+
+    monkeypatch.setattr(module, "LIMIT_NS", 1)
+    ask(2)
+    assert is_running()
+    if what == "growth":
+        child = os.fork()
+        if child == 0:
+            os._exit(tracemalloc.is_tracing() or gc.get_freeze_count())
+        assert os.waitpid(child, 0)[1] == 0, "a worker that is forked meanwhile traces nothing"
+        world.end_step()  # it is marked once before its end
+    world.progress.requests.expire(world.current, 2)
+    assert not is_running()
+    assert gc.get_freeze_count() == 0
+    (told,) = world.events("snapshot")
+    assert told["request"] == f"{what}-2"
+    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    assert saved["steps_count"] == 0
+
+    if what == "growth":
+        tracemalloc.start()
+        ask(3)
+        assert tracemalloc.is_tracing(), "the training's own goes on"
+        tracemalloc.stop()
+        assert "uses tracemalloc itself" in world.events("snapshot")[1]["error"]
+        ask(4)
+        tracemalloc.stop()  # by the training, in the middle of what was asked
+        world.end_step()
+        failed = world.events("snapshot")[2]
+        assert (failed["request"], gc.get_freeze_count()) == ("growth-4", 0)
+        assert "must be tracing" in failed["error"]
+        ask(5)
+        assert is_running(), "what is asked later is answered"
+        world.progress.requests.close()
+
+
+def test_the_history_is_recorded_if_asked_for_and_saved_for_torchs_viewer_too(out_of_memory, monkeypatch):
+    world = out_of_memory
+    monkeypatch.setenv(layout.MEMORY_HISTORY_VARIABLE, "500")
+    world.hook.cuda_is_ready()
+    assert world.history == [{"enabled": "all", "stacks": "python", "max_entries": 500}]
+    world.observers[0](0, ASKED, LIMIT, FREE)
+    world.end_step()
+    (told,) = world.events("cuda-oom")
+    assert pickle.loads((world.current.run_dir / told["pickle"]).read_bytes()) == SNAPSHOT
+    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    first = next(frames for s in LARGEST_FIRST for block in s["blocks"] if (frames := frames_of(block)))
+    assert saved["frames"][0] == list(first[0])
+    world.hook.remove()
+    assert world.history[-1] == {"enabled": None}
+
+
+def test_an_allocator_without_observers_still_has_its_fatal_error_told(out_of_memory):
+    world = out_of_memory
+
+    def refuse(observer):
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver.")
+
+    def no_snapshot(include_traces=True):
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful.")
+
+    world.torch._C._cuda_attach_out_of_memory_observer = refuse
+    world.torch.cuda.memory_snapshot = no_snapshot
+    world.hook.cuda_is_ready()
+    assert [event["hook"] for event in world.events("hook-disabled")] == ["cuda_oom_observer"]
+    error = RuntimeError("CUDA error: out of memory")
+    sys.excepthook(RuntimeError, error, None)
+    (told,) = world.events("cuda-oom")
+    assert (told["device"], told["message"]) == (None, str(error))
+    assert "not meaningful" in told["snapshot_error"]
+
+
+def test_only_cuda_out_of_memory_is_taken_for_it():
+    assert is_out_of_memory(torch.OutOfMemoryError("Caught OutOfMemoryError in replica 1 on device 1."))
+    assert not is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(MemoryError())
+
+
+def heap_reading(gauge: HeapGauge) -> tuple[int, ...]:
+    rows: list[tuple[int, ...]] = []
+    gauge.record(SimpleNamespace(heap=lambda *row: rows.append(row)))
+    return rows[0]
+
+
+needs_mallinfo2 = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33 or later")
+
+
+@needs_mallinfo2
+def test_what_is_freed_between_blocks_in_use_is_free_and_no_longer_in_use():
+    gauge = HeapGauge()
+    blocks = [bytes(50_000) for _ in range(2000)]
+    _, in_use_full, free_full = heap_reading(gauge)
+    del blocks[::2]
+    _, in_use_half, free_half = heap_reading(gauge)
+    assert in_use_full - in_use_half == pytest.approx(50_000_000, rel=0.1)
+    assert free_half - free_full == pytest.approx(50_000_000, rel=0.1)
+
+
+@needs_mallinfo2
+def test_the_heap_is_read_now_and_then_and_seldom_where_that_takes_long(monkeypatch):
+    gauge = HeapGauge()
+    at_ns, _, _ = heap_reading(gauge)
+    assert gauge.due_ns >= at_ns + EVERY_NS
+    cpu_clock = iter([0, 10_000_000])
+    monkeypatch.setattr(time, "thread_time_ns", lambda: next(cpu_clock))
+    at_ns, _, _ = heap_reading(gauge)
+    assert gauge.due_ns == at_ns + 20_000_000_000
+
+
+def test_the_heap_is_never_read_where_the_c_library_does_not_tell(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert HeapGauge().due_ns == sys.maxsize
+
+
+@needs_mallinfo2
+def test_a_training_reads_its_heap_once_in_a_quarter_of_a_second(out_of_memory):
+    rows: list[tuple[int, ...]] = []
+    out_of_memory.current.heap = lambda *row: rows.append(row)
+    begun_ns = time.monotonic_ns()
+    while time.monotonic_ns() < begun_ns + 1.5 * EVERY_NS:
+        out_of_memory.end_step()
+    assert 1 <= len(rows) <= 2

@@ -1,0 +1,277 @@
+"""The card and the JSON, from verdicts made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from collector.diagnosis.verdict import Verdict
+from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate
+from collector.report import card as report
+
+GIB = 2**30
+
+SLOW_WORKER = Finding(
+    kind="slow-worker",
+    severity="warning",
+    confidence=0.97,
+    summary="Worker 1 takes 60 ms for a batch, the others 20 ms; every fourth batch is waited for.",
+    locus=Locus(rank=0, loader=0, worker=1),
+    since_step=14,
+    evidence=(
+        Evidence(name="worker_fetch_ratio", value=2.94, unit="ratio", n=300, window="steps 20-1200"),
+        Evidence(name="idle_of_the_others", value=0.038, unit="seconds", n=900, window="steps 20-1200"),
+    ),
+    advice=(Advice(text="Look at what worker 1 reads.", expected="about 61 steps/s instead of 40"),),
+)
+HOST_RISK = Finding(
+    kind="host-oom-risk",
+    severity="critical",
+    confidence=0.9,
+    summary="The run grows towards the limit of its control group.",
+    locus=Locus(role="main", pid=4711, rank=0),
+    evidence=(
+        Evidence(name="growth", value=math.nan, unit="bytes/second", n=50, window="last 60 s"),
+        Evidence(name="pressure", value=0.02, unit="ratio", n=50, window="last 60 s"),
+    ),
+    rate=Rate(value=5 * 2**20, low=4 * 2**20, high=6 * 2**20, unit="bytes/second"),
+    limit=Limit(name="cgroup", value=4 * GIB, unit="bytes"),
+    eta=Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf, mid_steps=8000.0),
+)
+HEALTHY = Finding(
+    kind="compute-bound",
+    severity="info",
+    confidence=0.95,
+    summary="The training waits for data 1 % of the time.",
+    evidence=(
+        Evidence(name="data_wait_share", value=0.01, unit="ratio", n=1200, window="steps 20-1200"),
+        Evidence(name="workers_idle", value=0.6, unit="ratio", n=1200, window="steps 20-1200"),
+    ),
+)
+
+
+STALL = {
+    "rank": 0,
+    "loader": 0,
+    "batches": 1200,
+    "wait_seconds": 19.0,
+    "wait_ratio": 0.31,
+    "head_of_line_seconds": 14.0,
+    "stages": [
+        {
+            "stage": "decode",
+            "seconds": 15.2,
+            "batch_seconds": 0.035,
+            "enough_seconds": 0.014,
+            "free_wait_ratio": 0.0,
+        },
+        {
+            "stage": "transfer",
+            "seconds": 3.7,
+            "batch_seconds": None,
+            "enough_seconds": None,
+            "free_wait_ratio": None,
+        },
+        {"stage": "idle", "seconds": 0.1, "batch_seconds": None, "enough_seconds": None, "free_wait_ratio": None},
+    ],
+}
+
+
+def verdict(*findings: Finding, **changes) -> Verdict:
+    values = {
+        "findings": findings,
+        "status": "finished",
+        "exit_status": 0,
+        "attempts": 1,
+        "steps": 1200,
+        "step_unit": "optimizer step",
+        "watch_ended": False,
+        "batches": 1200,
+        "duration_seconds": 61.2,
+        "workers_reporting": (4, 4),
+        "summary": {
+            "peak": {"run_pss_bytes": 1.9 * GIB, "device_reserved_bytes": None},
+            "throughput": {"steps_per_second": 19.6, "samples_per_second": None},
+            "data_wait_ratio": 0.31,
+            "exposed_stall": [STALL],
+            "outside_step": None,
+            "overhead": {"collector_cpu_ratio": math.nan},
+            "last_minute": [],
+        },
+    }
+    return Verdict(**(values | changes))
+
+
+def card(made: Verdict, *, width: int = 80, color: bool = False) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=color, highlight=False)
+    console.print(
+        report.card(made, run_id="20261121-101500-demo-1a2b", name="demo", dashboard="tidegauge dashboard")
+    )
+    return stream.getvalue()
+
+
+def test_the_card_names_the_run_the_findings_and_the_way_on():
+    text = card(verdict(HOST_RISK, SLOW_WORKER))
+    assert "20261121-101500-demo-1a2b" in text
+    assert "finished, exit status 0, 61 s" in text
+    assert "1,200, 19.6 steps/s" in text
+    assert "31%" in text
+    assert "1.9 GiB" in text
+    assert "4 of 4 report" in text
+    stall = (
+        "19 s (decode 80%, the way from the worker 19%), hardly any if decode took 14 ms per batch instead of 35 ms"
+    )
+    assert stall in " ".join(text.split())
+    assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
+    assert "worker 1 of loader 0, rank 0, since step 14" in text
+    assert "its fetches over the others'" in text
+    assert "2.94x" in text
+    assert "n 300, steps 20-1200" in text
+    assert "38 ms" in text
+    assert "training process, rank 0, pid 4711" in text
+    assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in text
+    assert "4 GiB, cgroup" in text
+    assert "in 12 min (10 min to never), about 8,000 steps" in text
+    assert "Look at what worker 1 reads." in text
+    assert text.rstrip().endswith("tidegauge dashboard")
+
+
+def test_a_healthy_run_says_so_with_its_evidence():
+    text = card(verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []}))
+    assert "Nothing needs attention" in text
+    assert "data wait share" in text
+    assert "1.0%" in text
+    assert "WARNING" not in text
+
+
+def test_the_tick_does_not_stand_beside_a_stall():
+    text = card(verdict(HEALTHY))
+    assert "19 s (decode 80%" in text
+    assert "Nothing needs attention" not in text
+
+
+def test_a_short_stall_of_a_long_run_is_not_worth_a_line():
+    text = card(verdict(HEALTHY, duration_seconds=3600.0))
+    assert "decode 80%" not in text
+    assert "Nothing needs attention" in text
+
+
+def test_without_a_dataloader_nothing_is_told_of_it_but_the_time_outside_the_step():
+    outside = {"ratio": 0.62, "cpu_ratio": 0.96, "seconds": 0.045, "steps": 1200.0}
+    known = verdict().summary | {"data_wait_ratio": None, "exposed_stall": [], "outside_step": outside}
+    text = " ".join(card(verdict(batches=0, workers_reporting=(0, 0), summary=known)).split())
+    assert "data wait — no DataLoader seen" in text
+    assert "workers — no DataLoader seen" in text
+    assert "62% of step time outside forward, backward and optimizer: 45 ms per step, 96% of it computing" in text
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        ("forward pass", "1,200 forward passes"),
+        ("batch", "1,200 batches, no optimizer"),
+        ("optimizer step", "1,200,"),
+    ],
+)
+def test_steps_that_are_no_optimizer_steps_say_what_they_are(unit, words):
+    assert words in card(verdict(step_unit=unit))
+
+
+def test_a_run_without_training_claims_neither_health_nor_speed():
+    text = card(verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0)))
+    assert "No steps or batches were seen" in text
+    assert "Nothing needs attention" not in text
+    assert "steps/s" not in text
+
+
+def test_what_is_not_known_is_a_dash_and_never_zero():
+    unknown = {
+        "peak": {"run_pss_bytes": None, "device_reserved_bytes": None},
+        "throughput": {"steps_per_second": None, "samples_per_second": None},
+        "data_wait_ratio": None,
+        "exposed_stall": [],
+        "outside_step": None,
+        "overhead": {},
+        "last_minute": [],
+    }
+    text = card(verdict(summary=unknown, duration_seconds=None))
+    assert "1,200, —  " in text
+    assert "data wait  —  " in text
+    assert "— host memory" in text
+    assert "0 B" not in text
+
+
+def test_a_death_by_signal_is_named():
+    assert "signal 9 (SIGKILL)" in card(verdict(status="killed", exit_status=-9))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width):
+    lines = card(verdict(HOST_RISK, SLOW_WORKER, HEALTHY), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def test_a_long_text_of_evidence_is_shown_whole():
+    message = "RuntimeError: " + "mat1 and mat2 shapes cannot be multiplied " * 3
+    crash = Finding(
+        kind="crashed",
+        severity="critical",
+        confidence=1.0,
+        summary="It crashed.",
+        evidence=(
+            Evidence(name="exception", value=message.strip(), unit="text", n=1, window="run"),
+            Evidence(name="exit_status", value=1, unit="status", n=1, window="run"),
+        ),
+    )
+    assert message.strip() in " ".join(card(verdict(crash)).split())
+
+
+def test_severity_does_not_depend_on_colour():
+    plain, coloured = card(verdict(SLOW_WORKER)), card(verdict(SLOW_WORKER), color=True)
+    assert "\x1b[" in coloured
+    assert "\x1b[" not in plain
+    assert "▲ WARNING" in plain
+
+
+def test_the_json_is_the_public_form():
+    made = report.report(verdict(HOST_RISK, SLOW_WORKER), run_id="r", name="demo")
+    body = json.loads(json.dumps(made, allow_nan=False))
+    assert body["schema"] == 1
+    assert body["run"] == {
+        "run_id": "r",
+        "name": "demo",
+        "status": "finished",
+        "exit_status": 0,
+        "attempts": 1,
+        "steps": 1200,
+        "step_unit": "optimizer step",
+        "batches": 1200,
+        "duration_seconds": 61.2,
+        "workers_reporting": [4, 4],
+    }
+    risk, slow = body["findings"]
+    assert risk["evidence"][0]["value"] is None
+    assert risk["eta"]["high_seconds"] is None
+    assert slow["locus"] == {"rank": 0, "loader": 0, "worker": 1}
+    assert (slow["severity"], slow["since_step"], slow["rate"], slow["eta"]) == ("warning", 14, None, None)
+    assert slow["advice"] == [
+        {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40"}
+    ]
+    assert body["summary"]["overhead"] == {"collector_cpu_ratio": None}
+
+
+def test_the_dashboard_is_opened_on_the_home_of_the_run(monkeypatch):
+    beside = Path(sys.executable).with_name("tidegauge")
+    monkeypatch.setenv("PATH", "/nothing/here")
+    assert report.dashboard_command(Path("/a"), Path("/a")) == shlex.join([str(beside), "dashboard"])
+    monkeypatch.setenv("PATH", str(beside.parent))
+    assert report.dashboard_command(Path("/a"), Path("/a")) == "tidegauge dashboard"
+    assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"

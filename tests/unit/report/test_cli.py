@@ -1,0 +1,353 @@
+"""The command line without a training: its surface, its errors, the list of runs and doctor's judgement."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from rich.console import Console
+
+from collector import cli
+from collector.agent.samplers.devices import DeviceSampler
+from collector.commands import checks as doctor_checks, run as running
+from collector.report import listing
+from collector.store.catalogue import find_run, list_runs
+from training_harness.jobs.__main__ import JOBS
+from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
+
+DOCS = Path(__file__).parents[3] / "docs"
+COMMANDS = {
+    "compare",
+    "run",
+    "report",
+    "runs",
+    "dashboard",
+    "job",
+    "collect",
+    "doctor",
+    "snapshot",
+    "watch",
+    "export",
+    "prune",
+    "tune",
+}
+
+
+@pytest.fixture
+def tidegauge(monkeypatch, capsys, tmp_path):
+    """Calls the entry point; returns exit status, stdout and stderr."""
+    monkeypatch.setenv("TIDEGAUGE_HOME", str(tmp_path / "home"))
+
+    def call(*arguments: object):
+        monkeypatch.setattr(sys, "argv", ["tidegauge", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def shown(table) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(table)
+    return stream.getvalue()
+
+
+def test_the_commands_are_those_of_the_documentation():
+    assert set(cli.cli.commands) == COMMANDS
+    text = (DOCS / "cli.md").read_text()
+    for name, command in cli.cli.commands.items():
+        assert f"`tidegauge {name}" in text
+        for option in (option for option in command.params if isinstance(option, click.Option)):
+            assert option.opts[-1] in text, f"{option.opts[-1]} of {name} is not in docs/cli.md"
+
+
+def test_every_command_takes_a_home():
+    for command in cli.cli.commands.values():
+        assert any("--home" in parameter.opts for parameter in command.params)
+
+
+def test_the_jobs_are_those_that_there_are():
+    assert set(running.JOBS) == set(JOBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bogus"], "No such command 'bogus'; see tidegauge --help"),
+        (["run"], "Missing argument 'COMMAND...'; see tidegauge run --help"),
+        (["run", "--nmae", "x", "--", "true"], "No such option '--nmae'"),
+        (["tune", "--trail-seconds", "3", "--", "true"], "Did you mean one of: '--trial-seconds', '--trials'?"),
+        (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
+        (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
+        (["run", "--interval", "1000", "--", "true"], "1000"),
+        (["compare", "latest"], "two to 4 runs can be compared, not 1"),
+        (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of step_p50"),
+        (["watch", "99999999"], "no process 99999999 runs here; give the pid of one"),
+        (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
+        (["report", "--format", "pdf"], "no format 'pdf'; give one of text, json, html"),
+        (["report", "nope"], "no run 'nope'"),
+        (["report", "--home", "/dev/null/x"], "/dev/null/x"),
+        (
+            ["job", "nope"],
+            "'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault'",
+        ),
+        (["job", "images", "--home"], "Option '--home' requires an argument; see tidegauge job --help"),
+        (["dashboard", "--port", "99999"], "99999 is not in the range 1<=x<=65535"),
+        (["collect", "nope"], "no run 'nope'"),
+        (["export"], "Missing option '--to'"),
+        (["export", "--to", __file__], "test_cli.py' is a file"),
+        (["export", "nope", "--to", f"{__file__}.exported"], "no run 'nope'"),
+        (["prune"], "give --keep N, --max-size SIZE, or both"),
+        (["prune", "--keep", "-1"], "-1 is not in the range x>=0"),
+        (["tune"], "Missing argument 'COMMAND...'; see tidegauge tune --help"),
+        (["tune", "--trials", "0", "--", "true"], "0 is not in the range 1<=x<=50"),
+        (["tune", "--trial-seconds", "soon", "--", "true"], "'soon' is not a valid float range"),
+        (["tune", "--", "/no/such/command"], "/no/such/command: command not found"),
+        (["prune", "--max-size", "20 apples"], "'20 apples' is not a size; write it like 20GB or 500MiB"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):
+    status, out, err = tidegauge(*arguments)
+    assert status == 2
+    assert out == ""
+    assert said in err
+    assert err.startswith("tidegauge: ")
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_manifest_is_one_line(tidegauge, tmp_path):
+    run_dir = create_run(tmp_path / "home", name="x", argv=["x"])
+    (run_dir / MANIFEST).write_text("{")
+    status, _, err = tidegauge("report", run_dir.name)
+    assert status == 2
+    assert "is damaged" in err
+    assert err.count("\n") == 1
+
+
+def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("collector.store.catalogue.list_runs", lambda _home: 1 / 0)
+    status, _, err = tidegauge("runs")
+    assert status == 1
+    assert err.count("\n") == 1
+    saved = re.search(r"unexpected ZeroDivisionError.*the traceback is in (\S+)", err)
+    assert saved
+    assert "list_runs" in Path(saved[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--home", "/h", "images", "--steps", "3"),
+        ("images", "--home", "/h", "--steps", "3"),
+        ("images", "--steps", "3", "--home=/h"),
+    ],
+)
+def test_the_home_of_a_job_may_stand_anywhere(tidegauge, monkeypatch, arguments):
+    started = []
+    monkeypatch.setattr(running, "_run", lambda command, *, home, **_: started.append((home, command[-3:])))
+    tidegauge("job", *arguments)
+    assert started == [(Path("/h"), ("images", "--steps", "3"))]
+
+
+def test_without_a_command_the_help_is_shown(tidegauge):
+    status, out, _ = tidegauge()
+    assert status == 0
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_a_home_without_runs_says_how_to_start_one(tidegauge):
+    status, out, _ = tidegauge("runs")
+    assert status == 0
+    assert "tidegauge run -- COMMAND" in out
+
+
+def test_runs_are_listed_newest_first_from_their_kept_reports(tmp_path):
+    made = [create_run(tmp_path, name=f"job{number}", argv=["x"]) for number in range(3)]
+    judged, ended, _living = list(reversed(list_runs(tmp_path)))
+    assert [judged.path, ended.path] == made[:2]
+    facts = {"status": "killed", "steps": 1234, "duration_seconds": 61.2}
+    findings = [{"severity": "critical", "kind": "killed"}]
+    listing.save_report(judged, {"schema": 1, "run": facts, "findings": findings})
+    write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
+    lines = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
+    assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
+    assert re.search(r"ended +— +— +—", lines[2])
+    assert re.search(r"abandoned +— +— +—", lines[1])
+
+
+def test_runs_are_listed_by_tag_and_for_programs_too(tidegauge, tmp_path):
+    made = [
+        create_run(tmp_path / "home", name=f"job{number}", argv=["x"], tags={"lr": str(number % 2), "by": "me"})
+        for number in range(4)
+    ]
+    status, out, _ = tidegauge("runs", "--format", "json", "--tag", "lr=1", "--tag", "by=me", "--limit", "1")
+    assert status == 0
+    (only,) = json.loads(out)
+    assert (only["run_id"], only["status"], only["tags"]) == (made[3].name, "abandoned", {"lr": "1", "by": "me"})
+    assert only["steps"] is None
+    facts = '{"status": "killed", "steps": "many", "duration_seconds": NaN}'
+    (made[3] / listing.REPORT_NAME).write_text(f'{{"schema": 1, "run": {facts}, "findings": []}}')
+    assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["duration_seconds"] is None
+    assert re.search(r"job3\S+ +killed +— +— ", tidegauge("runs")[1])
+    assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
+    assert find_run(tmp_path / "home", "job2").path == made[2]
+
+
+def test_a_report_of_a_run_that_cannot_be_read_whole_is_not_kept(tidegauge, tmp_path):
+    made = create_run(tmp_path / "home", name="half", argv=["x"])
+    command = {"host": os.uname().nodename, "pid": 2**22 + 1, "start_ticks": 1}
+    write_manifest(made, {**read_manifest(made), "command": command})
+    catalog = made / "lake.sqlite"
+    catalog.write_bytes(b"no database at all")
+    status, _, err = tidegauge("report")
+    assert (status, err.count("the journals alone are shown")) == (0, 1)
+    assert not (made / listing.REPORT_NAME).exists()
+    catalog.unlink()
+    status, _, err = tidegauge("report")
+    assert (status, err) == (0, "")
+    assert (made / listing.REPORT_NAME).exists()
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+    broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
+    (broken / MANIFEST).write_text("[]")
+    (whole / listing.REPORT_NAME).write_text("{")
+    text = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
+    assert re.search(rf"{broken.name} +damaged", text)
+    assert re.search(rf"{whole.name} +abandoned", text)
+
+
+@pytest.fixture
+def three_runs(tmp_path):
+    """Three runs that have ended, the oldest first."""
+    made = [create_run(tmp_path / "home", name=f"job{number}", argv=["x"]) for number in range(3)]
+    for path in made:
+        write_manifest(path, {**read_manifest(path), "end_time_ns": 1})
+    return made
+
+
+def test_prune_shows_what_goes_and_asks_before_it_deletes(tidegauge, three_runs):
+    for options, said in ((["--dry-run"], ""), ([], "no terminal to ask at: give --yes")):
+        status, out, err = tidegauge("prune", "--keep", "1", *options)
+        assert (status, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 0)
+        assert [line.split()[0] for line in out.splitlines()[1:3]] == [path.name for path in three_runs[:2]]
+        assert re.search(r"^to delete: 2 runs, \d+ KiB \(of 3 runs, \d+ KiB\)$", out, re.MULTILINE)
+        assert all(path.exists() for path in three_runs)
+
+
+def test_prune_deletes_the_oldest_first_until_the_rest_fits(tidegauge, three_runs):
+    (three_runs[1] / "snapshots" / "large").write_bytes(bytes(2 * 1000**2))
+    status, out, err = tidegauge("prune", "--max-size", "2MB", "--yes")
+    assert (status, err) == (0, "")
+    assert re.search(r"^deleted: 2 runs, 1\.9\d MiB$", out, re.MULTILINE)
+    assert list((three_runs[0].parent).iterdir()) == three_runs[2:]
+    status, out, err = tidegauge("prune", "--max-size", "1 MiB", "--keep", "1")
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"to delete: 0 runs, 0 B \(of 1 run, \d+ KiB\)\n", out)
+
+
+def test_prune_goes_on_where_a_prune_was_killed(tidegauge, three_runs):
+    leftover = three_runs[0].with_name(f".pruned-{three_runs[0].name}")
+    three_runs[0].rename(leftover)
+    said = "0 runs, 0 B, and the rest of 1 whose deletion was interrupted"
+    _, out, _ = tidegauge("prune", "--keep", "2", "--dry-run")
+    assert re.fullmatch(rf"to delete: {said} \(of 2 runs, \d+ KiB\)\n", out)
+    assert leftover.exists()
+    status, out, err = tidegauge("prune", "--keep", "2")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"deleted: {said}\n")
+    assert sorted(three_runs[0].parent.iterdir()) == sorted(three_runs[1:])
+
+
+def test_prune_tells_what_it_cannot_delete(tidegauge, three_runs):
+    (three_runs[0] / "lake.lock").mkdir()
+    status, out, err = tidegauge("prune", "--keep", "0", "--yes")
+    assert (status, err.count("\n")) == (0, 1)
+    assert f"{three_runs[0].name} stays: " in err
+    assert "deleted: 2 runs" in out
+    assert [run.path for run in list_runs(three_runs[0].parents[1])] == three_runs[:1]
+
+
+HOST = {
+    "memory_total_bytes": 64 * 2**30,
+    "cgroup_limit_bytes": None,
+    "shm_used_bytes": 0,
+    "shm_total_bytes": 8 * 2**30,
+    "memory_some_avg10_ratio": 0.0,
+    "cpu_some_avg10_ratio": 0.25,
+}
+
+
+def test_a_good_machine_has_nothing_to_remedy(tmp_path):
+    checks = [
+        doctor_checks.check_memory_limit(HOST),
+        doctor_checks.check_shm(HOST),
+        doctor_checks.check_pressure(HOST),
+        doctor_checks.check_smaps("/proc", os.getpid()),
+        doctor_checks.check_devices(DeviceSampler(), Path("/proc")),
+        doctor_checks.check_lake(),
+        doctor_checks.check_home(tmp_path / "not" / "yet"),
+    ]
+    assert [check.remedy for check in checks] == [None] * len(checks)
+    assert not (tmp_path / "not").exists()
+    text = shown(doctor_checks.checks_table(checks))
+    assert text.count("ok") >= len(checks)
+    assert "none: NVIDIA driver not found" in text
+
+
+def test_what_is_lacking_comes_with_a_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    lacking = [
+        doctor_checks.check_shm({**HOST, "shm_total_bytes": 64 * 2**20}),
+        doctor_checks.check_shm({**HOST, "shm_total_bytes": None}),
+        doctor_checks.check_pressure({**HOST, "memory_some_avg10_ratio": None}),
+        doctor_checks.check_smaps(str(tmp_path), 1),
+        doctor_checks.check_home(tmp_path / "file" / "home"),
+    ]
+    assert all(check.remedy for check in lacking)
+    text = shown(doctor_checks.checks_table(lacking))
+    assert text.count("warning") == len(lacking)
+    assert "--shm-size=8g" in text
+
+
+STARTED = {
+    "kind": "process-start",
+    "torch": "2.13.0",
+    "capabilities": {"batch": True, "worker": True, "step": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "stderr", "events", "said"),
+    [
+        (0, "", [STARTED, {"kind": "worker-start"}], None),
+        (0, "", [STARTED], "the worker did not report"),
+        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "hook batch"),
+        (0, "", [STARTED, {"kind": "hook-disabled", "hook": "step", "error": "E"}], "(E)"),
+        (0, "", [], "reported nothing"),
+        (1, "Traceback\nModuleNotFoundError: No module named 'torch'\n", [], "No module named 'torch'"),
+    ],
+)
+def test_doctor_judges_the_hooks_by_what_they_reported(exit_status, stderr, events, said):
+    text = shown(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
+    assert ("warning" in text) == (said is not None)
+    assert said is None or said in text
+
+
+def test_a_port_that_is_taken_is_one_line(tidegauge):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = tidegauge("dashboard", "--port", port)
+    assert status == 2
+    assert f"port {port} cannot be had (Address already in use): give --port another" in err

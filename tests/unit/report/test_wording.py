@@ -1,0 +1,56 @@
+"""Findings as people read them, the same in the terminal and in the dashboard."""
+
+import math
+
+import pytest
+
+from collector.findings import Eta, Locus
+from collector.report import wording
+from collector.report.comparison import Measure, words
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (Locus(), ""),
+        (Locus(worker=1, loader=0, rank=0), "worker 1 of loader 0, rank 0"),
+        (Locus(worker=-1, role="main", loader=0), "training process, loader 0"),
+        (Locus(role="worker", loader=2), "workers, loader 2"),
+        (Locus(device=3, rank=1, host="n7"), "device 3, rank 1, host n7"),
+    ],
+)
+def test_loci_in_words(where, words):
+    assert wording.locus(where) == words
+
+
+def test_a_forecast_has_its_range():
+    when = Eta(low_seconds=600, mid_seconds=720, high_seconds=840, low_steps=700, mid_steps=800, high_steps=900)
+    assert wording.eta(when) == "in 12 min (10 min to 14 min), about 800 steps"
+    late = Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf)
+    assert wording.eta(late) == "in 12 min (10 min to never)"
+
+
+def test_a_sentence_about_the_rest_of_a_dataset_is_one():
+    stage = {
+        "stage": "other",
+        "seconds": 4.0,
+        "free_wait_ratio": 0.1,
+        "enough_seconds": None,
+        "batch_seconds": 0.03,
+    }
+    stall = {"wait_seconds": 5.0, "stages": [stage]}
+    assert wording.stall(stall).endswith("still 10% of the time if the rest of the dataset took nothing")
+    enough = {**stage, "enough_seconds": 0.01}
+    assert "hardly any if the rest of the dataset took 10 ms" in wording.stall({**stall, "stages": [enough]})
+    decode = {**stage, "stage": "decode"}
+    assert wording.stall({**stall, "stages": [decode]}).endswith("if decode took nothing")
+
+
+def test_no_change_is_never_a_negative_zero():
+    def share(value):
+        return Measure(label="Data wait", value=value, unit="ratio")
+
+    assert words(share(0.3101), share(0.3103)) == "31% (+0.0 points)"
+    assert words(share(0.28), share(0.31)) == "28% (-3.0 points)"
+    steps = [Measure(label="Steps", value=value, unit="count") for value in (99_999, 100_000)]
+    assert words(*steps) == "99,999 (+0.0%)"

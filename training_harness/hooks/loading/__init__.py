@@ -1,0 +1,1 @@
+"""Hooks around DataLoaders, in the training process and in workers."""

@@ -1,0 +1,224 @@
+"""Replacements for the methods of torch's DataLoader iterators, so that `LoaderHook` sees indices and batches.
+
+Class methods are replaced, so `for batch in loader`, `next(iter(loader))` and `itertools.cycle` are all
+seen, and the loader, its iterators and its batches stay the user's own. Differences between torch
+versions are probed by name, never by version number; a name that is missing costs the column that
+needs it, not the hook (torch/utils/data/dataloader.py).
+
+Iterators with workers from other libraries, such as torchdata, have methods and a worker loop of their own. Those
+are replaced when the first such iterator is created, which is early enough: it has no worker yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks.loading.loader import NESTED, LoaderHook, states
+from training_harness.hooks.loading.worker import WorkerEntry
+from training_harness.hooks.stages import stages
+from training_harness.hooks.training.step_phases import BATCH, Progress
+from training_harness.records import MISSING_INT64
+
+
+def install(progress: Progress) -> tuple[LoaderHook, dict[str, bool]]:
+    """Replace the iterator methods; return the hook, and for each optional name whether this torch has it.
+
+    Raises:
+        AttributeError: `_BaseDataLoaderIter.__init__` or `__next__` is missing: no batch can be seen.
+    """
+    module = sys.modules["torch.utils.data.dataloader"]
+    base, parallel = module._BaseDataLoaderIter, module._MultiProcessingDataLoaderIter
+    with LoaderHook(progress) as hook:
+        hook.replace(base, "__init__", lambda original: _init(hook, original))
+        hook.replace(base, "__next__", lambda original: _next(hook, original))
+        exists = {}
+        for name, make in (("_next_index", _next_index), ("_reset", _reset)):
+            exists[name] = hasattr(base, name)
+            if exists[name]:
+                hook.replace(base, name, functools.partial(make, hook))
+        return hook, exists | _replace_queue_methods(hook, parallel)
+
+
+def _replace_queue_methods(hook: LoaderHook, kind: type) -> dict[str, bool]:
+    """Replace the methods that only iterators with workers have; return for each name whether the class has it.
+
+    Where a derived class extends a method, the base's one is replaced: that one waits for the queue.
+    """
+    hook.patch_keys.add(kind)
+    exists = {}
+    for name, make in (("_get_data", _get_data), ("_shutdown_workers", _shutdown_workers)):
+        owners = [owner for owner in kind.__mro__ if inspect.isfunction(vars(owner).get(name))]
+        exists[name] = bool(owners) and [*inspect.signature(vars(owners[-1])[name]).parameters] == ["self"]
+        if exists[name] and (owners[-1], name) not in hook.patch_keys:
+            hook.patch_keys.add((owners[-1], name))
+            hook.replace(owners[-1], name, functools.partial(make, hook))
+    for module in (sys.modules.get(owner.__module__) for owner in kind.__mro__):
+        if inspect.isfunction(getattr(module, "_worker_loop", None)):
+            hook.replace(module, "_worker_loop", WorkerEntry)
+    return exists
+
+
+def _init(hook: LoaderHook, original: Any) -> Any:
+    clock = time.monotonic_ns
+
+    def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        begun_ns = clock()
+        original(self, loader, *args, **kwargs)
+        if hook.active:
+            try:
+                if type(self) not in hook.patch_keys:
+                    _replace_queue_methods(hook, type(self))
+                hook.on_iterator(self, loader, begun_ns)
+            except Exception as error:
+                hook.fail(error)
+
+    return init
+
+
+def _next(hook: LoaderHook, original: Any) -> Any:
+    """Return the replacement for `__next__`.
+
+    It runs for every batch, in the middle of the training loop, where each function call costs some 0.7 µs. Hence
+    its form: names are bound once, nothing is split into functions, and the meaning of a batch is worked out later,
+    in deferred calls. The fast path, for a loader with workers and nothing due, is:
+
+    1. Look up the iterator's state and the thread, and read the clock.
+    2. Check that no write and no stage record is due. The request is not logged: `on_yield` reports it.
+    3. Call torch's `__next__` and read the clock again.
+    4. Read the batch's index and the counters of the queues.
+    5. Log `on_yield` with these values, and check that no write of batches is due.
+    6. Note the batch for the stages that the loop calls next.
+    """
+    clock, local, pending_tallies, fetching = time.monotonic_ns, stages.local, stages.pending_tallies, hook.fetching
+    state_of, progress, calls = states.get, hook.progress, hook.progress.calls
+    on_batch_request, on_yield = progress.on_batch_request, hook.on_yield
+
+    def advance(self: Any) -> Any:
+        state, thread = state_of(id(self)), get_ident()
+        # A loader within the dataset of a loader that loads inline is part of that one's fetch.
+        nested = thread in fetching
+        if state is None or not hook.active or (nested and state.is_inline):
+            return original(self)
+        meter, begun_ns = None, clock()
+        try:
+            if nested:
+                thread = NESTED
+            else:
+                is_due = begun_ns >= calls.due_ns and progress.ended_by <= BATCH  # else the step's end writes
+                if is_due or not calls.are_deferred or not state.has_queue:  # else `on_yield` reports it
+                    calls.log((hook, on_batch_request, begun_ns, thread))
+                if is_due:
+                    progress.catch_up(begun_ns)
+                elif pending_tallies and begun_ns >= stages.due_ns:
+                    stages.write_loop_stages(begun_ns)
+            if state.is_inline:
+                meter = hook.begin_fetch(begun_ns)
+                begun_ns = clock()
+        except Exception as error:
+            hook.fail(error)
+        try:
+            data = original(self)
+        except BaseException as error:
+            if state.is_inline:
+                fetching.discard(get_ident())
+            if not isinstance(error, StopIteration):
+                _guarded(hook, hook.note_deaths, self)
+            raise
+        now_ns = clock()
+        try:
+            if meter is not None:
+                hook.end_fetch(state, meter)
+            if not state.is_probed:
+                hook.probe_queue(self, state)
+            index, queue = state.yielded_count, None
+            if state.has_queue:
+                index = self._rcvd_idx - 1 if state.in_order else state.popped_index
+                queue = self._tasks_outstanding, len(self._task_info), state.free_slots()
+            state.yielded_count += 1
+            size_bytes = hook.measure(state, data, now_ns) if now_ns >= state.measure_at_ns else MISSING_INT64
+            calls.log((hook, on_yield, state, index, thread, (begun_ns, now_ns), queue, size_bytes))
+            if now_ns >= calls.batch_due_ns and session.active is not None:
+                calls.write_batches(session.active, now_ns)
+            if thread != NESTED:
+                local.tally.batch = state.info.number, state.epoch, index
+        except Exception as error:
+            hook.fail(error)
+        return data
+
+    return advance
+
+
+def _next_index(hook: LoaderHook, original: Any) -> Any:
+    state_of = states.get
+
+    def _next_index(self: Any) -> Any:
+        index = original(self)
+        state = state_of(id(self))
+        if state is not None and state.has_sample_counts and isinstance(index, (list, tuple)):
+            try:
+                state.samples[state.yielded_count if state.is_inline else self._send_idx] = len(index)
+            except AttributeError:  # this iterator counts in another way than torch's
+                state.has_sample_counts = False
+            except Exception as error:
+                hook.fail(error)
+        return index
+
+    return _next_index
+
+
+def _reset(hook: LoaderHook, original: Any) -> Any:
+    def _reset(self: Any, loader: Any, first_iter: bool = False) -> Any:
+        if hook.active:
+            try:
+                hook.on_epoch_start(self, first=first_iter)
+            except Exception as error:
+                hook.fail(error)
+        return original(self, loader, first_iter)
+
+    return _reset
+
+
+def _get_data(hook: LoaderHook, original: Any) -> Any:
+    clock, state_of, calls, on_pop = time.monotonic_ns, states.get, hook.progress.calls, hook.on_pop
+
+    def _get_data(self: Any) -> Any:
+        begun_ns = clock()
+        message = original(self)
+        state = state_of(id(self))
+        if state is not None and state.has_queue and hook.active:
+            try:
+                index, tasks = message[0], getattr(self, "_task_info", ())
+                if index in tasks:  # else a persistent worker's `_ResumeIteration`, which belongs to no task
+                    state.popped_index = index
+                    calls.log((hook, on_pop, state, index, tasks[index][0], clock() - begun_ns))
+            except Exception as error:
+                hook.fail(error)
+        return message
+
+    return _get_data
+
+
+def _shutdown_workers(hook: LoaderHook, original: Any) -> Any:
+    def _shutdown_workers(self: Any) -> Any:
+        _guarded(hook, hook.note_deaths, self)
+        try:
+            return original(self)
+        finally:
+            _guarded(hook, hook.note_late_deaths, self)
+
+    return _shutdown_workers
+
+
+def _guarded(hook: LoaderHook, call: Callable[[Any], None], argument: Any) -> None:
+    if hook.active:
+        try:
+            call(argument)
+        except Exception as error:
+            hook.fail(error)

@@ -1,0 +1,325 @@
+"""DataLoaders of the training process: one `batch` record per batch.
+
+The worker of a batch is the one that DataLoader itself recorded when it dispatched the index, never
+`index mod num_workers`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks.loading import worker
+from training_harness.hooks.loading.fetch_meter import FetchMeter
+from training_harness.hooks.loading.loader_ids import LoaderInfo, LoaderRegistry, is_iterable
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.process import is_worker
+from training_harness.hooks.stages import stages
+from training_harness.hooks.training.step_phases import Progress
+from training_harness.hooks.training.steps import has_optimizer
+from training_harness.records import INLINE_WORKER, MISSING_INT32, MISSING_INT64
+
+#: id of a live iterator -> its state. The state is not an attribute of the iterator: reading its `__dict__` makes
+#: CPython give it a real one, and then every attribute access of torch's is slower.
+states: dict[int, IterState] = {}
+_PAYLOAD_DEPTH = 4
+_PAYLOAD_LEAVES = 64
+#: Stand-in for the thread of a batch that becomes part of another batch.
+NESTED = -1
+#: DataLoader's fields about its queues; an iterator without them costs the columns that are read from there.
+_QUEUE_FIELDS = ("_task_info", "_tasks_outstanding", "_rcvd_idx", "_send_idx")
+
+
+class IterState:
+    """State of one iterator's pass over its loader."""
+
+    iterator: weakref.ref[Any]
+
+    def __init__(self, info: LoaderInfo, loader: Any, begun_ns: int) -> None:
+        self.info = info
+        self.begun_ns = begun_ns
+        self.is_inline = loader.num_workers == 0
+        self.has_queue = not self.is_inline
+        self.is_probed = self.is_inline
+        self.in_order = getattr(loader, "in_order", True)
+        #: False for an iterable dataset: only the dataset itself knows the size of its batches.
+        self.has_sample_counts = getattr(loader, "batch_sampler", None) is not None and not is_iterable(loader)
+        #: Time of the next measurement of a payload. It takes some 5 µs, so a fast loop skips it for most batches.
+        self.measure_at_ns = 0
+        self.dead_workers: set[int] = set()
+        self.free_slots: Callable[[], int] = _unknown
+        self.slots_count: int | None = None
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """Begin an epoch: the iterator is new, or a persistent one was reset."""
+        self.epoch = self.info.epochs
+        self.info.epochs += 1
+        self.samples: dict[int, int] = {}
+        self.workers: dict[int, int] = {}
+        self.popped_index = MISSING_INT64
+        self.blocked_ns = 0
+        self.yielded_count = 0
+
+
+class LoaderHook(Hook):
+    """Hook on the loaders of this process, and their states."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__("batch")
+        self.progress = progress
+        #: Handled iterator classes, and (class, name) of handled methods and missing queue fields.
+        self.patch_keys: set[Any] = set()
+        #: Threads that are making a batch themselves.
+        self.fetching: set[int] = set()
+        self._registry: LoaderRegistry | None = None
+        self._meters = threading.local()
+
+    def on_iterator(self, iterator: Any, loader: Any, begun_ns: int) -> None:
+        """Register an iterator that is being created, and has not started any worker."""
+        current = session.start()
+        if current is None or is_worker():
+            return  # a loader inside a worker's dataset is part of that worker's fetch
+        self.progress.announce(current)
+        self.progress.follow_batches(has_optimizer=has_optimizer())
+        if self._registry is None or self._registry.session is not current:
+            self._registry = LoaderRegistry(current)
+            current.before_farewell = self.note_last_deaths
+        info = self._registry.info(loader, iterator)
+        state = IterState(info, loader, begun_ns)
+        state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
+        states[id(iterator)] = state
+        worker.creation.loader, worker.creation.epoch = info.number, state.epoch
+
+    def on_epoch_start(self, iterator: Any, *, first: bool) -> None:
+        """Record an epoch: a multi-process iterator has its workers, or a persistent one begins another epoch."""
+        state, current = states.get(id(iterator)), session.active
+        if state is None or current is None:
+            return
+        if not first:
+            self.progress.calls.run()  # the logged calls belong to the epoch before
+            state.next_epoch()
+            state.begun_ns = time.monotonic_ns()
+        current.events.append(
+            "epoch-start",
+            loader=state.info.number,
+            epoch=state.epoch,
+            worker_pids=[process.pid for process in getattr(iterator, "_workers", ())],
+            begun_ns=state.begun_ns,
+        )
+
+    def on_pop(self, state: IterState, index: int, worker_id: int, blocked_ns: int) -> None:
+        """Note a batch that left the result queue; it may have to wait for its turn."""
+        state.blocked_ns += blocked_ns
+        state.workers[index] = worker_id
+
+    def on_yield(
+        self,
+        state: IterState,
+        index: int,
+        thread: int,
+        times_ns: tuple[int, int],
+        queue: tuple[int, int, int] | None,
+        size_bytes: int,
+    ) -> None:
+        """Hold the record of a batch on its way to the loop.
+
+        Args:
+            state: state of its iterator.
+            index: index of the batch in its epoch.
+            thread: id of the thread that requested it; `NESTED` if it becomes part of another batch.
+            times_ns: times of its request and of its arrival.
+            queue: outstanding tasks, all tasks and free slots of the result queue at its arrival; None without one.
+            size_bytes: bytes of its tensors.
+        """
+        current = session.active
+        if current is None:
+            return
+        begun_ns, now_ns = times_ns
+        samples = state.samples.pop(index, MISSING_INT32)
+        if queue is None:
+            worker_id = INLINE_WORKER if state.is_inline else MISSING_INT32
+            blocked_ns, outstanding, parked, ready = MISSING_INT64, MISSING_INT32, MISSING_INT32, MISSING_INT32
+        else:
+            worker_id = state.workers.pop(index, MISSING_INT32)
+            outstanding, tasks_count, free_count = queue
+            blocked_ns, parked = state.blocked_ns, tasks_count - outstanding
+            ready = MISSING_INT32 if state.slots_count is None else state.slots_count - free_count
+            state.blocked_ns = 0
+            if thread != NESTED:
+                self.progress.on_batch_request(begun_ns, thread)
+        if thread != NESTED:
+            self.progress.on_batch(now_ns, thread, samples)
+        key = state.info.number, state.epoch, index, worker_id
+        wait_ns = now_ns - begun_ns
+        current.batch((now_ns, *key, wait_ns, blocked_ns, outstanding, parked, ready, size_bytes, samples))
+
+    def measure(self, state: IterState, data: Any, now_ns: int) -> int:
+        """Return the bytes of a batch's tensors, and set the time of the next measurement."""
+        state.measure_at_ns = now_ns + session.HOLD_NS
+        return payload_bytes(data)
+
+    def end_fetch(self, state: IterState, meter: FetchMeter) -> None:
+        """Write the `fetch` record, without idle time, of a batch that the training process made itself."""
+        self.fetching.discard(threading.get_ident())
+        current = session.active
+        if current is None:
+            return
+        wall_ns, *spent = meter.end()
+        now_ns = meter.begun_ns + wall_ns
+        stages.write_fetch_stages(now_ns, state.info.number, state.epoch, state.yielded_count, INLINE_WORKER)
+        current.fetch(
+            now_ns,
+            state.info.number,
+            state.epoch,
+            state.yielded_count,
+            INLINE_WORKER,
+            MISSING_INT64,
+            wall_ns,
+            MISSING_INT64,
+            *spent,
+            state.samples.get(state.yielded_count, MISSING_INT32),
+        )
+
+    def begin_fetch(self, now_ns: int) -> FetchMeter | None:
+        """Return a running meter for a batch that this thread is about to make."""
+        if stages.pending_tallies:  # they belong to the batch before; the next calls are for the new one
+            stages.write_loop_stages(now_ns)
+        try:
+            meter: FetchMeter | None = getattr(self._meters, "meter", None)
+            if meter is None or meter.pid != os.getpid():
+                meter = self._meters.meter = FetchMeter()
+            self.fetching.add(threading.get_ident())
+            meter.begin()
+        except Exception as error:
+            self.fail(error)
+            return None
+        return meter
+
+    def note_deaths(self, iterator: Any) -> None:
+        """Record which workers ended by a signal or an error; DataLoader only says that one did."""
+        self._note_deaths(iterator, (None, 0))
+
+    def note_late_deaths(self, iterator: Any) -> None:
+        """Record the same once all have ended; DataLoader itself terminates workers that hang."""
+        self._note_deaths(iterator, (None, 0, -signal.SIGTERM))
+
+    def note_last_deaths(self) -> None:
+        """Record the same for iterators that user code, or a traceback, holds until the process ends."""
+        for state in list(states.values()):
+            if self.active and (iterator := state.iterator()) is not None:
+                try:
+                    self.note_late_deaths(iterator)
+                except Exception as error:
+                    self.fail(error)
+
+    def _note_deaths(self, iterator: Any, good: tuple[int | None, ...]) -> None:
+        state, current = states.get(id(iterator)), session.active
+        if state is None or current is None:
+            return
+        if self._registry is None or self._registry.session is not current:
+            return  # a forked child's copy of the iterator: these are not its workers
+        for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
+            exit_code = process.exitcode
+            if exit_code in good or worker_id in state.dead_workers:
+                continue
+            lost = [index for index, task in iterator._task_info.items() if task == (worker_id,)]
+            current.events.append(
+                "worker-died",
+                loader=state.info.number,
+                epoch=state.epoch,
+                worker=worker_id,
+                worker_pid=process.pid,
+                exit_code=exit_code,
+                last_index=min(lost, default=None),
+            )
+            state.dead_workers.add(worker_id)  # not before: torch's signal handler may raise in between
+
+    def probe_queue(self, iterator: Any, state: IterState) -> None:
+        """Find out which fields about its queues an iterator with workers has, once it has queues."""
+        state.is_probed = True
+        missing = [name for name in _QUEUE_FIELDS if not hasattr(iterator, name)]
+        state.free_slots, state.slots_count = _slot_counter(getattr(iterator, "_data_queue", None))
+        if missing:
+            state.has_queue = state.has_sample_counts = False
+            if (type(iterator), "queue fields") in self.patch_keys:
+                return
+            self.patch_keys.add((type(iterator), "queue fields"))
+            error = f"{type(iterator).__name__} has no {missing[0]}"
+            if session.active is not None:
+                session.active.events.append("hook-disabled", hook="worker of a batch", error=error)
+
+
+def _forget(number: int, _: object) -> None:
+    states.pop(number, None)
+
+
+def _slot_counter(queue: Any) -> tuple[Callable[[], int], int | None]:
+    """Return a function that reads the free slots of a result queue, and the number of slots; None if unknown.
+
+    A queue between processes counts them with a semaphore, which macOS cannot read (multiprocessing/queues.py). One
+    between threads has no bound, so `qsize` is read instead: it counts the used slots.
+    """
+    try:
+        semaphore, slots_count = queue._sem._semlock, int(queue._maxsize)
+        semaphore._get_value()
+    except (AttributeError, NotImplementedError):
+        if not hasattr(queue, "qsize"):
+            return _unknown, None
+        try:
+            queue.qsize()
+        except NotImplementedError:
+            return _unknown, None
+        return lambda: -queue.qsize(), 0
+    return semaphore._get_value, slots_count
+
+
+def _unknown() -> int:
+    return 0
+
+
+def payload_bytes(data: Any) -> int:
+    """Return the bytes of the tensors and arrays in a batch; missing when there are none, or too many to count.
+
+    Only tensors and arrays are asked for their size: any other object is the user's and may run any code. So may a
+    container class of the user's, which is therefore read by the methods of list, tuple or dict.
+    """
+    kinds = _sized_types()
+    total, has_arrays = 0, False
+    level: Iterable[Any] = (data,)
+    for _ in range(_PAYLOAD_DEPTH):
+        below: list[Any] = []
+        for item in level:
+            kind = type(item)
+            if issubclass(kind, kinds):
+                try:
+                    total += item.nbytes
+                except Exception:
+                    return MISSING_INT64  # sparse tensors have no size in bytes
+                has_arrays = True
+            elif issubclass(kind, list):
+                below.extend(list.__iter__(item))
+            elif issubclass(kind, tuple):
+                below.extend(tuple.__iter__(item))
+            elif issubclass(kind, dict):
+                below.extend(dict.values(item))
+        if not below:
+            break
+        if len(below) > _PAYLOAD_LEAVES:
+            return MISSING_INT64
+        level = below
+    return total if has_arrays else MISSING_INT64
+
+
+@functools.cache
+def _sized_types() -> tuple[type[Any], ...]:
+    torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
+    return (torch.Tensor, numpy.ndarray) if numpy is not None else (torch.Tensor,)

@@ -1,0 +1,186 @@
+"""Numbers of DataLoaders, and one event each with the place that made it (file, line, variable) and its settings.
+
+The place distinguishes the loaders of a run. The newest loaders are remembered, weakly, until they are iterated.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+import sys
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks.patching import Hook
+from training_harness.session import is_user_code
+
+#: Number of loaders that get an event: a loop that makes a new DataLoader in each step must not flood the events.
+_DESCRIBED_LOADERS = 1000
+#: Number of recent loaders with the same settings among which a dead one is searched.
+_SAME_SETTINGS_LOADERS = 8
+#: Number of remembered settings: a loader of another length in each step must not fill the memory.
+_CONFIGURATIONS = 256
+#: id of a loader -> (weak reference to the loader, the place that made it).
+_sites: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+#: Number of remembered places: a script that makes a loader in each step must not fill the memory.
+_SITES_AT_MOST = 256
+#: `train_loader = DataLoader(...)`, also as an attribute or with an annotation.
+_ASSIGNED = re.compile(r"\s*(?:\w+\.)*(\w+)\s*(?::[^=]+)?=[^=]")
+
+
+class LoaderInfo:
+    """A DataLoader that was iterated, or several in turn, each with the settings of a dead one before it.
+
+    Attributes:
+        number: number of the loader, in the order of first use.
+        epochs: number of passes begun.
+        loader: weak reference to the newest of them.
+        iterator: weak reference to its newest iterator, which may outlive it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.epochs = 0
+        self.loader: Callable[[], Any] = _no_object
+        self.iterator: Callable[[], Any] = _no_object
+
+    def is_gone(self) -> bool:
+        """Return whether neither the loader nor its iterator exists any more."""
+        return self.loader() is None and self.iterator() is None
+
+
+def _no_object() -> None:
+    """Stand in for a weak reference to nothing."""
+
+
+class LoaderRegistry:
+    """Registry of the DataLoaders iterated in a session; a forked child has a session of its own."""
+
+    def __init__(self, current: session.Session) -> None:
+        self.session = current
+        self._loaders: dict[int, LoaderInfo] = {}
+        self._same_settings: dict[str, deque[LoaderInfo]] = defaultdict(
+            lambda: deque(maxlen=_SAME_SETTINGS_LOADERS)
+        )
+        self._next_number = 0
+
+    def info(self, loader: Any, iterator: Any) -> LoaderInfo:
+        """Return the info of a loader for which an iterator is being created; describe a new one in an event."""
+        key = id(loader)
+        info = self._loaders.get(key)
+        if info is None or info.loader() is not loader:
+            info = self._loaders[key] = self._new(loader)
+            info.loader = weakref.ref(loader, lambda _: self._loaders.pop(key, None))
+        info.iterator = weakref.ref(iterator)
+        return info
+
+    def _new(self, loader: Any) -> LoaderInfo:
+        configuration = _configuration(loader)
+        if len(self._same_settings) > _CONFIGURATIONS:
+            self._same_settings.clear()
+        loaders = self._same_settings[str(configuration)]
+        info = next((info for info in loaders if info.is_gone()), None)
+        if info is None:
+            info = LoaderInfo(self._next_number)
+            self._next_number += 1
+            loaders.append(info)
+            if info.number < _DESCRIBED_LOADERS:
+                self.session.events.append("loader", loader=info.number, **configuration, **site_of(loader))
+        return info
+
+
+def _configuration(loader: Any) -> dict[str, Any]:
+    context = getattr(loader, "multiprocessing_context", None) or sys.modules.get("multiprocessing")
+    return {
+        "num_workers": loader.num_workers,
+        "prefetch_factor": getattr(loader, "prefetch_factor", None),
+        "batch_size": getattr(loader, "batch_size", None),
+        "pin_memory": bool(getattr(loader, "pin_memory", False)),
+        "persistent_workers": bool(getattr(loader, "persistent_workers", False)),
+        "in_order": getattr(loader, "in_order", True),
+        "start_method": _start_method(context),
+        "dataset": type(getattr(loader, "dataset", None)).__qualname__,
+        "dataset_length": _length(getattr(loader, "sampler", None)),
+        "sampler": type(getattr(loader, "sampler", None)).__qualname__,
+        "collate": getattr(getattr(loader, "collate_fn", None), "__name__", None),
+        "iterable": is_iterable(loader),
+    }
+
+
+def is_iterable(loader: Any) -> bool:
+    """Return whether the loader's dataset is an IterableDataset."""
+    return bool(getattr(loader, "_dataset_kind", 0) == 1)  # `_DatasetKind.Iterable`
+
+
+def _start_method(context: Any) -> str | None:
+    """Return the start method in effect without fixing it: `set_start_method` must still work later."""
+    if context is None:
+        return None
+    try:
+        method: str | None = context.get_start_method(allow_none=True)
+        return method or str(context.get_all_start_methods()[0])
+    except Exception:  # a context of the user's own
+        return None
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except Exception:
+        return None
+
+
+def install() -> Hook:
+    """Replace `DataLoader.__init__`.
+
+    Raises:
+        AttributeError: this torch has no such class.
+    """
+    with Hook("loader site") as hook:
+        kind = sys.modules["torch.utils.data.dataloader"].DataLoader
+        hook.replace(kind, "__init__", lambda original: _init(hook, original))
+        return hook
+
+
+def site_of(loader: Any) -> dict[str, Any]:
+    """Return `file`, `line` and `variable` of a loader; empty where it is not known."""
+    reference, site = _sites.get(id(loader), (None, {}))
+    return site if reference is not None and reference() is loader else {}
+
+
+def _init(hook: Hook, original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if hook.active:
+            try:
+                _record_site(self, sys._getframe(1))
+            except Exception as error:
+                hook.fail(error)
+
+    return init
+
+
+def _record_site(loader: Any, frame: FrameType | None) -> None:
+    if len(_sites) >= _SITES_AT_MOST:
+        _sites.pop(next(iter(_sites)))
+    key = id(loader)
+    _sites[key] = weakref.ref(loader, lambda _: _sites.pop(key, None)), _site(frame)
+
+
+def _site(frame: FrameType | None) -> dict[str, Any]:
+    """Find the innermost line of the user's own code, else the one that made the loader."""
+    maker = frame
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or maker
+    if frame is None:
+        return {}
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    assigned = _ASSIGNED.match(linecache.getline(path, line))
+    return {"file": path, "line": line, "variable": assigned[1] if assigned else None}

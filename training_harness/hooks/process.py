@@ -1,0 +1,75 @@
+"""The process that the hooks are in: a worker or a training process, and the events at its start and exit."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import os
+import sys
+
+from training_harness import session
+from training_harness.hooks.stages import stages
+from training_harness.layout import redact
+
+WORKER_MODULE = "torch.utils.data._utils.worker"
+
+
+def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
+    """Record once that this process trains, and arrange for the farewell, which a kill prevents.
+
+    Args:
+        current: this process's session.
+        capabilities: name of a hook or a hook point -> whether this torch has it.
+    """
+    if current.process_started:
+        return
+    current.process_started = True
+    _find_rank(current)
+    current.events.append(
+        "process-start",
+        argv=redact(sys.orig_argv),
+        python=sys.version.split()[0],
+        torch=session.torch_version(),
+        local_rank=current.identity.local_rank,
+        world_size=current.identity.world_size,
+        attempt=current.identity.attempt,
+        parent_pid=os.getppid(),
+        capabilities=capabilities,
+    )
+    if multiprocessing.parent_process() is None:
+        atexit.register(farewell, current)
+    else:  # a child of multiprocessing leaves through os._exit, after its finalizers
+        multiprocessing.util.Finalize(None, farewell, (current,), exitpriority=0)
+
+
+def _find_rank(current: session.Session) -> None:
+    """Take the rank from torch's process group where the launcher did not put it into the environment."""
+    distributed = sys.modules.get("torch.distributed")
+    if current.identity.rank is None and distributed is not None:
+        try:
+            if distributed.is_available() and distributed.is_initialized():
+                current.become_rank(distributed.get_rank(), distributed.get_world_size())
+        except Exception:
+            pass
+
+
+def farewell(begun: session.Session | None, *, detached: bool = False) -> None:
+    """Record that this process leaves the run normally: at its exit, or when it detaches and goes on."""
+    current = session.active
+    if current is None or current is not begun:  # a forked child that runs its parent's exit handlers
+        return
+    if not current.process_started:
+        return
+    try:
+        current.before_farewell()
+        stages.flush()
+        current.close()
+        current.events.append("process-exit", lost_count=current.lost_count, detached=detached)
+    except Exception:
+        pass
+
+
+def is_worker() -> bool:
+    """Return whether this process is a DataLoader worker: its modules are part of a fetch."""
+    worker = sys.modules.get(WORKER_MODULE)
+    return worker is not None and worker.get_worker_info() is not None

@@ -1,0 +1,1 @@
+"""Hooks around training steps: their phases, device memory and device times."""

@@ -1,0 +1,299 @@
+"""Phases of the training loop: every moment of a step belongs to one phase.
+
+The hooks follow the thread that trains from mark to mark: a batch is requested, it arrives, the backward pass
+begins and ends, the optimizer begins and ends. The time between two marks belongs to the phase that the later one
+ends.
+So *forward* is the time between a batch and the backward pass, and a loop that never goes backward has none.
+In a process without a DataLoader the top-level module's own call is the forward pass, and *other* is the host's
+time outside forward, backward and optimizer: the loop's own loading, logging and the like.
+These are times of the host: on a GPU the work itself may run later (`DeviceTimes`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from training_harness import session
+from training_harness.hooks.on_request.requests import Requests
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.process import announce
+from training_harness.hooks.stages import stages
+from training_harness.hooks.training.deferred_calls import DeferredCalls
+from training_harness.hooks.training.devices import DeviceGauges, DeviceTimes
+from training_harness.hooks.training.heap import HeapGauge
+from training_harness.hooks.training.phases import BACKWARD, COPY, FORWARD, OPTIMIZE, OTHER, WAIT
+from training_harness.records import MISSING_INT32, MISSING_INT64
+
+#: Ends of a step; less one, the `unit` of the step's record. A later one takes over from an earlier one.
+NOTHING, PASS, BATCH, OPTIMIZER, USER = range(5)
+#: Stand-in for the thread's CPU clock where it was not read.
+UNREAD = -1
+
+
+class Progress:
+    """The step that the training loop is in. In each step, hooks report to it through deferred calls.
+
+    Attributes:
+        calls: calls that hooks log in the loop.
+        step: number of the step, from 0.
+        ended_by: what ends the step. Without an optimizer batches do, without a DataLoader the top-level module's
+            calls, and the script alone once it has called `step()`.
+        sees_batches: whether a DataLoader of this process was iterated.
+        on_first_loader: callback for the first iteration of a DataLoader.
+        sees_passes: whether the top-level module's calls are counted.
+        thread: id of the thread that steps the optimizer, 0 before it has.
+        uses_cuda: whether CUDA is initialised, so that there are gauges to read; checked now and then.
+        sees_copies: whether host to device copies are reported to `on_copy`.
+        requests: work that waits for the end of a step.
+        capabilities: name of a hook or a hook point -> whether this torch has it.
+    """
+
+    def __init__(self) -> None:
+        self.sees_copies = self.uses_cuda = False
+        self.on_first_loader: Callable[[], None] = _do_nothing
+        self.capabilities: dict[str, bool] = {}
+        self.requests = Requests()
+        self.calls = DeferredCalls()
+        self._hook = Hook("copy")
+        self._gauges = DeviceGauges()
+        self._gauges_hook = Hook("device_memory")
+        self._heap = HeapGauge()
+        self._heap_hook = Hook("heap")
+        self._device_times = DeviceTimes(self._gauges.has_worked)
+        self._device_times_hook = Hook("device_time")
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin as in a new run: counts from another run, or from before a fork, do not belong to this one."""
+        self.calls.clear()
+        self.step = 0
+        self.sees_batches = self.sees_passes = self._reads_cpu = False
+        self._pass_thread = 0
+        self.ended_by = NOTHING
+        self.thread = 0
+        self.begin(0)
+        self._mark_ns = time.monotonic_ns()
+
+    def begin(self, now_ns: int) -> None:
+        """Begin a step now, with all counts at zero. The start of the first step's work is not known."""
+        self._boundary_ns = self._mark_ns = now_ns
+        self._batches = self._samples = self._passes = 0
+        self._phase_ns = [0] * 6
+        self._mark_cpu_ns = UNREAD
+        self._outside_cpu_ns = self._outside_measured_ns = 0
+        self._at_boundary = True
+
+    def announce(self, current: session.Session) -> None:
+        """Record once that this process trains; called wherever training may begin."""
+        if not current.process_started:
+            self.forget()
+            current.before_flush = self.calls.run
+            announce(current, self.capabilities)
+        self._detect_cuda()
+
+    def on_batch_request(self, now_ns: int, thread: int) -> None:
+        """End the use of the last batch: a thread requests the next one. A repeated report changes nothing.
+
+        A thread that makes a batch itself does not report here.
+        """
+        current = session.active
+        if current is None:
+            return
+        if self.requests.due_ns == 0:
+            now_ns = self.requests.expire(current, self.step)
+        if self.thread in (0, thread):  # not a thread that loads ahead
+            self.mark(OTHER, now_ns)
+        if self.ended_by == BATCH and self._batches:
+            self.gauge(current)
+            self.end(current, now_ns)
+
+    def on_batch(self, now_ns: int, thread: int, samples: int) -> None:
+        """Count a batch that arrived."""
+        self._batches += 1
+        self._samples += samples
+        if self.thread in (0, thread):
+            self.mark(WAIT, now_ns)
+
+    def follow_batches(self, *, has_optimizer: bool) -> None:
+        """Let batches end the steps of a process in which no optimizer was ever made."""
+        self.calls.run()
+        if not self.sees_batches:
+            self.sees_batches, self.sees_passes = True, False
+            self.on_first_loader()
+        if self.ended_by <= BATCH:
+            self.end_steps_by(NOTHING if has_optimizer else BATCH)
+
+    def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes: int) -> None:
+        """Note the top-level module's calls; they end the steps where no optimizer was ever made.
+
+        Args:
+            current: this process's session.
+            has_optimizer: whether an optimizer was made.
+            passes: number of calls so far; the last one is still running.
+        """
+        self.calls.run()
+        if passes and self.ended_by == NOTHING and not self.sees_passes and not has_optimizer:
+            self.step, self._passes = passes - 1, 1
+        self.sees_passes = True
+        current.before_farewell = self._end_last_pass
+        if self.ended_by <= PASS:
+            self.end_steps_by(NOTHING if has_optimizer else PASS)
+
+    def _end_last_pass(self) -> None:
+        self.calls.run()
+        current = session.active
+        if current is not None and self.ended_by == PASS and self._passes:
+            self.end(current, self._mark_ns)
+
+    def end_steps_by(self, what: int) -> None:
+        """Change what ends a step. Steps are numbered from 0 again where another kind of end came before.
+
+        A script that calls `step()` goes on counting: its first step may have been ended by the optimizer.
+        """
+        if self.ended_by not in (NOTHING, what) and what != USER:
+            self.step = 0
+        self.ended_by = what
+
+    def cpu_clock(self) -> int:
+        """Read the thread's CPU time (ns) in every other stretch, since one reading takes 0.6 µs."""
+        return time.thread_time_ns() if self._reads_cpu else UNREAD
+
+    def boundary_cpu_clock(self, now_ns: int) -> int:
+        """Read the thread's CPU time (ns) at the end of a step, where one stretch ends and the next one begins."""
+        read_before = self._reads_cpu
+        if now_ns >= self.calls.due_ns:
+            self._reads_cpu = self.sees_passes and not read_before
+        return time.thread_time_ns() if read_before or self._reads_cpu else UNREAD
+
+    def on_pass_begin(self, now_ns: int, thread: int, cpu_ns: int) -> None:
+        """Begin a forward pass of the top-level module."""
+        current = session.active
+        if current is None:
+            return
+        if self.requests.due_ns == 0:
+            now_ns = self.requests.expire(current, self.step)
+        if self.thread in (0, thread):
+            self.mark(OTHER, now_ns, cpu_ns if thread == self._pass_thread else UNREAD)
+            self._mark_cpu_ns, self._pass_thread = cpu_ns, thread
+        if self.ended_by == PASS and self._passes:
+            self.gauge(current)
+            self.end(current, now_ns, cpu_ns)
+
+    def on_pass_end(self, now_ns: int, thread: int, cpu_ns: int) -> None:
+        """End a forward pass of the top-level module."""
+        if self.thread in (0, thread):
+            self.mark(FORWARD, now_ns, cpu_ns if thread == self._pass_thread else UNREAD)
+        self._passes += 1
+
+    def on_backward(self, now_ns: int, cpu_ns: int) -> None:
+        """End the forward pass, or the time after it where the module's own call was seen."""
+        self.mark(OTHER if self.sees_passes and self._passes else FORWARD, now_ns, cpu_ns)
+
+    def mark(self, phase: int, now_ns: int, cpu_ns: int = UNREAD) -> None:
+        """Count the time since the last mark to a phase.
+
+        Args:
+            phase: phase that ends now.
+            now_ns: time at its end.
+            cpu_ns: the thread's CPU clock at its end, if it was read.
+        """
+        self._at_boundary = False
+        if phase == OTHER and UNREAD not in (cpu_ns, self._mark_cpu_ns):
+            self._outside_cpu_ns += cpu_ns - self._mark_cpu_ns
+            self._outside_measured_ns += now_ns - self._mark_ns
+        self._phase_ns[phase] += now_ns - self._mark_ns
+        self._mark_ns, self._mark_cpu_ns = now_ns, cpu_ns
+        if self._device_times.sampling:
+            try:
+                self._device_times.mark(phase)
+            except Exception as error:
+                self._fail_device_times(error)
+
+    def on_copy(self, duration_ns: int) -> None:
+        """Report a copy to a device by the calling thread."""
+        self.calls.log((self._hook, self._add_copy, duration_ns, threading.get_ident()))
+
+    def _add_copy(self, duration_ns: int, thread: int) -> None:
+        if self.thread in (0, thread):
+            self._phase_ns[COPY] += duration_ns
+            self._mark_ns += duration_ns  # so that the phase around the copy does not count it too
+
+    def gauge(self, current: session.Session) -> None:
+        """Read the allocator of every device in use, once per step and always in the same phase."""
+        if self.uses_cuda and self._gauges_hook.active:
+            try:
+                self._gauges.record(current, self.step)
+            except Exception as error:
+                self._gauges_hook.fail(error)
+
+    def end(self, current: session.Session, now_ns: int, cpu_ns: int = UNREAD) -> None:
+        """End the step: hold its record and begin the next one."""
+        spent_ns, outside_cpu_ns = self._phase_ns, MISSING_INT64
+        spent_ns[OTHER] += now_ns - self._mark_ns
+        duration_ns = now_ns - self._boundary_ns if self._boundary_ns else MISSING_INT64
+        phases_ns = (
+            spent_ns[WAIT] if self.sees_batches else MISSING_INT64,
+            spent_ns[COPY] if self.sees_copies else MISSING_INT64,
+            spent_ns[FORWARD] or MISSING_INT64,
+            spent_ns[BACKWARD] or MISSING_INT64,
+            spent_ns[OPTIMIZE] or MISSING_INT64,
+            spent_ns[OTHER],
+        )
+        if self._outside_measured_ns and not self.sees_batches:
+            outside_cpu_ns = max(0, self._outside_cpu_ns) * spent_ns[OTHER] // self._outside_measured_ns
+        samples = self._samples if self._samples > 0 else MISSING_INT32
+        passes = self._passes if self.sees_passes else MISSING_INT32
+        unit = self.ended_by - 1
+        current.step(
+            (now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, self._batches, passes, samples, unit)
+        )
+        if self.uses_cuda and self._device_times_hook.active:
+            try:
+                self._device_times.end_step(current, self.step, now_ns)
+            except Exception as error:
+                self._fail_device_times(error)
+        self.step += 1
+        self.begin(now_ns)
+        self._mark_cpu_ns = cpu_ns
+
+    def catch_up(self, now_ns: int) -> None:
+        """Write, and do the work that waits for the end of a step; called between two steps or batches when due."""
+        current = session.active
+        if current is None:
+            return
+        self.calls.run()
+        if stages.pending_tallies and now_ns >= stages.due_ns:
+            stages.write_loop_stages(now_ns)
+        if now_ns >= self._heap.due_ns and self._heap_hook.active:
+            try:
+                self._heap.record(current)
+            except Exception as error:
+                self._heap_hook.fail(error)
+        if self._at_boundary and now_ns >= self.requests.due_ns:
+            self._serve(current)
+        self.calls.write(current, now_ns)
+
+    def _serve(self, current: session.Session) -> None:
+        self._detect_cuda()
+        if self.uses_cuda and sys.modules["torch"].cuda.is_current_stream_capturing():
+            return  # the requests can wait until the graph is there
+        now_ns = self.requests.serve(current, self.step - 1)
+        self.begin(now_ns)
+        self._detect_cuda()
+
+    def _detect_cuda(self) -> None:
+        """Find out whether there are CUDA gauges, which must be read at the moment of a call."""
+        torch = sys.modules.get("torch")
+        self.uses_cuda = torch is not None and torch.cuda.is_initialized()
+        self.calls.set_deferred(yes=not self.uses_cuda and self.requests.due_ns > 0)
+
+    def _fail_device_times(self, error: Exception) -> None:
+        self._device_times.sampling = False
+        self._device_times_hook.fail(error)
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,0 +1,229 @@
+"""Step boundaries and phases: torch's global optimizer hooks, and the call that starts a backward pass.
+
+With several optimizers (a GAN, say) the one that stepped first leads: a step ends when the leader has stepped. When
+another one steps twice in between, the leader is gone or frozen, and the other one leads from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks import compiler
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.training.phases import BACKWARD, OPTIMIZE, OTHER
+from training_harness.hooks.training.step_phases import OPTIMIZER, UNREAD, USER, Progress
+
+FASTAI = "fastai.optimizer"
+
+
+def _no_optimizer() -> None:
+    """Stand in for a weak reference to no optimizer."""
+
+
+class _PickledAsNothing:
+    """Hook of torch's that does nothing in the process that unpickles it.
+
+    cloudpickle and dill pickle the optimizers of scripts by value, and with them torch's table of global hooks.
+    """
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._function(optimizer, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext, "__exit__")  # accepts any arguments and returns None
+
+
+class StepHook(Hook):
+    """Hook on every `Optimizer.step` of the process.
+
+    Attributes:
+        before, after: torch's hooks, which take the optimizer, its arguments and its keyword arguments.
+    """
+
+    before: Callable[[Any, Any, Any], None]
+    after: Callable[[Any, Any, Any], None]
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__("step")
+        self._progress = progress
+        self._leader: Callable[[], Any] = _no_optimizer
+        self._follower: Callable[[], Any] = _no_optimizer
+
+    def on_step_begin(self, now_ns: int, thread: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
+        """Mark the start of an optimizer's step: the fixed phase at which device memory is read."""
+        current, progress = session.active, self._progress
+        if current is None:
+            return
+        progress.thread = thread
+        if progress.ended_by != USER and (self._leader is optimizer or self._take_lead(optimizer)):
+            progress.end_steps_by(OPTIMIZER)
+            progress.gauge(current)
+        progress.mark(OTHER, now_ns, cpu_ns)
+
+    def on_step_end(self, now_ns: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
+        """Mark the end of an optimizer's step."""
+        current, progress = session.active, self._progress
+        if current is None:
+            return
+        progress.mark(OPTIMIZE, now_ns, cpu_ns)
+        if progress.ended_by == OPTIMIZER and self._leader is optimizer:
+            progress.end(current, now_ns, cpu_ns)
+            self._follower = _no_optimizer
+
+    def _take_lead(self, optimizer: Callable[[], Any]) -> bool:
+        if self._leader() is None or self._follower is optimizer:
+            self._leader = optimizer
+            return True
+        if self._follower() is None:
+            self._follower = optimizer
+        return False
+
+
+def install(progress: Progress) -> StepHook:
+    """Register the global optimizer hooks.
+
+    Dynamo treats `is_compiling` as a constant, so the hooks vanish from a compiled step.
+
+    Raises:
+        AttributeError: this torch has no global optimizer hooks.
+        KeyError: `torch.optim.optimizer` or `torch.compiler` is not imported yet.
+    """
+    module = sys.modules["torch.optim.optimizer"]
+    is_compiling = compiler.is_compiling()
+    calls, clock, cpu_clock, reference = progress.calls, time.monotonic_ns, progress.cpu_clock, weakref.ref
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_compiling() or not hook.active:
+            return
+        try:
+            current = session.active or session.start()
+            if current is None:
+                return
+            if not current.process_started:
+                progress.announce(current)
+            calls.log((hook, on_step_begin, clock(), get_ident(), reference(optimizer), cpu_clock()))
+        except Exception as error:
+            hook.fail(error)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_compiling() or not hook.active:
+            return
+        try:
+            now_ns = clock()
+            calls.log((hook, on_step_end, now_ns, reference(optimizer), boundary_cpu_clock(now_ns)))
+            if now_ns >= calls.due_ns:
+                progress.catch_up(now_ns)
+        except Exception as error:
+            hook.fail(error)
+
+    with StepHook(progress) as hook:
+        on_step_begin, on_step_end = hook.on_step_begin, hook.on_step_end
+        boundary_cpu_clock = progress.boundary_cpu_clock
+        hook.before, hook.after = before, after
+        hook.on_remove(module.register_optimizer_step_pre_hook(_PickledAsNothing(before)).remove)
+        hook.on_remove(module.register_optimizer_step_post_hook(_PickledAsNothing(after)).remove)
+        return hook
+
+
+def install_fastai(step_hook: StepHook) -> Hook:
+    """Replace `step` of fastai's optimizers, which do not derive from torch's (fastai/optimizer.py).
+
+    Raises:
+        AttributeError: this fastai has no such class.
+    """
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            step_hook.before(optimizer, args, kwargs)
+            result = original(optimizer, *args, **kwargs)
+            step_hook.after(optimizer, args, kwargs)
+            return result
+
+        return step
+
+    with Hook("step:fastai") as hook:
+        hook.replace(sys.modules[FASTAI].Optimizer, "step", make)
+        return hook
+
+
+def install_backward(progress: Progress) -> Hook:
+    """Replace `torch.autograd.backward`, which `Tensor.backward` calls (torch/_tensor.py).
+
+    Raises:
+        AttributeError: this torch has no such function.
+        KeyError: `torch.autograd` or `torch.compiler` is not imported yet.
+    """
+    hook = Hook("backward")
+    is_compiling = compiler.is_compiling()
+    calls, clock, cpu_clock = progress.calls, time.monotonic_ns, progress.cpu_clock
+    on_backward, mark = progress.on_backward, progress.mark
+    running = False  # a checkpointed part of the model runs a backward pass within the backward pass
+
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if is_compiling() or running or not hook.active:
+                return original(*args, **kwargs)
+            running = True
+            try:
+                calls.log((hook, on_backward, clock(), cpu_clock()))
+            except Exception as error:
+                hook.fail(error)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running = False
+                try:
+                    calls.log((hook, mark, BACKWARD, clock(), cpu_clock()))
+                except Exception as error:
+                    hook.fail(error)
+
+        return backward
+
+    hook.replace(sys.modules["torch.autograd"], "backward", make)
+    return hook
+
+
+def step(progress: Progress) -> None:
+    """End a step for the script; from now on nothing else ends one."""
+    current = session.start()
+    if current is None:
+        return
+    progress.announce(current)
+    progress.calls.run()
+    now_ns = time.monotonic_ns()
+    is_partial = progress.ended_by == OPTIMIZER  # the optimizer ended the last step, so this one is only a part
+    progress.end_steps_by(USER)
+    if is_partial:
+        progress.begin(now_ns)
+    else:
+        progress.gauge(current)
+        progress.end(current, now_ns)
+    if now_ns >= progress.calls.due_ns:
+        progress.catch_up(now_ns)
+
+
+def has_optimizer() -> bool:
+    """Return whether an optimizer was ever made: its class's `step` is wrapped then (torch/optim/optimizer.py)."""
+    module = sys.modules.get("torch.optim.optimizer")
+    classes = [module.Optimizer] if module is not None else []
+    for kind in classes:
+        if getattr(kind.step, "hooked", False):
+            return True
+        classes += kind.__subclasses__()
+    return False
