@@ -129,12 +129,7 @@ DEVICE_MEMORY = Stream(
         Column("active_bytes", "q", "bytes", "allocated, or freed and awaiting another stream"),
         Column("reserved_bytes", "q", "bytes", "held from the driver by the caching allocator"),
         Column("inactive_split_bytes", "q", "bytes", "holes that can't be released (0 with expandable segments)"),
-        Column(
-            "allocated_peak_bytes",
-            "q",
-            "bytes",
-            "highest allocated since the peak was last reset by the user",
-        ),
+        Column("allocated_peak_bytes", "q", "bytes", "highest allocated since the peak was last reset by the user"),
         Column("reserved_peak_bytes", "q", "bytes", "highest reserved since the peak was last reset by the user"),
         Column("allocation_count", "q", "count", "live allocations"),
         Column("segment_count", "q", "count", "live segments"),
@@ -280,17 +275,9 @@ HOST = Stream(
         Column("memory_available_bytes", "q", "bytes", "MemAvailable"),
         Column("memory_shmem_bytes", "q", "bytes", "Shmem: tmpfs and shared memory of the whole host"),
         Column(
-            "cgroup_limit_bytes",
-            "q",
-            "bytes",
-            "smallest memory limit from the command's cgroup up to the root",
+            "cgroup_limit_bytes", "q", "bytes", "smallest memory limit from the command's cgroup up to the root"
         ),
-        Column(
-            "cgroup_usage_bytes",
-            "q",
-            "bytes",
-            "usage charged at the level of that limit, page cache included",
-        ),
+        Column("cgroup_usage_bytes", "q", "bytes", "usage charged at the level of that limit, page cache included"),
         Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
         Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
         Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),

@@ -187,11 +187,7 @@ def webhook_sender(url: str) -> Sender:
 
 def payload(alert: Alert) -> dict[str, Any]:
     """Return the body of a webhook's request; the finding is as in the report."""
-    return {
-        "schema": 1,
-        "run": {"run_id": alert.run_id, "name": alert.name},
-        "finding": as_json(alert.finding),
-    }
+    return {"schema": 1, "run": {"run_id": alert.run_id, "name": alert.name}, "finding": as_json(alert.finding)}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

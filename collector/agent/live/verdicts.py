@@ -104,11 +104,7 @@ class LiveVerdicts:
             command = [sys.executable, "-P", "-m", "collector", "report", str(self._run.path), "--format", "json"]
             # Its own session, since Ctrl-C is for the command alone.
             self._child = child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
             )
             if self._closed:
                 child.kill()

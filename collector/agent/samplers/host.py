@@ -10,11 +10,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from collector.agent.samplers.procfs import field, read_file, read_stat
+from collector.agent.samplers.procfs import field, kibibytes, read_file, read_stat
 from collector.agent.samplers.samples import Sample
+from training_harness.records import HOST
+
+#: Column -> the file in the binding group and the name in it; a file without names holds one number.
+_MEMORY_V1 = {
+    "cgroup_usage_bytes": ("memory.usage_in_bytes", b""),
+    "cgroup_anon_bytes": ("memory.stat", b"total_rss "),
+    "cgroup_file_bytes": ("memory.stat", b"total_cache "),
+    "cgroup_shmem_bytes": ("memory.stat", b"total_shmem "),
+    "cgroup_oom_count": ("memory.failcnt", b""),
+}
+_MEMORY_V2 = {
+    "cgroup_usage_bytes": ("memory.current", b""),
+    "cgroup_anon_bytes": ("memory.stat", b"anon "),
+    "cgroup_file_bytes": ("memory.stat", b"file "),
+    "cgroup_shmem_bytes": ("memory.stat", b"shmem "),
+    "cgroup_slab_reclaimable_bytes": ("memory.stat", b"slab_reclaimable "),
+    "cgroup_oom_count": ("memory.events", b"oom "),
+}
+_UNKNOWN: Sample = {column.name: None for column in HOST.columns if column.name.startswith("cgroup_")}
 
 
 class HostSampler:
@@ -31,52 +50,37 @@ class HostSampler:
     """
 
     def __init__(
-        self,
-        pid: int,
-        *,
-        root: Path = Path("/"),
-        affinity: Callable[[int], Set[int]] = os.sched_getaffinity,
+        self, pid: int, *, root: Path = Path("/"), affinity: Callable[[int], Set[int]] = os.sched_getaffinity
     ) -> None:
         self._pid = pid
         self._root = root
         self._affinity = affinity
         self._membership = b""
         self._levels: dict[str, Levels | None] = {}
-        self._memory = Memory()
+        self._memory = _UNKNOWN
         self._cores_count: float | None = None
 
     def sample(self) -> Sample:
         """Return one sample of the `host` stream."""
-        meminfo = b"\n" + (read_file(f"{self._root}/proc/meminfo") or b"")
-        total_bytes = _kibibytes(meminfo, b"MemTotal:")
+        meminfo, vmstat = self._read("meminfo"), self._read("vmstat")
+        total_bytes = kibibytes(meminfo, b"MemTotal:")
         self._find_groups()
-        vmstat = b"\n" + (read_file(f"{self._root}/proc/vmstat") or b"")
+        levels = self._levels.get("memory")
+        if levels is not None and total_bytes is not None:
+            self._memory = read_memory(levels, unlimited_bytes=total_bytes) or self._memory
         return {
             "memory_total_bytes": total_bytes,
-            "memory_available_bytes": _kibibytes(meminfo, b"MemAvailable:"),
-            "memory_shmem_bytes": _kibibytes(meminfo, b"Shmem:"),
+            "memory_available_bytes": kibibytes(meminfo, b"MemAvailable:"),
+            "memory_shmem_bytes": kibibytes(meminfo, b"Shmem:"),
             "host_oom_kill_count": field(vmstat, b"oom_kill "),
             "usable_cores_count": self._usable_cores(),
-            **self._cgroup(total_bytes),
+            **self._memory,
             **self._shm(),
             **self._pressure(),
         }
 
-    def _cgroup(self, total_bytes: int | None) -> Sample:
-        levels = self._levels.get("memory")
-        if levels is not None and total_bytes is not None:
-            self._memory = read_memory(levels, unlimited_bytes=total_bytes) or self._memory
-        memory = self._memory
-        return {
-            "cgroup_limit_bytes": memory.limit_bytes,
-            "cgroup_usage_bytes": memory.usage_bytes,
-            "cgroup_anon_bytes": memory.anon_bytes,
-            "cgroup_file_bytes": memory.file_bytes,
-            "cgroup_shmem_bytes": memory.shmem_bytes,
-            "cgroup_slab_reclaimable_bytes": memory.slab_reclaimable_bytes,
-            "cgroup_oom_count": memory.oom_count,
-            "cgroup_oom_kill_count": memory.oom_kill_count,
-        }
+    def _read(self, name: str) -> bytes:
+        return b"\n" + (read_file(f"{self._root}/proc/{name}") or b"")
 
     def _find_groups(self) -> None:
         """Find the process's groups while it lives: version 1 shows a zombie in the root group."""
@@ -110,12 +114,12 @@ class HostSampler:
         }
 
     def _pressure(self) -> Sample:
-        memory = read_file(f"{self._root}/proc/pressure/memory")
+        memory = self._read("pressure/memory")
         return {
             "memory_some_avg10_ratio": _avg10(memory, b"some"),
             "memory_full_avg10_ratio": _avg10(memory, b"full"),
-            "cpu_some_avg10_ratio": _avg10(read_file(f"{self._root}/proc/pressure/cpu"), b"some"),
-            "io_some_avg10_ratio": _avg10(read_file(f"{self._root}/proc/pressure/io"), b"some"),
+            "cpu_some_avg10_ratio": _avg10(self._read("pressure/cpu"), b"some"),
+            "io_some_avg10_ratio": _avg10(self._read("pressure/io"), b"some"),
         }
 
 
@@ -128,44 +132,17 @@ def headroom_bytes(sample: Sample) -> float | None:
     return min((value for value in headrooms if value is not None), default=None)
 
 
-def _kibibytes(text: bytes, name: bytes) -> int | None:
-    value = field(text, name)
-    return None if value is None else value * 1024
-
-
-def _avg10(text: bytes | None, kind: bytes) -> float | None:
+def _avg10(text: bytes, kind: bytes) -> float | None:
     """Return the share of the last 10 s, from a line such as `some avg10=1.50 avg60=0.30 …` (in percent)."""
-    for line in (text or b"").splitlines():
-        words = line.split()
-        if words[:1] == [kind] and len(words) > 1:
-            return float(words[1].removeprefix(b"avg10=")) / 100
-    return None
+    percent = text.partition(b"\n" + kind + b" avg10=")[2].split(None, 1)
+    return float(percent[0]) / 100 if percent else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
+class Levels(NamedTuple):
     """Directories from a process's own group up to the visible root; `version` is 1 or 2."""
 
     version: int
     directories: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The smallest limit and the memory charged to its group; None is unknown, or no limit.
-
-    `oom_kill_count` is known without a limit too: then it counts the kills in the process's own group. Version 1
-    does not report reclaimable slab.
-    """
-
-    limit_bytes: int | None = None
-    usage_bytes: int | None = None
-    anon_bytes: int | None = None
-    file_bytes: int | None = None
-    shmem_bytes: int | None = None
-    slab_reclaimable_bytes: int | None = None
-    oom_count: int | None = None
-    oom_kill_count: int | None = None
 
 
 def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> Levels | None:
@@ -199,8 +176,11 @@ def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> L
     return Levels(version=version, directories=tuple(directories))
 
 
-def read_memory(levels: Levels, *, unlimited_bytes: int) -> Memory | None:
-    """Read the binding memory limit and the usage under it.
+def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
+    """Read the binding memory limit and the usage under it: the `cgroup_` columns of a sample.
+
+    The number of kills is known without a limit too: then it counts those in the process's own group. Version 1
+    does not report reclaimable slab.
 
     Args:
         levels: groups of the memory controller.
@@ -208,18 +188,33 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Memory | None:
 
     Returns:
         None if the process's own group is gone.
-
     """
-    if not os.path.isdir(levels.directories[0]):
+    version, directories = levels
+    if not os.path.isdir(directories[0]):
         return None
-    name = "memory.limit_in_bytes" if levels.version == 1 else "memory.max"
-    limits = [(_number(f"{directory}/{name}"), directory) for directory in levels.directories]
+    limit_file, kill_file, columns = (
+        ("memory.limit_in_bytes", "memory.oom_control", _MEMORY_V1)
+        if version == 1
+        else ("memory.max", "memory.events", _MEMORY_V2)
+    )
+    limits = [(_field(directory, limit_file), directory) for directory in directories]
     # The outermost of equal limits binds: it is charged with the others' usage too. So scan from outside.
     binding: tuple[int, str] | None = None
     for limit_bytes, directory in reversed(limits):
         if limit_bytes is not None and limit_bytes < (binding[0] if binding else unlimited_bytes):
             binding = (limit_bytes, directory)
-    return (_memory_v1 if levels.version == 1 else _memory_v2)(levels, binding)
+    # Version 2 counts a kill at every level above it too. The innermost group may lack the controller, as that of a
+    # SLURM task does. Version 1 counts it in the victim's own group alone, so add up all levels.
+    counting = (binding[1],) if binding and version == 2 else directories
+    counts = [_field(directory, kill_file, b"oom_kill ") for directory in counting]
+    kills = [count for count in counts if count is not None]
+    kill_count = None if not kills else sum(kills) if version == 1 else kills[0]
+    sample = {**_UNKNOWN, "cgroup_oom_kill_count": kill_count}
+    if binding is None:
+        return sample
+    limit_bytes, directory = binding
+    usage = {column: _field(directory, file, name) for column, (file, name) in columns.items()}
+    return {**sample, "cgroup_limit_bytes": limit_bytes, **usage}
 
 
 def read_cpu_quota(levels: Levels) -> float | None:
@@ -227,50 +222,14 @@ def read_cpu_quota(levels: Levels) -> float | None:
     quotas = []
     for directory in levels.directories:
         if levels.version == 1:
-            quota = _number(f"{directory}/cpu.cfs_quota_us")
-            period = _number(f"{directory}/cpu.cfs_period_us")
+            quota, period = _field(directory, "cpu.cfs_quota_us"), _field(directory, "cpu.cfs_period_us")
         else:
             fields = (read_file(f"{directory}/cpu.max") or b"").split()
-            quota, period = map(_as_number, fields) if len(fields) == 2 else (None, None)
+            numbers = [int(text) if text.isdigit() else None for text in fields]
+            quota, period = numbers if len(numbers) == 2 else (None, None)
         if quota and period:
             quotas.append(quota / period)
     return min(quotas, default=None)
-
-
-def _memory_v1(levels: Levels, binding: tuple[int, str] | None) -> Memory:
-    # Version 1 counts a kill in the victim's own group alone, so add up all levels.
-    kills = [_field(directory, "memory.oom_control", b"oom_kill ") for directory in levels.directories]
-    counts = [count for count in kills if count is not None]
-    kill_count = sum(counts) if counts else None
-    if binding is None:
-        return Memory(oom_kill_count=kill_count)
-    limit_bytes, directory = binding
-    return Memory(
-        limit_bytes=limit_bytes,
-        usage_bytes=_number(f"{directory}/memory.usage_in_bytes"),
-        anon_bytes=_field(directory, "memory.stat", b"total_rss "),
-        file_bytes=_field(directory, "memory.stat", b"total_cache "),
-        shmem_bytes=_field(directory, "memory.stat", b"total_shmem "),
-        oom_count=_number(f"{directory}/memory.failcnt"),
-        oom_kill_count=kill_count,
-    )
-
-
-def _memory_v2(levels: Levels, binding: tuple[int, str] | None) -> Memory:
-    if binding is None:  # The innermost group may lack the controller, as that of a SLURM task does.
-        kills = (_field(directory, "memory.events", b"oom_kill ") for directory in levels.directories)
-        return Memory(oom_kill_count=next((count for count in kills if count is not None), None))
-    limit_bytes, directory = binding
-    return Memory(
-        limit_bytes=limit_bytes,
-        usage_bytes=_number(f"{directory}/memory.current"),
-        anon_bytes=_field(directory, "memory.stat", b"anon "),
-        file_bytes=_field(directory, "memory.stat", b"file "),
-        shmem_bytes=_field(directory, "memory.stat", b"shmem "),
-        slab_reclaimable_bytes=_field(directory, "memory.stat", b"slab_reclaimable "),
-        oom_count=_field(directory, "memory.events", b"oom "),
-        oom_kill_count=_field(directory, "memory.events", b"oom_kill "),
-    )
 
 
 def _membership(controller: str, text: bytes) -> tuple[int, str] | None:
@@ -301,16 +260,7 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(root.rstrip("/") + "/")
 
 
-def _field(directory: str, name: str, key: bytes) -> int | None:
-    text = read_file(f"{directory}/{name}")
-    return None if text is None else field(b"\n" + text, key)
-
-
-def _number(path: str) -> int | None:
-    return _as_number(read_file(path) or b"")
-
-
-def _as_number(text: bytes) -> int | None:
-    """Parse a number; None for `max`, -1 and any other form of "no limit"."""
-    stripped = text.strip()
-    return int(stripped) if stripped.isdigit() else None
+def _field(directory: str, file: str, name: bytes = b"") -> int | None:
+    """Return a number in a file of a group; None for `max`, -1 and any other form of "no limit"."""
+    text = read_file(f"{directory}/{file}")
+    return None if text is None else field(b"\n" + text, name)

@@ -47,11 +47,7 @@ class ProcessRoles:
     """
 
     def __init__(
-        self,
-        host: str,
-        start_ticks: Callable[[int], int | None],
-        *,
-        boot_offset_ns: int | None = None,
+        self, host: str, start_ticks: Callable[[int], int | None], *, boot_offset_ns: int | None = None
     ) -> None:
         self._host = host
         self._start_ticks = start_ticks

@@ -88,6 +88,12 @@ def field(text: bytes, name: bytes) -> int | None:
     return int(value[0]) if value and value[0].isdigit() else None
 
 
+def kibibytes(text: bytes, name: bytes) -> int | None:
+    """Return the size after `name` in bytes; /proc counts in KiB."""
+    value = field(text, name)
+    return None if value is None else value * 1024
+
+
 def pids(proc: str) -> set[int]:
     """Return the pids of all visible processes."""
     return {int(name) for name in os.listdir(proc) if name.isdigit()}
@@ -128,11 +134,11 @@ def read_status(proc: str, pid: int) -> Status | None:
     if text is None:
         return None
     return Status(
-        rss_bytes=_kibibytes(text, b"VmRSS:"),
-        file_bytes=_kibibytes(text, b"RssFile:"),
-        shm_bytes=_kibibytes(text, b"RssShmem:"),
-        swap_bytes=_kibibytes(text, b"VmSwap:"),
-        data_bytes=_kibibytes(text, b"VmData:"),
+        rss_bytes=kibibytes(text, b"VmRSS:"),
+        file_bytes=kibibytes(text, b"RssFile:"),
+        shm_bytes=kibibytes(text, b"RssShmem:"),
+        swap_bytes=kibibytes(text, b"VmSwap:"),
+        data_bytes=kibibytes(text, b"VmData:"),
         thread_count=field(text, b"Threads:"),
         allowed_cores_count=_cores_in(text),
     )
@@ -149,10 +155,10 @@ def read_rollup(proc: str, pid: int) -> Rollup | None:
     text = _read_once(f"{proc}/{pid}/smaps_rollup")
     if text is None:
         return None
-    private = [_kibibytes(text, name) for name in (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")]
+    private = [kibibytes(text, name) for name in (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")]
     is_complete = private[0] is not None and private[1] is not None
     return Rollup(
-        pss_bytes=_kibibytes(text, b"Pss:"),
+        pss_bytes=kibibytes(text, b"Pss:"),
         private_dirty_bytes=private[1],
         uss_bytes=sum(part or 0 for part in private) if is_complete else None,
     )
@@ -175,11 +181,6 @@ def read_fd_limit(proc: str, pid: int) -> int | None:
     """Read the soft RLIMIT_NOFILE; None without a limit, or for a process of another user."""
     text = _read_once(f"{proc}/{pid}/limits")
     return None if text is None else field(text, b"Max open files ")
-
-
-def _kibibytes(text: bytes, name: bytes) -> int | None:
-    value = field(text, name)
-    return None if value is None else value * 1024
 
 
 def _read_once(path: str) -> bytes | None:

@@ -111,10 +111,7 @@ class DeviceGauges:
         if self._capacities.get(device) != capacity:
             self._capacities[device] = capacity
             current.events.append(
-                "cuda-device",
-                device=number_in_run(device),
-                total_bytes=capacity[0],
-                allowed_ratio=allowed_ratio,
+                "cuda-device", device=number_in_run(device), total_bytes=capacity[0], allowed_ratio=allowed_ratio
             )
 
 
