@@ -83,7 +83,6 @@ def start_ticks(pid: int | str) -> int:
 
     Raises:
         OSError: there is no such process.
-
     """
     return int(stat_fields(Path(f"/proc/{pid}/stat").read_bytes())[19])
 
@@ -113,7 +112,6 @@ class JournalWriter:
     Attributes:
         hold: function that takes a record, as a tuple, for the next `flush` or `append`.
         lost_count: number of records that could not be written.
-
     """
 
     def __init__(

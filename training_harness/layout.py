@@ -113,7 +113,6 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
     Raises:
         OSError: the home cannot be written, or has a run with the id from the environment.
         ValueError: the id from the environment is not valid.
-
     """
     run_id = os.environ.get(RUN_ID_VARIABLE)
     if run_id and not RUN_ID.fullmatch(run_id):
@@ -161,7 +160,6 @@ def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[P
 
     Raises:
         OSError: the home cannot be written.
-
     """
     launcher = launcher_pid()
     if launcher is None:
@@ -225,7 +223,6 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
         ValueError: it is not a manifest, or a newer Tidegauge wrote it.
-
     """
     path = run_dir / MANIFEST
     try:
@@ -251,7 +248,6 @@ def read_plain(path: Path, limit_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be read.
         ValueError: it is no plain file, or has more than `limit_bytes`.
-
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())

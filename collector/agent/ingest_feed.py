@@ -34,7 +34,6 @@ def pause_ns(records_count: int, cost_ns: int, before_ns: int) -> int:
         records_count: records that the ingest moved.
         cost_ns: CPU time that it took.
         before_ns: the pause before it, in which the records were written.
-
     """
     filling_ns = before_ns * WAITING_RECORDS / max(records_count, 1)
     wanted_ns = round(min(cost_ns / INGEST_RATIO, filling_ns))
@@ -59,7 +58,6 @@ class Feed:
         last: result of the last ingest.
         pause_ns: time that the next one can wait.
         failure: why the last failed ingest failed; empty if none did.
-
     """
 
     def __init__(
@@ -116,7 +114,6 @@ class Feed:
 
         Returns:
             Whether everything is in the lake.
-
         """
         results: list[bool] = []
         deadline = time.monotonic() + FINISH_SECONDS

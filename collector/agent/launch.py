@@ -69,7 +69,6 @@ class RunOutcome:
         run: None if the command ran without Tidegauge (disabled, or the home cannot be written), or not at all.
         exit_status: the exit code to pass on: the command's own, or 128+n after signal n.
         is_stored: False if the store on the network did not take all records, so it cannot be queried either.
-
     """
 
     run: Run | None
@@ -103,7 +102,6 @@ def run_command(
 
     Raises:
         TidegaugeError: the interval is out of bounds, or a run has the given id already.
-
     """
     check_interval(interval_seconds)
     run = None
@@ -130,7 +128,6 @@ def check_interval(seconds: float) -> float:
 
     Raises:
         TidegaugeError: it is out of bounds.
-
     """
     low, high = INTERVAL_BOUNDS_SECONDS
     if not low <= seconds <= high:
@@ -206,7 +203,6 @@ def _follow_child(
 
     Returns:
         Whether all records are stored.
-
     """
     try:
         command = LocalProcess(child.pid, start_ticks(child.pid))
@@ -346,7 +342,6 @@ def watch(
 
     Raises:
         TidegaugeError: there is no such process, the interval is out of bounds, or the home cannot be written.
-
     """
     check_interval(interval_seconds)
     # /proc/ID exists for a thread too, but is not listed.

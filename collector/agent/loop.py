@@ -47,7 +47,6 @@ class Agent:
         ingester: opened by the caller; None opens it at the first ingest.
         outlets: live metrics, alerts and investigations, already begun; None without any.
         clock_ns: CLOCK_MONOTONIC.
-
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class Agent:
 
         Returns:
             Whether everything is in the lake; the rest waits in the journals.
-
         """
         self._sample(self._clock_ns())
         orphans = [*self._roles.workers(), *self._roles.mains(), *self._left_running()]
@@ -250,7 +248,6 @@ def follow(
         wait: waits up to the given seconds and returns whether the run has ended.
         interval_seconds: time between two ticks.
         clock_ns: CLOCK_MONOTONIC.
-
     """
     interval_ns = round(interval_seconds * 1e9)
     deadline_ns = clock_ns()
@@ -275,7 +272,6 @@ def collect(
 
     Raises:
         TidegaugeError: another collector follows the run.
-
     """
     from collector.store import Ingester
 
@@ -331,7 +327,6 @@ def update_manifest(run: Run, **fields: object) -> None:
     Raises:
         OSError: it cannot be written.
         ValueError: it is damaged.
-
     """
     write_manifest(run.path, {**read_manifest(run.path), **fields})
 

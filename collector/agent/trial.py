@@ -47,7 +47,6 @@ class Trial:
         run: its run.
         exit_status: exit status if the training ended by itself, -n for signal n; None if the trial ended it.
         has_batch: whether it yielded a batch.
-
     """
 
     run: Run
@@ -92,7 +91,6 @@ def run_trial(
 
     Raises:
         TidegaugeError: the home cannot be written, or the command cannot be started.
-
     """
     try:
         run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}))

@@ -104,7 +104,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         JobError: a micro-batch does not divide the effective batch, or the options do not fit.
-
     """
     parser = JobParser("accumulate", "A small transformer language model whose gradients are accumulated.")
     parser.add_argument("--effective-batch", type=positive, default=256, metavar="N", help="windows per step")

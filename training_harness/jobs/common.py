@@ -67,7 +67,6 @@ def ensure_data(name: str, make: Callable[[Path], object]) -> Path:
 
     Raises:
         JobError: it cannot be written there.
-
     """
     path = cache_path() / name
     try:
@@ -117,7 +116,6 @@ def loader_arguments(options: argparse.Namespace, *, num_workers: int | None = N
 
     Raises:
         JobError: an option that needs workers was given, and there are none.
-
     """
     workers = options.num_workers if num_workers is None else num_workers
     arguments: dict[str, Any] = {"num_workers": workers}

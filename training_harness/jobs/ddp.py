@@ -53,7 +53,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         JobError: NCCL is asked for and there are fewer GPUs than ranks.
-
     """
     parser = JobParser("ddp", "A small transformer under DistributedDataParallel: torchrun with several ranks.")
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks")

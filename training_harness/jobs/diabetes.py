@@ -70,7 +70,6 @@ def read_table(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
     Raises:
         JobError: the file cannot be read, or a row is not 8 numbers and a label of 0 or 1.
-
     """
     try:
         with path.open(newline="") as stream:
@@ -149,7 +148,6 @@ def parse_sweep(text: str) -> range:
 
     Raises:
         argparse.ArgumentTypeError: it is not two whole numbers in order, or more than 64.
-
     """
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if not match or int(match[1]) > int(match[2]) or int(match[2]) > _SWEEP_MAX_WORKERS:
@@ -241,7 +239,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         JobError: the data or the options are not usable.
-
     """
     parser = JobParser("diabetes", "The 8-6-4-1 sigmoid network on a table of 768 rows.")
     parser.add_argument("--data", type=Path, metavar="FILE", help="CSV: 8 features and a label of 0 or 1 a row")

@@ -41,7 +41,6 @@ class Photographs(Dataset[tuple[torch.Tensor, int]]):
 
     Raises:
         JobError: the folder does not exist or holds no images; on access: a file is no image.
-
     """
 
     def __init__(self, folder: Path, *, limit: int | None = None, seed: int = 0) -> None:
@@ -80,7 +79,6 @@ def augment(picture: MatLike, draws: Sequence[float]) -> NDArray[np.float32]:
 
     Returns:
         (3, 224, 224) float32, RGB, about zero mean and unit deviation.
-
     """
     size, row, column, flip, hue, brightness = draws
     height, width = picture.shape[:2]
@@ -151,7 +149,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         JobError: the data is not usable.
-
     """
     parser = JobParser("images", "A small CNN on 1920x1080 photographs, read with OpenCV.")
     parser.add_argument("--data", type=Path, metavar="DIR", help="one folder per class, else made photographs")

@@ -39,7 +39,6 @@ def ensure_photographs(folder: Path) -> Path:
 
     Raises:
         OSError: the folder cannot be written.
-
     """
     if _missing(folder):
         for name in CLASSES:

@@ -73,7 +73,6 @@ class Alerts:
 
     Args:
         senders: each gets every alert, in its own thread.
-
     """
 
     def __init__(self, senders: Iterable[Sender]) -> None:
@@ -135,7 +134,6 @@ def command_sender(command: str) -> Sender:
 
     Raises:
         ValueError: there is no command.
-
     """
     if not command.strip() or "\0" in command:
         raise ValueError("it is empty; give a shell command, such as 'mail -s tidegauge me'")
@@ -168,7 +166,6 @@ def webhook_sender(url: str) -> Sender:
 
     Raises:
         ValueError: the URL cannot be posted to; the message does not show it.
-
     """
     request = _request(url)
 

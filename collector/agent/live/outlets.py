@@ -72,7 +72,6 @@ class Outlets:
     Args:
         alerts: get every verdict.
         investigate: whether a process that leaks may be asked for its allocation sites.
-
     """
 
     def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:

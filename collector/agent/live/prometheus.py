@@ -6,14 +6,16 @@ process, so the number of series depends on the ranks, workers and devices alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from collector.agent.samplers.samples import Sample
 from collector.errors import TidegaugeError
 from collector.findings import Finding
 from training_harness.records import ROLE_WORKER, ROLES
@@ -22,71 +24,77 @@ if TYPE_CHECKING:
     from collector.store import Totals
 
 LOCALHOST = "127.0.0.1"
-#: One record of a stream: column -> value; an absent column, or None, is missing.
-Sample = Mapping[str, float | None]
-_RANK, _HOST, _ALL = ("host", "rank"), ("host",), ()
-_PROCESS, _DEVICE, _ALLOCATOR = ("host", "rank", "role", "worker"), ("host", "device"), ("host", "rank", "device")
-#: Name of a metric in `METRICS`, values of its labels (None: does not apply), and its value.
-Point = tuple[str, tuple[object, ...], float | None]
-_HOST_COLUMNS = {
-    "host_memory_size_bytes": "memory_total_bytes",
-    "host_memory_available_bytes": "memory_available_bytes",
-    "cgroup_memory_limit_bytes": "cgroup_limit_bytes",
-    "cgroup_memory_used_bytes": "cgroup_usage_bytes",
-    "cgroup_memory_anonymous_bytes": "cgroup_anon_bytes",
-    "shm_size_bytes": "shm_total_bytes",
-    "shm_used_bytes": "shm_used_bytes",
+#: Source and labels of metrics, without the label `run` that all have -> name, column and help text of each.
+_DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] = {
+    ("run", ("name",)): (("run_info", "count", "1; the name of the run."),),
+    ("rank", ("host", "rank")): (
+        ("steps_total", "steps", "Steps: of the optimizer, else batches, else forward passes."),
+        ("batches_total", "batches", "Batches yielded to the training loop."),
+        ("samples_total", "samples", "Samples in those batches."),
+        ("step_duration_seconds_total", "step_ns", "Time in steps."),
+        ("data_wait_seconds_total", "data_wait_ns", "Time in steps spent waiting for batches."),
+    ),
+    ("process", ("host", "rank", "role", "worker")): (
+        ("processes", "count", "Living processes of the run."),
+        ("memory_pss_bytes", "pss_bytes", "Resident memory, shared pages divided by their users (PSS)."),
+        (
+            "memory_private_dirty_bytes",
+            "private_dirty_bytes",
+            "Written pages that are a process's alone; for trends.",
+        ),
+    ),
+    ("host", ("host",)): (
+        ("host_memory_size_bytes", "memory_total_bytes", "Memory of the host."),
+        (
+            "host_memory_available_bytes",
+            "memory_available_bytes",
+            "Memory of the host that can be had without swapping.",
+        ),
+        ("cgroup_memory_limit_bytes", "cgroup_limit_bytes", "Limit of the control group that binds."),
+        ("cgroup_memory_used_bytes", "cgroup_usage_bytes", "Memory charged to that group, page cache included."),
+        (
+            "cgroup_memory_anonymous_bytes",
+            "cgroup_anon_bytes",
+            "The part of it that can't be dropped: anonymous memory.",
+        ),
+        ("shm_size_bytes", "shm_total_bytes", "Size of /dev/shm."),
+        ("shm_used_bytes", "shm_used_bytes", "/dev/shm in use."),
+    ),
+    ("device", ("host", "device")): (
+        ("device_memory_size_bytes", "total_bytes", "Memory of the device."),
+        ("device_memory_used_bytes", "used_bytes", "Memory of the device in use by all processes."),
+    ),
+    ("allocator", ("host", "rank", "device")): (
+        ("allocator_allocated_bytes", "allocated_bytes", "Device memory that PyTorch's tensors have."),
+        ("allocator_reserved_bytes", "reserved_bytes", "Device memory that PyTorch's allocator holds."),
+    ),
+    ("agent", ()): (
+        ("records_lost_total", "records_lost_count", "Records that could not be written."),
+        ("ingest_lag_seconds", "ingest_lag_ns", "Age of the oldest record that is not in the lake yet."),
+        ("collector_cpu_seconds_total", "cpu_ns", "CPU time of the collector."),
+        ("collector_resident_bytes", "rss_bytes", "Resident memory of the collector."),
+    ),
+    ("finding", ("kind", "severity", "host", "rank", "role", "worker", "device")): (
+        ("finding", "count", "1 for each finding of the last verdict."),
+    ),
+    ("verdict", ()): (("verdict_timestamp_seconds", "seconds", "When that verdict was made, Unix time."),),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """A metric; its labels come after `run`, which all metrics have."""
+class Declaration(NamedTuple):
+    """A metric: its value is the `column` of a sample of its `source`; a column in ns is served in seconds."""
 
     name: str
-    meaning: str
+    source: str
     labels: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        """`counter` or `gauge`."""
-        return "counter" if self.name.endswith("_total") else "gauge"
+    column: str
+    meaning: str
 
 
 METRICS: dict[str, Declaration] = {
-    name: Declaration(f"tidegauge_{name}", meaning, labels)
-    for name, labels, meaning in (
-        ("run_info", ("name",), "1; the name of the run."),
-        ("steps_total", _RANK, "Steps: of the optimizer, else batches, else forward passes."),
-        ("batches_total", _RANK, "Batches yielded to the training loop."),
-        ("samples_total", _RANK, "Samples in those batches."),
-        ("step_duration_seconds_total", _RANK, "Time in steps."),
-        ("data_wait_seconds_total", _RANK, "Time in steps spent waiting for batches."),
-        ("processes", _PROCESS, "Living processes of the run."),
-        ("memory_pss_bytes", _PROCESS, "Resident memory, shared pages divided by their users (PSS)."),
-        ("memory_private_dirty_bytes", _PROCESS, "Written pages that are a process's alone; for trends."),
-        ("host_memory_size_bytes", _HOST, "Memory of the host."),
-        ("host_memory_available_bytes", _HOST, "Memory of the host that can be had without swapping."),
-        ("cgroup_memory_limit_bytes", _HOST, "Limit of the control group that binds."),
-        ("cgroup_memory_used_bytes", _HOST, "Memory charged to that group, page cache included."),
-        ("cgroup_memory_anonymous_bytes", _HOST, "The part of it that can't be dropped: anonymous memory."),
-        ("shm_size_bytes", _HOST, "Size of /dev/shm."),
-        ("shm_used_bytes", _HOST, "/dev/shm in use."),
-        ("device_memory_size_bytes", _DEVICE, "Memory of the device."),
-        ("device_memory_used_bytes", _DEVICE, "Memory of the device in use by all processes."),
-        ("allocator_allocated_bytes", _ALLOCATOR, "Device memory that PyTorch's tensors have."),
-        ("allocator_reserved_bytes", _ALLOCATOR, "Device memory that PyTorch's allocator holds."),
-        ("records_lost_total", _ALL, "Records that could not be written."),
-        ("ingest_lag_seconds", _ALL, "Age of the oldest record that is not in the lake yet."),
-        ("collector_cpu_seconds_total", _ALL, "CPU time of the collector."),
-        ("collector_resident_bytes", _ALL, "Resident memory of the collector."),
-        (
-            "finding",
-            ("kind", "severity", "host", "rank", "role", "worker", "device"),
-            "1 for each finding of the last verdict.",
-        ),
-        ("verdict_timestamp_seconds", _ALL, "When that verdict was made, Unix time."),
-    )
+    name: Declaration(f"tidegauge_{name}", source, labels, column, meaning)
+    for (source, labels), metrics in _DECLARED.items()
+    for name, column, meaning in metrics
 }
 
 
@@ -99,7 +107,6 @@ class View:
         samples: stream -> its newest samples; those of `process` include the newest smaps reading of each process.
         findings: findings of the last verdict; None before the first.
         verdict_seconds: Unix time of that verdict.
-
     """
 
     run_id: str
@@ -113,81 +120,57 @@ class View:
 
 def families(view: View) -> list[Metric]:
     """Return the metrics with their samples, in the order of `METRICS`; a missing value has no sample. Pure."""
-    samples_by_name: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
-    for name, labels, value in _points(view):
+    values: defaultdict[str, dict[tuple[str, ...], Sample]] = defaultdict(dict)
+    for source, labels, sample in _values(view):
+        values[source][view.run_id, *("" if label is None else str(label) for label in labels)] = sample
+    metrics = [_family(metric, values[metric.source]) for metric in METRICS.values()]
+    return [metric for metric in metrics if metric.samples]
+
+
+def _family(metric: Declaration, values: Mapping[tuple[str, ...], Sample]) -> Metric:
+    make = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+    family = make(metric.name, metric.meaning, labels=("run", *metric.labels))
+    for labels, sample in values.items():
+        value = sample.get(metric.column)
         if value is not None:
-            key = (view.run_id, *("" if label is None else str(label) for label in labels))
-            samples_by_name[name][key] = value
-    return [_family(METRICS[name], samples) for name, samples in samples_by_name.items() if samples]
-
-
-def _family(metric: Declaration, samples: Mapping[tuple[str, ...], float]) -> Metric:
-    labels = ("run", *metric.labels)
-    family: CounterMetricFamily | GaugeMetricFamily
-    if metric.kind == "counter":
-        family = CounterMetricFamily(metric.name, metric.meaning, labels=labels)
-    else:
-        family = GaugeMetricFamily(metric.name, metric.meaning, labels=labels)
-    for key, value in samples.items():
-        family.add_metric(key, value)
+            family.add_metric(labels, value / 1e9 if metric.column.endswith("_ns") else value)
     return family
 
 
-def _points(view: View) -> Iterator[Point]:
-    yield "run_info", (view.name,), 1
+def _values(view: View) -> Iterator[tuple[str, tuple[object, ...], Sample]]:
+    """Yield sources with the values of their labels (None: does not apply) and of their columns."""
+    yield "run", (view.name,), {"count": 1}
     if view.totals is not None:
-        yield from _progress(view.totals)
-    yield from _processes(view.host, view.samples.get("process", ()))
+        for rank, sums in view.totals.sums.items():
+            yield "rank", rank, sums
+        for device, newest in view.totals.allocator.items():
+            yield "allocator", device, newest
+    for role, total in _by_role(view.samples.get("process", ())).items():
+        yield "process", (view.host, *role), total
     for sample in view.samples.get("host", ()):
-        for name, column in _HOST_COLUMNS.items():
-            yield name, (view.host,), sample.get(column)
+        yield "host", (view.host,), sample
     for sample in view.samples.get("device", ()):
-        device = (view.host, sample["device"])
-        yield "device_memory_size_bytes", device, sample.get("total_bytes")
-        yield "device_memory_used_bytes", device, sample.get("used_bytes")
+        yield "device", (view.host, sample["device"]), sample
     for sample in view.samples.get("agent", ()):
-        yield "records_lost_total", (), sample.get("records_lost_count")
-        yield "ingest_lag_seconds", (), _seconds(sample.get("ingest_lag_ns"))
-        yield "collector_cpu_seconds_total", (), _seconds(sample.get("cpu_ns"))
-        yield "collector_resident_bytes", (), sample.get("rss_bytes")
+        yield "agent", (), sample
     for finding in view.findings or ():
         locus = finding.locus
         labels = (finding.kind, finding.severity, locus.host, locus.rank, locus.role, locus.worker, locus.device)
-        yield "finding", labels, 1
-    yield "verdict_timestamp_seconds", (), view.verdict_seconds
+        yield "finding", labels, {"count": 1}
+    yield "verdict", (), {"seconds": view.verdict_seconds}
 
 
-def _progress(totals: Totals) -> Iterator[Point]:
-    for rank, sums in totals.sums.items():
-        for name in ("steps", "batches", "samples"):
-            yield f"{name}_total", rank, sums.get(name)
-        yield "step_duration_seconds_total", rank, _seconds(sums.get("step_ns"))
-        yield "data_wait_seconds_total", rank, _seconds(sums.get("data_wait_ns"))
-    for device, last in totals.allocator.items():
-        yield "allocator_allocated_bytes", device, last["allocated_bytes"]
-        yield "allocator_reserved_bytes", device, last["reserved_bytes"]
-
-
-def _processes(host: str, samples: Iterable[Sample]) -> Iterator[Point]:
-    """Yield sums over the processes of the same rank, role and worker."""
-    sums: dict[tuple[str, tuple[object, ...]], float] = {}
+def _by_role(samples: Sequence[Sample]) -> Mapping[tuple[object, ...], Counter[str]]:
+    """Return the sums over the processes of the same rank, role and worker."""
+    sums: defaultdict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
     for sample in samples:
-        role = sample["role"]
-        worker = sample.get("worker") if role == ROLE_WORKER else None
-        group = (host, sample.get("process_rank"), ROLES[int(role or 0)], worker)
-        for name, value in (
-            ("processes", 1),
-            ("memory_pss_bytes", sample.get("pss_bytes")),
-            ("memory_private_dirty_bytes", sample.get("private_dirty_bytes")),
-        ):
-            if value is not None:
-                sums[name, group] = sums.get((name, group), 0) + value
-    for (name, labels), total in sums.items():
-        yield name, labels, total
-
-
-def _seconds(value_ns: float | None) -> float | None:
-    return None if value_ns is None else value_ns / 1e9
+        role = int(sample["role"] or 0)
+        total = sums[sample.get("process_rank"), ROLES[role], sample.get("worker") if role == ROLE_WORKER else None]
+        total["count"] += 1
+        for column in ("pss_bytes", "private_dirty_bytes"):
+            if (value := sample.get(column)) is not None:
+                total[column] += int(value)
+    return sums
 
 
 class _ScrapeCollector(Collector):
@@ -206,7 +189,6 @@ def parse_address(text: str) -> tuple[str, int]:
 
     Raises:
         ValueError: the text has none of these forms, or the port is out of bounds.
-
     """
     host, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdecimal() or not 0 <= int(port) <= 65535:
@@ -226,7 +208,6 @@ def serve(address: tuple[str, int], take_view: Callable[[], View | None]) -> str
 
     Raises:
         TidegaugeError: the address cannot be used.
-
     """
     registry = CollectorRegistry()
     registry.register(_ScrapeCollector(take_view))

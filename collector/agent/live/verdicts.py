@@ -44,7 +44,6 @@ def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> flo
     Args:
         cost_seconds: CPU time of the last one.
         nearest_seconds: time until the nearest limit is met, at the present rate.
-
     """
     usual = max(EVERY_SECONDS, cost_seconds / BUDGET_RATIO)
     return min(usual, max(LEAST_SECONDS, _SHARE_OF_TIME_LEFT * nearest_seconds))
@@ -59,7 +58,6 @@ class LiveVerdicts:
 
     Attributes:
         spent_ns: CPU time of the verdicts so far.
-
     """
 
     def __init__(self, run: Run, publish: Callable[[Sequence[Finding]], None]) -> None:

@@ -24,7 +24,6 @@ class DeviceSampler:
 
     Attributes:
         reason: why there is nothing to sample; None if there are devices.
-
     """
 
     def __init__(self, nvml: ModuleType | Any = pynvml, environ: Mapping[str, str] = os.environ) -> None:

@@ -46,7 +46,6 @@ class HostSampler:
         pid: the process whose limits count; the collector itself if no command is known.
         root: root of the file system; a test can lay out its own tree.
         affinity: returns the cores that a process may use (sched_getaffinity(2)).
-
     """
 
     def __init__(
@@ -155,7 +154,6 @@ def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> L
 
     Returns:
         None if the group is gone, or no hierarchy is mounted.
-
     """
     member = _membership(controller, membership)
     if member is None:

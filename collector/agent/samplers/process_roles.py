@@ -43,7 +43,6 @@ class ProcessRoles:
         host: this host; only its events name processes that can be sampled here.
         start_ticks: returns the start time of a living process, None if there is none.
         boot_offset_ns: CLOCK_BOOTTIME, the clock of start times, minus CLOCK_MONOTONIC.
-
     """
 
     def __init__(

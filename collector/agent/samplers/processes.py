@@ -43,7 +43,6 @@ class ProcessTree:
         proc: root of the proc file system.
         collector: pid of the collector. It and its children are never followed as descendants: an attached
             notebook is its parent.
-
     """
 
     def __init__(self, proc: str, collector: int) -> None:
@@ -61,7 +60,6 @@ class ProcessTree:
 
         Returns:
             The living processes of the run, and its processes that have ended since the last call.
-
         """
         pids = procfs.pids(self._proc)
         alive: dict[LocalProcess, Stat] = {}
@@ -124,7 +122,6 @@ class ProcessSampler:
             and comes from `last_sample`.
         now_ns: time from which the budget is earned.
         proc: root of the proc file system.
-
     """
 
     def __init__(
@@ -160,7 +157,6 @@ class ProcessSampler:
             now_ns: CLOCK_MONOTONIC.
             roots: processes to follow besides those with a role.
             headroom_bytes: headroom before the binding memory limit; the less, the more growth matters.
-
         """
         alive, ended = self._tree.update([*roots, *self._roles])
         self.alive = frozenset(alive)
@@ -289,7 +285,6 @@ class Candidate:
         cost_ns: expected CPU time of the reading.
         growth_ratio: growth per second, as a share of the process's size or of the headroom, whichever is smaller;
             infinite if the last reading is no longer valid.
-
     """
 
     key: LocalProcess

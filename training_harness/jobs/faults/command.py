@@ -24,7 +24,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         JobError: the fault needs something that this machine lacks, or an option does not fit.
-
     """
     parser = JobParser("fault", "A small training with one known fault, or with --fixed the same one without it.")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="see --list")

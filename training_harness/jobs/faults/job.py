@@ -144,7 +144,6 @@ class Fault:
         needs_gpu: whether it is a fault of GPU memory or of the transfer to it.
         dies: whether the fault ends the training; its twin lives.
         ranks_count: number of training processes, started by torchrun if more than one.
-
     """
 
     finding: str
