@@ -74,6 +74,14 @@ class Hook:
         while self._undo:
             self._undo.pop()()
 
+    def attempt(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        """Call a function of the hook's own while the hook is active; its error fails the hook."""
+        if self.active:
+            try:
+                function(*args, **kwargs)
+            except Exception as error:
+                self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         """Remove the hook after an error of its own, and record that once.
 

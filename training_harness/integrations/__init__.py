@@ -57,12 +57,7 @@ def fail_open(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
-        hook = self.reporter.hook
-        if hook.active:
-            try:
-                method(self, *args, **kwargs)
-            except Exception as error:
-                hook.fail(error)
+        self.reporter.hook.attempt(method, self, *args, **kwargs)
 
     return guarded
 

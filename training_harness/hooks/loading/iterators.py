@@ -15,7 +15,6 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -71,13 +70,9 @@ def _init(hook: LoaderHook, original: Any) -> Any:
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         begun_ns = clock()
         original(self, loader, *args, **kwargs)
-        if hook.active:
-            try:
-                if type(self) not in hook.patch_keys:
-                    _replace_queue_methods(hook, type(self))
-                hook.on_iterator(self, loader, begun_ns)
-            except Exception as error:
-                hook.fail(error)
+        if type(self) not in hook.patch_keys:
+            hook.attempt(_replace_queue_methods, hook, type(self))
+        hook.attempt(hook.on_iterator, self, loader, begun_ns)
 
     return init
 
@@ -129,7 +124,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             if state.is_inline:
                 fetching.discard(get_ident())
             if not isinstance(error, StopIteration):
-                _guarded(hook, hook.note_deaths, self)
+                hook.attempt(hook.note_deaths, self)
             raise
         now_ns = clock()
         try:
@@ -175,11 +170,7 @@ def _next_index(hook: LoaderHook, original: Any) -> Any:
 
 def _reset(hook: LoaderHook, original: Any) -> Any:
     def _reset(self: Any, loader: Any, first_iter: bool = False) -> Any:
-        if hook.active:
-            try:
-                hook.on_epoch_start(self, first=first_iter)
-            except Exception as error:
-                hook.fail(error)
+        hook.attempt(hook.on_epoch_start, self, first=first_iter)
         return original(self, loader, first_iter)
 
     return _reset
@@ -207,18 +198,10 @@ def _get_data(hook: LoaderHook, original: Any) -> Any:
 
 def _shutdown_workers(hook: LoaderHook, original: Any) -> Any:
     def _shutdown_workers(self: Any) -> Any:
-        _guarded(hook, hook.note_deaths, self)
+        hook.attempt(hook.note_deaths, self)
         try:
             return original(self)
         finally:
-            _guarded(hook, hook.note_late_deaths, self)
+            hook.attempt(hook.note_late_deaths, self)
 
     return _shutdown_workers
-
-
-def _guarded(hook: LoaderHook, call: Callable[[Any], None], argument: Any) -> None:
-    if hook.active:
-        try:
-            call(argument)
-        except Exception as error:
-            hook.fail(error)

@@ -215,11 +215,8 @@ class LoaderHook(Hook):
     def note_last_deaths(self) -> None:
         """Record the same for iterators that user code, or a traceback, holds until the process ends."""
         for state in list(states.values()):
-            if self.active and (iterator := state.iterator()) is not None:
-                try:
-                    self.note_late_deaths(iterator)
-                except Exception as error:
-                    self.fail(error)
+            if (iterator := state.iterator()) is not None:
+                self.attempt(self.note_late_deaths, iterator)
 
     def _note_deaths(self, iterator: Any, good: tuple[int | None, ...]) -> None:
         state, current = states.get(id(iterator)), session.active

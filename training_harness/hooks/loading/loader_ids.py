@@ -157,11 +157,7 @@ def _init(hook: Hook, original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if hook.active:
-            try:
-                _record_site(self, sys._getframe(1))
-            except Exception as error:
-                hook.fail(error)
+        hook.attempt(_record_site, self, sys._getframe(1))
 
     return init
 

@@ -61,10 +61,7 @@ class OomHook(Hook):
         self.replace(sys, "excepthook", self._excepthook)
         multiprocessing.util.Finalize(None, self._guarded_report, exitpriority=1)
         for name, start in (("cuda_oom_observer", self._observe), ("memory_history", self._record_history)):
-            try:
-                start()
-            except Exception as error:
-                Hook(name).fail(error)
+            Hook(name).attempt(start)
 
     def on_error(self, device: int, requested_bytes: int, limit_bytes: int, free_bytes: int) -> None:
         """Note an error that the allocator is about to raise. Never raises: the training would get that instead.
@@ -155,13 +152,8 @@ class OomHook(Hook):
         return excepthook
 
     def _guarded_report(self, *, caught: bool | None = None, error: BaseException | None = None) -> None:
-        current = session.active
-        if current is None or not self.active:
-            return
-        try:
-            self.report(current, self._progress.step, caught=caught, error=error)
-        except Exception as problem:
-            self.fail(problem)
+        if (current := session.active) is not None:
+            self.attempt(self.report, current, self._progress.step, caught=caught, error=error)
 
     def _snapshot(self, current: session.Session) -> dict[str, Any]:
         try:

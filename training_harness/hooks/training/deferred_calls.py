@@ -12,7 +12,6 @@ from collections import deque
 from typing import Any
 
 from training_harness import session
-from training_harness.hooks.patching import Hook
 
 #: Largest number of deferred calls: a forked child that only iterates its parent's loader never runs them.
 _CALLS_AT_MOST = 65_536
@@ -53,9 +52,8 @@ class DeferredCalls:
             return
         try:
             while self._calls:
-                hook, function, *arguments = self._calls.popleft()
-                if hook.active:
-                    _call(hook, function, arguments)
+                hook, *function_and_arguments = self._calls.popleft()
+                hook.attempt(*function_and_arguments)
         finally:
             self._running.release()
 
@@ -73,10 +71,3 @@ class DeferredCalls:
     def _log_and_run(self, call: tuple[Any, ...]) -> None:
         self._calls.append(call)
         self.run()
-
-
-def _call(hook: Hook, function: Any, arguments: list[Any]) -> None:
-    try:
-        function(*arguments)
-    except Exception as error:
-        hook.fail(error)

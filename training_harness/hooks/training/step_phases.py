@@ -207,10 +207,7 @@ class Progress:
         self._phase_ns[phase] += now_ns - self._mark_ns
         self._mark_ns, self._mark_cpu_ns = now_ns, cpu_ns
         if self._device_times.sampling:
-            try:
-                self._device_times.mark(phase)
-            except Exception as error:
-                self._fail_device_times(error)
+            self._device_times_hook.attempt(self._device_times.mark, phase)
 
     def on_copy(self, duration_ns: int) -> None:
         """Report a copy to a device by the calling thread."""
@@ -223,11 +220,8 @@ class Progress:
 
     def gauge(self, current: session.Session) -> None:
         """Read the allocator of every device in use, once per step and always in the same phase."""
-        if self.uses_cuda and self._gauges_hook.active:
-            try:
-                self._gauges.record(current, self.step)
-            except Exception as error:
-                self._gauges_hook.fail(error)
+        if self.uses_cuda:
+            self._gauges_hook.attempt(self._gauges.record, current, self.step)
 
     def end(self, current: session.Session, now_ns: int, cpu_ns: int = UNREAD) -> None:
         """End the step: hold its record and begin the next one."""
@@ -250,11 +244,8 @@ class Progress:
         current.step(
             (now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, self._batches, passes, samples, unit)
         )
-        if self.uses_cuda and self._device_times_hook.active:
-            try:
-                self._device_times.end_step(current, self.step, now_ns)
-            except Exception as error:
-                self._fail_device_times(error)
+        if self.uses_cuda:
+            self._device_times_hook.attempt(self._device_times.end_step, current, self.step, now_ns)
         self.step += 1
         self.begin(now_ns)
         self._mark_cpu_ns = cpu_ns
@@ -267,11 +258,8 @@ class Progress:
         self.calls.run()
         if stages.pending_tallies and now_ns >= stages.due_ns:
             stages.write_loop_stages(now_ns)
-        if now_ns >= self._heap.due_ns and self._heap_hook.active:
-            try:
-                self._heap.record(current)
-            except Exception as error:
-                self._heap_hook.fail(error)
+        if now_ns >= self._heap.due_ns:
+            self._heap_hook.attempt(self._heap.record, current)
         if self._at_boundary and now_ns >= self.requests.due_ns:
             self._serve(current)
         self.calls.write(current, now_ns)
@@ -289,10 +277,6 @@ class Progress:
         torch = sys.modules.get("torch")
         self.uses_cuda = torch is not None and torch.cuda.is_initialized()
         self.calls.set_deferred(yes=not self.uses_cuda and self.requests.due_ns > 0)
-
-    def _fail_device_times(self, error: Exception) -> None:
-        self._device_times.sampling = False
-        self._device_times_hook.fail(error)
 
 
 def _do_nothing() -> None:
