@@ -52,8 +52,12 @@ class DeferredCalls:
             return
         try:
             while self._calls:
-                hook, *function_and_arguments = self._calls.popleft()
-                hook.attempt(*function_and_arguments)
+                hook, function, *arguments = self._calls.popleft()
+                if hook.active:
+                    try:  # as `Hook.attempt` does, without the cost of another call
+                        function(*arguments)
+                    except Exception as error:
+                        hook.fail(error)
         finally:
             self._running.release()
 
