@@ -29,12 +29,6 @@ _progress = Progress()
 _hooks: dict[str, Hook] = {}
 
 
-def _install_loader() -> Hook:
-    hook, capabilities = iterators.install(_progress)
-    _progress.capabilities.update(capabilities)
-    return hook
-
-
 def _install_fastai() -> Hook | None:
     step_hook = _hooks.get("step")
     return steps.install_fastai(step_hook) if isinstance(step_hook, steps.StepHook) else None
@@ -71,7 +65,8 @@ def _watch_exceptions() -> Hook:
 
 
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-#: hook -> (the modules that it needs, its installer), in the order of installation.
+#: hook -> (the modules that it needs, its installer), in the order of installation. An installer raises an
+#: exception, mostly an AttributeError, where this torch lacks a name that the hook needs.
 HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
     "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
     # First, so that the hooks below see the loader as the trial changed it.
@@ -79,7 +74,10 @@ HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
         frozenset({"torch.utils.data.dataloader"}),
         functools.partial(trial.install, "torch.utils.data.dataloader", "DataLoader"),
     ),
-    "batch": (frozenset({"torch.utils.data.dataloader"}), _install_loader),
+    "batch": (
+        frozenset({"torch.utils.data.dataloader"}),
+        functools.partial(iterators.install, _progress),
+    ),
     "loader site": (frozenset({"torch.utils.data.dataloader"}), loader_ids.install),
     "forward": (
         frozenset({forward_passes.MODULE, "torch.compiler"}),

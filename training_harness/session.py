@@ -44,9 +44,9 @@ class Session:
         self._write_as(Identity.of_this_process())
         self.process_started = False
         #: Turns the logged calls of the training loop into records, once there is a loop.
-        self.before_flush: Callable[[], None] = _do_nothing
+        self.before_flush: Callable[[], None] = lambda: None
         #: Records the deaths of workers at the end of the process, once there is a loader.
-        self.before_farewell: Callable[[], None] = _do_nothing
+        self.before_farewell: Callable[[], None] = lambda: None
 
     def _write_as(self, identity: Identity) -> None:
         self.identity = identity
@@ -97,10 +97,6 @@ class Session:
         self.before_flush()
         for writer in self.writers.values():
             writer.close()
-
-
-def _do_nothing() -> None:
-    """Stand in for a callback of a training loop or loader that this process does not have."""
 
 
 #: Rank and world size in torch's process group, of this process or of the one that forked it.

@@ -11,7 +11,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.loop import DEFAULT_INTERVAL_SECONDS, Agent, collect, follow, manifest_process, update_manifest
+from collector.agent.problems import say
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
 from collector.errors import TidegaugeError
@@ -120,7 +120,9 @@ def run_command(
             child.wait()
         else:
             is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.is_shared
-    return RunOutcome(run=run, exit_status=_exit_code(child.wait()), is_stored=is_stored)
+    status = child.wait()
+    exit_status = EXIT_SIGNAL_BASE - status if status < 0 else status
+    return RunOutcome(run=run, exit_status=exit_status, is_stored=is_stored)
 
 
 def check_interval(seconds: float) -> float:
@@ -176,7 +178,7 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
     except ValueError as error:
         raise TidegaugeError(str(error)) from None
     except OSError as error:
-        _say(
+        say(
             f"cannot write in {home} ({error.strerror or error}): the command runs without Tidegauge. "
             f"Give --home or {HOME_VARIABLE} a directory that can be written"
         )
@@ -186,7 +188,7 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
 def _fail_to_start(program: str, error: OSError, run: Run | None) -> RunOutcome:
     missing = isinstance(error, FileNotFoundError) and shutil.which(program) is None
     exit_status = EXIT_NOT_FOUND if missing else EXIT_NOT_EXECUTABLE
-    _say(f"{program}: command not found" if missing else f"{program}: cannot be executed ({error.strerror})")
+    say(f"{program}: command not found" if missing else f"{program}: cannot be executed ({error.strerror})")
     if run is not None:  # Nothing ran: a typo must not become the latest run.
         shutil.rmtree(run.path, ignore_errors=True)
     return RunOutcome(run=None, exit_status=exit_status)
@@ -222,9 +224,9 @@ def _follow_child(
         if agent.finish():
             return True
         reason = agent.ingest_failure or "the store does not answer"
-        _say(f"{reason}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
+        say(f"{reason}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
-        _say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
+        say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
         child.wait()
     return False
 
@@ -237,7 +239,7 @@ def _warn_of_store(agent: Agent, wait: Callable[[float], bool]) -> Callable[[flo
         nonlocal warned
         if agent.ingest_failure and not warned:
             warned = True
-            _say(f"{agent.ingest_failure}; the training goes on, and its records wait here until it can")
+            say(f"{agent.ingest_failure}; the training goes on, and its records wait here until it can")
         return wait(seconds)
 
     return warn_and_wait
@@ -284,7 +286,7 @@ class _SignalForwarder:
     def __enter__(self) -> _SignalForwarder:
         for number in (*_FORWARDED, *_FROM_TERMINAL):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handler = self._forward if number in _FORWARDED else _leave_to_the_command
+                handler = self._forward if number in _FORWARDED else (lambda *_: None)
                 self._before[number] = signal.signal(number, handler)
         return self
 
@@ -303,20 +305,6 @@ class _SignalForwarder:
             self._pending.append(number)
         else:
             self._child.send_signal(number)
-
-
-def _leave_to_the_command(_number: int, _frame: FrameType | None) -> None:
-    pass
-
-
-def _exit_code(status: int) -> int:
-    return EXIT_SIGNAL_BASE - status if status < 0 else status
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"tidegauge: {text}\n")
-        sys.stderr.flush()
 
 
 def watch(

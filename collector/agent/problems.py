@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from training_harness.journal import EventLog
 
 #: Problems recorded for one part: a new one at every tick must not flood the events.
 _MOST_PER_PART = 20
+
+
+def say(text: str) -> None:
+    """Write one line to stderr, if it still takes one."""
+    with suppress(OSError):
+        sys.stderr.write(f"tidegauge: {text}\n")
+        sys.stderr.flush()
 
 
 class Problems:

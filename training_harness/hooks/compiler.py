@@ -18,11 +18,7 @@ _PACKAGE = "training_harness"
 
 
 def install() -> Hook:
-    """Mark every function of this package's imported modules.
-
-    Raises:
-        AttributeError: this torch cannot mark code.
-    """
+    """Mark every function of this package's imported modules."""
     skip: Callable[[CodeType], None] = sys.modules["torch._dynamo.eval_frame"].skip_code
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == _PACKAGE:
@@ -32,12 +28,7 @@ def install() -> Hook:
 
 
 def is_compiling() -> Callable[[], bool]:
-    """Return torch's own test, which Dynamo treats as a constant; torch 2.2 has it in another module.
-
-    Raises:
-        AttributeError: this torch has no such test.
-        KeyError: `torch.compiler` is not imported yet.
-    """
+    """Return torch's own test, which Dynamo treats as a constant; torch 2.2 has it in another module."""
     module = sys.modules[
         "torch.compiler"
     ]  # `is_dynamo_compiling` calls no other test: it runs several times a step

@@ -32,7 +32,6 @@ def install(module_name: str, loader: str) -> Hook | None:
         loader: name of the class. One that does not call `DataLoader.__init__` (torchdata's) needs its own hook.
 
     Raises:
-        AttributeError: this torch has no such name.
         ValueError: the variable has none of the forms above.
     """
     setting = os.environ.get(TRIAL_LOADER_VARIABLE)

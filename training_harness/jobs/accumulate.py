@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
-from training_harness.jobs.common import (
-    JobError,
-    JobParser,
-    add_loader_options,
-    add_model_options,
-    loader_arguments,
-    positive,
-)
-from training_harness.jobs.language import Text, best_device, make_model, train
+from training_harness.jobs.common import JobError, JobParser, positive
+from training_harness.jobs.language import add_options, best_device, make_loader, make_model, train
 
 #: Largest difference between losses of the same training: sums in another order are rounded differently.
 TOLERANCE = 1e-3
@@ -42,9 +34,7 @@ class Choice(NamedTuple):
 def measure(options: argparse.Namespace, micro_batch: int, *, log: bool = False) -> Choice:
     """Train in this process, which should not have trained before: its peaks are never reset."""
     device, accumulation = best_device(), options.effective_batch // micro_batch
-    text = Text(options.steps * options.effective_batch, options.length, seed=options.seed)
-    model = make_model(options).to(device)
-    loader = DataLoader(text, batch_size=micro_batch, **loader_arguments(options))
+    model, loader = make_model(options).to(device), make_loader(options, options.effective_batch, micro_batch)
     before_bytes = highest_resident_bytes()
     steps = train(model, loader, device, accumulation=accumulation, log=log)
     if device.type == "cuda":
@@ -109,8 +99,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--effective-batch", type=positive, default=256, metavar="N", help="windows per step")
     several = "windows at once; several are compared, each in a process of its own"
     parser.add_argument("--micro-batch", type=positive, nargs="+", default=[16], metavar="N", help=several)
-    add_model_options(parser)
-    add_loader_options(parser, num_workers=1)
+    add_options(parser)
     options = parser.parse_args(arguments)
     for micro_batch in options.micro_batch:
         if options.effective_batch % micro_batch:

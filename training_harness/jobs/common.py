@@ -84,13 +84,6 @@ def launch_ranks(ranks_count: int, arguments: Sequence[str]) -> NoReturn:
     os.execve(sys.executable, words, os.environ | {"PYTHONSAFEPATH": "1"} | quiet)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the small transformer and its loop."""
-    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="optimizer steps")
-    parser.add_argument("--length", type=positive, default=32, metavar="N", help="tokens per window")
-    parser.add_argument("--depth", type=positive, default=2, metavar="N", help="layers of the model")
-
-
 def add_loader_options(parser: argparse.ArgumentParser, *, num_workers: int | None) -> None:
     """Add the DataLoader's options under their own names."""
     group = parser.add_argument_group("DataLoader")

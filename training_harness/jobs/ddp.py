@@ -9,19 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-from training_harness.jobs.common import (
-    JobError,
-    JobParser,
-    add_loader_options,
-    add_model_options,
-    launch_ranks,
-    loader_arguments,
-    not_negative,
-    positive,
-)
-from training_harness.jobs.language import Text, make_model, train
+from training_harness.jobs.common import JobError, JobParser, launch_ranks, not_negative, positive
+from training_harness.jobs.language import add_options, make_loader, make_model, train
 
 _SLOW_SECONDS = 0.030
 
@@ -38,9 +29,7 @@ def run_rank(options: argparse.Namespace, backend: str) -> None:
         if options.slow_rank == rank:
             model.register_forward_pre_hook(lambda _model, _inputs: time.sleep(_SLOW_SECONDS))
         ranks_count = torch.distributed.get_world_size()
-        text = Text(options.steps * options.batch_size * ranks_count, options.length, seed=options.seed)
-        loading = loader_arguments(options)
-        loader = DataLoader(text, batch_size=options.batch_size, sampler=DistributedSampler(text), **loading)
+        loader = make_loader(options, options.batch_size * ranks_count, options.batch_size, DistributedSampler)
         steps = train(model, loader, device, log=rank == 0)
         if rank == 0:
             print(f"done: {len(steps)} steps in each of {ranks_count} ranks, {backend}", flush=True)
@@ -60,8 +49,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend_help)
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="windows per step and rank")
     parser.add_argument("--slow-rank", type=not_negative, metavar="RANK", help="this one takes 30 ms longer a step")
-    add_model_options(parser)
-    add_loader_options(parser, num_workers=1)
+    add_options(parser)
     options = parser.parse_args(arguments)
     gpus_count, ranks_count = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc))
     backend = options.backend or ("nccl" if gpus_count >= ranks_count else "gloo")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from training_harness.jobs.common import add_loader_options, loader_arguments, positive
 
 VOCABULARY_COUNT = 2048
 _END_OF_DOCUMENT = 0
@@ -73,6 +75,26 @@ class Step(NamedTuple):
 
     seconds: float
     loss: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model, of its training loop and of its DataLoader."""
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="optimizer steps")
+    parser.add_argument("--length", type=positive, default=32, metavar="N", help="tokens per window")
+    parser.add_argument("--depth", type=positive, default=2, metavar="N", help="layers of the model")
+    add_loader_options(parser, num_workers=1)
+
+
+def make_loader(
+    options: argparse.Namespace,
+    windows_per_step: int,
+    batch_size: int,
+    make_sampler: Callable[[Text], Sampler[int]] | None = None,
+) -> DataLoader[Window]:
+    """Make a loader of the windows of all steps."""
+    text = Text(options.steps * windows_per_step, options.length, seed=options.seed)
+    sampler = None if make_sampler is None else make_sampler(text)
+    return DataLoader(text, batch_size=batch_size, sampler=sampler, **loader_arguments(options))
 
 
 def make_model(options: argparse.Namespace) -> LanguageModel:

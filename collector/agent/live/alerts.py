@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from collector.agent.problems import say
 from collector.findings import SEVERITIES, Finding, Locus, as_json
 
 KIND_VARIABLE = "TIDEGAUGE_FINDING_KIND"
@@ -106,7 +107,7 @@ class _Channel:
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            _say(f"{alert.finding.kind} was not told: {QUEUE_SIZE} findings wait already")
+            say(f"{alert.finding.kind} was not told: {QUEUE_SIZE} findings wait already")
 
     def close(self, deadline: float) -> None:
         with self._queue.all_tasks_done:
@@ -115,7 +116,7 @@ class _Channel:
             left_count = self._queue.unfinished_tasks
         self._given_up.set()
         if left_count:
-            _say(f"findings not told within {PATIENCE_SECONDS:g} s of the end: {left_count}")
+            say(f"findings not told within {PATIENCE_SECONDS:g} s of the end: {left_count}")
 
     def _work(self) -> None:
         while True:
@@ -125,7 +126,7 @@ class _Channel:
             except Exception as error:  # noqa: BLE001 - the other alerts must be sent
                 problem = type(error).__name__
             if problem is not None and not self._given_up.is_set():
-                _say(f"{alert.finding.kind} was not told: {problem}")
+                say(f"{alert.finding.kind} was not told: {problem}")
             self._queue.task_done()
 
 
@@ -227,9 +228,3 @@ def _request(url: str) -> urllib.request.Request:
         user, password = (urllib.parse.unquote(part or "") for part in (parts.username, parts.password))
         headers["Authorization"] = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
     return urllib.request.Request(bare.geturl(), headers=headers, method="POST")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"tidegauge: {text}\n")
-        sys.stderr.flush()

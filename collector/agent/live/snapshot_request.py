@@ -8,14 +8,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from collector.agent.samplers.process_roles import EventTail
 from collector.errors import TidegaugeError
 from collector.report import wording
 from collector.store import ProcessKey, Run, living_processes
-from collector.store.journals import list_event_logs, read_events, size_bytes
 from collector.units import duration
 from training_harness.layout import REQUESTS
 
@@ -96,47 +95,37 @@ def put_request(path: Path, what: str, *, steps: int, lasts_seconds: float, to: 
     os.replace(scratch, path)
 
 
-@dataclass(slots=True)
 class _Listener:
     """The processes that a request is for, by their names for people, and their answers."""
 
-    run: Run
-    request: str
-    worker: int | None
-    names: dict[ProcessKey, str] = field(default_factory=dict)
-    answers: dict[ProcessKey, Any] = field(default_factory=dict)
-    exits: set[ProcessKey] = field(default_factory=set)
-    ends_bytes: dict[str, int] = field(default_factory=dict)
+    def __init__(self, run: Run, request: str, worker: int | None) -> None:
+        self.names: dict[ProcessKey, str] = {}
+        self.answers: dict[ProcessKey, dict[str, Any]] = {}
+        self._run = run
+        self._request = request
+        self._worker = worker
+        self._exits: set[ProcessKey] = set()
+        self._events = EventTail(run.events_dir)
 
     def listen(self) -> list[ProcessKey]:
         """Read the events since the last call; return the processes that may still answer."""
-        for path in list_event_logs(self.run):
-            begin_bytes = self.ends_bytes.get(path.name, 0)
-            if size_bytes(path) <= begin_bytes:
-                continue
-            lines = read_events(path, begin_bytes)
-            self.ends_bytes[path.name] = lines.end_bytes
-            for row in lines.table.to_pylist():
-                self._note_event(row)
-        waiting = self.names.keys() - self.exits - self.answers.keys()
-        living = living_processes(self.run, waiting)
+        for event in self._events.read():
+            self._note_event(event)
+        waiting = self.names.keys() - self._exits - self.answers.keys()
+        living = living_processes(self._run, waiting)
         return sorted(waiting if living is None else living)
 
-    def _note_event(self, row: dict[str, Any]) -> None:
-        key = (row["host"], row["pid"], row["start_ticks"])
-        start, end = (
-            ("worker-start", "worker-exit") if self.worker is not None else ("process-start", "process-exit")
-        )
-        if row["kind"] == start and self.worker in (None, (body := json.loads(row["body"])).get("worker")):
-            rank = row["rank"]
-            name = f"pid {key[1]}" if rank is None else f"rank {rank} (pid {key[1]})"
-            self.names[key] = (
-                name if self.worker is None else f"worker {self.worker} of loader {body['loader']}, {name}"
-            )
-        elif row["kind"] == end:
-            self.exits.add(key)
-        elif row["kind"] == "snapshot" and (body := json.loads(row["body"])).get("request") == self.request:
-            self.answers[key] = body
+    def _note_event(self, event: dict[str, Any]) -> None:
+        kind, rank, key = event["kind"], event["rank"], (event["host"], event["pid"], event["start_ticks"])
+        name = f"pid {key[1]}" if rank is None else f"rank {rank} (pid {key[1]})"
+        if kind == "process-start" and self._worker is None:
+            self.names[key] = name
+        elif kind == "worker-start" and self._worker == event["worker"]:
+            self.names[key] = f"worker {self._worker} of loader {event['loader']}, {name}"
+        elif kind == ("process-exit" if self._worker is None else "worker-exit"):
+            self._exits.add(key)
+        elif kind == "snapshot" and event.get("request") == self._request:
+            self.answers[key] = event
 
 
 def _has_ended(run: Run, *, has_started: bool) -> bool:

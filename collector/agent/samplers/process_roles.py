@@ -114,11 +114,11 @@ def _writer(event: dict[str, Any]) -> LocalProcess:
 
 
 class EventTail:
-    """A reader of the events of this host's processes: each event once, as it is written."""
+    """A reader of the events of one host's processes, or of all hosts': each event once, as it is written."""
 
-    def __init__(self, directory: Path, host: str) -> None:
+    def __init__(self, directory: Path, host: str | None = None) -> None:
         self._files = GrowingFiles(directory, EVENT_LOG_SUFFIX, host=host)
-        self._prefix = f"{host}."
+        self._prefix = "" if host is None else f"{host}."
         self._ends_bytes: dict[str, int] = {}
 
     def read(self) -> list[dict[str, Any]]:

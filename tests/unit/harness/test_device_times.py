@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from training_harness.hooks.training.devices import SAMPLE_EVERY_NS, DeviceTimes
-from training_harness.hooks.training.phases import BACKWARD, FORWARD, OPTIMIZE, OTHER
+from training_harness.hooks.training.devices import BACKWARD, FORWARD, OPTIMIZE, OTHER, SAMPLE_EVERY_NS, DeviceTimes
 
 START_NS = 10 * SAMPLE_EVERY_NS
 

@@ -26,8 +26,8 @@ from training_harness.hooks.training.step_phases import BATCH, Progress
 from training_harness.records import MISSING_INT64
 
 
-def install(progress: Progress) -> tuple[LoaderHook, dict[str, bool]]:
-    """Replace the iterator methods; return the hook, and for each optional name whether this torch has it.
+def install(progress: Progress) -> LoaderHook:
+    """Replace the iterator methods, and record for each optional name whether this torch has it.
 
     Raises:
         AttributeError: `_BaseDataLoaderIter.__init__` or `__next__` is missing: no batch can be seen.
@@ -37,12 +37,12 @@ def install(progress: Progress) -> tuple[LoaderHook, dict[str, bool]]:
     with LoaderHook(progress) as hook:
         hook.replace(base, "__init__", lambda original: _init(hook, original))
         hook.replace(base, "__next__", lambda original: _next(hook, original))
-        exists = {}
         for name, make in (("_next_index", _next_index), ("_reset", _reset)):
-            exists[name] = hasattr(base, name)
-            if exists[name]:
+            progress.capabilities[name] = hasattr(base, name)
+            if progress.capabilities[name]:
                 hook.replace(base, name, functools.partial(make, hook))
-        return hook, exists | _replace_queue_methods(hook, parallel)
+        progress.capabilities |= _replace_queue_methods(hook, parallel)
+        return hook
 
 
 def _replace_queue_methods(hook: LoaderHook, kind: type) -> dict[str, bool]:

@@ -55,7 +55,7 @@ class IterState:
         #: Time of the next measurement of a payload. It takes some 5 µs, so a fast loop skips it for most batches.
         self.measure_at_ns = 0
         self.dead_workers: set[int] = set()
-        self.free_slots: Callable[[], int] = _unknown
+        self.free_slots: Callable[[], int] = lambda: 0
         self.slots_count: int | None = None
         self.next_epoch()
 
@@ -270,17 +270,13 @@ def _slot_counter(queue: Any) -> tuple[Callable[[], int], int | None]:
         semaphore._get_value()
     except (AttributeError, NotImplementedError):
         if not hasattr(queue, "qsize"):
-            return _unknown, None
+            return lambda: 0, None
         try:
             queue.qsize()
         except NotImplementedError:
-            return _unknown, None
+            return lambda: 0, None
         return lambda: -queue.qsize(), 0
     return semaphore._get_value, slots_count
-
-
-def _unknown() -> int:
-    return 0
 
 
 def payload_bytes(data: Any) -> int:

@@ -46,16 +46,12 @@ class LoaderInfo:
     def __init__(self, number: int) -> None:
         self.number = number
         self.epochs = 0
-        self.loader: Callable[[], Any] = _no_object
-        self.iterator: Callable[[], Any] = _no_object
+        self.loader: Callable[[], Any] = lambda: None
+        self.iterator: Callable[[], Any] = lambda: None
 
     def is_gone(self) -> bool:
         """Return whether neither the loader nor its iterator exists any more."""
         return self.loader() is None and self.iterator() is None
-
-
-def _no_object() -> None:
-    """Stand in for a weak reference to nothing."""
 
 
 class LoaderRegistry:
@@ -136,11 +132,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def install() -> Hook:
-    """Replace `DataLoader.__init__`.
-
-    Raises:
-        AttributeError: this torch has no such class.
-    """
+    """Replace `DataLoader.__init__`."""
     with Hook("loader site") as hook:
         kind = sys.modules["torch.utils.data.dataloader"].DataLoader
         hook.replace(kind, "__init__", lambda original: _init(hook, original))

@@ -281,11 +281,7 @@ class _DataQueue:
 
 
 def install() -> Hook:
-    """Replace the worker loop of torch's DataLoader.
-
-    Raises:
-        AttributeError: this torch has no such function.
-    """
+    """Replace the worker loop of torch's DataLoader."""
     hook = Hook("worker")
     hook.replace(sys.modules[WORKER_MODULE], "_worker_loop", WorkerEntry)
     return hook

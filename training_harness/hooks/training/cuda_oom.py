@@ -169,12 +169,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def install(progress: Progress) -> OomHook:
-    """Wait for CUDA to be initialised. Nothing is done to CUDA before, or in a process that never initialises it.
-
-    Raises:
-        AttributeError: this torch has no callback for that.
-        KeyError: `torch.cuda` is not imported yet.
-    """
+    """Wait for CUDA to be initialised; nothing is done to CUDA before."""
     hook = OomHook(progress, sys.modules["torch"])
     sys.modules["torch.cuda"]._lazy_call(hook.cuda_is_ready)
     return hook

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from training_harness import session
-from training_harness.hooks.training.phases import FORWARD, OTHER
 from training_harness.layout import ALL_DEVICES, RUN_DEVICES_VARIABLE
 from training_harness.records import MISSING_INT64
 
@@ -37,7 +36,8 @@ SAMPLE_EVERY_NS = 20_000_000
 _PENDING_STEPS = 16
 #: Number of events above which a step, one with endless backward passes say, is not sampled.
 _MARKS_AT_MOST = 256
-#: Phases that are timed on the device, in the order of their columns.
+#: Phases of a step, in the order of their columns in the `step` stream, and those that are timed on the device.
+WAIT, COPY, FORWARD, BACKWARD, OPTIMIZE, OTHER = range(6)
 PHASES = range(FORWARD, OTHER + 1)
 _START = -1
 

@@ -245,12 +245,7 @@ class ForwardHook(Hook):
 
 
 def install(progress: Progress) -> ForwardHook:
-    """Begin the discovery.
-
-    Raises:
-        AttributeError: this torch has no global module hooks.
-        KeyError: `torch.compiler` is not imported yet.
-    """
+    """Begin the discovery."""
     with ForwardHook(progress) as hook:
         if not progress.sees_batches:
             hook.discover()
@@ -259,11 +254,7 @@ def install(progress: Progress) -> ForwardHook:
 
 
 def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
-    """End the discovery before anything is compiled, and count the calls of compiled modules.
-
-    Raises:
-        AttributeError: this torch has no such classes.
-    """
+    """End the discovery before anything is compiled, and count the calls of compiled modules."""
     module = sys.modules[_EVAL_FRAME]
 
     def guarded(original: Any, then: Callable[[Any], None]) -> Any:

@@ -22,9 +22,17 @@ from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import announce
 from training_harness.hooks.stages import stages
 from training_harness.hooks.training.deferred_calls import DeferredCalls
-from training_harness.hooks.training.devices import DeviceGauges, DeviceTimes
+from training_harness.hooks.training.devices import (
+    BACKWARD,
+    COPY,
+    FORWARD,
+    OPTIMIZE,
+    OTHER,
+    WAIT,
+    DeviceGauges,
+    DeviceTimes,
+)
 from training_harness.hooks.training.heap import HeapGauge
-from training_harness.hooks.training.phases import BACKWARD, COPY, FORWARD, OPTIMIZE, OTHER, WAIT
 from training_harness.records import MISSING_INT32, MISSING_INT64
 
 #: Ends of a step; less one, the `unit` of the step's record. A later one takes over from an earlier one.
@@ -53,7 +61,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.sees_copies = self.uses_cuda = False
-        self.on_first_loader: Callable[[], None] = _do_nothing
+        self.on_first_loader: Callable[[], None] = lambda: None
         self.capabilities: dict[str, bool] = {}
         self.requests = Requests()
         self.calls = DeferredCalls()
@@ -277,7 +285,3 @@ class Progress:
         torch = sys.modules.get("torch")
         self.uses_cuda = torch is not None and torch.cuda.is_initialized()
         self.calls.set_deferred(yes=not self.uses_cuda and self.requests.due_ns > 0)
-
-
-def _do_nothing() -> None:
-    pass

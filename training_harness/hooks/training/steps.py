@@ -18,14 +18,10 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.training.phases import BACKWARD, OPTIMIZE, OTHER
+from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER
 from training_harness.hooks.training.step_phases import OPTIMIZER, UNREAD, USER, Progress
 
 FASTAI = "fastai.optimizer"
-
-
-def _no_optimizer() -> None:
-    """Stand in for a weak reference to no optimizer."""
 
 
 class _PickledAsNothing:
@@ -59,8 +55,8 @@ class StepHook(Hook):
     def __init__(self, progress: Progress) -> None:
         super().__init__("step")
         self._progress = progress
-        self._leader: Callable[[], Any] = _no_optimizer
-        self._follower: Callable[[], Any] = _no_optimizer
+        self._leader: Callable[[], Any] = lambda: None
+        self._follower: Callable[[], Any] = lambda: None
 
     def on_step_begin(self, now_ns: int, thread: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
         """Mark the start of an optimizer's step: the fixed phase at which device memory is read."""
@@ -81,7 +77,7 @@ class StepHook(Hook):
         progress.mark(OPTIMIZE, now_ns, cpu_ns)
         if progress.ended_by == OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
-            self._follower = _no_optimizer
+            self._follower = lambda: None
 
     def _take_lead(self, optimizer: Callable[[], Any]) -> bool:
         if self._leader() is None or self._follower is optimizer:
@@ -96,10 +92,6 @@ def install(progress: Progress) -> StepHook:
     """Register the global optimizer hooks.
 
     Dynamo treats `is_compiling` as a constant, so the hooks vanish from a compiled step.
-
-    Raises:
-        AttributeError: this torch has no global optimizer hooks.
-        KeyError: `torch.optim.optimizer` or `torch.compiler` is not imported yet.
     """
     module = sys.modules["torch.optim.optimizer"]
     is_compiling = compiler.is_compiling()
@@ -139,11 +131,7 @@ def install(progress: Progress) -> StepHook:
 
 
 def install_fastai(step_hook: StepHook) -> Hook:
-    """Replace `step` of fastai's optimizers, which do not derive from torch's (fastai/optimizer.py).
-
-    Raises:
-        AttributeError: this fastai has no such class.
-    """
+    """Replace `step` of fastai's optimizers, which do not derive from torch's (fastai/optimizer.py)."""
 
     def make(original: Any) -> Any:
         @functools.wraps(original)
@@ -161,12 +149,7 @@ def install_fastai(step_hook: StepHook) -> Hook:
 
 
 def install_backward(progress: Progress) -> Hook:
-    """Replace `torch.autograd.backward`, which `Tensor.backward` calls (torch/_tensor.py).
-
-    Raises:
-        AttributeError: this torch has no such function.
-        KeyError: `torch.autograd` or `torch.compiler` is not imported yet.
-    """
+    """Replace `torch.autograd.backward`, which `Tensor.backward` calls (torch/_tensor.py)."""
     hook = Hook("backward")
     is_compiling = compiler.is_compiling()
     calls, clock, cpu_clock = progress.calls, time.monotonic_ns, progress.cpu_clock

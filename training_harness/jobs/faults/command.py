@@ -54,5 +54,6 @@ def main(arguments: Sequence[str]) -> None:
     expect_many_workers()
     print(f"{options.kind}{', fixed' if options.fixed else ''}: {fault.meaning}", flush=True)
     job = Job(options, torch.device("cuda" if fault.needs_gpu else "cpu"))
+    job.steps_count, job.num_workers, job.step_seconds = fault.steps_count, fault.num_workers, fault.step_seconds
     fault.spoil(job)
     print(f"done: {job.run()} steps", flush=True)

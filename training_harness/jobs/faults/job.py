@@ -22,6 +22,8 @@ from training_harness.jobs.common import loader_arguments
 
 BATCH_SIZE = 8
 FEATURES_COUNT = 32
+#: The healthy training: steps, workers, and seconds that a step sleeps.
+_STEPS_COUNT, _NUM_WORKERS, _STEP_SECONDS = 1000, 2, 0.010
 _REPORT_SECONDS = 2.0
 
 Item = tuple[torch.Tensor, int]
@@ -60,9 +62,7 @@ class Job:
         self.options = options
         self.faulty = not options.fixed
         self.device = device
-        self.steps_count = 1000
-        self.num_workers = 2
-        self.step_seconds = 0.010
+        self.steps_count, self.num_workers, self.step_seconds = _STEPS_COUNT, _NUM_WORKERS, _STEP_SECONDS
         self.dataset: Dataset[Item] = Items(partial(sleep, 0.010))
         self.settings: dict[str, Any] = {}
         self.batches: Callable[[], Iterator[Batch]] = self.endless
@@ -144,6 +144,7 @@ class Fault:
         needs_gpu: whether it is a fault of GPU memory or of the transfer to it.
         dies: whether the fault ends the training; its twin lives.
         ranks_count: number of training processes, started by torchrun if more than one.
+        steps_count, num_workers, step_seconds: the training, also in the twin.
     """
 
     finding: str
@@ -152,6 +153,9 @@ class Fault:
     needs_gpu: bool = False
     dies: bool = False
     ranks_count: int = 1
+    steps_count: int = _STEPS_COUNT
+    num_workers: int = _NUM_WORKERS
+    step_seconds: float = _STEP_SECONDS
 
 
 #: kind -> the fault.

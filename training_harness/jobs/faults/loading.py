@@ -40,32 +40,28 @@ def compute(batch_seconds: float, _index: int) -> None:
         sum(range(200))
 
 
-@fault("slow-worker")
+@fault("slow-worker", num_workers=4)
 def slow_worker(job: Job) -> None:
     """Worker 1 of 4 takes 60 ms a batch, the others 20 ms."""
-    job.num_workers = 4
     job.dataset = Items(partial(sleep_unevenly, 0.020, 0.060 if job.faulty else 0.020, 0))
 
 
-@fault("workers-too-slow")
+@fault("workers-too-slow", num_workers=4)
 def workers_too_slow(job: Job) -> None:
     """Each of 4 workers takes 60 ms a batch, a step takes 10 ms."""
-    job.num_workers = 4
     job.dataset = Items(partial(sleep, 0.060 if job.faulty else 0.020))
 
 
-@fault("straggler-samples")
+@fault("straggler-samples", num_workers=4)
 def straggler_samples(job: Job) -> None:
     """Every 37th batch has a sample that takes 400 ms, where a batch takes 20 ms."""
-    job.num_workers = 4
     slow_seconds = 0.400 * BATCH_SIZE if job.faulty else 0.020
     job.dataset = Items(partial(sleep_unevenly, 0.020, slow_seconds, 37 * BATCH_SIZE))
 
 
-@fault("cpu-bound", "workers-too-slow")
+@fault("cpu-bound", "workers-too-slow", num_workers=1)
 def cpu_bound(job: Job) -> None:
     """One worker computes 25 ms for a batch, a step takes 10 ms."""
-    job.num_workers = 1
     job.dataset = Items(partial(compute, 0.025 if job.faulty else 0.005))
 
 
@@ -77,10 +73,9 @@ def oversubscribed(job: Job) -> None:
     job.dataset = Items(partial(compute, (0.036 if job.faulty else 0.006) * half))
 
 
-@fault("io-bound", "workers-too-slow")
+@fault("io-bound", "workers-too-slow", num_workers=4)
 def io_bound(job: Job) -> None:
     """Four workers read through one pipe that gives 25 MiB/s: a batch of 512 KiB each 20 ms."""
-    job.num_workers = 4
     folder = job.closing.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-"))
     os.mkfifo(path := Path(folder) / "pipe")
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # both ends, so it never waits for a reader
@@ -123,10 +118,9 @@ def collate_bound(job: Job) -> None:
     job.settings = {"collate_fn": partial(do_slowly, 0.060 if job.faulty else 0.004, default_collate)}
 
 
-@fault("copy-bound")
+@fault("copy-bound", steps_count=300)
 def copy_bound(job: Job) -> None:
     """Batches of 32 MiB are collated outside shared memory, so that each is copied once more."""
-    job.steps_count = 300
     fill_batches(job, 32 * _MIB if job.faulty else _MIB)
     job.settings = {"collate_fn": collate_privately}
 
@@ -161,18 +155,16 @@ def worker_startup(job: Job) -> None:
     job.settings = {"worker_init_fn": partial(do_slowly, 1.0, id), "persistent_workers": not job.faulty}
 
 
-@fault("fresh-iterator", "worker-startup")
+@fault("fresh-iterator", "worker-startup", steps_count=200)
 def fresh_iterator(job: Job) -> None:
     """next(iter(loader)) in each step starts the workers for one batch."""
-    job.steps_count = 200
     loader = job.loader()
     job.batches = (lambda: iter(lambda: next(iter(loader)), None)) if job.faulty else job.endless
 
 
-@fault("epoch-refill")
+@fault("epoch-refill", num_workers=4, step_seconds=0.020)
 def epoch_refill(job: Job) -> None:
     """Epochs of 8 batches: the workers stay, but each epoch begins with empty queues."""
-    job.num_workers, job.step_seconds = 4, 0.020
     job.dataset = Items(partial(sleep, 0.060), count=(8 if job.faulty else 8000) * BATCH_SIZE)
     job.settings = {"persistent_workers": True}
 

@@ -28,7 +28,7 @@ _ROWS_COUNT = 300_000
 _FRACTION_BYTES = 96 * _MIB
 
 
-@fault("copy-on-read", "copy-on-read-growth")
+@fault("copy-on-read", "copy-on-read-growth", step_seconds=0.025)
 def copy_on_read(job: Job) -> None:
     """A list of Python objects is copied page by page into each forked worker."""
     rows: Any = torch.arange(_ROWS_COUNT)[:, None] + torch.arange(9)
@@ -36,7 +36,6 @@ def copy_on_read(job: Job) -> None:
         rows = [{"path": f"photographs/{i:09d}.jpg", "box": list(range(i, i + 9))} for i in range(_ROWS_COUNT)]
     job.dataset = Items(partial(read_rows, rows), count=_ROWS_COUNT // 4)
     job.settings = {"shuffle": True}
-    job.step_seconds = 0.025
 
 
 def read_rows(rows: Any, index: int) -> None:
@@ -60,17 +59,15 @@ def decode(cache: dict[int, bytearray], limit_bytes: int, index: int) -> None:
         cache[index] = picture
 
 
-@fault("main-leak", "main-heap-leak")
+@fault("main-leak", "main-heap-leak", step_seconds=0.020)
 def main_leak(job: Job) -> None:
     """The training process keeps 256 KiB of each step for ever."""
-    job.step_seconds = 0.020
     job.after_step = lambda _loss, _batch: job.keep(_PIECE_BYTES, torch.ones(_PIECE_BYTES, dtype=torch.uint8))
 
 
-@fault("loss-list", "main-heap-leak")
+@fault("loss-list", "main-heap-leak", step_seconds=0.020)
 def loss_list(job: Job) -> None:
     """A list keeps each validation loss with its graph, and so with the activations, 256 KiB."""
-    job.step_seconds = 0.020
     job.model = job.make_model(hidden_count := 4096)
 
     def validate(_loss: torch.Tensor, batch: Batch) -> None:
@@ -80,10 +77,10 @@ def loss_list(job: Job) -> None:
     job.after_step = validate
 
 
-@fault("loss-sum", "main-heap-leak")
+@fault("loss-sum", "main-heap-leak", steps_count=4000, step_seconds=0.003)
 def loss_sum(job: Job) -> None:
     """The running sum of the losses is a tensor: the nodes of every step's graph stay, some 10 KiB."""
-    job.steps_count, job.step_seconds, job.dataset = 4000, 0.003, Items(partial(sleep, 0.004))
+    job.dataset = Items(partial(sleep, 0.004))
     job.model = nn.Sequential(*(nn.Linear(FEATURES_COUNT, FEATURES_COUNT) for _ in range(24)))
     job.objects = [torch.zeros(())]
 
@@ -93,11 +90,10 @@ def loss_sum(job: Job) -> None:
     job.after_step = add
 
 
-@fault("create-graph", "main-heap-leak")
+@fault("create-graph", "main-heap-leak", step_seconds=0.020)
 def create_graph(job: Job) -> None:
     """A copy of the model gets gradients with create_graph=True: it and they hold each other."""
     warnings.filterwarnings("ignore", message="Using backward.. with create_graph")
-    job.step_seconds = 0.020
     job.model = job.make_model(1024)
 
     def look_ahead(_loss: torch.Tensor, batch: Batch) -> None:
@@ -109,10 +105,9 @@ def create_graph(job: Job) -> None:
     job.after_step = look_ahead
 
 
-@fault("activation-hook", "main-heap-leak")
+@fault("activation-hook", "main-heap-leak", step_seconds=0.020)
 def activation_hook(job: Job) -> None:
     """A forward hook keeps the activations of every step, 512 KiB."""
-    job.step_seconds = 0.020
     job.model = job.make_model(8192)
 
     def watch(_model: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
@@ -121,20 +116,18 @@ def activation_hook(job: Job) -> None:
     next(job.model.children()).register_forward_hook(watch)
 
 
-@fault("cycled-loader", "main-heap-leak")
+@fault("cycled-loader", "main-heap-leak", num_workers=0, step_seconds=0.020)
 def cycled_loader(job: Job) -> None:
     """itertools.cycle(loader) keeps every batch of the first epoch, to hand it out again."""
-    job.num_workers, job.step_seconds = 0, 0.020
     batches_count = max(1, (job.options.limit_mb << 20) // _PIECE_BYTES)
     size = _PIECE_BYTES // BATCH_SIZE // _FLOAT_BYTES
     job.dataset = Items(partial(sleep, 0.0), count=batches_count * BATCH_SIZE, size=size)
     job.batches = (lambda: itertools.cycle(job.loader())) if job.faulty else job.endless
 
 
-@fault("fd-leak")
+@fault("fd-leak", step_seconds=0.020)
 def fd_leak(job: Job) -> None:
     """A file is opened in each step and not closed, until half of the allowed number are open."""
-    job.step_seconds = 0.020
 
     def read(_loss: torch.Tensor, _batch: Batch) -> None:
         descriptor = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
@@ -146,10 +139,9 @@ def fd_leak(job: Job) -> None:
     job.after_step = read
 
 
-@fault("kept-batches", "fd-leak")
+@fault("kept-batches", "fd-leak", step_seconds=0.020)
 def kept_batches(job: Job) -> None:
     """Batches from workers are kept: each tensor holds a descriptor, up to half of the allowed number."""
-    job.step_seconds = 0.020
     limit = half_of_the_descriptors() // 2
     job.after_step = lambda _loss, batch: job.objects.append(batch if job.faulty and job.step < limit else None)
 
@@ -159,10 +151,9 @@ def half_of_the_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-@fault("shm-leak")
+@fault("shm-leak", step_seconds=0.020)
 def shm_leak(job: Job) -> None:
     """A shared memory segment of 256 KiB is made in each step and not unlinked."""
-    job.step_seconds = 0.020
 
     def share(_loss: torch.Tensor, _batch: Batch) -> None:
         segment = SharedMemory(create=True, size=_PIECE_BYTES)
@@ -192,13 +183,13 @@ def fill_batches(job: Job, batch_bytes: int) -> None:
     job.dataset = Items(partial(sleep, 0.0), size=batch_bytes // BATCH_SIZE // _FLOAT_BYTES)
 
 
-@fault("gpu-loss-list", "gpu-tensor-leak", needs_gpu=True)
+@fault("gpu-loss-list", "gpu-tensor-leak", needs_gpu=True, step_seconds=0.020)
 def gpu_loss_list(job: Job) -> None:
     """A list keeps each validation loss on the GPU with its graph, and so with the activations, 256 KiB."""
     loss_list(job)
 
 
-@fault("cuda-oom", needs_gpu=True, dies=True)
+@fault("cuda-oom", needs_gpu=True, dies=True, step_seconds=0.020)
 def cuda_oom(job: Job) -> None:
     """The activations that a list keeps fill the 96 MiB of the GPU that the process may use."""
     loss_list(job)
@@ -206,10 +197,9 @@ def cuda_oom(job: Job) -> None:
     torch.cuda.set_per_process_memory_fraction(share)
 
 
-@fault("gpu-driver-leak", "gpu-non-pytorch-growth", needs_gpu=True)
+@fault("gpu-driver-leak", "gpu-non-pytorch-growth", needs_gpu=True, step_seconds=0.020)
 def gpu_driver_leak(job: Job) -> None:
     """A library takes 2 MiB every fourth step from the CUDA driver itself, unseen by PyTorch's allocator."""
-    job.step_seconds = 0.020
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call_library(_loss: torch.Tensor, _batch: Batch) -> None:
@@ -224,10 +214,9 @@ def gpu_driver_leak(job: Job) -> None:
     job.after_step = call_library
 
 
-@fault("gpu-fragmentation", needs_gpu=True)
+@fault("gpu-fragmentation", needs_gpu=True, steps_count=600, step_seconds=0.020)
 def gpu_fragmentation(job: Job) -> None:
     """Every 50 steps one needs 4 MiB more than ever, and a small tensor stays in the segment that it leaves."""
-    job.steps_count, job.step_seconds = 600, 0.020
     empty = partial(torch.empty, dtype=torch.uint8, device=job.device)
     wanted_bytes = 12 * _MIB
 
@@ -245,10 +234,9 @@ def gpu_fragmentation(job: Job) -> None:
     job.after_step = work
 
 
-@fault("pinned-cache", "pinned-cache-growth", needs_gpu=True)
+@fault("pinned-cache", "pinned-cache-growth", needs_gpu=True, step_seconds=0.020)
 def pinned_cache(job: Job) -> None:
     """Each step has one more pinned buffer of 256 KiB in flight than the last; their cache gives none back."""
-    job.step_seconds = 0.020
 
     def stage(_loss: torch.Tensor, _batch: Batch) -> None:
         job.may_take(_PIECE_BYTES)
@@ -259,9 +247,8 @@ def pinned_cache(job: Job) -> None:
     job.after_step = stage
 
 
-@fault("pin-bound", needs_gpu=True)
+@fault("pin-bound", needs_gpu=True, num_workers=4, step_seconds=0.001)
 def pin_bound(job: Job) -> None:
     """The one thread that pins batches of 32 MiB takes longer than a step, and than the four workers."""
-    job.num_workers, job.step_seconds = 4, 0.001
     fill_batches(job, 32 * _MIB)
     job.settings = {"pin_memory": job.faulty}
