@@ -5,13 +5,13 @@ Everything here fails open: a hook that cannot be installed is named in an event
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,48 +64,35 @@ def _watch_exceptions() -> Hook:
     return hook
 
 
+_COMPILER = "torch.compiler"
+_DATALOADER = "torch.utils.data.dataloader"
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-#: hook -> (the modules that it needs, its installer), in the order of installation. An installer raises an
+#: hook -> (its installer, the modules that it needs), in the order of installation. An installer raises an
 #: exception, mostly an AttributeError, where this torch lacks a name that the hook needs.
-HOOKS: dict[str, tuple[frozenset[str], Callable[[], Hook | None]]] = {
-    "worker": (frozenset({"torch.utils.data.dataloader"}), worker.install),
+HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
+    "worker": (worker.install, {_DATALOADER}),
     # First, so that the hooks below see the loader as the trial changed it.
-    "trial": (
-        frozenset({"torch.utils.data.dataloader"}),
-        functools.partial(trial.install, "torch.utils.data.dataloader", "DataLoader"),
-    ),
-    "batch": (
-        frozenset({"torch.utils.data.dataloader"}),
-        functools.partial(iterators.install, _progress),
-    ),
-    "loader site": (frozenset({"torch.utils.data.dataloader"}), loader_ids.install),
-    "forward": (
-        frozenset({forward_passes.MODULE, "torch.compiler"}),
-        functools.partial(forward_passes.install, _progress),
-    ),
-    "stage:torch": (frozenset({"torch.utils.data.dataloader", "torch.compiler"}), _install_stages),
-    "step": (frozenset({"torch.optim.optimizer", "torch.compiler"}), functools.partial(steps.install, _progress)),
-    "backward": (
-        frozenset({"torch.autograd", "torch.compiler"}),
-        functools.partial(steps.install_backward, _progress),
-    ),
-    "cuda_oom": (frozenset({"torch.compiler"}), functools.partial(cuda_oom.install, _progress)),
+    "trial": (partial(trial.install, _DATALOADER, "DataLoader"), {_DATALOADER}),
+    "batch": (partial(iterators.install, _progress), {_DATALOADER}),
+    "loader site": (loader_ids.install, {_DATALOADER}),
+    "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
+    "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
+    "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
+    "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
+    "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
 }
-_TORCH_MODULES = sorted(frozenset().union(*(needs for needs, _ in HOOKS.values())))
+_TORCH_MODULES = sorted(set[str]().union(*(needs for _, needs in HOOKS.values())))
 HOOKS |= {
-    f"stage:{module}": (frozenset({module}), functools.partial(stage_calls.install, module))
+    f"stage:{module}": (partial(stage_calls.install, module), {module})
     for module in (*stage_calls.CALLS, *stage_calls.COMPOSERS)
     if module != "torch"
 }
-HOOKS["trial:torchdata"] = (
-    frozenset({_STATEFUL}),
-    functools.partial(trial.install, _STATEFUL, "StatefulDataLoader"),
-)
-HOOKS["compiler"] = (frozenset({"torch._dynamo.eval_frame"}), compiler.install)
-HOOKS["step:fastai"] = (frozenset({steps.FASTAI}), _install_fastai)
-HOOKS["forward:compiled"] = (frozenset({"torch._dynamo.eval_frame"}), _install_compiled_passes)
+HOOKS["trial:torchdata"] = (partial(trial.install, _STATEFUL, "StatefulDataLoader"), {_STATEFUL})
+HOOKS["compiler"] = (compiler.install, {forward_passes.EVAL_FRAME})
+HOOKS["step:fastai"] = (_install_fastai, {steps.FASTAI})
+HOOKS["forward:compiled"] = (_install_compiled_passes, {forward_passes.EVAL_FRAME})
 #: Modules whose import makes a hook possible.
-TRIGGERS = frozenset().union(*(needs for needs, _ in HOOKS.values()))
+TRIGGERS = frozenset[str]().union(*(needs for _, needs in HOOKS.values()))
 
 
 def on_import(module: str) -> None:
@@ -116,7 +103,7 @@ def on_import(module: str) -> None:
             return
         if "torch" in sys.modules:
             current.report_attach()
-        for name, (needs, install) in HOOKS.items():
+        for name, (install, needs) in HOOKS.items():
             if module not in needs or not needs <= sys.modules.keys():
                 continue
             if name in _hooks or _progress.capabilities.get(name) is False:

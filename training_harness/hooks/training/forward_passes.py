@@ -34,7 +34,7 @@ from training_harness.hooks.training.step_phases import PASS, Progress
 from training_harness.hooks.training.steps import has_optimizer
 
 MODULE = "torch.nn.modules.module"
-_EVAL_FRAME = "torch._dynamo.eval_frame"
+EVAL_FRAME = "torch._dynamo.eval_frame"
 #: Number of calls from outside any other module after which a class counts as the top-level one.
 _CALLS_TO_LEAD = 3
 
@@ -113,11 +113,8 @@ class ForwardHook(Hook):
         """Watch all module calls until one class leads."""
 
         def called(module: Any, _args: object) -> None:
-            try:
-                if not self._is_compiling() and self.active and not self._progress.sees_batches:
-                    self._count_discovered(module, sys._getframe(1))
-            except Exception as error:
-                self.fail(error)
+            if not self._is_compiling() and not self._progress.sees_batches:
+                self.attempt(self._count_discovered, module, sys._getframe(1))
 
         self._discovery = sys.modules[MODULE].register_module_forward_pre_hook(called)
 
@@ -255,25 +252,23 @@ def install(progress: Progress) -> ForwardHook:
 
 def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
     """End the discovery before anything is compiled, and count the calls of compiled modules."""
-    module = sys.modules[_EVAL_FRAME]
+    module = sys.modules[EVAL_FRAME]
 
-    def guarded(original: Any, then: Callable[[Any], None]) -> Any:
+    def make(then: Callable[[Any], None], original: Any) -> Any:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                if hook.active and not progress.sees_batches and not is_worker():
-                    then(self)
-            except Exception as error:
-                hook.fail(error)
+            if not progress.sees_batches and not is_worker():
+                hook.attempt(then, self)
             return original(self, *args, **kwargs)
 
         return call
 
     with Hook("forward:compiled") as compiled_hook:
-        end: Callable[[Any], None] = lambda _: hook.lead_with_the_most_called()  # noqa: E731
-        compiled_hook.replace(module.OptimizeContext, "__init__", lambda original: guarded(original, end))
-        lead: Callable[[Any], None] = lambda _: hook.lead(module.OptimizedModule)  # noqa: E731
-        compiled_hook.replace(module.OptimizedModule, "__init__", lambda original: guarded(original, lead))
-        in_place: Callable[[Any], None] = lambda model: hook.lead(type(model))  # noqa: E731
-        compiled_hook.replace(sys.modules[MODULE].Module, "compile", lambda original: guarded(original, in_place))
+        replacements: list[tuple[type, str, Callable[[Any], None]]] = [
+            (module.OptimizeContext, "__init__", lambda _: hook.lead_with_the_most_called()),
+            (module.OptimizedModule, "__init__", lambda _: hook.lead(module.OptimizedModule)),
+            (sys.modules[MODULE].Module, "compile", lambda model: hook.lead(type(model))),
+        ]
+        for owner, name, then in replacements:
+            compiled_hook.replace(owner, name, functools.partial(make, then))
         return compiled_hook
