@@ -28,8 +28,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from training_harness.journal import start_ticks
@@ -229,15 +230,15 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
         manifest = json.loads(read_plain(path, _MANIFEST_LIMIT_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(manifest, dict) or not _is_int64(manifest.get("schema")):
+    if not isinstance(manifest, dict) or not _fits(manifest.get("schema"), int):
         raise ValueError(f"{path} is damaged: it holds no manifest")
     if manifest["schema"] > MANIFEST_SCHEMA:
         raise ValueError(
             f"{path} has manifest schema {manifest['schema']}, this Tidegauge reads up to "
             f"{MANIFEST_SCHEMA}: upgrade Tidegauge"
         )
-    for name, fits in _MANIFEST_FIELDS.items():
-        if not fits(manifest.get(name)):
+    for name, shape in _MANIFEST_FIELDS.items():
+        if not _fits(manifest.get(name), shape):
             raise ValueError(f"{path} is damaged: {name!r} is {repr(manifest.get(name))[:80]}")
     return dict.fromkeys(_MANIFEST_FIELDS) | manifest
 
@@ -268,35 +269,29 @@ def write_manifest(run_dir: Path, manifest: Mapping[str, Any], *, name: str = MA
     os.replace(scratch, path)
 
 
-def _is_int64(value: object) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
+def _fits(value: object, shape: Any) -> bool:
+    """Return whether a value has a shape: a type, one of several, a dict of fields, or [shape of the values]."""
+    if isinstance(shape, tuple):
+        return any(_fits(value, one) for one in shape)
+    if isinstance(shape, list):
+        return isinstance(value, dict) and all(_fits(each, shape[0]) for each in value.values())
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), part) for name, part in shape.items())
+    if shape is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    return isinstance(value, shape)
 
 
-def _is_process(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("host"), str)
-        and _is_int64(value.get("pid"))
-        and _is_int64(value.get("start_ticks"))
-    )
-
-
-def _are_anchors(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(anchor, dict) and _is_int64(anchor.get("time_ns")) and _is_int64(anchor.get("wall_ns"))
-        for anchor in value.values()
-    )
-
-
-#: Field that readers of a manifest rely on -> test of its value.
-_MANIFEST_FIELDS: dict[str, Callable[[object], bool]] = {
-    "name": lambda value: isinstance(value, str),
-    "host": lambda value: value is None or isinstance(value, str),
-    "anchors": _are_anchors,
-    "collector": lambda value: value is None or _is_process(value),
-    "command": lambda value: value is None or _is_process(value),
-    "end_time_ns": lambda value: value is None or _is_int64(value),
-    "exit_status": lambda value: value is None or _is_int64(value),
+_PROCESS = {"host": str, "pid": int, "start_ticks": int}
+#: Field that readers of a manifest rely on -> shape of its value.
+_MANIFEST_FIELDS: dict[str, Any] = {
+    "name": str,
+    "host": (str, NoneType),
+    "anchors": [{"time_ns": int, "wall_ns": int}],
+    "collector": (_PROCESS, NoneType),
+    "command": (_PROCESS, NoneType),
+    "end_time_ns": (int, NoneType),
+    "exit_status": (int, NoneType),
 }
 
 

@@ -352,8 +352,7 @@ def watch(
 
 
 def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
-    command_line = procfs.read_file(f"{_PROC}/{key.pid}/cmdline") or str(key.pid).encode()
-    argv = [os.fsdecode(word) for word in command_line.split(b"\0") if word]
+    argv = [word for word in procfs.read_command_line(_PROC, key.pid) if word] or [str(key.pid)]
     run = Run(create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
     # `create_run` has recorded these of this process; those of the watched one are unknown.
     unknown: dict[str, object] = {"cwd": None, "environment": {}, "python": None, "git_commit": None}

@@ -224,7 +224,7 @@ class Agent:
 
     def _write(self, name: str, now_ns: int, samples: Sequence[NamedSample]) -> None:
         if self._outlets is not None:
-            self._outlets.latest.note(name, samples)
+            self._outlets.note_samples(name, samples)
         if samples:
             self._writers[name].append_all([record_values(STREAMS[name], now_ns, sample) for sample in samples])
 

@@ -41,31 +41,6 @@ _NOISE_RATIO = 0.01
 EXPIRY_SECONDS = 600.0
 
 
-class Latest:
-    """The newest samples of each stream that the collector takes itself."""
-
-    def __init__(self) -> None:
-        self.samples: dict[str, Sequence[Sample]] = {}
-        self._processes: dict[tuple[float | None, float | None], Sample] = {}
-
-    def note(self, stream: str, samples: Sequence[NamedSample]) -> None:
-        """Store the numbers of one tick's samples."""
-        numbers = [
-            {column: value for column, value in sample.items() if not isinstance(value, bytes)}
-            for sample in samples
-        ]
-        self.samples[stream] = self._with_readings(numbers) if stream == "process" else numbers
-
-    def _with_readings(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Add the last readings of smaps to the samples: most ticks read those of some processes only."""
-        before, self._processes = self._processes, {}
-        for sample in samples:
-            if sample["alive"]:
-                key = (sample["process_pid"], sample["process_start_ticks"])
-                self._processes[key] = {**before.get(key, {}), **sample}
-        return list(self._processes.values())
-
-
 class Outlets:
     """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
 
@@ -75,7 +50,9 @@ class Outlets:
     """
 
     def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:
-        self.latest = Latest()
+        #: Stream -> the newest samples that the collector took.
+        self._samples: dict[str, Sequence[Sample]] = {}
+        self._processes: dict[tuple[float | None, float | None], Sample] = {}
         self.counts: Counts | None = None
         self._alerts = alerts
         self._investigate = investigate
@@ -103,8 +80,25 @@ class Outlets:
     def tick(self, now_ns: int, problems: Problems) -> None:
         """Begin a verdict if one is due; the loop calls this at every tick."""
         if self._verdicts is not None:
-            self._headroom.note(now_ns / 1e9, self.latest.samples)
+            self._headroom.note(now_ns / 1e9, self._samples)
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
+
+    def note_samples(self, stream: str, samples: Sequence[NamedSample]) -> None:
+        """Take note of the numbers of one tick's samples; the loop calls this with those of each stream."""
+        numbers = [
+            {column: value for column, value in sample.items() if not isinstance(value, bytes)}
+            for sample in samples
+        ]
+        self._samples[stream] = self._with_readings(numbers) if stream == "process" else numbers
+
+    def _with_readings(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Add the last readings of smaps to the samples: most ticks read those of some processes only."""
+        before, self._processes = self._processes, {}
+        for sample in samples:
+            if sample["alive"]:
+                key = (sample["process_pid"], sample["process_start_ticks"])
+                self._processes[key] = {**before.get(key, {}), **sample}
+        return list(self._processes.values())
 
     def note_event(self, event: Mapping[str, Any]) -> None:
         """Take note of an event of the run's processes on this host; the loop calls this with each."""
@@ -154,7 +148,7 @@ class Outlets:
             name=self._name,
             host=self._host,
             totals=totals,
-            samples=dict(self.latest.samples),
+            samples=dict(self._samples),
             findings=verdict[0] if verdict else None,
             verdict_seconds=verdict[1] if verdict else None,
         )

@@ -99,6 +99,12 @@ def pids(proc: str) -> set[int]:
     return {int(name) for name in os.listdir(proc) if name.isdigit()}
 
 
+def read_command_line(proc: str, pid: int) -> list[str]:
+    """Return the words of a process's command line; none if it cannot be read, or has none."""
+    text = read_file(f"{proc}/{pid}/cmdline") or b""
+    return [os.fsdecode(word) for word in text.rstrip(b"\0").split(b"\0")] if text else []
+
+
 def read_stat(proc: str, pid: int) -> Stat | None:
     """Read the state of a process; None if there is none with this pid."""
     text = _read_once(f"{proc}/{pid}/stat")

@@ -52,11 +52,9 @@ class Program:
 
 def read_program(proc: str, pid: int) -> Program | None:
     """Describe a living process; None if its command line or environment cannot be read."""
-    command_line = procfs.read_file(f"{proc}/{pid}/cmdline")
-    variables = procfs.read_file(f"{proc}/{pid}/environ")
-    if not command_line or variables is None:
+    argv, variables = procfs.read_command_line(proc, pid), procfs.read_file(f"{proc}/{pid}/environ")
+    if not argv or variables is None:
         return None
-    argv = [os.fsdecode(word) for word in command_line.rstrip(b"\0").split(b"\0")]
     pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
     names = (os.path.basename(argv[0]), os.path.basename(_executable(proc, pid)))  # A program can change argv[0].
     is_python = any(_PYTHON.fullmatch(name) for name in names)
