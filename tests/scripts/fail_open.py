@@ -27,13 +27,13 @@ from torch.utils.data import DataLoader, TensorDataset
 #: These stand in the place of a function of torch's or the user's and call it, or are a guard themselves: what they
 #: call is made to fail instead of them.
 STAND_INS = {
-    "FetchRecorder.on_ready",
     "FetchRecorder.on_message",
     "FetchRecorder.on_result",
     "FetchRecorder.farewell",
     "Hook.__enter__",
     "Hook.__exit__",
     "Hook._restore",
+    "Hook.attempt",
     "Hook.fail",
     "Hook.on_remove",
     "Hook.remove",
@@ -50,7 +50,6 @@ STAND_INS = {
     "_IndexQueue.__getattr__",
     "_IndexQueue.get",
     "run_worker",
-    "_guarded",
 }
 
 

@@ -152,10 +152,7 @@ def _lines(run: Run, name: str, answer: dict[str, Any]) -> Iterator[str]:
         largest_first = sorted(grown.held_bytes, key=lambda device: -grown.held_bytes[device])
         sites = [(device, site) for device in largest_first for site in rank_sites(grown, device)]
         for device, site in sites:
-            yield f"{wording.bytes_growth(site)} {_place(device)} at {site.site}: {wording.count_growth(site)}"
+            place = "of host memory" if device == "cpu" else f"on GPU {device.rpartition(':')[2]}"
+            yield f"{wording.bytes_growth(site)} {place} at {site.site}: {wording.count_growth(site)}"
         if not sites:
             yield f"nothing stays within {grown.window}"
-
-
-def _place(device: str) -> str:
-    return "of host memory" if device == "cpu" else f"on GPU {device.rpartition(':')[2]}"

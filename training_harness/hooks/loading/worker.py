@@ -91,7 +91,7 @@ def run_worker(
             current.become_rank(*session.group)
         if current is not None and all(name in bound.arguments for name in _REQUIRED_ARGUMENTS):
             recorder = FetchRecorder(hook, current, loader, epoch, int(bound.arguments["worker_id"]))
-            bound.arguments["index_queue"] = _IndexQueue(bound.arguments["index_queue"], recorder)
+            bound.arguments["index_queue"] = _IndexQueue(bound.arguments["index_queue"], recorder, hook, current)
             bound.arguments["data_queue"] = _DataQueue(bound.arguments["data_queue"], recorder)
             bound.arguments["collate_fn"] = recorder.time_collate(
                 bound.arguments["collate_fn"], batched=bound.arguments["auto_collation"]
@@ -150,24 +150,14 @@ class FetchRecorder:
 
     def on_ready(self) -> None:
         """Record that the worker is ready: `worker_init_fn` has run, and an iterable dataset has its iterator."""
-        try:
-            self._idle_since_ns = time.monotonic_ns()
-            self._session.events.append(
-                "worker-ready",
-                loader=self._loader,
-                epoch=self._epoch,
-                worker=self._worker,
-                setup_ns=self._idle_since_ns - self._started_ns,
-            )
-        except Exception as error:
-            self._hook.fail(error)
-
-    def on_idle(self) -> None:
-        """Write the records on hold, which could otherwise stay unwritten for long."""
-        try:
-            self._session.flush()
-        except Exception as error:
-            self._hook.fail(error)
+        self._idle_since_ns = time.monotonic_ns()
+        self._session.events.append(
+            "worker-ready",
+            loader=self._loader,
+            epoch=self._epoch,
+            worker=self._worker,
+            setup_ns=self._idle_since_ns - self._started_ns,
+        )
 
     def on_message(self, message: Any) -> None:
         """Handle a message from the index queue: an index, the start of a new epoch, or the end.
@@ -244,19 +234,21 @@ class FetchRecorder:
 class _IndexQueue:
     """Proxy of the worker's index queue that reports each message from `get`."""
 
-    def __init__(self, queue: Any, recorder: FetchRecorder) -> None:
+    def __init__(self, queue: Any, recorder: FetchRecorder, hook: Hook, current: session.Session) -> None:
         self._queue = queue
         self._recorder = recorder
+        self._hook = hook
+        self._flush = current.flush
         self._is_first_get = True
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first_get:
             self._is_first_get = False
-            self._recorder.on_ready()
+            self._hook.attempt(self._recorder.on_ready)
         try:
             message = self._queue.get(*args, **kwargs)
         except queue.Empty:  # after some seconds without work the loop checks whether the training lives
-            self._recorder.on_idle()
+            self._hook.attempt(self._flush)  # the records on hold could otherwise stay unwritten for long
             raise
         self._recorder.on_message(message)
         return message

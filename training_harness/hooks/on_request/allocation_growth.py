@@ -83,11 +83,7 @@ class Growth:
         _trace(on=False)
 
     def save(self, current: Session) -> dict[str, Any]:
-        """End the trace; write the lines whose live memory grew between the marks.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """End the trace; write the lines whose live memory grew between the marks."""
         assert self._first is not None
         try:
             first, last = self._first, self._take_mark()

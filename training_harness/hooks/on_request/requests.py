@@ -198,11 +198,7 @@ class Profile:
         self._profile.stop()
 
     def save(self, current: Session) -> dict[str, Any]:
-        """End the profile; write the trace and the operators that allocated most.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """End the profile; write the trace and the operators that allocated most."""
         self._profile.stop()
         operators = top_operators(self._profile.key_averages())
         answer = save(current, "profile", {"steps_count": self._steps - self._steps_left, "operators": operators})

@@ -28,11 +28,7 @@ _NESTED = ("frames", "blocks", "history")
 
 
 def save(current: Session, what: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a document; return its `path`, relative to the run directory, and its size (`bytes`).
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a document; return its `path`, relative to the run directory, and its size (`bytes`)."""
     identity = current.identity
     head = {"schema": SNAPSHOT_SCHEMA, "what": what, "host": identity.host, "pid": identity.pid}
     text = json.dumps({**head, "rank": identity.rank, **document}, default=repr).encode()
@@ -40,11 +36,7 @@ def save(current: Session, what: str, document: Mapping[str, Any]) -> dict[str, 
 
 
 def write(current: Session, suffix: str, fill: Callable[[Path], object]) -> dict[str, Any]:
-    """Let `fill` write a file of this process that ends in `suffix`; return its `path` and size (`bytes`).
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Let `fill` write a file of this process that ends in `suffix`; return its `path` and size (`bytes`)."""
     name = f"{current.identity.host}.{current.identity.pid}.{time.monotonic_ns()}.{suffix}"
     scratch = current.run_dir / SNAPSHOTS / f".{name}"
     try:

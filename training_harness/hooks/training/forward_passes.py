@@ -254,11 +254,15 @@ def install_compiled(hook: ForwardHook, progress: Progress) -> Hook:
     """End the discovery before anything is compiled, and count the calls of compiled modules."""
     module = sys.modules[EVAL_FRAME]
 
+    def unless_in_worker(then: Callable[[Any], None], model: Any) -> None:
+        if not is_worker():
+            then(model)
+
     def make(then: Callable[[Any], None], original: Any) -> Any:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not progress.sees_batches and not is_worker():
-                hook.attempt(then, self)
+            if not progress.sees_batches:
+                hook.attempt(unless_in_worker, then, self)
             return original(self, *args, **kwargs)
 
         return call
