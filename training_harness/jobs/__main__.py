@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from training_harness.jobs.common import JobError
 
-#: job -> (module with its `main(arguments)`, imported only when the job runs; meaning).
+#: job -> (module with its `main(arguments)`, imported only when the job runs; meaning). It raises `JobError` where
+#: an option does not fit, or data or a device is missing.
 JOBS = {
     "images": ("training_harness.jobs.images", "a CNN on JPEG photographs: decoding and augmenting"),
     "diabetes": ("training_harness.jobs.diabetes", "a tiny network on a tiny table: when workers cost more"),

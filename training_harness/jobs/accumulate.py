@@ -90,11 +90,7 @@ def agreement(choices: Sequence[Choice]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job.
-
-    Raises:
-        JobError: a micro-batch does not divide the effective batch, or the options do not fit.
-    """
+    """Run the job."""
     parser = JobParser("accumulate", "A small transformer language model whose gradients are accumulated.")
     parser.add_argument("--effective-batch", type=positive, default=256, metavar="N", help="windows per step")
     several = "windows at once; several are compared, each in a process of its own"

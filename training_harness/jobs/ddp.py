@@ -38,11 +38,7 @@ def run_rank(options: argparse.Namespace, backend: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job, or this rank's part of it.
-
-    Raises:
-        JobError: NCCL is asked for and there are fewer GPUs than ranks.
-    """
+    """Run the job, or this rank's part of it."""
     parser = JobParser("ddp", "A small transformer under DistributedDataParallel: torchrun with several ranks.")
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks")
     backend_help = "[default: nccl where each rank has a GPU, else gloo]"

@@ -235,11 +235,7 @@ def explain(timings: Sequence[Timing], steps: int, fetch_seconds: float, hop_sec
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job.
-
-    Raises:
-        JobError: the data or the options are not usable.
-    """
+    """Run the job."""
     parser = JobParser("diabetes", "The 8-6-4-1 sigmoid network on a table of 768 rows.")
     parser.add_argument("--data", type=Path, metavar="FILE", help="CSV: 8 features and a label of 0 or 1 a row")
     parser.add_argument("--epochs", type=positive, default=100, metavar="N", help="passes over the data")

@@ -145,11 +145,7 @@ def train(options: argparse.Namespace, photographs: Photographs) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job.
-
-    Raises:
-        JobError: the data is not usable.
-    """
+    """Run the job."""
     parser = JobParser("images", "A small CNN on 1920x1080 photographs, read with OpenCV.")
     parser.add_argument("--data", type=Path, metavar="DIR", help="one folder per class, else made photographs")
     parser.add_argument("--epochs", type=positive, default=4, metavar="N", help="passes over the data")

@@ -202,6 +202,6 @@ def _shutdown_workers(hook: LoaderHook, original: Any) -> Any:
         try:
             return original(self)
         finally:
-            hook.attempt(hook.note_late_deaths, self)
+            hook.attempt(hook.note_deaths, self, have_ended=True)
 
     return _shutdown_workers

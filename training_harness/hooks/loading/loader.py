@@ -189,41 +189,36 @@ class LoaderHook(Hook):
             state.samples.get(state.yielded_count, MISSING_INT32),
         )
 
-    def begin_fetch(self, now_ns: int) -> FetchMeter | None:
+    def begin_fetch(self, now_ns: int) -> FetchMeter:
         """Return a running meter for a batch that this thread is about to make."""
         if stages.pending_tallies:  # they belong to the batch before; the next calls are for the new one
             stages.write_loop_stages(now_ns)
-        try:
-            meter: FetchMeter | None = getattr(self._meters, "meter", None)
-            if meter is None or meter.pid != os.getpid():
-                meter = self._meters.meter = FetchMeter()
-            self.fetching.add(threading.get_ident())
-            meter.begin()
-        except Exception as error:
-            self.fail(error)
-            return None
+        meter: FetchMeter | None = getattr(self._meters, "meter", None)
+        if meter is None or meter.pid != os.getpid():
+            meter = self._meters.meter = FetchMeter()
+        self.fetching.add(threading.get_ident())
+        meter.begin()
         return meter
 
-    def note_deaths(self, iterator: Any) -> None:
-        """Record which workers ended by a signal or an error; DataLoader only says that one did."""
-        self._note_deaths(iterator, (None, 0))
-
-    def note_late_deaths(self, iterator: Any) -> None:
-        """Record the same once all have ended; DataLoader itself terminates workers that hang."""
-        self._note_deaths(iterator, (None, 0, -signal.SIGTERM))
-
     def note_last_deaths(self) -> None:
-        """Record the same for iterators that user code, or a traceback, holds until the process ends."""
+        """Record deaths for iterators that user code, or a traceback, holds until the process ends."""
         for state in list(states.values()):
             if (iterator := state.iterator()) is not None:
-                self.attempt(self.note_late_deaths, iterator)
+                self.attempt(self.note_deaths, iterator, have_ended=True)
 
-    def _note_deaths(self, iterator: Any, good: tuple[int | None, ...]) -> None:
+    def note_deaths(self, iterator: Any, *, have_ended: bool = False) -> None:
+        """Record which workers ended by a signal or an error; DataLoader only says that one did.
+
+        Args:
+            iterator: iterator of the workers.
+            have_ended: whether all have ended: DataLoader itself terminates workers that hang.
+        """
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None:
             return
         if self._registry is None or self._registry.session is not current:
             return  # a forked child's copy of the iterator: these are not its workers
+        good = (None, 0, -signal.SIGTERM) if have_ended else (None, 0)
         for worker_id, process in enumerate(getattr(iterator, "_workers", ())):
             exit_code = process.exitcode
             if exit_code in good or worker_id in state.dead_workers:

@@ -20,11 +20,7 @@ from training_harness.jobs.faults.job import Job
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the job.
-
-    Raises:
-        JobError: the fault needs something that this machine lacks, or an option does not fit.
-    """
+    """Run the job."""
     parser = JobParser("fault", "A small training with one known fault, or with --fixed the same one without it.")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="see --list")
     parser.add_argument(
