@@ -28,30 +28,17 @@ FINISH_SECONDS = 60.0
 
 
 def pause_ns(records_count: int, cost_ns: int, before_ns: int) -> int:
-    """Return the pause from an ingest to the next.
-
-    Args:
-        records_count: records that the ingest moved.
-        cost_ns: CPU time that it took.
-        before_ns: the pause before it, in which the records were written.
-    """
+    """Return the pause after an ingest, from its records, its CPU time and the pause in which they were written."""
     filling_ns = before_ns * WAITING_RECORDS / max(records_count, 1)
     wanted_ns = round(min(cost_ns / INGEST_RATIO, filling_ns))
     return min(max(wanted_ns, SHORTEST_PAUSE_NS), LONGEST_PAUSE_NS)
 
 
 class Feed:
-    """The feed of the run's lake: it ingests the journals from time to time.
+    """The feed of the run's lake: it ingests the journals, and updates the counts, from time to time.
 
     An ingest that fails is repeated the next time: records that were not committed are still in the journals. A
     store on the network may take a minute to fail, so its ingests run in a thread, and the sampling goes on.
-
-    Args:
-        run: the run that is followed.
-        problems: records failures.
-        ingester: the ingester, if it is open already.
-        counts: totals that every ingest brings up to date; None if they are not needed.
-        clock_ns: CLOCK_MONOTONIC.
 
     Attributes:
         records_count: records moved so far.

@@ -319,14 +319,7 @@ def watch(
 ) -> Run:
     """Sample a process of this host and its descendants until it ends, or until Ctrl-C; the process is not touched.
 
-    Args:
-        pid: pid of the process.
-        home: Tidegauge home; created if missing.
-        name: name of the run; by default that of the script or program.
-        tags: recorded in the manifest.
-        interval_seconds: time between two samples.
-        on_ready: called with the run before the first sample.
-        outlets: live metrics, alerts and investigations of the run.
+    The other arguments are those of `run_command`; `on_ready` is called before the first sample.
 
     Raises:
         TidegaugeError: there is no such process, the interval is out of bounds, or the home cannot be written.

@@ -243,11 +243,7 @@ def follow(
 ) -> None:
     """Tick at a fixed rate, free of drift, until the run has ended; skip a tick that is late.
 
-    Args:
-        agent: the agent that ticks.
-        wait: waits up to the given seconds and returns whether the run has ended.
-        interval_seconds: time between two ticks.
-        clock_ns: CLOCK_MONOTONIC.
+    `wait` waits up to the given seconds and returns whether the run has ended.
     """
     interval_ns = round(interval_seconds * 1e9)
     deadline_ns = clock_ns()
@@ -322,12 +318,7 @@ def manifest_process(key: LocalProcess) -> dict[str, Any]:
 
 
 def update_manifest(run: Run, **fields: object) -> None:
-    """Change fields of the manifest.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: it is damaged.
-    """
+    """Change fields of the manifest."""
     write_manifest(run.path, {**read_manifest(run.path), **fields})
 
 

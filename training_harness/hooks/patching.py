@@ -39,11 +39,7 @@ class Hook:
             self.remove()
 
     def replace(self, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
-        """Set `owner.attribute` to `make(original)` until `remove`.
-
-        Raises:
-            AttributeError: this torch has no such name; the caller handles that.
-        """
+        """Set `owner.attribute` to `make(original)` until `remove`."""
         original = getattr(owner, attribute)
         inherited = isinstance(owner, type) and attribute not in vars(owner)
         replacement = make(original)

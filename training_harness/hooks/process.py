@@ -15,12 +15,7 @@ WORKER_MODULE = "torch.utils.data._utils.worker"
 
 
 def announce(current: session.Session, capabilities: dict[str, bool]) -> None:
-    """Record once that this process trains, and arrange for the farewell, which a kill prevents.
-
-    Args:
-        current: this process's session.
-        capabilities: name of a hook or a hook point -> whether this torch has it.
-    """
+    """Record once that this process trains, and arrange for the farewell, which a kill prevents."""
     if current.process_started:
         return
     current.process_started = True

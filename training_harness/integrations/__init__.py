@@ -21,12 +21,7 @@ _TEXT_CHARACTERS = 200
 
 
 class TrainingReporter:
-    """Reporter of a framework's phases and hyper-parameters, which all callbacks share.
-
-    Args:
-        framework: name of the framework, as in the event of a failure.
-        name: name of the run, if this begins one.
-    """
+    """Reporter of a framework's phases and hyper-parameters, which all callbacks share."""
 
     def __init__(self, framework: str, name: str | None) -> None:
         self.hook = Hook(framework)

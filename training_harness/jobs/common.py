@@ -101,11 +101,7 @@ def expect_many_workers() -> None:
 
 
 def loader_arguments(options: argparse.Namespace, *, num_workers: int | None = None) -> dict[str, Any]:
-    """Return the chosen DataLoader options as its keyword arguments.
-
-    Args:
-        options: result of a parser with `add_loader_options`.
-        num_workers: replaces `--num-workers`.
+    """Return the chosen DataLoader options as its keyword arguments; `num_workers` replaces `--num-workers`.
 
     Raises:
         JobError: an option that needs workers was given, and there are none.

@@ -144,11 +144,7 @@ class Timing:
 
 
 def parse_sweep(text: str) -> range:
-    """Parse a range like `0-8`, which includes both ends.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not two whole numbers in order, or more than 64.
-    """
+    """Parse a range like `0-8`, which includes both ends."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if not match or int(match[1]) > int(match[2]) or int(match[2]) > _SWEEP_MAX_WORKERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range like 0-8, from 0 up to {_SWEEP_MAX_WORKERS}")

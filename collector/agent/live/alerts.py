@@ -70,11 +70,7 @@ Sender = Callable[[Alert, Callable[[float], bool]], str | None]
 
 
 class Alerts:
-    """The alerts on new findings of each verdict.
-
-    Args:
-        senders: each gets every alert, in its own thread.
-    """
+    """The alerts on new findings of each verdict: each sender gets every alert, in its own thread."""
 
     def __init__(self, senders: Iterable[Sender]) -> None:
         self._last_sent: LastSent = {}

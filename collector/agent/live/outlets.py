@@ -44,9 +44,7 @@ EXPIRY_SECONDS = 600.0
 class Outlets:
     """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
 
-    Args:
-        alerts: get every verdict.
-        investigate: whether a process that leaks may be asked for its allocation sites.
+    `investigate` allows it to ask a process that leaks for its allocation sites.
     """
 
     def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:

@@ -50,11 +50,7 @@ def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> flo
 
 
 class LiveVerdicts:
-    """The verdicts on a run while it goes on.
-
-    Args:
-        run: the run.
-        publish: called with the findings of each verdict, in the thread that waited for it.
+    """The verdicts on a run while it goes on; `publish` gets the findings of each, in the thread that waited.
 
     Attributes:
         spent_ns: CPU time of the verdicts so far.

@@ -18,10 +18,6 @@ class DeviceSampler:
 
     Devices are numbered as the run's processes see them: `CUDA_VISIBLE_DEVICES` selects and orders.
 
-    Args:
-        nvml: the NVML binding.
-        environ: environment that may set `CUDA_VISIBLE_DEVICES`.
-
     Attributes:
         reason: why there is nothing to sample; None if there are devices.
     """

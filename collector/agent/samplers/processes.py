@@ -53,10 +53,7 @@ class ProcessTree:
         self._ticks = 0
 
     def update(self, named: Iterable[LocalProcess]) -> tuple[dict[LocalProcess, Stat], list[LocalProcess]]:
-        """Update the tree.
-
-        Args:
-            named: processes that belong to the run whatever their parents are.
+        """Update the tree; `named` processes belong to the run whatever their parents are.
 
         Returns:
             The living processes of the run, and its processes that have ended since the last call.
@@ -151,12 +148,9 @@ class ProcessSampler:
     def sample(
         self, now_ns: int, roots: Iterable[LocalProcess], *, headroom_bytes: float | None = None
     ) -> list[NamedSample]:
-        """Sample every process of the run.
+        """Sample every process of the run: those with a role, the roots and their descendants.
 
-        Args:
-            now_ns: CLOCK_MONOTONIC.
-            roots: processes to follow besides those with a role.
-            headroom_bytes: headroom before the binding memory limit; the less, the more growth matters.
+        The less headroom the binding memory limit leaves, the more growth matters.
         """
         alive, ended = self._tree.update([*roots, *self._roles])
         self.alive = frozenset(alive)

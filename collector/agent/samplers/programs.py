@@ -114,13 +114,7 @@ def has_torch(proc: str, pid: int) -> bool:
 
 
 def find_left_running(proc: str, run_dir: str, since_ticks: int) -> list[LocalProcess]:
-    """Find the living processes that were started for a run, whatever their parent is now.
-
-    Args:
-        proc: root of the proc file system.
-        run_dir: the run's directory, as in the environment of its command.
-        since_ticks: start time of the command; no process of the run is older.
-    """
+    """Find the living processes of a run, none older than its command, whatever their parent is now."""
     variable = b"\0" + os.fsencode(f"{RUN_DIR_VARIABLE}={run_dir}") + b"\0"
     keys = []
     for pid in procfs.pids(proc) - {os.getpid()}:
@@ -133,11 +127,7 @@ def find_left_running(proc: str, run_dir: str, since_ticks: int) -> list[LocalPr
 
 
 class ProgramLog:
-    """Descriptions of a run's processes, for events: a tick after the first sight, and when torch is imported.
-
-    Args:
-        proc: root of the proc file system.
-    """
+    """Descriptions of a run's processes, for events: a tick after the first sight, and when torch is imported."""
 
     #: Most descriptions of a run: a dataset that starts a program per sample must not fill the event log.
     AT_MOST = 500
@@ -151,11 +141,7 @@ class ProgramLog:
         self._events_count = 0
 
     def update(self, alive: Iterable[LocalProcess]) -> list[dict[str, object]]:
-        """Return the fields of the events that are due.
-
-        Args:
-            alive: the living processes of the run that no event has named as a training process or a worker.
-        """
+        """Return the fields of the events that are due, of processes that no event has named as main or worker."""
         self._ticks = {key: self._ticks.get(key, -1) + 1 for key in alive}
         self._done &= self._ticks.keys()
         due = [key for key, ticks in self._ticks.items() if ticks in self._READ_AT_TICKS and key not in self._done]

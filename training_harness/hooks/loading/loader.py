@@ -207,12 +207,7 @@ class LoaderHook(Hook):
                 self.attempt(self.note_deaths, iterator, have_ended=True)
 
     def note_deaths(self, iterator: Any, *, have_ended: bool = False) -> None:
-        """Record which workers ended by a signal or an error; DataLoader only says that one did.
-
-        Args:
-            iterator: iterator of the workers.
-            have_ended: whether all have ended: DataLoader itself terminates workers that hang.
-        """
+        """Record which workers ended by a signal or an error; once all have ended, SIGTERM was DataLoader's own."""
         state, current = states.get(id(iterator)), session.active
         if state is None or current is None:
             return

@@ -42,12 +42,7 @@ _Stack = tuple[tuple[str, int], ...]
 
 
 class Growth:
-    """Trace of the allocations in the next steps of this process; it begins at once.
-
-    Args:
-        torch: the module.
-        steps: number of steps to trace, two at least.
-        unit: unit of that number, `steps` or `batches`.
+    """Trace of the allocations in the next steps of this process, two at least; it begins at once.
 
     Raises:
         RuntimeError: the training uses `tracemalloc` itself.
@@ -158,10 +153,7 @@ class Mark(NamedTuple):
 def live_allocations(torch: Any, steps_count: int, first_node: int) -> Mark:
     """Return the traced allocations that are alive now, without the garbage collector's permanent generation.
 
-    Args:
-        torch: the module.
-        steps_count: steps since the beginning of the trace.
-        first_node: sequence number of the first node of autograd's graphs since then.
+    Nodes of autograd's graphs count from `first_node` on, their sequence number at the beginning of the trace.
     """
     python = tracemalloc.take_snapshot().statistics("traceback")  # first: the code below is traced too
     roots: list[tuple[_Row, Any]] = []

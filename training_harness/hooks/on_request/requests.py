@@ -215,11 +215,7 @@ class Profile:
 
 
 def top_operators(averages: Any) -> list[dict[str, Any]]:
-    """Return the bytes that each operator itself allocated and did not free, the largest first.
-
-    Args:
-        averages: averages of `torch.profiler`, one entry per operator.
-    """
+    """Return the bytes that each operator of a profile itself allocated and did not free, the largest first."""
     first = next(iter(averages), None)
     name = "self_device_memory_usage" if hasattr(first, "self_device_memory_usage") else "self_cuda_memory_usage"
     rows = [

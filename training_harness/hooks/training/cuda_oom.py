@@ -39,12 +39,7 @@ _MESSAGE_CHARACTERS = 2000
 
 
 class OomHook(Hook):
-    """Hook that watches for errors once CUDA is initialised, and records the allocation history if switched on.
-
-    Args:
-        progress: step that the training loop is in.
-        torch: the module.
-    """
+    """Hook that watches for errors once CUDA is initialised, and records the allocation history if switched on."""
 
     def __init__(self, progress: Progress, torch: Any) -> None:
         super().__init__("cuda_oom")

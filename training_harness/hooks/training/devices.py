@@ -43,11 +43,7 @@ _START = -1
 
 
 class DeviceGauges:
-    """Reader of the allocator of every device that this process uses.
-
-    Args:
-        torch: the module, if it is not the one that the process has imported.
-    """
+    """Reader of the allocator of every device that this process uses."""
 
     def __init__(self, torch: Any = None) -> None:
         self._torch = torch

@@ -94,11 +94,7 @@ class _LeadHook(Hook):
 
 
 class ForwardHook(Hook):
-    """Hook that finds the top-level module's class and counts its calls.
-
-    Args:
-        progress: step that the training loop is in.
-    """
+    """Hook that finds the top-level module's class and counts its calls."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__("forward")

@@ -135,13 +135,7 @@ class Progress:
             self.end_steps_by(NOTHING if has_optimizer else BATCH)
 
     def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes: int) -> None:
-        """Note the top-level module's calls; they end the steps where no optimizer was ever made.
-
-        Args:
-            current: this process's session.
-            has_optimizer: whether an optimizer was made.
-            passes: number of calls so far; the last one is still running.
-        """
+        """Note the top-level module's calls (`passes` so far); they end the steps if no optimizer was made."""
         self.calls.run()
         if passes and self.ended_by == NOTHING and not self.sees_passes and not has_optimizer:
             self.step, self._passes = passes - 1, 1
@@ -201,13 +195,7 @@ class Progress:
         self.mark(OTHER if self.sees_passes and self._passes else FORWARD, now_ns, cpu_ns)
 
     def mark(self, phase: int, now_ns: int, cpu_ns: int = UNREAD) -> None:
-        """Count the time since the last mark to a phase.
-
-        Args:
-            phase: phase that ends now.
-            now_ns: time at its end.
-            cpu_ns: the thread's CPU clock at its end, if it was read.
-        """
+        """Count the time since the last mark to the phase that ends now; `cpu_ns` may be UNREAD."""
         self._at_boundary = False
         if phase == OTHER and UNREAD not in (cpu_ns, self._mark_cpu_ns):
             self._outside_cpu_ns += cpu_ns - self._mark_cpu_ns
