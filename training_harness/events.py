@@ -78,223 +78,207 @@ _ERROR = Field("error", "str", "type and message of the error")
 _COMMAND_PID = Field("command_pid", "int", "process id of the command")
 _DEVICE = Field("device", "int", "device, numbered as the command of the run sees it")
 
+
+def _event(written_by: str, occasion: str, *fields: Field) -> Event:
+    return Event(written_by, occasion, fields)
+
+
 EVENTS: dict[EventKind, Event] = {
-    "process-attached": Event(_ATTACHED, "it imported torch with the hooks", (_ARGV, _PARENT)),
-    "process-start": Event(
+    "process-attached": _event(_ATTACHED, "it imported torch with the hooks", _ARGV, _PARENT),
+    "process-start": _event(
         _TRAINING,
         "first DataLoader iterator, optimizer step or third forward pass of one module",
-        (
-            _ARGV,
-            Field("python", "str", "version of Python"),
-            Field("torch", "str", "version of torch"),
-            Field("local_rank", "int", "LOCAL_RANK of the process"),
-            Field("world_size", "int", "WORLD_SIZE of the process"),
-            Field("attempt", "int", "restarts so far, of an elastic launcher"),
-            _PARENT,
-            Field("capabilities", "object", "name of a hook or hook point -> true if this torch has it"),
-        ),
+        _ARGV,
+        Field("python", "str", "version of Python"),
+        Field("torch", "str", "version of torch"),
+        Field("local_rank", "int", "LOCAL_RANK of the process"),
+        Field("world_size", "int", "WORLD_SIZE of the process"),
+        Field("attempt", "int", "restarts so far, of an elastic launcher"),
+        _PARENT,
+        Field("capabilities", "object", "name of a hook or hook point -> true if this torch has it"),
     ),
-    "process-exit": Event(
+    "process-exit": _event(
         _TRAINING,
         "interpreter exit, or `detach()` (not on a kill)",
-        (_LOST, Field("detached", "bool", "true: the process goes on")),
+        _LOST,
+        Field("detached", "bool", "true: the process goes on"),
     ),
-    "exception": Event(
+    "exception": _event(
         _ATTACHED,
         "an exception that was not caught",
-        (
-            Field("type", "str", "class of the exception"),
-            Field("message", "str", "message of the exception"),
-            Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
-            Field("traceback", "str", "end of the traceback"),
-        ),
+        Field("type", "str", "class of the exception"),
+        Field("message", "str", "message of the exception"),
+        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
+        Field("traceback", "str", "end of the traceback"),
     ),
-    "loader": Event(
+    "loader": _event(
         _TRAINING,
         "first use of a DataLoader; one made like another that is gone takes over its number",
-        (
-            _LOADER,
-            Field("num_workers", "int", "workers"),
-            Field("prefetch_factor", "int", "batches that each worker prefetches"),
-            Field("batch_size", "int", "samples in a batch"),
-            Field("pin_memory", "bool", "batches are copied to pinned memory"),
-            Field("persistent_workers", "bool", "workers outlive the epoch"),
-            Field("in_order", "bool", "batches come in the order of their indices"),
-            Field("start_method", "str", "how workers start: fork, spawn or forkserver"),
-            Field("dataset", "str", "class of the dataset"),
-            Field("dataset_length", "int", "samples in the dataset"),
-            Field("sampler", "str", "class of the sampler"),
-            Field("collate", "str", "name of `collate_fn`"),
-            Field("iterable", "bool", "the dataset is iterable"),
-            Field("file", "str", "file in which the loader was made"),
-            Field("line", "int", "line on which the loader was made"),
-            Field("variable", "str", "variable that the loader is assigned to on that line"),
-        ),
+        _LOADER,
+        Field("num_workers", "int", "workers"),
+        Field("prefetch_factor", "int", "batches that each worker prefetches"),
+        Field("batch_size", "int", "samples in a batch"),
+        Field("pin_memory", "bool", "batches are copied to pinned memory"),
+        Field("persistent_workers", "bool", "workers outlive the epoch"),
+        Field("in_order", "bool", "batches come in the order of their indices"),
+        Field("start_method", "str", "how workers start: fork, spawn or forkserver"),
+        Field("dataset", "str", "class of the dataset"),
+        Field("dataset_length", "int", "samples in the dataset"),
+        Field("sampler", "str", "class of the sampler"),
+        Field("collate", "str", "name of `collate_fn`"),
+        Field("iterable", "bool", "the dataset is iterable"),
+        Field("file", "str", "file in which the loader was made"),
+        Field("line", "int", "line on which the loader was made"),
+        Field("variable", "str", "variable that the loader is assigned to on that line"),
     ),
-    "epoch-start": Event(
+    "epoch-start": _event(
         _TRAINING,
         "an iterator with workers is created or reset",
-        (
-            _LOADER,
-            _EPOCH,
-            Field("worker_pids", "list", "process ids; the position is the worker id"),
-            Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
-        ),
+        _LOADER,
+        _EPOCH,
+        Field("worker_pids", "list", "process ids; the position is the worker id"),
+        Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
     ),
-    "worker-start": Event(_WORKER, "the worker loop begins", (_LOADER, _EPOCH, _WORKER_ID, _PARENT)),
-    "worker-ready": Event(
+    "worker-start": _event(_WORKER, "the worker loop begins", _LOADER, _EPOCH, _WORKER_ID, _PARENT),
+    "worker-ready": _event(
         _WORKER,
         "it asks for its first index",
-        (
-            _LOADER,
-            _EPOCH,
-            _WORKER_ID,
-            Field("setup_ns", "int", "since `worker-start`: `worker_init_fn`, the iterator of an iterable dataset"),
-        ),
+        _LOADER,
+        _EPOCH,
+        _WORKER_ID,
+        Field("setup_ns", "int", "since `worker-start`: `worker_init_fn`, the iterator of an iterable dataset"),
     ),
-    "worker-exit": Event(
+    "worker-exit": _event(
         _WORKER,
         "the worker loop returned (not on a kill)",
-        (_LOADER, _WORKER_ID, Field("reason", "str", "`done`, `parent-gone`, or the exception's name"), _LOST),
+        _LOADER,
+        _WORKER_ID,
+        Field("reason", "str", "`done`, `parent-gone`, or the exception's name"),
+        _LOST,
     ),
-    "worker-died": Event(
+    "worker-died": _event(
         _TRAINING,
         "DataLoader found a worker dead",
-        (
-            _LOADER,
-            _EPOCH,
-            _WORKER_ID,
-            Field("worker_pid", "int", "process id of the worker"),
-            Field("exit_code", "int", "exit code of the worker; negative: the signal"),
-            Field("last_index", "int", "last batch that it handed over"),
-        ),
+        _LOADER,
+        _EPOCH,
+        _WORKER_ID,
+        Field("worker_pid", "int", "process id of the worker"),
+        Field("exit_code", "int", "exit code of the worker; negative: the signal"),
+        Field("last_index", "int", "last batch that it handed over"),
     ),
-    "cuda-device": Event(
+    "cuda-device": _event(
         _TRAINING,
         "a device is in use, or the share of it that the process may use has changed",
-        (
-            _DEVICE,
-            Field("total_bytes", "int", "memory of the device"),
-            Field(
-                "allowed_ratio", "float", "`set_per_process_memory_fraction`; null if the allocator does not say"
-            ),
-        ),
+        _DEVICE,
+        Field("total_bytes", "int", "memory of the device"),
+        Field("allowed_ratio", "float", "`set_per_process_memory_fraction`; null if the allocator does not say"),
     ),
-    "cuda-oom": Event(
+    "cuda-oom": _event(
         _TRAINING,
         "CUDA ran out of memory ([memory.md](memory.md))",
-        (
-            _DEVICE,
-            Field("step", "int", "step in which it happened"),
-            Field("caught", "bool", "true: training went on; false: it ended; null: not known"),
-            Field("error_time_ns", "int", "CLOCK_MONOTONIC at the error"),
-            Field("errors_count", "int", "errors since the last such event"),
-            Field("requested_bytes", "int", "size of the request"),
-            Field("limit_bytes", "int", "memory of the device, or the share that the process may use"),
-            Field("free_bytes", "int", "free memory of the device, at the error"),
-            Field("allocated_bytes", "int", "allocated by PyTorch, at the error"),
-            Field("reserved_bytes", "int", "reserved by PyTorch, at the error"),
-            Field("type", "str", "class of the exception"),
-            Field("message", "str", "message of the exception; absent if it was caught"),
-            Field("path", "str", "snapshot of the allocator, below the run directory"),
-            Field("bytes", "int", "size of the snapshot"),
-            Field("pickle", "str", "the same snapshot for pytorch.org/memory_viz"),
-            Field("is_snapshot_later", "bool", "true: the snapshot was not made at the error"),
-            Field("snapshot_error", "str", "why there is no snapshot"),
-        ),
+        _DEVICE,
+        Field("step", "int", "step in which it happened"),
+        Field("caught", "bool", "true: training went on; false: it ended; null: not known"),
+        Field("error_time_ns", "int", "CLOCK_MONOTONIC at the error"),
+        Field("errors_count", "int", "errors since the last such event"),
+        Field("requested_bytes", "int", "size of the request"),
+        Field("limit_bytes", "int", "memory of the device, or the share that the process may use"),
+        Field("free_bytes", "int", "free memory of the device, at the error"),
+        Field("allocated_bytes", "int", "allocated by PyTorch, at the error"),
+        Field("reserved_bytes", "int", "reserved by PyTorch, at the error"),
+        Field("type", "str", "class of the exception"),
+        Field("message", "str", "message of the exception; absent if it was caught"),
+        Field("path", "str", "snapshot of the allocator, below the run directory"),
+        Field("bytes", "int", "size of the snapshot"),
+        Field("pickle", "str", "the same snapshot for pytorch.org/memory_viz"),
+        Field("is_snapshot_later", "bool", "true: the snapshot was not made at the error"),
+        Field("snapshot_error", "str", "why there is no snapshot"),
     ),
-    "snapshot": Event(
+    "snapshot": _event(
         "training process, worker",
         "it answered `tidegauge snapshot`",
-        (
-            Field("request", "str", "id of the request"),
-            Field("what", "str", "`allocator`, `census`, `growth` or `profile`"),
-            Field("role", "str", "role of the process"),
-            Field("loader", "int", "loader of the worker"),
-            Field("worker", "int", "worker id"),
-            Field("step", "int", "step of the training process, or batch of the worker"),
-            Field("held_ns", "int", "time that training waited for the answer, at its end"),
-            Field("path", "str", "file below the run directory"),
-            Field("bytes", "int", "size of that file"),
-            Field("pickle", "str", "the allocator's snapshot for pytorch.org/memory_viz"),
-            Field("trace", "str", "trace of the profiler"),
-            Field("trace_error", "str", "why there is no trace"),
-            Field("error", "str", "why there is no answer; then it stands alone"),
-        ),
+        Field("request", "str", "id of the request"),
+        Field("what", "str", "`allocator`, `census`, `growth` or `profile`"),
+        Field("role", "str", "role of the process"),
+        Field("loader", "int", "loader of the worker"),
+        Field("worker", "int", "worker id"),
+        Field("step", "int", "step of the training process, or batch of the worker"),
+        Field("held_ns", "int", "time that training waited for the answer, at its end"),
+        Field("path", "str", "file below the run directory"),
+        Field("bytes", "int", "size of that file"),
+        Field("pickle", "str", "the allocator's snapshot for pytorch.org/memory_viz"),
+        Field("trace", "str", "trace of the profiler"),
+        Field("trace_error", "str", "why there is no trace"),
+        Field("error", "str", "why there is no answer; then it stands alone"),
     ),
-    "hyper-parameters": Event(
+    "hyper-parameters": _event(
         "first rank, with a callback",
         "training begins",
-        (
-            Field("framework", "str", "framework of the callback"),
-            Field("values", "object", "hyper-parameters, as the framework names them"),
-        ),
+        Field("framework", "str", "framework of the callback"),
+        Field("values", "object", "hyper-parameters, as the framework names them"),
     ),
-    "phase": Event(
+    "phase": _event(
         "training process, with a callback",
         "the framework goes over to another phase",
-        (
-            Field("phase", "str", "`train`, `validation`, `test`, `predict` or `done`"),
-            Field("epoch", "int", "epoch as the framework counts"),
-            Field("step", "int", "step as the framework counts"),
-        ),
+        Field("phase", "str", "`train`, `validation`, `test`, `predict` or `done`"),
+        Field("epoch", "int", "epoch as the framework counts"),
+        Field("step", "int", "step as the framework counts"),
     ),
-    "hook-disabled": Event(
-        _ATTACHED, "a hook failed and was taken out", (Field("hook", "str", "name of the hook"), _ERROR)
+    "hook-disabled": _event(
+        _ATTACHED, "a hook failed and was taken out", Field("hook", "str", "name of the hook"), _ERROR
     ),
-    "records-lost": Event(
+    "records-lost": _event(
         "any attached process, the collector",
         "records could not be written: at the first loss, whenever the count has doubled, and at the end",
-        (
-            Field("stream", "str", "stream of the records"),
-            Field("count", "int", "records lost so far"),
-            Field(
-                "reason",
-                "str",
-                "`write-failed`; `not-collected`: the journals reached their bound and no collector took them in; "
-                "`not-a-record`: a defect of Tidegauge",
-            ),
+        Field("stream", "str", "stream of the records"),
+        Field("count", "int", "records lost so far"),
+        Field(
+            "reason",
+            "str",
+            "`write-failed`; `not-collected`: the journals reached their bound and no collector took them in; "
+            "`not-a-record`: a defect of Tidegauge",
         ),
     ),
-    "collector-start": Event(
+    "collector-start": _event(
         _COLLECTOR,
         "it begins to follow the run",
-        (Field("resumed", "bool", "true: the run had a collector before"), _COMMAND_PID),
+        Field("resumed", "bool", "true: the run had a collector before"),
+        _COMMAND_PID,
     ),
-    "collector-stop": Event(
-        _COLLECTOR, "it ends as planned", (Field("records_count", "int", "records that it wrote to the lake"),)
+    "collector-stop": _event(
+        _COLLECTOR, "it ends as planned", Field("records_count", "int", "records that it wrote to the lake")
     ),
-    "process-seen": Event(
+    "process-seen": _event(
         _COLLECTOR,
         "it saw a process twice that no event has named, and again once that process has loaded torch; at most "
         "500 per run",
-        (
-            Field("process_pid", "int", "process id"),
-            Field("process_start_ticks", "int", "start time of that process"),
-            _ARGV,
-            Field("is_python", "bool", "it runs a Python interpreter"),
-            Field("has_torch", "bool", "it has loaded torch"),
-            Field(
-                "obstacle",
-                "str",
-                "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
-                "`-E`, `-I`, `-S`, `environment cleared`, `disabled`, `no Python`, or null",
-            ),
+        Field("process_pid", "int", "process id"),
+        Field("process_start_ticks", "int", "start time of that process"),
+        _ARGV,
+        Field("is_python", "bool", "it runs a Python interpreter"),
+        Field("has_torch", "bool", "it has loaded torch"),
+        Field(
+            "obstacle",
+            "str",
+            "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
+            "`-E`, `-I`, `-S`, `environment cleared`, `disabled`, `no Python`, or null",
         ),
     ),
-    "left-running": Event(
+    "left-running": _event(
         "collector that is the command's parent",
         "the command ended, and processes that it started go on a second later",
-        (Field("processes", "list", "`pid`, `start_ticks`, `argv` and `is_python` of each"),),
+        Field("processes", "list", "`pid`, `start_ticks`, `argv` and `is_python` of each"),
     ),
-    "command-exit": Event(
+    "command-exit": _event(
         "collector that is the command's parent",
         "the command ended",
-        (_COMMAND_PID, Field("exit_status", "int", "exit status; negative: the signal")),
+        _COMMAND_PID,
+        Field("exit_status", "int", "exit status; negative: the signal"),
     ),
-    "collector-problem": Event(
+    "collector-problem": _event(
         _COLLECTOR,
         "a part of it failed; each part's first errors, while the others go on",
-        (Field("part", "str", "name of the part"), _ERROR),
+        Field("part", "str", "name of the part"),
+        _ERROR,
     ),
 }

@@ -20,14 +20,7 @@ NAME_BYTES = 24
 NAME = f"{NAME_BYTES}s"
 
 #: struct code -> the value that stands for "missing" in a record.
-MISSING: dict[str, Any] = {
-    "q": -(2**63),
-    "i": -(2**31),
-    "h": -(2**15),
-    "b": -(2**7),
-    "d": float("nan"),
-    NAME: b"",
-}
+MISSING: dict[str, Any] = {"q": -(2**63), "i": -(2**31), "h": -(2**15), "b": -(2**7), "d": float("nan"), NAME: b""}
 MISSING_INT64 = -(2**63)
 MISSING_INT32 = -(2**31)
 
@@ -90,249 +83,226 @@ _WORKER = Column(
 _DEVICE = Column("device", "h", "id", "device, numbered as the command of the run sees it")
 _SAMPLES = Column("samples_count", "i", "count", "samples in the batch")
 
-STEP = Stream(
+
+def _stream(name: str, one_per: str, *columns: Column) -> Stream:
+    return Stream(name, one_per, columns)
+
+
+STEP = _stream(
     "step",
     "step and rank",
-    (
-        _TIME,
-        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
-        Column("duration_ns", "q", "ns", "since the end of the step before"),
-        Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
-        Column("h2d_ns", "q", "ns", "host time in host to device copies"),
-        Column(
-            "forward_ns",
-            "q",
-            "ns",
-            "host time from a batch's arrival to the backward pass, without copies; without a DataLoader, in the "
-            "top-level module's call",
-        ),
-        Column("backward_ns", "q", "ns", "host time in the backward pass"),
-        Column("optimizer_ns", "q", "ns", "host time inside `Optimizer.step`"),
-        Column("other_ns", "q", "ns", "the rest of the step"),
-        Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, without a DataLoader"),
-        Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
-        Column("passes_count", "i", "count", "calls of the top-level module within the step; without a DataLoader"),
-        _SAMPLES,
-        Column("unit", "b", "enum", "what ended it: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"),
+    _TIME,
+    Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
+    Column("duration_ns", "q", "ns", "since the end of the step before"),
+    Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
+    Column("h2d_ns", "q", "ns", "host time in host to device copies"),
+    Column(
+        "forward_ns",
+        "q",
+        "ns",
+        "host time from a batch's arrival to the backward pass, without copies; without a DataLoader, in the "
+        "top-level module's call",
     ),
+    Column("backward_ns", "q", "ns", "host time in the backward pass"),
+    Column("optimizer_ns", "q", "ns", "host time inside `Optimizer.step`"),
+    Column("other_ns", "q", "ns", "the rest of the step"),
+    Column("outside_cpu_ns", "q", "ns", "CPU time of the thread in `other_ns`, without a DataLoader"),
+    Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
+    Column("passes_count", "i", "count", "calls of the top-level module within the step; without a DataLoader"),
+    _SAMPLES,
+    Column("unit", "b", "enum", "what ended it: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"),
 )
 
-DEVICE_MEMORY = Stream(
+DEVICE_MEMORY = _stream(
     "device_memory",
     "step and device, just before the optimizer runs",
-    (
-        _TIME,
-        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
-        _DEVICE,
-        Column("allocated_bytes", "q", "bytes", "in blocks handed to tensors"),
-        Column("requested_bytes", "q", "bytes", "asked for, before rounding"),
-        Column("active_bytes", "q", "bytes", "allocated, or freed and awaiting another stream"),
-        Column("reserved_bytes", "q", "bytes", "held from the driver by the caching allocator"),
-        Column("inactive_split_bytes", "q", "bytes", "holes that can't be released (0 with expandable segments)"),
-        Column("allocated_peak_bytes", "q", "bytes", "highest allocated since the peak was last reset by the user"),
-        Column("reserved_peak_bytes", "q", "bytes", "highest reserved since the peak was last reset by the user"),
-        Column("allocation_count", "q", "count", "live allocations"),
-        Column("segment_count", "q", "count", "live segments"),
-        Column("alloc_retry_count", "q", "count", "failed device allocations that flushed the cache, so far"),
-        Column("oom_count", "q", "count", "out-of-memory errors thrown, so far"),
-        Column("device_alloc_count", "q", "count", "cudaMalloc and cuMemMap calls, so far"),
-        Column("device_free_count", "q", "count", "cudaFree and cuMemUnmap calls, so far"),
-        Column("private_pool_bytes", "q", "bytes", "reserved by private pools and CUDA graphs"),
-        Column("pinned_allocated_bytes", "q", "bytes", "pinned host memory owned by the host allocator"),
-        Column("pinned_active_bytes", "q", "bytes", "pinned host memory in use"),
-    ),
+    _TIME,
+    Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
+    _DEVICE,
+    Column("allocated_bytes", "q", "bytes", "in blocks handed to tensors"),
+    Column("requested_bytes", "q", "bytes", "asked for, before rounding"),
+    Column("active_bytes", "q", "bytes", "allocated, or freed and awaiting another stream"),
+    Column("reserved_bytes", "q", "bytes", "held from the driver by the caching allocator"),
+    Column("inactive_split_bytes", "q", "bytes", "holes that can't be released (0 with expandable segments)"),
+    Column("allocated_peak_bytes", "q", "bytes", "highest allocated since the peak was last reset by the user"),
+    Column("reserved_peak_bytes", "q", "bytes", "highest reserved since the peak was last reset by the user"),
+    Column("allocation_count", "q", "count", "live allocations"),
+    Column("segment_count", "q", "count", "live segments"),
+    Column("alloc_retry_count", "q", "count", "failed device allocations that flushed the cache, so far"),
+    Column("oom_count", "q", "count", "out-of-memory errors thrown, so far"),
+    Column("device_alloc_count", "q", "count", "cudaMalloc and cuMemMap calls, so far"),
+    Column("device_free_count", "q", "count", "cudaFree and cuMemUnmap calls, so far"),
+    Column("private_pool_bytes", "q", "bytes", "reserved by private pools and CUDA graphs"),
+    Column("pinned_allocated_bytes", "q", "bytes", "pinned host memory owned by the host allocator"),
+    Column("pinned_active_bytes", "q", "bytes", "pinned host memory in use"),
 )
 
-BATCH = Stream(
+BATCH = _stream(
     "batch",
     "batch yielded to the training loop",
-    (
-        _TIME,
-        _LOADER,
-        _EPOCH,
-        _INDEX,
-        _WORKER,
-        Column("wait_ns", "q", "ns", "time in the DataLoader's `__next__`"),
-        Column("blocked_ns", "q", "ns", "of which on the result queue"),
-        Column("outstanding_count", "i", "count", "batches dispatched and not yet arrived"),
-        Column("parked_count", "i", "count", "batches that arrived out of order and wait for their turn"),
-        Column("ready_count", "i", "count", "batches in the result queue"),
-        Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 5 ms"),
-        _SAMPLES,
-    ),
+    _TIME,
+    _LOADER,
+    _EPOCH,
+    _INDEX,
+    _WORKER,
+    Column("wait_ns", "q", "ns", "time in the DataLoader's `__next__`"),
+    Column("blocked_ns", "q", "ns", "of which on the result queue"),
+    Column("outstanding_count", "i", "count", "batches dispatched and not yet arrived"),
+    Column("parked_count", "i", "count", "batches that arrived out of order and wait for their turn"),
+    Column("ready_count", "i", "count", "batches in the result queue"),
+    Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 5 ms"),
+    _SAMPLES,
 )
 
-FETCH = Stream(
+FETCH = _stream(
     "fetch",
     "batch made by a worker, or by the training process when `num_workers=0`",
-    (
-        _TIME,
-        _LOADER,
-        _EPOCH,
-        _INDEX,
-        _WORKER,
-        Column("idle_ns", "q", "ns", "waiting for an index before this batch"),
-        Column("getitem_ns", "q", "ns", "in the dataset; with collate_fn when loading is inline"),
-        Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
-        Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
-        Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
-        Column(
-            "children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"
-        ),
-        Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
-        Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
-        Column("major_fault_count", "i", "count", "page faults that needed I/O"),
-        Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
-        Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache and pipes included"),
-        Column("storage_bytes", "q", "bytes", "bytes that storage gave for it"),
-        _SAMPLES,
-    ),
+    _TIME,
+    _LOADER,
+    _EPOCH,
+    _INDEX,
+    _WORKER,
+    Column("idle_ns", "q", "ns", "waiting for an index before this batch"),
+    Column("getitem_ns", "q", "ns", "in the dataset; with collate_fn when loading is inline"),
+    Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
+    Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
+    Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
+    Column("children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"),
+    Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
+    Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
+    Column("major_fault_count", "i", "count", "page faults that needed I/O"),
+    Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
+    Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache and pipes included"),
+    Column("storage_bytes", "q", "bytes", "bytes that storage gave for it"),
+    _SAMPLES,
 )
 
-STAGE = Stream(
+STAGE = _stream(
     "stage",
     "pipeline stage and batch in which it was called",
-    (
-        _TIME,
-        _LOADER,
-        _EPOCH,
-        _INDEX,
-        Column("worker", "i", "id", "that made the batch; -1: the training process; missing: called by the loop"),
-        Column("stage", NAME, "name", "recognised (read, decode, augment, convert, copy …) or named by the user"),
-        Column("calls_count", "i", "count", "calls while the batch was made, or used"),
-        Column("duration_ns", "q", "ns", "time in them, without the stages called within"),
-        Column("cpu_ns", "q", "ns", "CPU time of the thread in them"),
-    ),
+    _TIME,
+    _LOADER,
+    _EPOCH,
+    _INDEX,
+    Column("worker", "i", "id", "that made the batch; -1: the training process; missing: called by the loop"),
+    Column("stage", NAME, "name", "recognised (read, decode, augment, convert, copy …) or named by the user"),
+    Column("calls_count", "i", "count", "calls while the batch was made, or used"),
+    Column("duration_ns", "q", "ns", "time in them, without the stages called within"),
+    Column("cpu_ns", "q", "ns", "CPU time of the thread in them"),
 )
 
-DEVICE_TIME = Stream(
+DEVICE_TIME = _stream(
     "device_time",
     "step and CUDA device, when its events have come to pass",
-    (
-        _TIME,
-        Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
-        _DEVICE,
-        Column("duration_ns", "q", "ns", "on the device, since the end of the step before"),
-        Column("forward_ns", "q", "ns", "from the batch's arrival to the backward pass, copies included"),
-        Column("backward_ns", "q", "ns", "backward pass"),
-        Column("optimizer_ns", "q", "ns", "inside `Optimizer.step`"),
-        Column("other_ns", "q", "ns", "the rest of the step"),
-    ),
+    _TIME,
+    Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
+    _DEVICE,
+    Column("duration_ns", "q", "ns", "on the device, since the end of the step before"),
+    Column("forward_ns", "q", "ns", "from the batch's arrival to the backward pass, copies included"),
+    Column("backward_ns", "q", "ns", "backward pass"),
+    Column("optimizer_ns", "q", "ns", "inside `Optimizer.step`"),
+    Column("other_ns", "q", "ns", "the rest of the step"),
 )
 
-HEAP = Stream(
+HEAP = _stream(
     "heap",
     "reading of a training process's heap, four a second at most",
-    (
-        _TIME,
-        Column("in_use_bytes", "q", "bytes", "handed out by the C library's allocator and not freed"),
-        Column("free_bytes", "q", "bytes", "freed, and kept by the allocator: holes between what is in use"),
-    ),
+    _TIME,
+    Column("in_use_bytes", "q", "bytes", "handed out by the C library's allocator and not freed"),
+    Column("free_bytes", "q", "bytes", "freed, and kept by the allocator: holes between what is in use"),
 )
 
-PROCESS = Stream(
+PROCESS = _stream(
     "process",
     "sampled process and tick of the collector",
-    (
-        _TIME,
-        Column("process_pid", "i", "id", "pid of the sampled process"),
-        Column("process_start_ticks", "q", "ticks", "its start time since boot"),
-        Column("process_rank", "i", "id", "its rank"),
-        Column("role", "b", "enum", "0 main, 1 worker, 2 other, 3 collector"),
-        _LOADER,
-        _WORKER,
-        Column("rss_bytes", "q", "bytes", "resident set; blind to copy-on-read growth"),
-        Column("pss_bytes", "q", "bytes", "resident, shared pages divided by their users; additive"),
-        Column("private_dirty_bytes", "q", "bytes", "pages that are this process's alone and written; for trends"),
-        Column("uss_bytes", "q", "bytes", "private pages, clean and dirty"),
-        Column("swap_bytes", "q", "bytes", "swapped out"),
-        Column("file_bytes", "q", "bytes", "resident pages of mapped files (RssFile)"),
-        Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
-        Column("data_bytes", "q", "bytes", "private writable address space (VmData), touched or not"),
-        Column("fd_count", "i", "count", "open file descriptors"),
-        Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
-        Column("thread_count", "i", "count", "threads"),
-        Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
-        Column(
-            "wait_channel",
-            NAME,
-            "name",
-            "kernel function in which its main thread waits, /proc/PID/wchan; missing while it runs or is not told",
-        ),
-        Column("cpu_ns", "q", "ns", "user and system time since its start"),
-        Column("run_queue_ns", "q", "ns", "its main thread runnable and waiting for a core, since its start"),
-        Column("alive", "b", "bool", "0 in the last record of a process that ended"),
-        Column("exit_status", "i", "status", "exit code, or -n for signal n; only the command's own is known"),
+    _TIME,
+    Column("process_pid", "i", "id", "pid of the sampled process"),
+    Column("process_start_ticks", "q", "ticks", "its start time since boot"),
+    Column("process_rank", "i", "id", "its rank"),
+    Column("role", "b", "enum", "0 main, 1 worker, 2 other, 3 collector"),
+    _LOADER,
+    _WORKER,
+    Column("rss_bytes", "q", "bytes", "resident set; blind to copy-on-read growth"),
+    Column("pss_bytes", "q", "bytes", "resident, shared pages divided by their users; additive"),
+    Column("private_dirty_bytes", "q", "bytes", "pages that are this process's alone and written; for trends"),
+    Column("uss_bytes", "q", "bytes", "private pages, clean and dirty"),
+    Column("swap_bytes", "q", "bytes", "swapped out"),
+    Column("file_bytes", "q", "bytes", "resident pages of mapped files (RssFile)"),
+    Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
+    Column("data_bytes", "q", "bytes", "private writable address space (VmData), touched or not"),
+    Column("fd_count", "i", "count", "open file descriptors"),
+    Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
+    Column("thread_count", "i", "count", "threads"),
+    Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
+    Column(
+        "wait_channel",
+        NAME,
+        "name",
+        "kernel function in which its main thread waits, /proc/PID/wchan; missing while it runs or is not told",
     ),
+    Column("cpu_ns", "q", "ns", "user and system time since its start"),
+    Column("run_queue_ns", "q", "ns", "its main thread runnable and waiting for a core, since its start"),
+    Column("alive", "b", "bool", "0 in the last record of a process that ended"),
+    Column("exit_status", "i", "status", "exit code, or -n for signal n; only the command's own is known"),
 )
 
-HOST = Stream(
+HOST = _stream(
     "host",
     "host and tick of the collector",
-    (
-        _TIME,
-        Column("memory_total_bytes", "q", "bytes", "MemTotal"),
-        Column("memory_available_bytes", "q", "bytes", "MemAvailable"),
-        Column("memory_shmem_bytes", "q", "bytes", "Shmem: tmpfs and shared memory of the whole host"),
-        Column(
-            "cgroup_limit_bytes", "q", "bytes", "smallest memory limit from the command's cgroup up to the root"
-        ),
-        Column("cgroup_usage_bytes", "q", "bytes", "usage charged at the level of that limit, page cache included"),
-        Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
-        Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
-        Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),
-        Column(
-            "cgroup_slab_reclaimable_bytes",
-            "q",
-            "bytes",
-            "caches of the kernel that it would give back; cgroup version 2 alone tells",
-        ),
-        Column("cgroup_oom_count", "q", "count", "times that the limit could not be met, so far"),
-        Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
-        Column("host_oom_kill_count", "q", "count", "processes killed for memory on the whole host, /proc/vmstat"),
-        Column("shm_used_bytes", "q", "bytes", "/dev/shm in use"),
-        Column("shm_total_bytes", "q", "bytes", "/dev/shm size"),
-        Column("memory_some_avg10_ratio", "d", "ratio", "PSI memory, some, 10 s"),
-        Column("memory_full_avg10_ratio", "d", "ratio", "PSI memory, full, 10 s"),
-        Column("cpu_some_avg10_ratio", "d", "ratio", "PSI cpu, some, 10 s"),
-        Column("io_some_avg10_ratio", "d", "ratio", "PSI io, some, 10 s"),
-        Column("usable_cores_count", "d", "count", "cores that affinity and CPU quota leave"),
+    _TIME,
+    Column("memory_total_bytes", "q", "bytes", "MemTotal"),
+    Column("memory_available_bytes", "q", "bytes", "MemAvailable"),
+    Column("memory_shmem_bytes", "q", "bytes", "Shmem: tmpfs and shared memory of the whole host"),
+    Column("cgroup_limit_bytes", "q", "bytes", "smallest memory limit from the command's cgroup up to the root"),
+    Column("cgroup_usage_bytes", "q", "bytes", "usage charged at the level of that limit, page cache included"),
+    Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
+    Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
+    Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),
+    Column(
+        "cgroup_slab_reclaimable_bytes",
+        "q",
+        "bytes",
+        "caches of the kernel that it would give back; cgroup version 2 alone tells",
     ),
+    Column("cgroup_oom_count", "q", "count", "times that the limit could not be met, so far"),
+    Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
+    Column("host_oom_kill_count", "q", "count", "processes killed for memory on the whole host, /proc/vmstat"),
+    Column("shm_used_bytes", "q", "bytes", "/dev/shm in use"),
+    Column("shm_total_bytes", "q", "bytes", "/dev/shm size"),
+    Column("memory_some_avg10_ratio", "d", "ratio", "PSI memory, some, 10 s"),
+    Column("memory_full_avg10_ratio", "d", "ratio", "PSI memory, full, 10 s"),
+    Column("cpu_some_avg10_ratio", "d", "ratio", "PSI cpu, some, 10 s"),
+    Column("io_some_avg10_ratio", "d", "ratio", "PSI io, some, 10 s"),
+    Column("usable_cores_count", "d", "count", "cores that affinity and CPU quota leave"),
 )
 
-DEVICE = Stream(
+DEVICE = _stream(
     "device",
     "NVML device and tick of the collector",
-    (
-        _TIME,
-        _DEVICE,
-        Column("used_bytes", "q", "bytes", "device memory in use, by all processes and the driver"),
-        Column("total_bytes", "q", "bytes", "device memory"),
-        Column("reserved_bytes", "q", "bytes", "of which the driver reserves for itself, where it tells"),
-        Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
-        Column("other_used_bytes", "q", "bytes", "of other processes, where it tells of the run's"),
-        Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
-        Column("temperature_celsius", "d", "celsius", "GPU temperature"),
-        Column("power_watts", "d", "watts", "power draw"),
-    ),
+    _TIME,
+    _DEVICE,
+    Column("used_bytes", "q", "bytes", "device memory in use, by all processes and the driver"),
+    Column("total_bytes", "q", "bytes", "device memory"),
+    Column("reserved_bytes", "q", "bytes", "of which the driver reserves for itself, where it tells"),
+    Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
+    Column("other_used_bytes", "q", "bytes", "of other processes, where it tells of the run's"),
+    Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
+    Column("temperature_celsius", "d", "celsius", "GPU temperature"),
+    Column("power_watts", "d", "watts", "power draw"),
 )
 
-AGENT = Stream(
+AGENT = _stream(
     "agent",
     "tick of the collector, about itself",
-    (
-        _TIME,
-        Column("cpu_ns", "q", "ns", "own CPU time since start, with that of the verdicts on the way"),
-        Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
-        Column("rss_bytes", "q", "bytes", "own resident set"),
-        Column(
-            "verdict_anon_bytes", "q", "bytes", "anonymous memory of a verdict that is being made; NULL if none"
-        ),
-        Column("interval_ns", "q", "ns", "achieved sampling interval"),
-        Column("ingest_lag_ns", "q", "ns", "age of the oldest record not yet in the lake"),
-        Column("records_ingested_count", "q", "count", "records moved into the lake so far"),
-        Column("records_lost_count", "q", "count", "records that writers could not write"),
-    ),
+    _TIME,
+    Column("cpu_ns", "q", "ns", "own CPU time since start, with that of the verdicts on the way"),
+    Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
+    Column("rss_bytes", "q", "bytes", "own resident set"),
+    Column("verdict_anon_bytes", "q", "bytes", "anonymous memory of a verdict that is being made; NULL if none"),
+    Column("interval_ns", "q", "ns", "achieved sampling interval"),
+    Column("ingest_lag_ns", "q", "ns", "age of the oldest record not yet in the lake"),
+    Column("records_ingested_count", "q", "count", "records moved into the lake so far"),
+    Column("records_lost_count", "q", "count", "records that writers could not write"),
 )
 
 STREAMS: dict[str, Stream] = {

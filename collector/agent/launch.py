@@ -27,15 +27,6 @@ from collector.errors import TidegaugeError
 from collector.store import Run
 from training_harness import layout
 from training_harness.journal import start_ticks
-from training_harness.layout import (
-    ALL_DEVICES,
-    DISABLED_VARIABLE,
-    HOME_VARIABLE,
-    RUN_DEVICES_VARIABLE,
-    RUN_DIR_VARIABLE,
-    RUN_ID_VARIABLE,
-    create_run,
-)
 
 if TYPE_CHECKING:
     from collector.agent.live.outlets import Outlets
@@ -105,7 +96,7 @@ def run_command(
     """
     check_interval(interval_seconds)
     run = None
-    if os.environ.get(DISABLED_VARIABLE) != "1":
+    if os.environ.get(layout.DISABLED_VARIABLE) != "1":
         run = _create_run(argv, home=home, name=name or default_name(argv), tags=tags or {})
     environ = child_environment(os.environ, run.path, home) if run else dict(os.environ)
     with _SignalForwarder() as signals:
@@ -158,18 +149,20 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
     shim = str(Path(layout.__file__).parent / "bootstrap")
     user_path = environ.get("PYTHONPATH", "")
     rest = [part for part in user_path.split(os.pathsep) if part != shim] if user_path else []
-    return {
-        **{name: value for name, value in environ.items() if name != RUN_ID_VARIABLE},  # This run uses the id.
-        RUN_DIR_VARIABLE: str(run_dir.absolute()),
-        HOME_VARIABLE: str(home.absolute()),
-        RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
+    inherited = {
+        name: value for name, value in environ.items() if name != layout.RUN_ID_VARIABLE
+    }  # This run uses it.
+    return inherited | {
+        layout.RUN_DIR_VARIABLE: str(run_dir.absolute()),
+        layout.HOME_VARIABLE: str(home.absolute()),
+        layout.RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", layout.ALL_DEVICES),
         "PYTHONPATH": os.pathsep.join([shim, *rest]),
     }
 
 
 def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str, str]) -> Run | None:
     try:
-        return Run(create_run(home, name=name, argv=argv, tags=tags))
+        return Run(layout.create_run(home, name=name, argv=argv, tags=tags))
     except FileExistsError as error:
         raise TidegaugeError(
             f"{error.strerror} in {home}: give another --run-id; where a job may be started again, with the number "
@@ -180,7 +173,7 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
     except OSError as error:
         say(
             f"cannot write in {home} ({error.strerror or error}): the command runs without Tidegauge. "
-            f"Give --home or {HOME_VARIABLE} a directory that can be written"
+            f"Give --home or {layout.HOME_VARIABLE} a directory that can be written"
         )
         return None
 
@@ -333,8 +326,8 @@ def watch(
         run = _create_watched_run(LocalProcess(pid, stat.start_ticks), home, name, tags)
     except OSError as error:
         raise TidegaugeError(
-            f"cannot write in {home} ({error.strerror}); give --home or {HOME_VARIABLE} a directory that can be "
-            "written"
+            f"cannot write in {home} ({error.strerror}); give --home or {layout.HOME_VARIABLE} a directory that "
+            "can be written"
         ) from None
     if on_ready is not None:
         on_ready(run)
@@ -346,7 +339,7 @@ def watch(
 
 def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: Mapping[str, str] | None) -> Run:
     argv = [word for word in procfs.read_command_line(_PROC, key.pid) if word] or [str(key.pid)]
-    run = Run(create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
+    run = Run(layout.create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
     # `create_run` has recorded these of this process; those of the watched one are unknown.
     unknown: dict[str, object] = {"cwd": None, "environment": {}, "python": None, "git_commit": None}
     update_manifest(run, watched=True, command=manifest_process(key), **unknown)

@@ -96,7 +96,8 @@ def run_trial(
         run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}))
     except OSError as error:
         raise TidegaugeError(f"cannot write in {home}: {error.strerror}; give --home another directory") from None
-    child = _start(argv, _environment(run, home, loader), run)
+    environ = child_environment(os.environ, run.path, home) | {TRIAL_VARIABLE: "1"}
+    child = _start(argv, environ | ({TRIAL_LOADER_VARIABLE: loader} if loader else {}), run)
     watchdog = _start_watchdog(child.pid)
     first_batch_at: float | None = None
     is_read = False
@@ -157,11 +158,6 @@ def _start_watchdog(group: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def _environment(run: Run, home: Path, loader: str | None) -> dict[str, str]:
-    environ = child_environment(os.environ, run.path, home) | {TRIAL_VARIABLE: "1"}
-    return environ | ({TRIAL_LOADER_VARIABLE: loader} if loader else {})
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -29,9 +29,8 @@ def install() -> Hook:
 
 def is_compiling() -> Callable[[], bool]:
     """Return torch's own test, which Dynamo treats as a constant; torch 2.2 has it in another module."""
-    module = sys.modules[
-        "torch.compiler"
-    ]  # `is_dynamo_compiling` calls no other test: it runs several times a step
+    module = sys.modules["torch.compiler"]
+    # `is_dynamo_compiling` calls no other test: it runs several times a step.
     test: Callable[[], bool] | None = getattr(module, "is_dynamo_compiling", getattr(module, "is_compiling", None))
     return test or sys.modules["torch._utils"].is_compiling
 

@@ -57,7 +57,6 @@ class ProcessRoles:
         self._detached: set[LocalProcess] = set()
 
     def __iter__(self) -> Iterator[LocalProcess]:
-        """Iterate over the processes that were named and not forgotten."""
         return iter(self._roles)
 
     def role_of(self, key: LocalProcess) -> Role:

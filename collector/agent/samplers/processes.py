@@ -74,11 +74,9 @@ class ProcessTree:
                 if stat is not None and not stat.has_ended and stat.start_ticks == key.start_ticks:
                     self._followed[key.pid] = key.start_ticks
                     alive[key] = stat
-        for pid, stat in self._follow_descendants(pids):
-            alive[LocalProcess(pid, stat.start_ticks)] = stat
-        return alive, ended
+        return alive | self._follow_descendants(pids), ended
 
-    def _follow_descendants(self, pids: set[int]) -> list[tuple[int, Stat]]:
+    def _follow_descendants(self, pids: set[int]) -> dict[LocalProcess, Stat]:
         self._ticks += 1
         if self._ticks % _RECHECK_TICKS == 0:
             self._foreign.clear()
@@ -88,12 +86,12 @@ class ProcessTree:
             stat = procfs.read_stat(self._proc, pid)
             if stat is not None and not stat.has_ended:
                 candidates[pid] = stat
-        descendants: list[tuple[int, Stat]] = []
+        descendants: dict[LocalProcess, Stat] = {}
         while children := [pid for pid, stat in candidates.items() if stat.parent_pid in self._followed]:
             for pid in children:
                 stat = candidates.pop(pid)
                 self._followed[pid] = stat.start_ticks
-                descendants.append((pid, stat))
+                descendants[LocalProcess(pid, stat.start_ticks)] = stat
         self._foreign.update(candidates)
         return descendants
 
@@ -168,9 +166,7 @@ class ProcessSampler:
                 cost_ns = self._cost_ratio * expected_cost_ns(_resident(statuses[key]))
                 self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], None)
         rollups = self._read_rollups(now_ns, statuses, math.inf if headroom_bytes is None else headroom_bytes)
-        for key, stat in alive.items():
-            samples.append(self._sample(key, stat, statuses[key], rollups.get(key)))
-        return samples
+        return samples + [self._sample(key, stat, statuses[key], rollups.get(key)) for key, stat in alive.items()]
 
     def last_sample(self, key: LocalProcess, exit_status: int | None = None) -> NamedSample:
         """Return the last sample of a process that has ended, and forget the process."""
