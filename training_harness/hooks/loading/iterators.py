@@ -22,8 +22,8 @@ from training_harness import session
 from training_harness.hooks.loading.loader import NESTED, LoaderHook, states
 from training_harness.hooks.loading.worker import WorkerEntry
 from training_harness.hooks.stages import stages
-from training_harness.hooks.training.step_phases import BATCH, Progress
-from training_harness.records import MISSING_INT64
+from training_harness.hooks.training.step_phases import Progress
+from training_harness.records import MISSING_INT64, UNIT_BATCH
 
 
 def install(progress: Progress) -> LoaderHook:
@@ -106,7 +106,7 @@ def _next(hook: LoaderHook, original: Any) -> Any:
             if nested:
                 thread = NESTED
             else:
-                is_due = begun_ns >= calls.due_ns and progress.ended_by <= BATCH  # else the step's end writes
+                is_due = begun_ns >= calls.due_ns and progress.ended_by <= UNIT_BATCH  # else the step's end writes
                 if is_due or not calls.are_deferred or not state.has_queue:  # else `on_yield` reports it
                     calls.log((hook, on_batch_request, begun_ns, thread))
                 if is_due:

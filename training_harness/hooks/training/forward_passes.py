@@ -30,8 +30,9 @@ from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
-from training_harness.hooks.training.step_phases import PASS, Progress
+from training_harness.hooks.training.step_phases import Progress
 from training_harness.hooks.training.steps import has_optimizer
+from training_harness.records import UNIT_PASS
 
 MODULE = "torch.nn.modules.module"
 EVAL_FRAME = "torch._dynamo.eval_frame"
@@ -205,7 +206,7 @@ class ForwardHook(Hook):
                         hook._begin()
                     is_pass, now_ns = True, clock()
                     calls.log((leading, on_pass_begin, now_ns, thread, boundary_cpu_clock(now_ns)))
-                    if now_ns >= calls.due_ns and progress.ended_by <= PASS:
+                    if now_ns >= calls.due_ns and progress.ended_by <= UNIT_PASS:
                         progress.catch_up(now_ns)
             except Exception as error:
                 hook.fail(error)

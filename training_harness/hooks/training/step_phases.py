@@ -33,10 +33,10 @@ from training_harness.hooks.training.devices import (
     DeviceTimes,
 )
 from training_harness.hooks.training.heap import HeapGauge
-from training_harness.records import MISSING_INT32, MISSING_INT64
+from training_harness.records import MISSING_INT32, MISSING_INT64, UNIT_BATCH, UNIT_PASS, UNIT_SCRIPT
 
-#: Ends of a step; less one, the `unit` of the step's record. A later one takes over from an earlier one.
-NOTHING, PASS, BATCH, OPTIMIZER, USER = range(5)
+#: Nothing ends a step yet; later one of `records.STEP_UNITS` does, and a higher one takes over from a lower one.
+NOTHING = -1
 #: Stand-in for the thread's CPU clock where it was not read.
 UNREAD = -1
 
@@ -114,7 +114,7 @@ class Progress:
             now_ns = self.requests.expire(current, self.step)
         if self.thread in (0, thread):  # not a thread that loads ahead
             self.mark(OTHER, now_ns)
-        if self.ended_by == BATCH and self._batches:
+        if self.ended_by == UNIT_BATCH and self._batches:
             self.gauge(current)
             self.end(current, now_ns)
 
@@ -131,8 +131,8 @@ class Progress:
         if not self.sees_batches:
             self.sees_batches, self.sees_passes = True, False
             self.on_first_loader()
-        if self.ended_by <= BATCH:
-            self.end_steps_by(NOTHING if has_optimizer else BATCH)
+        if self.ended_by <= UNIT_BATCH:
+            self.end_steps_by(NOTHING if has_optimizer else UNIT_BATCH)
 
     def follow_passes(self, current: session.Session, *, has_optimizer: bool, passes: int) -> None:
         """Note the top-level module's calls (`passes` so far); they end the steps if no optimizer was made."""
@@ -141,13 +141,13 @@ class Progress:
             self.step, self._passes = passes - 1, 1
         self.sees_passes = True
         current.before_farewell = self._end_last_pass
-        if self.ended_by <= PASS:
-            self.end_steps_by(NOTHING if has_optimizer else PASS)
+        if self.ended_by <= UNIT_PASS:
+            self.end_steps_by(NOTHING if has_optimizer else UNIT_PASS)
 
     def _end_last_pass(self) -> None:
         self.calls.run()
         current = session.active
-        if current is not None and self.ended_by == PASS and self._passes:
+        if current is not None and self.ended_by == UNIT_PASS and self._passes:
             self.end(current, self._mark_ns)
 
     def end_steps_by(self, what: int) -> None:
@@ -155,7 +155,7 @@ class Progress:
 
         A script that calls `step()` goes on counting: its first step may have been ended by the optimizer.
         """
-        if self.ended_by not in (NOTHING, what) and what != USER:
+        if self.ended_by not in (NOTHING, what) and what != UNIT_SCRIPT:
             self.step = 0
         self.ended_by = what
 
@@ -180,7 +180,7 @@ class Progress:
         if self.thread in (0, thread):
             self.mark(OTHER, now_ns, cpu_ns if thread == self._pass_thread else UNREAD)
             self._mark_cpu_ns, self._pass_thread = cpu_ns, thread
-        if self.ended_by == PASS and self._passes:
+        if self.ended_by == UNIT_PASS and self._passes:
             self.gauge(current)
             self.end(current, now_ns, cpu_ns)
 
@@ -236,10 +236,8 @@ class Progress:
             outside_cpu_ns = max(0, self._outside_cpu_ns) * spent_ns[OTHER] // self._outside_measured_ns
         samples = self._samples if self._samples > 0 else MISSING_INT32
         passes = self._passes if self.sees_passes else MISSING_INT32
-        unit = self.ended_by - 1
-        current.step(
-            (now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, self._batches, passes, samples, unit)
-        )
+        counts = self._batches, passes, samples
+        current.step((now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, *counts, self.ended_by))
         if self.uses_cuda:
             self._device_times_hook.attempt(self._device_times.end_step, current, self.step, now_ns)
         self.step += 1

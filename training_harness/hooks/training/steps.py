@@ -19,7 +19,8 @@ from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER
-from training_harness.hooks.training.step_phases import OPTIMIZER, UNREAD, USER, Progress
+from training_harness.hooks.training.step_phases import UNREAD, Progress
+from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 
 FASTAI = "fastai.optimizer"
 
@@ -64,8 +65,8 @@ class StepHook(Hook):
         if current is None:
             return
         progress.thread = thread
-        if progress.ended_by != USER and (self._leader is optimizer or self._take_lead(optimizer)):
-            progress.end_steps_by(OPTIMIZER)
+        if progress.ended_by != UNIT_SCRIPT and (self._leader is optimizer or self._take_lead(optimizer)):
+            progress.end_steps_by(UNIT_OPTIMIZER)
             progress.gauge(current)
         progress.mark(OTHER, now_ns, cpu_ns)
 
@@ -75,7 +76,7 @@ class StepHook(Hook):
         if current is None:
             return
         progress.mark(OPTIMIZE, now_ns, cpu_ns)
-        if progress.ended_by == OPTIMIZER and self._leader is optimizer:
+        if progress.ended_by == UNIT_OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
             self._follower = lambda: None
 
@@ -190,8 +191,8 @@ def step(progress: Progress) -> None:
     progress.announce(current)
     progress.calls.run()
     now_ns = time.monotonic_ns()
-    is_partial = progress.ended_by == OPTIMIZER  # the optimizer ended the last step, so this one is only a part
-    progress.end_steps_by(USER)
+    is_partial = progress.ended_by == UNIT_OPTIMIZER  # it ended the last step, so this one is only a part
+    progress.end_steps_by(UNIT_SCRIPT)
     if is_partial:
         progress.begin(now_ns)
     else:
