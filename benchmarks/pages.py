@@ -49,7 +49,7 @@ from app.pages import PAGES
 from benchmarks import chrome
 from benchmarks.queries import EPOCH, GIB, make
 from collector.agent.ingest_feed import SHORTEST_PAUSE_NS, pause_ns
-from collector.agent.loop import MAINTAIN_EVERY_NS
+from collector.agent.ingest_feed import MAINTAIN_EVERY_NS
 from collector.agent.samplers.procfs import read_rollup
 from collector.store.catalogue import list_runs
 from collector.store.lake.ingest import Ingester

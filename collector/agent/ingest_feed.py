@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: Shortest and longest pause between two ingests.
 SHORTEST_PAUSE_NS = 10_000_000_000
 LONGEST_PAUSE_NS = 60_000_000_000
+#: Pause between two times that the lake is compacted: merge, expire, delete.
+MAINTAIN_EVERY_NS = 300_000_000_000
 #: Largest share of a core that ingests take. A commit costs 65 ms of CPU however little it moves, 200 ms if 72
 #: processes write, so the pauses are made long enough.
 INGEST_RATIO = 0.003
@@ -43,7 +45,7 @@ class Feed:
     Attributes:
         records_count: records moved so far.
         last: result of the last ingest.
-        pause_ns: time that the next one can wait.
+        pause_ns: pause until the next one.
         failure: why the last failed ingest failed; empty if none did.
     """
 
@@ -67,6 +69,8 @@ class Feed:
         self._thread: threading.Thread | None = None
         self._fails_since_ns: int | None = None
         self._stored_ns: int | None = None
+        self._due_ns = clock_ns()
+        self._maintain_due_ns = self._due_ns + MAINTAIN_EVERY_NS
         self.failure = ""
 
     def lag_ns(self, now_ns: int) -> int | None:
@@ -86,13 +90,20 @@ class Feed:
         """True while an ingest runs in its thread."""
         return self._thread is not None and self._thread.is_alive()
 
+    def tick(self, now_ns: int) -> None:
+        """Ingest if that is due, and from time to time compact the lake, too."""
+        if now_ns < self._due_ns:
+            return
+        if now_ns >= self._maintain_due_ns:
+            self._start(self._ingest_and_maintain)
+            self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
+        else:
+            self.step()
+        self._due_ns = now_ns + self.pause_ns
+
     def step(self) -> None:
         """Ingest the journals' present content, unless the ingest before still goes on."""
         self._start(self._ingest)
-
-    def maintain(self) -> None:
-        """Ingest, and compact the lake: merge, expire, delete."""
-        self._start(self._ingest_and_maintain)
 
     def finish(self, write_last: Callable[[], None]) -> bool:
         """Ingest everything, then the events that `write_last` writes; compact the lake and close it.

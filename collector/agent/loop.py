@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collector.store import Ingester
 
 DEFAULT_INTERVAL_SECONDS = 1.0
-MAINTAIN_EVERY_NS = 300_000_000_000
 #: Seconds that orphaned workers have to end before the run is closed.
 ORPHANS_SECONDS = 1.0
 _ORPHANS_POLL_SECONDS = 0.05
@@ -85,8 +84,6 @@ class Agent:
         self._pids_before = frozenset[int]()
         self._verdict_bytes = 0
         self._ticked_ns: int | None = None
-        self._ingest_due_ns = now_ns
-        self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
 
     def is_run_alive(self) -> bool:
         """Return whether the command, or a training process of this host, is alive and has not detached."""
@@ -98,13 +95,7 @@ class Agent:
         """Take one sample of everything, and ingest if that is due."""
         now_ns = self._clock_ns()
         self._sample(now_ns)
-        if now_ns >= self._ingest_due_ns:
-            if now_ns >= self._maintain_due_ns:
-                self._feed.maintain()
-                self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
-            else:
-                self._feed.step()
-            self._ingest_due_ns = now_ns + self._feed.pause_ns
+        self._feed.tick(now_ns)
         with self._problems.guard("agent"):
             self._write("agent", now_ns, [self._collector_sample(now_ns)])
         if self._outlets is not None:
