@@ -48,8 +48,7 @@ from websockets.sync.client import connect
 from app.pages import PAGES
 from benchmarks import chrome
 from benchmarks.queries import EPOCH, GIB, make
-from collector.agent.ingest_feed import SHORTEST_PAUSE_NS, pause_ns
-from collector.agent.ingest_feed import MAINTAIN_EVERY_NS
+from collector.agent.ingest_feed import MAINTAIN_EVERY_NS, SHORTEST_PAUSE_NS, pause_ns
 from collector.agent.samplers.procfs import read_rollup
 from collector.store.catalogue import list_runs
 from collector.store.lake.ingest import Ingester
