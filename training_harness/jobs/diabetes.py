@@ -57,11 +57,9 @@ def make_table(path: Path) -> None:
     values = np.maximum(means + deviations * standard, 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{os.getpid()}.part")
-    with scratch.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow([name for name, *_ in COLUMNS] + ["label"])
-        for row, label in zip(values, labels, strict=True):
-            writer.writerow([f"{value:.3f}" for value in row] + [int(label)])
+    header = ",".join([name for name, *_ in COLUMNS] + ["label"])
+    formats = ["%.3f"] * len(COLUMNS) + ["%d"]
+    np.savetxt(scratch, np.column_stack([values, labels]), formats, ",", header=header, comments="")
     scratch.replace(path)
 
 
