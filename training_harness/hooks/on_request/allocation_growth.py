@@ -8,6 +8,7 @@ the process, and the tensors that hold it are those whose graphs have more nodes
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import re
@@ -243,7 +244,7 @@ def growth_between(first: Mark, last: Mark, unit: str) -> dict[str, Any]:
     ]
     others.sort(key=lambda row: (first.bytes[row] - last.bytes[row], row))
     selection = list(dict.fromkeys([*graphs[:_ROWS], *others[:_ROWS]]))
-    source = _Source()
+    function_at = _function_finder()
     rows = [
         {
             "device": row.device,
@@ -252,7 +253,7 @@ def growth_between(first: Mark, last: Mark, unit: str) -> dict[str, Any]:
             "grown_bytes": last.bytes[row] - first.bytes[row],
             "grown_nodes_count": last.nodes[row] - first.nodes[row],
             "frames": [
-                {"filename": file, "line": line, "name": source.function(file, line)} for file, line in row.stack
+                {"filename": file, "line": line, "name": function_at(file, line)} for file, line in row.stack
             ],
         }
         for row in selection
@@ -282,30 +283,35 @@ def _is_harness_code(stack: _Stack) -> bool:
     return not stack
 
 
-class _Source:
-    """Functions of source files; each file is read once."""
+def _function_finder() -> Callable[[str, int], str]:
+    """Return a function that names the function around a line; it reads each file and looks up each line once.
 
-    def __init__(self) -> None:
-        self._files: dict[str, list[str]] = {}
+    Readers of the snapshot cannot do this: the sources may have changed by then, or be on another machine.
+    """
+    read = functools.cache(_read_lines)
+    return functools.cache(lambda file, line: _function_around(read(file)[:line]))
 
-    def function(self, file: str, line: int) -> str:
-        """Return the function around a line, by its indentation; empty without one or if the file is unreadable."""
-        if file not in self._files:
-            try:
-                with open(file, encoding="utf-8", errors="replace") as stream:
-                    self._files[file] = stream.read().splitlines()
-            except OSError:
-                self._files[file] = []
-        indent = None
-        for text in reversed(self._files[file][:line]):
-            bare = text.lstrip()
-            if not bare or bare[0] in "#)]}":
-                continue
-            outer = len(text) - len(bare)
-            if indent is None or outer < indent:
-                indent = outer
-                if definition := _DEFINITION.match(bare):
-                    return definition[1]
-            if indent == 0:
-                break
-        return ""
+
+def _read_lines(file: str) -> list[str]:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as stream:
+            return stream.read().splitlines()
+    except OSError:
+        return []
+
+
+def _function_around(lines: Sequence[str]) -> str:
+    """Return the function that the last of these lines is in, by its indentation; empty without one."""
+    indent = None
+    for text in reversed(lines):
+        bare = text.lstrip()
+        if not bare or bare[0] in "#)]}":
+            continue
+        outer = len(text) - len(bare)
+        if indent is None or outer < indent:
+            indent = outer
+            if definition := _DEFINITION.match(bare):
+                return definition[1]
+        if indent == 0:
+            break
+    return ""
