@@ -211,7 +211,8 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
     if binding is None:
         return sample
     limit_bytes, directory = binding
-    usage = {column: _field(directory, file, name) for column, (file, name) in columns.items()}
+    texts = {file: b"\n" + (read_file(f"{directory}/{file}") or b"") for file, _ in columns.values()}
+    usage = {column: field(texts[file], name) for column, (file, name) in columns.items()}
     return {**sample, "cgroup_limit_bytes": limit_bytes, **usage}
 
 
