@@ -116,7 +116,7 @@ def of_both_clocks(case: str, way_ratio: float, eta: Eta | None, truths: Sequenc
 
 
 FORECASTS_HEAD = (
-    "| of the way seen | in | leaks | forecast in | median error | p90 error | 90 % interval holds |",
+    "| share of the way seen | clock | leaks | forecasts | median error | p90 error | 90 % interval holds |",
     "|---|---|---|---|---|---|---|",
 )
 

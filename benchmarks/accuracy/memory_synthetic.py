@@ -86,7 +86,7 @@ FAMILIES: dict[str, Draw] = {
 
 def table(seeds_count: int) -> Iterator[str]:
     """The lines of the table in Markdown."""
-    yield "| series | of the way seen | forecast in | median error | 90 % interval holds |"
+    yield "| series | share of the way seen | forecasts | median error | 90 % interval holds |"
     yield "|---|---|---|---|---|"
     totals: dict[float, list[tuple[float, bool]]] = {HALF: [], THREE_QUARTERS: []}
     for number, (name, draw) in enumerate(FAMILIES.items()):
