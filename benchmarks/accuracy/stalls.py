@@ -143,7 +143,7 @@ def causes_page(found: Sequence[Judged]) -> str:
     lines = [
         "## Causes",
         "",
-        "| case | truth | runs | right | said instead | said besides |",
+        "| case | truth | runs | right | verdict instead | further findings |",
         "|---|---|---|---|---|---|",
     ]
     for case in dict.fromkeys(one.case for one in found):

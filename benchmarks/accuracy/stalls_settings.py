@@ -311,7 +311,7 @@ def diabetes(home: Path) -> str:
     listed = ", ".join(f"{each:.0f}" for each in rates)
     return (
         f"\n`diabetes`, num_workers 0 to {DIABETES_WORKERS}: {listed} batches/s; the fastest is {best}. "
-        f"Told of the run with 0: {words}."
+        f"Advice for the run with 0: {words}."
     )
 
 
