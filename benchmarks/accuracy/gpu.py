@@ -2,7 +2,7 @@
 
     .cuda/bin/python -m benchmarks.accuracy gpu [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
 
-The devices are those of tests/cuda_sim: the allocator of PyTorch's CUDA build, without a card; `make test-cuda`
+The devices are those of tests/cuda_sim: the allocator of PyTorch's CUDA build, without a card. `make test-cuda`
 sets up the environment. Recordings stay in `--keep`: a case that ran is not run again, but judged again.
 """
 

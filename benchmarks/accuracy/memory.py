@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy memory [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
 
-Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own. What
-has run is kept in `--keep` and not run again; what is kept is judged again each time, so it can be run in parts.
-Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at three
-quarters.
+Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own.
+Runs stay in `--keep`: a case that ran is not run again, but judged again each time, so the benchmark can run in
+parts. Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at
+three quarters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recorded run as it was at an earlier moment, and under another limit: what would the rules have said then?"""
+"""A recorded run as it was at an earlier moment, and under another limit: what would the rules have found then?"""
 
 from __future__ import annotations
 
