@@ -1,9 +1,9 @@
-"""Windows of Chromium as a user has them, without what a driver of tests puts into each.
+"""Windows of Chromium as a user has them, without the extras of a test driver.
 
-Playwright switches the inspector's runtime on in every page. V8 then looks up where in the source each error was
-made, and for that reads the whole script again (`V8.CollectSourcePositions` in a trace): four times while Plotly's
-is evaluated, which takes twice as long with it. Here the DevTools protocol (https://chromedevtools.github.io) opens
-a window and evaluates expressions, no more.
+Playwright enables the inspector's runtime in every page. V8 then looks up where in the source each error was
+made, and reads the whole script again for that (`V8.CollectSourcePositions` in a trace): four times while
+Plotly's script is evaluated, which takes twice as long then. This module only opens a window and evaluates
+expressions, by the DevTools protocol (https://chromedevtools.github.io).
 """
 
 from __future__ import annotations

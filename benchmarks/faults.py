@@ -2,9 +2,9 @@
 
     python benchmarks/faults.py [--repeats 3] [--steps N] [KIND …]
 
-Each fault of `tidegauge job fault` runs beside its twin, under the collector. A row tells how often the fault's own
-finding was among the warnings, the share of the run that it is said to cost, and what else was warned of, for the
-fault and for its twin. Without KIND, all that need no GPU and do not die.
+Each fault of `tidegauge job fault` runs beside its twin, under the collector. For the fault and for its twin, a
+row says how often the fault's own finding was among the warnings, which share of the run it costs by that
+finding, and which other warnings there were. Without KIND, all faults run that need no GPU and do not die.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.ingest [--triples 1000000]
 
-A triple is one step, one batch and one fetch. The values are those of a plausible run, so that
-compression is neither flattered nor slandered.
+A triple is one step, one batch and one fetch. The values are those of a plausible run, so compression is as good
+as on a real one.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m benchmarks.load [--minutes 10] [--verdicts]
 
-The 72 processes are real and write through the real journal writer, but train nothing: a rank holds memory that its
-workers share, a worker some of its own, and in between they sleep. `tidegauge run` follows them as it follows a
-training. The figures are those that it records of itself, from its second sample on: beginning a run is paid once.
-With `--verdicts` there are verdicts on the way too, as for --on-finding, and their processes count.
+The 72 processes are real and write through the real journal writer, but train nothing: a rank holds memory that
+its workers share, a worker holds some of its own, and they sleep between records. `tidegauge run` follows them as
+it follows a training. The figures are those that it records about itself, from its second sample on, since the
+start of a run is paid once. With `--verdicts` it also makes verdicts while the run goes on, as for --on-finding,
+and their processes count.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
     python -m benchmarks.nodes [--nodes 1 4 16 32 64] [--every 10] [--seconds 60] [--per-process 8] [--folder]
 
-Starts a PostgreSQL and an S3 service (moto's server) here, then `--nodes` collectors of one run. Each writes what a
-node with 8 ranks of 8 workers at 5 steps/s gives, through the real journal writer, and commits it with the real
-ingest, over its own connections, as often as `--every` says. What is simulated: the nodes share this machine, and
-up to `--per-process` of them one process, where they take turns; so at most nodes / per-process commits overlap. A
-turn that comes late, since the one before it took too long, is counted, and shows that the store or this machine is
-full. Merging is left out.
+Starts a PostgreSQL and an S3 service (moto's server) here, then `--nodes` collectors of one run. Each writes the
+records of a node with 8 ranks of 8 workers at 5 steps/s through the real journal writer. It commits them with the
+real ingest, over its own connections, every `--every` seconds. Only the nodes are simulated: they share this
+machine, and up to `--per-process` of them share a process and take turns, so at most nodes / per-process commits
+overlap. A turn that comes late because the one before took too long is counted, and shows that the store or this
+machine is full. Merging is left out.
 
-The table says how long a commit takes, how many had to be done again, how many turns came more than a second late,
-the CPU time of a commit in the collector, in PostgreSQL and in the S3 service, and whether every record is in the
-lake once. With --folder the files go to a folder instead of S3: moto's server is one Python process, a real service
-is not.
+The table has the time of a commit, the number of commits that had to be done again, the number of turns that came
+more than a second late, the CPU time of a commit in the collector, in PostgreSQL and in the S3 service, and
+whether every record is in the lake once. With --folder the files go to a folder instead of S3: moto's server is
+one Python process, a real service is not.
 """
 
 from __future__ import annotations

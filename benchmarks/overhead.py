@@ -2,19 +2,24 @@
 
     python benchmarks/overhead.py [--blocks 200] [--steps 100] [--image-pairs 300]
 
-Short blocks of steps are run bare and attached, in one process and in random order within each pair, so both
-meet the same machine. The fastest tenth is that of all steps of all blocks: where cores change their speed with
-what others do, it is the steadiest. The ratio is that of the medians of the two blocks of a pair, in the median
-over the pairs, and what it adds to the fastest tenth's step: where the speed changes within seconds, as in virtual
-machines, it says more than a difference. What is added to the median, and to the mean, is the median over the pairs
-of the difference between the two blocks; the mean holds what is paid only now and then as well (a full metering
-at most every 2 ms, a write every 5 ms). The budget is 20 µs for the training thread and 20 µs for a worker, per
-step with one batch; with `num_workers=0` the training thread plays the worker too. A stage is a call that is
-recognised (docs/stages.md). The last row is what a batch costs that takes more than 5 ms to make, and so is
-metered in full and written at once, without those 5 ms.
+Short blocks of steps run bare and attached, in one process and in random order within each pair, so both meet the
+same machine. The budget is 20 µs for the training thread and 20 µs for a worker, per step with one batch. With
+`num_workers=0` the training thread plays the worker too. The columns are:
 
-At the end, by how much all of it makes the `images` job longer, with its loading in the training process: pairs of
-the same two steps, the median of their ratio with its 95 % interval by order statistics.
+- The fastest tenth is that of all steps of all blocks. It is the steadiest figure where cores change their speed
+  with the load of others.
+- The ratio is that of the medians of the two blocks of a pair, as the median over the pairs, with the time that
+  this ratio adds to the step of the fastest tenth. Where the speed changes within seconds, as in virtual
+  machines, it says more than a difference.
+- The time added to the median, and to the mean, is the median over the pairs of the difference between the two
+  blocks. The mean includes costs that occur only now and then (a full metering at most every 2 ms, a write every
+  5 ms).
+
+A stage is a recognised call (docs/stages.md). The last row is the cost of a batch that takes more than 5 ms to
+make, and so is metered in full and written at once; the 5 ms are subtracted.
+
+At the end, the benchmark measures how much longer the `images` job takes, with its loading in the training
+process: pairs of the same two steps, the median of their ratio with its 95 % interval by order statistics.
 """
 
 from __future__ import annotations

@@ -2,21 +2,26 @@
 
     python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
 
-The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds what
-such a training would, and takes it into the lake. Each page is opened in a fresh window of a browser in which the
-dashboard was open before, the whole run chosen. Answer is from then until the state of the run stands, with the
-sentence that answers the page's question below it; paint, until the first figure does (or what to type where
-there is none); switch, from the click on a page's name until all that is in sight of it stands, in a window of
-1440 by 900; whole, until all below does too. The rest is measured by clients that speak to the server as the
-browser does, one alone but for the last table: refresh is the time from the request to the end of the answer,
-slowest the longest of those, CPU what the server took for it, sent what came over the WebSocket, uncompressed.
-Medians; a refresh that only repeats what was read before is not counted, and where a page is renewed by turns, each
-has as many. The soak's slope is that of Theil and Sen over all but the first quarter of the readings of the
-server's private dirty memory, with its 95 % interval.
+The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds the
+records of such a training and stores them in the lake. Each page is opened in a fresh window of a browser in
+which the dashboard was open before, with the whole run chosen. The columns are medians:
 
-A run cannot be older than the machine's clock, so soon after its start the batches lie closer together than a
-training would make them: `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command gives it
-another day.
+- answer: time until the state of the run is shown, with the sentence that answers the page's question below it.
+- paint: time until the first figure is shown, or the command to type if there is none.
+- switch: time from the click on a page's name until everything in sight is shown, in a window of 1440 by 900.
+- whole: the same, until everything below is shown too.
+- refresh: time from the request to the end of the answer; slowest is the longest of those. A client measures this
+  and the following columns; it speaks to the server as the browser does, and is alone but for the last table.
+- CPU: CPU time of the server for it.
+- sent: bytes over the WebSocket, uncompressed.
+
+A refresh that only repeats what was read before does not count. Where a page is renewed by turns, each turn has
+as many refreshes. The slope of the soak is that of Theil and Sen over the readings of the server's private dirty
+memory, without the first quarter, with its 95 % interval.
+
+A run cannot be older than the machine's clock. So soon after the machine's start the batches lie closer together
+than a training would make them. `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command
+gives the machine another day.
 """
 
 from __future__ import annotations

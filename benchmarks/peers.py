@@ -2,15 +2,16 @@
 
     python -m benchmarks.peers [--pairs 60] [--image-pairs 8] [TOOL ...]
 
-Every tool has a process of its own, and each but Tidegauge a virtual environment of its own, made on demand in
-benchmarks/.peers (torch and numpy are this environment's). In that process short blocks of the same loop are run
+Every tool has a process of its own. Each but Tidegauge has a virtual environment of its own, created on demand in
+benchmarks/.peers (torch and numpy come from this environment). The process runs short blocks of the same loop
 with the tool and without, in random order within each pair. Tidegauge is attached and detached; it records steps,
-phases, batches and fetches. TraceML gets `init()` (its patches stay in for the bare blocks) and
-`with trace_step(model)` around each step. The others get one call per step that logs six scalars.
+phases, batches and fetches. TraceML gets `init()` (its patches stay in for the bare blocks) and `with
+trace_step(model)` around each step. The others get one call per step that logs six scalars.
 
-Two loops: a step below 1 ms (a tiny model, one DataLoader worker), in µs per step: the median of all steps, and
-the mean of pairs, which holds what is paid now and then too; and the `images` job (a CNN, two workers, batches of
-16), in percent of an epoch's wall time: median and quartiles of pairs, which tell what can be resolved here.
+There are two loops. The first is a step below 1 ms (a tiny model, one DataLoader worker), in µs per step: the
+median of all steps, and the mean of pairs, which includes costs that occur only now and then. The second is the
+`images` job (a CNN, two workers, batches of 16), in percent of an epoch's wall time: median and quartiles of
+pairs, which show what can be resolved here.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
     python -m benchmarks.queries [--batches 100000 1000000 10000000] [--window run] [--home DIR] [--full]
 
-The runs are made in the lake itself, with plausible values: steps of 60 ms, four workers, a sample of six processes
-each second and of a GPU for each rank twice as often, whose cache is flushed once an epoch, compacted as the
-collector does. Each page is built by a process of its own, as the dashboard builds
-it, the second time of two: the median of three such processes. Peak is the memory (VmHWM) of that process, read is
-what it took from files (rchar of /proc/self/io). The verdict is that of a process that has made none before; *of
-it a refresh* is what each second of a live page pays for those that the server draws up, and for looking at the
-newest. With `--full` there is a line for each query too. With `--home` the runs are kept and found again. A triple
-is a step, a batch and a fetch.
+The runs are created in the lake itself, with plausible values: steps of 60 ms, four workers, a sample of six
+processes each second, and of a GPU for each rank twice as often, whose cache is flushed once an epoch. They are
+compacted as the collector does it. A triple is a step, a batch and a fetch.
+
+Each page is built by a process of its own, as the dashboard builds it. The figure is the median of three such
+processes, of the second build in each. Peak is the memory (VmHWM) of that process; read is the bytes that it read
+from files (rchar of /proc/self/io). The verdict is that of a process that has made none before. The row below it
+is the cost to each second of a live page: its part of the verdicts that the server makes, and reading the newest
+one. With `--full` there is a line for each query too. With `--home` the runs are kept and found again.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ TIMES = 3
 STREAMS = ("step", "batch", "fetch", "device_memory", *SAMPLED_NS)
 GIB = 2**30
 PAGES = ("overview", "oom_risk", "leak_timeline", "gpu_memory", "worker_stalls", "pipeline_stages")
-REFRESH = "of it a refresh"
+REFRESH = "verdict, cost of a refresh"
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
 
 

@@ -1,14 +1,14 @@
-"""Eight hours in miniature: a million batches through a trivial loader, and what grows meanwhile.
+"""Eight hours in miniature: a million batches through a trivial loader. Does memory grow, do journals stay bounded?
 
     python -m benchmarks.soak [--batches 1000000] [--workers 1] [--only bare|followed|alone]
 
-Three processes, one after the other: without Tidegauge, attached with a collector that follows, and attached with
-no collector that takes the journals in. A hundred times on the way they pause, and the private dirty memory of the
-training process and of its worker is read (/proc/PID/smaps_rollup), and the bytes of the journals. The worker is
-spawned, not forked: a page that a fork shares becomes private in both when one of them first writes to it, which
-looks like growth and is none. The slope is that of Theil and Sen over all but the first quarter, with its 95 %
-interval. Torch's own memory grows a little: what counts is that it grows no faster with Tidegauge. It takes some
-ten minutes, most of them torch's.
+Three processes run one after the other: without Tidegauge, attached with a collector, and attached without a
+collector that stores the journals. A hundred times on the way they pause. Then the benchmark reads the private
+dirty memory of the training process and of its worker (/proc/PID/smaps_rollup), and the bytes of the journals.
+The worker is spawned, not forked: a page that a fork shares becomes private in both processes when one of them
+first writes to it, which looks like growth and is none. The slope is that of Theil and Sen without the first
+quarter, with its 95 % interval. Torch's own memory grows a little, so the question is whether it grows faster
+with Tidegauge. The benchmark takes some ten minutes, most of them torch's.
 """
 
 from __future__ import annotations

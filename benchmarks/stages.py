@@ -2,9 +2,9 @@
 
     python benchmarks/stages.py [--blocks 300]
 
-The first rows are calls of nothing, again and again: what is noted is all that they do. The others are calls of a
-loop that reads, resizes, turns and converts small pictures, so that the caches hold the loop's data and not ours.
-Blocks of the loop are run as they are and with noting, in random order within each pair; the lower quartile and
+The first rows are calls that do nothing, again and again, so recording is all of their cost. The others are calls
+of a loop that reads, resizes, turns and converts small pictures, so that the caches hold the loop's data and not
+ours. Blocks of the loop run with recording and without, in random order within each pair. The lower quartile and
 the median of both are compared, in CPU time of the thread. The budget is 2 µs per call.
 """
 

@@ -1,4 +1,4 @@
-"""An ordinary PyTorch training script. It knows nothing of Tidegauge.
+"""An ordinary PyTorch training script, without a reference to Tidegauge.
 
 python examples/plain_train.py
 torchrun --nproc-per-node=2 examples/plain_train.py --steps 200

@@ -1,8 +1,8 @@
-"""Is the largest batch size that `tidegauge tune` tells the largest that fits? Six models on a simulated device.
+"""Is the largest batch size that `tidegauge tune` reports the largest that fits? Six models on a simulated device.
 
     .cuda/bin/python -m benchmarks.accuracy batch-sizes [--models NAME …] [--memory SIZE]
 
-The truth is found by bisection with bare runs of three steps.
+The truth comes from a bisection with bare runs of three steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     .cuda/bin/python -m benchmarks.accuracy gpu [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
 
-The devices are those of tests/cuda_sim: the allocator of PyTorch's CUDA build, without a card; `make test-cuda`
+The devices are those of tests/cuda_sim: the allocator of PyTorch's CUDA build, without a card. `make test-cuda`
 sets up the environment. Recordings stay in `--keep`: a case that ran is not run again, but judged again.
 """
 
@@ -44,13 +44,22 @@ from training_harness.jobs.faults import FAULTS
 
 _HEAD = """# Are the verdicts on GPU memory right?
 
-`.cuda/bin/python -m benchmarks.accuracy gpu > docs/accuracy-gpu.md` wrote this page. The devices are simulated
-(tests/cuda_sim): PyTorch's caching allocator and its statistics are real, and so are bytes, processes and NVML's
-account; times on the device are not. Leaks take 64 KiB to 4 MiB a step, as tensors, as memory that a library takes
-from the driver, or as pinned memory, at an even, an uneven and a slowing pace, and beside batches of variable
-length and evaluations (noise). Half of the way to the limit is half of the steps to it. No threshold was fitted to
-these cases, but the model of the time to a limit was improved with recordings of such programs at hand.
+These figures come from trainings with known leaks on simulated devices, and their healthy twins. [How it is
+measured](#how-it-is-measured) says what is real. `.cuda/bin/python -m benchmarks.accuracy gpu >
+docs/accuracy-gpu.md` writes this page.
 """
+_METHOD = """
+## How it is measured
+
+The devices are simulated (tests/cuda_sim). PyTorch's caching allocator and its statistics are real, and so are
+bytes, processes and NVML's account. Times on the device are not.
+
+Leaks take 64 KiB to 4 MiB a step: as tensors, as memory that a library takes from the driver, or as pinned
+memory. Their pace is even, uneven or slowing, or they start late. Some run beside batches of variable length and
+evaluations (noise). Half of the way to the limit is half of the steps to it.
+
+No threshold was fitted to these cases. But the model of the time to a limit was improved with recordings of such
+programs at hand."""
 _PROGRAM = Path(simulator.__file__).parent / "programs" / "growth.py"
 _FINDINGS = {
     "tensors": "gpu-tensor-leak",
@@ -208,6 +217,7 @@ def page(ran: Sequence[Case], keep: Path) -> Iterator[str]:
         worst = sorted((each for each in forecasts if each.mid == each.mid), key=lambda each: -each.error_ratio)
         named = (f"{w.case} at {w.way_ratio:.0%} in {w.clock}: {w.error_ratio:.0%}" for w in worst[:4])
         yield from ("", f"Worst: {', '.join(named)}.")
+    yield _METHOD
 
 
 def _verdicts(ran: Sequence[Case], warned: dict[str, list[Finding]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One training under Tidegauge in a folder of its own; one that ended there before is not run again."""
+"""One training under Tidegauge in a folder of its own. A training that ended there before is not run again."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy memory [--cases WORD …] [--minutes N] [--keep DIR] [--side-by-side N]
 
-Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own. What
-has run is kept in `--keep` and not run again; what is kept is judged again each time, so it can be run in parts.
-Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at three
-quarters.
+Each case (memory_cases.py) is a training under the collector, with a memory cgroup and a /dev/shm of its own.
+Runs stay in `--keep`: a case that ran is not run again, but judged again each time, so the benchmark can run in
+parts. Forecasts are judged by replay: the rules see a recorded run as it was half of the way to its limit, and at
+three quarters.
 """
 
 from __future__ import annotations
@@ -44,21 +44,37 @@ from collector.findings import KINDS, Finding
 
 _HEAD = """# Are the verdicts on memory right?
 
-`python -m benchmarks.accuracy memory > docs/accuracy.md` has written this page, as root on a machine with a memory
-cgroup of version 1. Each case is a real training under the collector, with a cgroup and a /dev/shm of its own: the
-faults of `tidegauge job fault` and leaks of 2 KiB to 2 MiB a step, from the start or from the middle on, with and
-without varying lengths, evaluations and checkpoints; their twins, which do the same and keep nothing; healthy
-trainings that look like leaks; and real deaths. No threshold is fitted to cases, so none were held back; but what
-the rules once missed here has led to new ones (a leak that begins late, a beginning that passes for a warm-up,
-memory given back at the end of a training, a few jumps that are no growth, mapped files, the newest tick of a
-living run), so the figures of these cases flatter. A cache is healthy too, and before it is full nothing tells it
-from a leak. The model of the forecasts was chosen among several with such runs and drawn series at hand, so these
-figures flatter too, but for those of leaks of 64 and 640 KiB a step, which were run first when it had been chosen.
-Where no kill sets the limit, it is the demand near the end with what the kernel held added, and met between two
-samples. Trainings side by side change their pace: those that leak to a limit were run twice with other noise, two
-at a time on a machine that did nothing else, the others once and six at a time. Other methods look at the same
-samples; they name neither kind nor place, so any alarm on a leaking training counts as right.
+These figures come from real trainings with known leaks, their healthy twins, and real deaths, compared with other
+methods on the same samples. [How it is measured](#how-it-is-measured) says where they flatter. `python -m
+benchmarks.accuracy memory > docs/accuracy.md` writes this page.
 """
+_METHOD = """
+## How it is measured
+
+Each case is a real training under the collector, with a cgroup and a /dev/shm of its own. The benchmark runs as
+root on a machine with a memory cgroup of version 1.
+
+- **Leaks** are the faults of `tidegauge job fault`, and leaks of 2 KiB to 2 MiB a step, from the start or from
+  the middle on, with and without varying lengths, evaluations and checkpoints.
+- **Twins** are the same trainings without the leak.
+- **Hard negatives** are healthy trainings that look like leaks.
+- **Deaths** are trainings that die in a known way.
+- **Other methods** see the same samples. They name neither kind nor place, so any alarm on a leaking training
+  counts as right.
+- **Caches** count as healthy. Before a cache is full, nothing distinguishes it from a leak.
+- **Limits**: where no kill sets the limit, the limit is the demand near the end plus the kernel's own memory. It
+  is met between two samples.
+- **Pace**: trainings side by side change their pace. Those that leak to a limit ran twice with different noise,
+  two at a time on a machine that did nothing else. The others ran once, six at a time.
+
+The figures flatter in two ways:
+
+- No threshold is fitted to cases, so none were held back. But cases that the rules once missed here have led to
+  new rules: a leak that begins late, a beginning that passes for a warm-up, memory freed at the end of a
+  training, a few jumps that are no growth, mapped files, the newest tick of a living run. The figures of these
+  cases flatter.
+- The model of the forecasts was chosen among several with such runs and drawn series at hand. So its figures
+  flatter too, except those for leaks of 64 and 640 KiB a step, which ran only after it had been chosen."""
 _SURE = 0.9
 #: Moments of a run at which it is asked who has warned by then.
 _MOMENTS = 24
@@ -116,7 +132,7 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
         yield from _while_running(taken_back)
     if forecast:
         yield from _forecasts(forecast)
-        yield from ("", "## Time to the limit of series drawn at random (memory_synthetic.py)", "")
+        yield from ("", "## Time to the limit of random series (memory_synthetic.py)", "")
         yield from table(_DRAWN_COUNT)
     if leads:
         yield from (
@@ -129,6 +145,7 @@ def page(chosen: Sequence[Case], keep: Path) -> Iterator[str]:
         yield from leads
     if deaths:
         yield from _deaths(deaths)
+    yield _METHOD
 
 
 def _leaks(traces: Sequence[tuple[Case, Trace]], told: dict[str, list[Finding]]) -> Iterator[str]:
@@ -146,7 +163,7 @@ def _leaks(traces: Sequence[tuple[Case, Trace]], told: dict[str, list[Finding]])
         alarms = sum(method(each) for case, each in traces if not case.kind)
         yield _row(name, hits, alarms, len(sick), alarms, len(well))
     yield ""
-    yield f"Locus right in {len(placed)} of {len(found)} found."
+    yield f"Right locus: {len(placed)} of {len(found)}."
     for group, silent in (("twin", "twins"), ("healthy", "hard negatives")):
         yield f"Findings on {len(loud[group])} of {sum(c.group == group for c in well)} {silent}."
     yield f"Not found: {', '.join(c.name for c in sick if c not in found) or 'none'}."
@@ -157,7 +174,7 @@ def _while_running(taken_back: Sequence[Case]) -> Iterator[str]:
     count = Counter(case.group for case in taken_back)
     yield ""
     yield (
-        f"Warned of at one of {_MOMENTS // 2} moments while they ran, and not at the end: {count['twin']} twins, "
+        f"Warned at one of {_MOMENTS // 2} moments during the run, but not at its end: {count['twin']} twins, "
         f"{count['healthy']} hard negatives ({', '.join(case.name for case in taken_back) or 'none'})."
     )
 
@@ -250,4 +267,5 @@ def _deaths(deaths: Sequence[tuple[Case, list[Finding]]]) -> Iterator[str]:
     yield from ("", "## Deaths", "", "| death | cause right |", "|---|---|")
     yield from (f"| {name} | {right[name]} of {n} |" for name, n in count.items())
     yield f"| all | {right.total()} of {count.total()} |"
-    yield from ["", *(f"- {line}" for line in wrong)]
+    if wrong:
+        yield from ("", *(f"- {line}" for line in wrong))

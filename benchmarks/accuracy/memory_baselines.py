@@ -1,8 +1,8 @@
-"""Verdicts of others on the same traces: published rules and plain statistics, on the memory that they look at.
+"""Verdicts of other methods on the same traces: published rules and plain statistics.
 
-Sources of the rules: TraceML 0.3.6, `process/policy.py` (RSS of the training process at 80 % of the host's memory;
-its rule of creep looks at GPU memory alone); Stormlog 0.2.9 (more than 100 MB of growth, with more than 10 % of the
-differences positive); earlyoom's defaults (10 % available).
+Sources of the rules: TraceML 0.3.6, `process/policy.py` (RSS of the training process at 80 % of the host's
+memory; its rule on creeping growth covers GPU memory alone); Stormlog 0.2.9 (more than 100 MB of growth, with
+more than 10 % of the differences positive); earlyoom's defaults (10 % available).
 """
 
 from __future__ import annotations

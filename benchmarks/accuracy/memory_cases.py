@@ -1,4 +1,4 @@
-"""The labelled cases of the memory benchmark: which training runs, and what is wrong with it."""
+"""The labelled cases of the memory benchmark: each training, and its fault."""
 
 from __future__ import annotations
 

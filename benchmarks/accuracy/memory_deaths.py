@@ -1,4 +1,4 @@
-"""Trainings that end in all the ways in which they do."""
+"""Trainings that end in all the ways in which a training can end."""
 
 from __future__ import annotations
 

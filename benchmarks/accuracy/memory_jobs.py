@@ -1,9 +1,9 @@
-"""The trainings of the memory benchmark that are no built-in fault: leaks of a rate, what looks like one, deaths.
+"""The trainings of the memory benchmark besides built-in faults: leaks of a given rate, look-alikes, deaths.
 
     python -m benchmarks.accuracy.memory_jobs KIND [--fixed] [--seconds S] [--rate BYTES] [--onset RATIO] [--noise]
 
-Each is the training of `tidegauge job fault`, spoiled elsewhere. What it keeps it keeps from `--onset` on;
-`--noise` adds lengths that vary (lognormal), an evaluation each 5 s and a checkpoint each 9 s.
+Each is the training of `tidegauge job fault`, with another fault. A leak begins at `--onset`. `--noise` adds
+lengths that vary (lognormal), an evaluation every 5 s and a checkpoint every 9 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainings that leak at a given rate, and what all spoiled trainings share."""
+"""Trainings that leak at a given rate, and the parts that all faulty trainings share."""
 
 from __future__ import annotations
 

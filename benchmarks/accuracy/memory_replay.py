@@ -1,4 +1,4 @@
-"""A recorded run as it was at an earlier moment, and under another limit: what would the rules have said then?"""
+"""A recorded run as it was at an earlier moment, and under another limit: what would the rules have found then?"""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def of_both_clocks(case: str, way_ratio: float, eta: Eta | None, truths: Sequenc
 
 
 FORECASTS_HEAD = (
-    "| of the way seen | in | leaks | forecast in | median error | p90 error | 90 % interval holds |",
+    "| share of the way seen | clock | leaks | forecasts | median error | p90 error | 90 % interval holds |",
     "|---|---|---|---|---|---|---|",
 )
 

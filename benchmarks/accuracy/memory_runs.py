@@ -1,4 +1,4 @@
-"""Runs the cases under the collector, each in its own memory cgroup and /dev/shm; what has run is kept."""
+"""Run the cases under the collector, each in its own memory cgroup and /dev/shm; a case that ran is kept."""
 
 from __future__ import annotations
 

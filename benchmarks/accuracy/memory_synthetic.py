@@ -1,9 +1,9 @@
-"""Do the intervals of the forecasts hold? Asked of series drawn at random, of which any number can be had.
+"""Do the intervals of the forecasts hold? Tested on random series, since any number of them can be drawn.
 
     python -m benchmarks.accuracy.memory_synthetic [--seeds N]
 
-All rise from 0 towards a limit of 100 in 120 to 700 samples, each family in a way of its own; the rules see them up
-to half of the way and up to three quarters, as in the replay of recorded runs.
+All rise from 0 towards a limit of 100 in 120 to 700 samples, each family in its own way. The rules see them up to
+half of the way and up to three quarters, as in the replay of recorded runs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Draw] = {
 
 def table(seeds_count: int) -> Iterator[str]:
     """The lines of the table in Markdown."""
-    yield "| series | of the way seen | forecast in | median error | 90 % interval holds |"
+    yield "| series | share of the way seen | forecasts | median error | 90 % interval holds |"
     yield "|---|---|---|---|---|"
     totals: dict[float, list[tuple[float, bool]]] = {HALF: [], THREE_QUARTERS: []}
     for number, (name, draw) in enumerate(FAMILIES.items()):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy predictions [--repeats 1] [--only PROGRAM …] [--keep DIR]
 
-Each of `programs.PROGRAMS` runs once in its own setting. Then the settings that are predicted from that run are
-measured, and its own once more, in a second run on other samples. With `--keep` the runs stay there, and
-runs that are there are only judged again. A page in Markdown is printed at the end. It takes about 12 minutes on
-2 cores that nothing else uses.
+Each of `programs.PROGRAMS` runs once in its own setting. A second run, on other samples, measures the settings
+that are predicted from the first, and its own setting once more. With `--keep` the runs stay there, and existing
+runs are only judged again. The benchmark prints a page in Markdown at the end. It takes about 12 minutes on 2
+cores that nothing else uses.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Is the cause of a stall right, is a healthy loader left alone, and does another setting give what was predicted?
+"""Is the cause of a stall right, is a healthy loader left alone, and are predictions for other settings right?
 
     python -m benchmarks.accuracy stalls [--repeats 5] [--only CASE …] [--parts causes settings …] [--keep DIR]
 
-`causes`: each case of `stalls_job` and its twin without the fault, drawn again for each repeat. `settings`: what is
-predicted for settings that were not seen (`stalls_settings`). With `--keep` the runs stay there, and what is there
-is only judged again: an interrupted benchmark goes on, and a changed rule is judged without running anything. A
-page in Markdown is printed at the end. On 2 cores that nothing else uses it takes about 40 minutes.
+`causes` runs each case of `stalls_job` and its twin without the fault, drawn again for each repeat. `settings`
+compares predictions for settings that did not run with measurements (`stalls_settings`). With `--keep` the runs
+stay there, and existing runs are only judged again: an interrupted benchmark goes on, and a changed rule is
+judged without running anything. The benchmark prints a page in Markdown at the end. It takes about 40 minutes on
+2 cores that nothing else uses.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def causes_page(found: Sequence[Judged]) -> str:
     lines = [
         "## Causes",
         "",
-        "| case | truth | runs | right | said instead | said besides |",
+        "| case | truth | runs | right | verdict instead | further findings |",
         "|---|---|---|---|---|---|",
     ]
     for case in dict.fromkeys(one.case for one in found):

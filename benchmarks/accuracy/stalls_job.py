@@ -1,9 +1,10 @@
-"""The trainings that verdicts on stalls are judged by: real loaders whose fault is known, with parameters drawn.
+"""The trainings that verdicts on stalls are judged by: real loaders with a known fault and random parameters.
 
     python -m benchmarks.accuracy.stalls_job CASE SEED SECONDS TRUTH_FILE [--fixed]
 
-Each case is drawn again for each seed; with `--fixed` it is the same training without the fault. Waiting is asleep
-unless computing is the subject, so that a case is the same on any machine. What is true of it goes into TRUTH_FILE.
+Each case is drawn again for each seed. With `--fixed` it is the same training without the fault. Waiting is
+sleeping unless computing is the subject, so that a case is the same on any machine. The truth about it goes into
+TRUTH_FILE.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Errors of predictions for other settings: throughput, memory, and what following the advice costs.
+"""Errors of predictions for other settings: throughput, memory, and the cost of following the advice.
 
-One run with two workers is what the prediction is made from. A second one, on other samples, is measured: the
-loader in each setting of a grid, in the recommended one and in those of the rules of thumb. Regret is what a choice
-gives less than the best of all that were measured.
+The prediction comes from one run with two workers. A second run, on other samples, is measured: the loader in
+each setting of a grid, in the recommended one and in those of the rules of thumb. Regret is how much less a
+choice gives than the best of all measured settings.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def diabetes(home: Path) -> str:
     listed = ", ".join(f"{each:.0f}" for each in rates)
     return (
         f"\n`diabetes`, num_workers 0 to {DIABETES_WORKERS}: {listed} batches/s; the fastest is {best}. "
-        f"Told of the run with 0: {words}."
+        f"Advice for the run with 0: {words}."
     )
 
 
