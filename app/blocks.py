@@ -14,9 +14,9 @@ from app import pages
 from app.figures.base import Chart
 from app.format import plain
 from app.terms import explain_terms
+from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, AllocationSite, Finding
-from collector.report import wording
 from collector.units import MISSING, number, percent, quantity
 
 #: severity -> (icon, word, badge colour). A colour never stands alone.
@@ -196,15 +196,15 @@ def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
 def evidence(finding: Finding) -> list[tuple[str, str, str]]:
     """Return (name, value, number of observations and window) of each measurement, in words."""
     return [
-        (wording.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
+        (report.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
         for item in finding.evidence
     ]
 
 
 def site_words(site: AllocationSite) -> str:
     """Return in words how an allocation site grew, within which window, and the lines that called it."""
-    growth = [] if site.grown_bytes is None else [wording.bytes_growth(site)]
-    words = ", ".join([*growth, wording.count_growth(site), f"within {site.window}"])
+    growth = [] if site.grown_bytes is None else [report.bytes_growth(site)]
+    words = ", ".join([*growth, report.count_growth(site), f"within {site.window}"])
     return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
@@ -230,7 +230,7 @@ def _draw_findings(block: Findings) -> None:
             for finding in urgent[_MAX_OPEN_FINDINGS:]:
                 _draw_finding(finding, link=block.link, has_summary=True)
     for finding in rest:
-        with st.expander(plain(f"{wording.title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
+        with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
             _draw_body(finding)
 
 
@@ -239,13 +239,13 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.markdown(f"**{wording.title(finding)}**", width="content")
-            where = wording.locus(finding.locus)
+            st.markdown(f"**{report.title(finding)}**", width="content")
+            where = report.locus(finding.locus)
             st.caption(
                 plain(
                     " · ".join(
                         part
-                        for part in (where, wording.since(finding), f"confidence {percent(finding.confidence)}")
+                        for part in (where, report.since(finding), f"confidence {percent(finding.confidence)}")
                         if part
                     )
                 ),
@@ -261,7 +261,7 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
 
 def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
-        st.markdown(f":material/schedule: Limit met {wording.eta(finding.eta)}")
+        st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
     for advice in finding.advice:

@@ -15,8 +15,7 @@ from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
 from app.visitors import is_expected
-from collector.store import LATEST, Run, list_runs
-from collector.store.queries import spans
+from collector.store import LATEST, Run, list_runs, queries
 from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
@@ -81,7 +80,7 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         rank = _pick_rank(run)
         window = st.segmented_control(
             "Window",
-            spans.WINDOWS,
+            queries.WINDOWS,
             default="run",
             required=True,
             format_func=lambda name: WINDOW_WORDS[name],

@@ -10,7 +10,7 @@ import pandas as pd
 from app.blocks import Block
 from app.figures import memory
 from app.runtime.moment import Moment
-from collector.store.queries import process_memory
+from collector.store import queries
 
 #: Number of processes whose open files are drawn.
 MAX_PROCESSES = 4
@@ -18,17 +18,17 @@ MAX_PROCESSES = 4
 
 def shared_memory(moment: Moment) -> Iterator[Block]:
     """Draw /dev/shm, which carries the batches of workers."""
-    table = process_memory.host_limits(moment.snapshot)
+    table = queries.host_limits(moment.snapshot)
     yield from host_charts(moment, table[table["limit"] == "shm"])
 
 
 def open_files(moment: Moment) -> Iterator[Block]:
     """Draw the open files of the processes that are nearest to their limit."""
-    all_places = process_memory.open_files(moment.snapshot)
+    all_places = queries.open_files(moment.snapshot)
     places = all_places.head(MAX_PROCESSES)
     if places.empty:
         return
-    lines = process_memory.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
+    lines = queries.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
     if not lines.points.empty:
         chart = memory.open_files(
             lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
@@ -38,11 +38,11 @@ def open_files(moment: Moment) -> Iterator[Block]:
 
 
 def host_charts(moment: Moment, table: pd.DataFrame) -> Iterator[Block]:
-    """Draw one chart per row of `process_memory.host_limits`: use against the limit."""
+    """Draw one chart per row of `queries.host_limits`: use against the limit."""
     for _, row in table.iterrows():
         name = limit_name(row, table)
         yield memory.against_limit(
-            process_memory.host_lines(moment.snapshot, moment.span, row["limit"], row["host"]),
+            queries.host_lines(moment.snapshot, moment.span, row["limit"], row["host"]),
             moment.theme,
             name=name,
             capacity_bytes=row["capacity_bytes"],

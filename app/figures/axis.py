@@ -45,7 +45,7 @@ def convert_axis(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
     Args:
         chart: a figure over elapsed seconds or steps.
         axis: the axis to convert to.
-        clock: `moments.step_clock`, with one column per axis. Points before the first step or after the last one
+        clock: `queries.step_clock`, with one column per axis. Points before the first step or after the last one
             have no step, so they are not drawn over steps.
 
     """
@@ -123,7 +123,7 @@ def add_marks(
         epochs: their starts, in order.
         findings: the moments since when they hold, the gravest first.
         theme: colours.
-        clock: `moments.step_clock`, which a figure over steps needs.
+        clock: `queries.step_clock`, which a figure over steps needs.
 
     """
     axis = time_axis(chart)

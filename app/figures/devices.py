@@ -39,19 +39,19 @@ PART_WORDS = {
     "other processes": "belong to other processes",
     UNATTRIBUTED: "are unattributed",
 }
-#: key of `device_queries.device_lines` -> name of its line.
+#: key of `queries.device_lines` -> name of its line.
 LINE_WORDS = {"reserved": "reserved", "allocated": "allocated", "used": "used, all processes"}
 
 
 def device_names(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
-    """Return `GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
+    """Return `GPU 0` for each row of `queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
     has_hosts = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
     return [f"{word} {int(device)} of {host}" if has_hosts else f"{word} {int(device)}" for host, device in places]
 
 
 def select_devices(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
-    """Choose the rows of `device_queries.devices` to draw, those of a rank and the fullest, and say so."""
+    """Choose the rows of `queries.devices` to draw, those of a rank and the fullest, and say so."""
     fullness = gpus[["used_peak_bytes", "reserved_peak_bytes"]].max(axis=1) / gpus["total_bytes"]
     is_other_rank = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
     places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_other_rank)))[:MAX_DRAWN]
@@ -62,7 +62,7 @@ def select_devices(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str
 
 
 def own_peaks(gpu: Mapping[Any, Any]) -> str:
-    """Return the sentence about the peaks that PyTorch counts itself, of a row of `device_queries.devices`."""
+    """Return the sentence about the peaks that PyTorch counts itself, of a row of `queries.devices`."""
     peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
     words = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if is_known(peak))
     return f" Peaks that PyTorch counted itself, in one process: {words}." if words else ""
@@ -84,8 +84,8 @@ def usage(
     dotted line, since areas would hide each other.
 
     Args:
-        lines: `device_queries.device_lines`.
-        errors: `device_queries.cuda_errors` of this device.
+        lines: `queries.device_lines`.
+        errors: `queries.cuda_errors` of this device.
         theme: colours.
         name: of the device.
         capacity_bytes: of the device, None if it is not known.
@@ -142,9 +142,9 @@ def account(
     """Draw the parts of a device's used memory as a stack, with its capacity, cache flushes and errors as marks.
 
     Args:
-        parts: `device_account.accounts`.
-        flushes: `device_queries.cache_flushes` of this device.
-        errors: `device_queries.cuda_errors` of this device.
+        parts: `diagnosis.accounts`.
+        flushes: `queries.cache_flushes` of this device.
+        errors: `queries.cuda_errors` of this device.
         theme: colours.
         name: of the device.
         capacity_bytes: of the device, NaN if it is not known.

@@ -18,9 +18,9 @@ from collector.units import count, growth, is_known, percent, size
 
 #: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
-#: role, as in `process_memory.memory_by_role` -> name of its processes in a figure.
+#: role, as in `queries.memory_by_role` -> name of its processes in a figure.
 ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
-#: limit of `process_memory.HOST_LIMITS` -> its name.
+#: limit of `queries.HOST_LIMITS` -> its name.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: Factor above the peak at which a limit would press the lines flat: only the caption names it then.
 FARTHEST_LIMIT = 4
@@ -179,7 +179,7 @@ def per_process(
 
     Args:
         lines: the thinned lines, series = place.
-        places: `process_memory.processes`.
+        places: `queries.processes`.
         theme: colours.
         metric: the column of `process` that is drawn.
         revision: the run.
@@ -227,7 +227,7 @@ def unread(places: pd.DataFrame, metric: str) -> str:
     """Return in words the places with processes whose RSS was read but never this metric; empty for none.
 
     Args:
-        places: `process_memory.processes`.
+        places: `queries.processes`.
         metric: a column of it.
 
     """

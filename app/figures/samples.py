@@ -17,8 +17,6 @@ from collector.units import quantity, size
 #: A pause is longer than each of these: a multiple of the intervals around it, a share of the line (thinned to 500
 #: buckets or more), and two ticks of the collector in seconds. Steps come in bursts, and a burst has no gaps.
 _PAUSE_FACTOR, _PAUSE_RATIO, _SHORTEST_PAUSE_SECONDS = 5, 0.01, 2.0
-#: name -> SQL over `agent`, in seconds.
-COLLECTOR_LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}
 
 
 def pauses(x: Any) -> list[float]:

@@ -31,7 +31,7 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
     """Draw step time over steps, with data wait below and the rest above.
 
     Args:
-        steps: `training_steps.steps`: step, n, wait_ms, rest_ms, slowest_ms.
+        steps: `queries.steps`: step, n, wait_ms, rest_ms, slowest_ms.
         theme: colours.
         revision: the run.
 
@@ -78,7 +78,7 @@ def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
     It is cut if a few slow steps, mostly the first, would press the others flat.
 
     Args:
-        runs: `training_steps.steps` of each run on the axis. No run loses more than a handful of points.
+        runs: `queries.steps` of each run on the axis. No run loses more than a handful of points.
 
     """
     tops = [steps["slowest_ms"] for steps in runs]
@@ -105,7 +105,7 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, re
     """Draw the time per step of each run.
 
     Args:
-        runs: name -> `training_steps.steps`, with the position on the axis as x.
+        runs: name -> `queries.steps`, with the position on the axis as x.
         theme: colours.
         axis: the axis of x.
         revision: the runs.

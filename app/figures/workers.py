@@ -23,8 +23,8 @@ from app.figures.base import (
     sampled,
 )
 from app.theme import Theme
+from collector import report
 from collector.diagnosis.loading import Lanes
-from collector.report import wording
 from collector.store.queries import Lines
 from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
@@ -344,7 +344,7 @@ def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: st
         figure=figure,
         caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
         f"stages called within. Over the last {number(batches_count)} batches.",
-        takeaway=f"{wording.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
+        takeaway=f"{report.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
         "per batch.",
     )
 
@@ -364,7 +364,7 @@ def awaited_stages(stall: Mapping[str, Any], theme: Theme, *, revision: str) -> 
         figure=figure,
         caption=f"{duration(stall['wait_seconds'])} waited, {percent(stall['wait_ratio'])} of the loop's time, "
         f"over the last {number(stall['batches'])} batches, by what the worker of the awaited batch was doing.",
-        takeaway=f"Most: {wording.part(parts['stage'].iloc[0])}." if len(parts) else "",
+        takeaway=f"Most: {report.part(parts['stage'].iloc[0])}." if len(parts) else "",
     )
 
 
@@ -383,7 +383,7 @@ def _bar(
         "type": "bar",
         "name": name,
         "orientation": "h",
-        "y": [wording.part(stage) for stage in stages],
+        "y": [report.part(stage) for stage in stages],
         "x": values,
         "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
         "hovertemplate": f"%{{x:,.4~g}} {unit}",

@@ -17,11 +17,11 @@ from app.figures.base import Chart
 from app.format import first_line
 from app.pages import POST_MORTEM, Page
 from app.theme import Theme
+from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import Finding
-from collector.report import wording
-from collector.store import Run
-from collector.store.queries import Extent, Queryable, Span, Window, gpu_memory, loading, moments, spans
+from collector.store import Run, queries
+from collector.store.queries import Extent, Queryable, Span, Window
 
 Value = TypeVar("Value")
 #: Window -> its name, in the address too.
@@ -73,7 +73,7 @@ class Moment:
     @property
     def has_loader(self) -> bool:
         """True if a DataLoader of the run is known, used in the chosen window or not."""
-        return not loading.loaders(self.snapshot).empty
+        return not queries.loaders(self.snapshot).empty
 
     def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """Return a value that several panels need, computed at the first call."""
@@ -118,7 +118,7 @@ def moment_of(
     view: View,
     selection: Selection,
     run: Run,
-    memo: spans.Memo,
+    memo: queries.Memo,
     reach: Extent,
     *,
     verdict: Verdict | None,
@@ -141,15 +141,15 @@ def moment_of(
 
     """
     manifest = run.manifest
-    origin = spans.origin_ns(manifest) or reach.first_ns
-    span = spans.span(memo, reach, origin=origin, window=selection.window, rank=selection.rank)
-    loaders = loading.used_loaders(memo, span) if view.by_loader else []
+    origin = queries.origin_ns(manifest) or reach.first_ns
+    span = queries.span(memo, reach, origin=origin, window=selection.window, rank=selection.rank)
+    loaders = queries.used_loaders(memo, span) if view.by_loader else []
     return Moment(
         run=run,
         manifest=manifest,
         snapshot=memo,
         span=span,
-        whole=spans.whole(span, reach),
+        whole=queries.whole(span, reach),
         verdict=verdict,
         theme=theme,
         axis=selection.axis,
@@ -204,11 +204,11 @@ def _finish(block: Block, moment: Moment) -> Block:
 
 def _step_clock(moment: Moment) -> pd.DataFrame:
     """Return the step at each time, including the step that a CUDA out-of-memory error cut short."""
-    clock = moments.step_clock(moment.snapshot, moment.span)
+    clock = queries.step_clock(moment.snapshot, moment.span)
     findings = moment.verdict.findings if moment.verdict else ()
     if not any(finding.kind == "cuda-oom" for finding in findings):
         return clock
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    errors = queries.cuda_errors(moment.snapshot, moment.span)
     fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
     fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
     later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
@@ -227,7 +227,7 @@ def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
 
 
 def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
-    starts = moments.epoch_starts(snapshot, within)
+    starts = queries.epoch_starts(snapshot, within)
     has_loaders = starts["loader"].nunique() > 1
     return [
         Mark(at_seconds=at, words=f"loader {loader} epoch {epoch}" if has_loaders else f"epoch {epoch}")
@@ -238,7 +238,7 @@ def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
 def _restart_marks(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
     """Return when a launcher restarted the job, with the address of the post-mortem."""
     attempts_ns: dict[int, int] = {}
-    events = loading.starts(snapshot)
+    events = queries.starts(snapshot)
     events = events[events["kind"] == "process-start"]
     for time_ns, body in zip(events["time_ns"], events["body"], strict=True):  # in order of time
         if (attempt := json.loads(body).get("attempt")) is not None:
@@ -266,14 +266,14 @@ def _finding_marks(
             first[finding.kind] = finding
     chosen = list(first.values())[:MAX_FINDINGS]
     steps = [finding.since_step for finding in chosen if finding.since_step is not None]
-    times = moments.steps_elapsed(snapshot, within, steps) if steps else []
+    times = queries.steps_elapsed(snapshot, within, steps) if steps else []
     has_gpu = any(finding.locus.device is not None for finding in chosen)
-    has_gpus = has_gpu and len(gpu_memory.devices(snapshot)) > 1
+    has_gpus = has_gpu and len(queries.devices(snapshot)) > 1
     at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
     return [
         Mark(
             at_seconds=at,
-            words=f"{finding.kind} {wording.since(finding)}{_gpu(finding) if has_gpus else ''}",
+            words=f"{finding.kind} {report.since(finding)}{_gpu(finding) if has_gpus else ''}",
             address=address(evidence_page(finding.kind)),
         )
         for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)
@@ -285,7 +285,7 @@ def _error_seconds(finding: Finding, snapshot: Queryable, within: Span) -> float
     """Return when the error of a `cuda-oom` was raised; None of other findings."""
     if finding.kind != "cuda-oom":
         return None
-    errors = gpu_memory.cuda_errors(snapshot, within)
+    errors = queries.cuda_errors(snapshot, within)
     of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"]
     return float(of_step.iloc[-1]) if len(of_step) else None
 

@@ -26,8 +26,8 @@ from app.runtime.moment import Selection, View, address_of, answer_of, build, mo
 from app.runtime.status import draw_failure, draw_no_records, draw_problems, draw_status
 from app.runtime.verdicts import VerdictState, current_verdict, status_of
 from app.theme import Theme, theme_of
-from collector.store import Run, Snapshot, read
-from collector.store.queries import Extent, spans
+from collector.store import Run, Snapshot, queries, read
+from collector.store.queries import Extent
 
 REFRESH_SECONDS = 1
 SELECTION = "tidegauge-selection"
@@ -197,7 +197,7 @@ def _build_content(
         start = _clocks_ns()
         manifest = selection.run.manifest
         snapshot, memo = stack.enter_context(_open_snapshot(selection.run))
-        reach = spans.extent(memo)
+        reach = queries.extent(memo)
         content = ViewContent(
             reach=reach,
             manifest=manifest,
@@ -224,7 +224,7 @@ def _build_content(
         )
         for run, state in zip(selection.others, other_verdicts, strict=True):
             _, other_memo = stack.enter_context(_open_snapshot(run))
-            if (other_reach := spans.extent(other_memo)) is not None:
+            if (other_reach := queries.extent(other_memo)) is not None:
                 other = moment_of(
                     view,
                     selection,
@@ -268,7 +268,7 @@ def _cost_ns(start: tuple[int, int]) -> int:
 
 
 @contextmanager
-def _open_snapshot(run: Run) -> Iterator[tuple[Snapshot, spans.Memo]]:
+def _open_snapshot(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
     """Open a run's snapshot, and a memo with the cached answers if no record came since the last one.
 
     Raises:
@@ -278,7 +278,7 @@ def _open_snapshot(run: Run) -> Iterator[tuple[Snapshot, spans.Memo]]:
     with read(run) as snapshot:
         version = snapshot.version
         cached_version, answers = _answers.get(run.path, (None, {}))
-        memo = spans.Memo(snapshot, answers if cached_version == version else {})
+        memo = queries.Memo(snapshot, answers if cached_version == version else {})
         yield snapshot, memo
         if version is None or snapshot.version != version:  # a file could not be read meanwhile
             return

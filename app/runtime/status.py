@@ -11,7 +11,8 @@ import streamlit as st
 
 from app.format import clock, plain
 from app.runtime.verdicts import OLD_SECONDS
-from collector.store.queries import Extent, spans
+from collector.store import queries
+from collector.store.queries import Extent
 from collector.units import MISSING, duration
 
 #: Age of the newest record, in seconds, above which a running run is called stale.
@@ -73,7 +74,7 @@ def draw_status(
         state = "stale"
     icon, colour, word = _CHIPS[state]
     words = []
-    as_of = spans.wall_ns(manifest, shown_ns if running or reach is None else reach.newest_ns)
+    as_of = queries.wall_ns(manifest, shown_ns if running or reach is None else reach.newest_ns)
     words.append(f"data as of {clock(as_of, _zone()) if as_of is not None else MISSING}")
     if reach is not None:
         words.append(f"{reach.records_count:,} samples")

@@ -12,7 +12,7 @@ from app.figures import samples
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from collector.findings import KINDS, Finding
-from collector.store.queries import collector_health, lines as line_queries, moments
+from collector.store import queries
 from collector.units import MISSING, number, percent, quantity, size
 
 NOTHING = "Yes: nothing was lost, and whatever should report does."
@@ -33,7 +33,7 @@ def findings(moment: Moment) -> Iterator[Block]:
 
 def key_figures(moment: Moment) -> Iterator[Block]:
     """Show the figures of the worst host's collector, and how many workers report."""
-    table = collector_health.agent_summary(moment.snapshot, moment.span)
+    table = queries.agent_summary(moment.snapshot, moment.span)
     if table.empty:
         yield Note(
             text="No collector has followed this run in this window: processes and host were not sampled. Steps "
@@ -67,21 +67,21 @@ def key_figures(moment: Moment) -> Iterator[Block]:
 
 def timing(moment: Moment) -> Iterator[Block]:
     """Draw interval and lag over time."""
-    lines = line_queries.lines(moment.snapshot, moment.span, "agent", samples.COLLECTOR_LINES, series="host")
+    lines = queries.collector_lines(moment.snapshot, moment.span)
     if not lines["interval"].points.empty:
         yield samples.collector_timing(lines, moment.theme, revision=moment.run_id)
 
 
 def collector_memory(moment: Moment) -> Iterator[Block]:
     """Draw the collector's own memory over time."""
-    lines = line_queries.lines(moment.snapshot, moment.span, "agent", {"rss": "rss_bytes"}, series="host")["rss"]
+    lines = queries.collector_lines(moment.snapshot, moment.span)["rss"]
     if not lines.points.empty:
         yield samples.collector_memory(lines, moment.theme, revision=moment.run_id)
 
 
 def hosts(moment: Moment) -> Iterator[Block]:
     """List the collector of each host."""
-    table = collector_health.agent_summary(moment.snapshot, moment.span)
+    table = queries.agent_summary(moment.snapshot, moment.span)
     if table.empty:
         return
     finished = _finished_hosts(moment)
@@ -107,7 +107,7 @@ def hosts(moment: Moment) -> Iterator[Block]:
 
 def failures(moment: Moment) -> Iterator[Block]:
     """List the parts that failed and were switched off, newest first."""
-    events = moments.events(moment.snapshot, *FAILURES)
+    events = queries.events(moment.snapshot, *FAILURES)
     if events.empty:
         yield Note(
             text="No part of Tidegauge failed in this run. This looks at the machine as it is now:", command=DOCTOR
@@ -138,7 +138,7 @@ def _finished_hosts(moment: Moment) -> frozenset[str]:
     """
     if moment.run.is_shared and not moment.manifest.get("is_stored"):
         return frozenset()
-    by_host = moments.events(moment.snapshot, *_COLLECTOR_EVENTS).groupby("host")
+    by_host = queries.events(moment.snapshot, *_COLLECTOR_EVENTS).groupby("host")
     return frozenset(str(host) for host, events in by_host if _ended_well(events))
 
 

@@ -13,8 +13,8 @@ from app.figures.axis import Axis, convert_x
 from app.figures.memory import METRIC_WORDS
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
-from collector.report import comparison
-from collector.store.queries import moments, process_memory, training_steps
+from collector import report
+from collector.store import queries
 from collector.units import MISSING, number
 
 NO_OTHER = Note(
@@ -35,10 +35,10 @@ def deltas(moment: Moment) -> Iterator[Block]:
         yield NO_OTHER
         return
     first = _measures(moment)
-    columns = {moment.run_id: [comparison.words(measure) for measure in first.values()]}
+    columns = {moment.run_id: [report.words(measure) for measure in first.values()]}
     for other in moment.others:
         measured = _measures(other)
-        columns[other.run_id] = [comparison.words(measured[name], first[name]) for name in first]
+        columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     yield Table(
         frame=table[(table[list(columns)] != MISSING).any(axis=1)],
@@ -54,7 +54,7 @@ def settings(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     runs = {run.run_id: _settings(run) for run in (moment, *moment.others)}
-    unlike = comparison.differences(runs.values())
+    unlike = report.differences(runs.values())
     if cautions := list(_cautions(moment, unlike)):
         yield Note(text=" ".join(cautions), icon=":material/balance:")
     if not unlike:
@@ -91,7 +91,7 @@ def step_times(moment: Moment) -> Iterator[Block]:
         return
     curves = {}
     for run in (moment, *moment.others):
-        rows = training_steps.steps(run.snapshot, run.span)
+        rows = queries.steps(run.snapshot, run.span)
         if not rows.empty:
             curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
     if len(curves) > 1:
@@ -105,9 +105,9 @@ def host_memory(moment: Moment) -> Iterator[Block]:
     curves: dict[str, pd.DataFrame] = {}
     metrics = set()
     for run in (moment, *moment.others):
-        metric = process_memory.process_metric(run.snapshot, run.span, "pss_bytes")
+        metric = queries.process_metric(run.snapshot, run.span, "pss_bytes")
         if metric is not None:
-            grid = process_memory.memory_by_role(run.snapshot, run.span, metric)
+            grid = queries.memory_by_role(run.snapshot, run.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
             x = _to_chosen_axis(run, "elapsed", grid["elapsed_seconds"])
             curves[run.run_id] = pd.DataFrame({"x": x, "bytes": total})
@@ -118,15 +118,15 @@ def host_memory(moment: Moment) -> Iterator[Block]:
 
 
 def _to_chosen_axis(run: Moment, x_axis: Axis, x: pd.Series) -> Any:
-    return convert_x(x, x_axis, run.axis, moments.step_clock(run.snapshot, run.span))
+    return convert_x(x, x_axis, run.axis, queries.step_clock(run.snapshot, run.span))
 
 
-def _measures(moment: Moment) -> dict[str, comparison.Measure]:
-    return moment.once("measures", lambda: comparison.measures(moment.snapshot, moment.span, moment.verdict))
+def _measures(moment: Moment) -> dict[str, report.Measure]:
+    return moment.once("measures", lambda: report.measures(moment.snapshot, moment.span, moment.verdict))
 
 
 def _settings(moment: Moment) -> dict[str, str]:
-    return comparison.settings(moment.snapshot, moment.manifest)
+    return report.settings(moment.snapshot, moment.manifest)
 
 
 def _revision(moment: Moment) -> str:
@@ -147,13 +147,11 @@ def _difference(moment: Moment, other: Moment) -> str:
     unlike = _unlike_steps(moment, other)
     values, other_values = _measures(moment), _measures(other)
     speed = (
-        _RATE
-        if unlike or comparison.change_ratio(values["samples"], other_values["samples"]) is not None
-        else _SPEED
+        _RATE if unlike or report.change_ratio(values["samples"], other_values["samples"]) is not None else _SPEED
     )
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
-        if (ratio := comparison.change_ratio(values[name], other_values[name])) is not None:
+        if (ratio := report.change_ratio(values[name], other_values[name])) is not None:
             change = round(ratio, 3)
             parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
         elif name in _RATE:
@@ -178,7 +176,7 @@ def _unlike_steps(moment: Moment, other: Moment) -> str:
 
 
 def _step_samples(moment: Moment) -> float | None:
-    return moment.once("samples per step", lambda: training_steps.step_samples(moment.snapshot, moment.span))
+    return moment.once("samples per step", lambda: queries.step_samples(moment.snapshot, moment.span))
 
 
 VIEW = View(

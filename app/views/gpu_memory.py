@@ -13,8 +13,7 @@ from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from collector.diagnosis import accounts
 from collector.findings import Finding
-from collector.store import newest_allocator_snapshot
-from collector.store.queries import gpu_memory
+from collector.store import newest_allocator_snapshot, queries
 from collector.units import MISSING, duration, is_known, number, percent, size
 
 KINDS = ("gpu-", "cuda-oom", "pinned-cache-growth")
@@ -27,7 +26,7 @@ NO_GPU = Note(
 
 def findings(moment: Moment) -> Iterator[Block]:
     """Show the findings about GPUs."""
-    if moment.verdict is not None and not gpu_memory.devices(moment.snapshot).empty:
+    if moment.verdict is not None and not queries.devices(moment.snapshot).empty:
         yield Findings(findings=_chosen(moment))
 
 
@@ -49,7 +48,7 @@ def further_account(moment: Moment) -> Iterator[Block]:
 
 
 def _drawn(moment: Moment) -> tuple[list[int], str]:
-    return devices.select_devices(gpu_memory.devices(moment.snapshot), moment.span.rank)
+    return devices.select_devices(queries.devices(moment.snapshot), moment.span.rank)
 
 
 def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
@@ -83,7 +82,7 @@ def table(moment: Moment) -> Iterator[Block]:
 
 def snapshot(moment: Moment) -> Iterator[Block]:
     """Draw the segments of the newest allocator snapshot, and list the lines that hold most."""
-    if gpu_memory.devices(moment.snapshot).empty:
+    if queries.devices(moment.snapshot).empty:
         return
     taken = newest_allocator_snapshot(moment.run)
     if taken is None:
@@ -137,10 +136,10 @@ def _gpus(moment: Moment) -> list[_Gpu]:
 
 
 def _read_gpus(moment: Moment) -> Iterator[_Gpu]:
-    found = gpu_memory.devices(moment.snapshot)
-    parts = accounts(*gpu_memory.device_grid(moment.snapshot, moment.span))
-    flushes = gpu_memory.cache_flushes(moment.snapshot, moment.span)
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    found = queries.devices(moment.snapshot)
+    parts = accounts(*queries.device_grid(moment.snapshot, moment.span))
+    flushes = queries.cache_flushes(moment.snapshot, moment.span)
+    errors = queries.cuda_errors(moment.snapshot, moment.span)
     for name, row in zip(devices.device_names(found), found.to_dict("records"), strict=True):
         yield _Gpu(
             name=name,
@@ -171,7 +170,7 @@ def _chosen(moment: Moment) -> list[Finding]:
 
 
 def _answer(moment: Moment) -> str:
-    if gpu_memory.devices(moment.snapshot).empty:
+    if queries.devices(moment.snapshot).empty:
         return "This run uses no GPU."
     return answer(_chosen(moment), _healthy(moment))
 

@@ -13,7 +13,7 @@ from app.runtime.refresh import show
 from app.shared_panels import open_files, shared_memory
 from collector.diagnosis import MIN_POINTS
 from collector.findings import KINDS, Finding
-from collector.store.queries import process_memory
+from collector.store import queries
 from collector.units import MISSING, duration, growth, number, size
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
@@ -40,13 +40,13 @@ def other_leaks(moment: Moment) -> Iterator[Block]:
 
 def per_process(moment: Moment) -> Iterator[Block]:
     """Draw private dirty memory of each process; RSS, marked as such, where that can't be read."""
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
     places = _processes(moment)
     shown = _steepest(places, metric)
-    lines = process_memory.process_lines(moment.snapshot, moment.span, metric, shown)
+    lines = queries.process_lines(moment.snapshot, moment.span, metric, shown)
     yield memory.per_process(
         lines,
         places[places["series"].isin(shown)],
@@ -60,17 +60,17 @@ def per_process(moment: Moment) -> Iterator[Block]:
 
 def total(moment: Moment) -> Iterator[Block]:
     """Draw the PSS of all processes together; PSS adds up."""
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is not None:
         yield memory.by_role(
-            process_memory.memory_by_role(moment.snapshot, moment.span, metric),
+            queries.memory_by_role(moment.snapshot, moment.span, metric),
             moment.theme,
             metric=metric,
             capacity_bytes=None,
             capacity_name="",
             title="Does the total grow?",
             revision=moment.run_id,
-            lacking=memory.unread(process_memory.processes(moment.snapshot, moment.span, fewest=None), metric),
+            lacking=memory.unread(queries.processes(moment.snapshot, moment.span, fewest=None), metric),
         )
 
 
@@ -113,12 +113,12 @@ def _caption(moment: Moment) -> str:
 
 def _processes(moment: Moment) -> pd.DataFrame:
     """Return the processes; a slope has at least as many samples as the diagnosis needs."""
-    return process_memory.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
+    return queries.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
 
 
 def _slope_window(moment: Moment) -> str:
     """Return the window of the slopes in words: start-up and shutdown are not part of a trend."""
-    training = process_memory.training(moment.snapshot, moment.span)
+    training = queries.training(moment.snapshot, moment.span)
     if training is None:
         return "in the window"
     begin, end = ((ns - training.origin_ns) / 1e9 for ns in (training.from_ns, training.to_ns))

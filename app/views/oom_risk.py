@@ -14,12 +14,12 @@ from app.figures.devices import AT_ONCE, LINE_WORDS, device_names, select_device
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import host_charts, limit_name, open_files, shared_memory
+from collector import report
 from collector.findings import KINDS, Finding
-from collector.report import wording
-from collector.store.queries import gpu_memory, process_memory
+from collector.store import queries
 from collector.units import MISSING, is_known, number, percent, size
 
-#: limit of `process_memory.HOST_LIMITS` -> kind of finding that forecasts it
+#: limit of `queries.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
 ABOUT_CGROUPS = "Peak: over the whole run. A cgroup counts page cache too, most of which the kernel can drop."
 ABOUT_GPUS = (
@@ -59,7 +59,7 @@ def limits(moment: Moment) -> Iterator[Block]:
     if not found:
         yield Note(text="No sample of host or device yet. The collector takes them.")
         return
-    without_gpus = gpu_memory.devices(moment.snapshot).empty
+    without_gpus = queries.devices(moment.snapshot).empty
     yield Table(
         frame=pd.DataFrame([_row(limit) for limit in found]),
         caption=ABOUT_CGROUPS if without_gpus else f"{ABOUT_CGROUPS} {ABOUT_GPUS}",
@@ -69,7 +69,7 @@ def limits(moment: Moment) -> Iterator[Block]:
 
 def devices(moment: Moment) -> Iterator[Block]:
     """Draw the GPUs of each host, or say that there is none."""
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     if table.empty:
         yield Note(text="CPU-only run: it used no CUDA device, so there are no GPU figures.")
         return
@@ -81,17 +81,17 @@ def devices(moment: Moment) -> Iterator[Block]:
 
 def further_devices(moment: Moment) -> Iterator[Block]:
     """Draw the other GPUs."""
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     if not table.empty:
         yield from _device_charts(moment, table, select_devices(table, moment.span.rank)[0][AT_ONCE:])
 
 
 def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> Iterator[Block]:
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    errors = queries.cuda_errors(moment.snapshot, moment.span)
     gpus = list(zip(device_names(table), table.to_dict("records"), strict=True))
     for name, row in (gpus[place] for place in places):
         yield usage(
-            gpu_memory.device_lines(moment.snapshot, moment.span, row["gpu"]),
+            queries.device_lines(moment.snapshot, moment.span, row["gpu"]),
             errors[errors["gpu"] == row["gpu"]],
             moment.theme,
             name=name,
@@ -103,7 +103,7 @@ def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> It
 
 def devices_in_numbers(moment: Moment) -> Iterator[Block]:
     """List the last and the highest values of the lines of each GPU that is drawn."""
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     if table.empty:
         return
     names, rows = device_names(table), table.to_dict("records")
@@ -121,7 +121,7 @@ def devices_in_numbers(moment: Moment) -> Iterator[Block]:
 
 
 def _values(moment: Moment, name: str, row: dict[Any, Any]) -> Iterator[dict[str, str]]:
-    for key, lines in gpu_memory.device_lines(moment.snapshot, moment.span, row["gpu"]).items():
+    for key, lines in queries.device_lines(moment.snapshot, moment.span, row["gpu"]).items():
         for rank, points in lines.points.groupby("series"):
             yield {
                 "GPU": name,
@@ -134,7 +134,7 @@ def _values(moment: Moment, name: str, row: dict[Any, Any]) -> Iterator[dict[str
 
 def share_bytes(moment: Moment, gpu: dict[Any, Any]) -> float | None:
     """Return the share of a GPU that a process may use, if it was met or is forecast to be met."""
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.whole)
+    errors = queries.cuda_errors(moment.snapshot, moment.whole)
     met = errors.loc[(errors["gpu"] == gpu["gpu"]) & errors["is_of_share"].astype(bool), "limit_bytes"]
     if len(met):
         return float(met.iloc[-1])
@@ -145,7 +145,7 @@ def share_bytes(moment: Moment, gpu: dict[Any, Any]) -> float | None:
 
 def cgroup_and_host(moment: Moment) -> Iterator[Block]:
     """Draw the cgroup that binds, else the host's memory."""
-    table = process_memory.host_limits(moment.snapshot)
+    table = queries.host_limits(moment.snapshot)
     bound = table[table["limit"] == "cgroup"]
     yield from host_charts(moment, bound if not bound.empty else table[table["limit"] == "host"])
 
@@ -160,7 +160,7 @@ def _limits(moment: Moment) -> list[_Limit]:
 
 
 def _device_limits(moment: Moment) -> Iterator[_Limit]:
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     for gpu, row in zip(device_names(table), table.to_dict("records"), strict=True):
         by_driver = is_known(row["used_bytes"])
         place = row["host"], int(row["device"])
@@ -176,7 +176,7 @@ def _device_limits(moment: Moment) -> Iterator[_Limit]:
 
 
 def _host_limits(moment: Moment) -> Iterator[_Limit]:
-    table = process_memory.host_limits(moment.snapshot)
+    table = queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
         yield _Limit(
@@ -189,7 +189,7 @@ def _host_limits(moment: Moment) -> Iterator[_Limit]:
 
 
 def _file_limits(moment: Moment) -> Iterator[_Limit]:
-    for row in process_memory.open_files(moment.snapshot).head(1).to_dict("records"):
+    for row in queries.open_files(moment.snapshot).head(1).to_dict("records"):
         yield _Limit(
             name=f"open files, {row['series']}",
             capacity=row["limit_count"],
@@ -243,7 +243,7 @@ def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
         how = "training ended" if finding.severity == "critical" else "error caught"
         return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
     if finding and finding.eta:
-        return wording.eta(finding.eta).partition(" (")[0]  # the finding has the rest
+        return report.eta(finding.eta).partition(" (")[0]  # the finding has the rest
     return "not forecast" if moment.verdict and not finding and is_known(capacity) else MISSING
 
 

@@ -11,7 +11,8 @@ from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, wo
 from app.figures import devices, memory, steps
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
-from collector.store.queries import EXACT_QUANTILE_ROWS, gpu_memory, loading, process_memory, training_steps
+from collector.store import queries
+from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
 
 NOTHING = "No rule has found anything wrong so far."
@@ -25,7 +26,7 @@ def headline(moment: Moment) -> Iterator[Block]:
 
 def key_figures(moment: Moment) -> Iterator[Block]:
     """Show six key figures: data wait and peaks over the whole run, the others over the chosen window."""
-    step = training_steps.step_summary(moment.snapshot, moment.span)
+    step = queries.step_summary(moment.snapshot, moment.span)
     sampled = ", from a sample of them" if step["n"] > EXACT_QUANTILE_ROWS else ""
     over = f"over {int(step['n']):,} steps in the chosen window{sampled}"
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
@@ -46,7 +47,7 @@ def host_memory(moment: Moment) -> Iterator[Block]:
     if metric is None:
         yield Note(text="No process has been sampled in this window: only the collector does that.")
         return
-    tightest = process_memory.tightest_limit(moment.snapshot) or {}
+    tightest = queries.tightest_limit(moment.snapshot) or {}
     host = tightest.get("host")
     yield memory.by_role(
         by_role,
@@ -65,7 +66,7 @@ def host_memory(moment: Moment) -> Iterator[Block]:
 
 def step_time(moment: Moment) -> Iterator[Block]:
     """Draw data wait and the rest of each step."""
-    table = training_steps.steps(moment.snapshot, moment.span)
+    table = queries.steps(moment.snapshot, moment.span)
     if table.empty:
         yield Note(text="No step in this window, so there is no step time to split.")
         return
@@ -95,7 +96,7 @@ def roles(moment: Moment) -> Iterator[Block]:
 
 def ranks(moment: Moment) -> Iterator[Block]:
     """List step time by rank, in numbers."""
-    rows = training_steps.rank_steps(moment.snapshot, moment.span)
+    rows = queries.rank_steps(moment.snapshot, moment.span)
     rows = rows[rows["n"] > 0]
     if rows.empty:
         return
@@ -117,7 +118,7 @@ def ranks(moment: Moment) -> Iterator[Block]:
 
 def no_gpu(moment: Moment) -> Iterator[Block]:
     """Show a note in place of the GPU cards of a run without CUDA."""
-    if gpu_memory.devices(moment.snapshot).empty:
+    if queries.devices(moment.snapshot).empty:
         yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
 
 
@@ -127,11 +128,11 @@ def _memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
 
 
 def _read_memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is None:
         return None, pd.DataFrame()
-    host = (process_memory.tightest_limit(moment.snapshot) or {}).get("host")
-    return metric, process_memory.memory_by_role(moment.snapshot, moment.span, metric, host)
+    host = (queries.tightest_limit(moment.snapshot) or {}).get("host")
+    return metric, queries.memory_by_role(moment.snapshot, moment.span, metric, host)
 
 
 def _steps(moment: Moment, newest: float) -> Metric:
@@ -144,7 +145,7 @@ def _steps(moment: Moment, newest: float) -> Metric:
 
 def _throughput(moment: Moment) -> Metric:
     loaders = moment.verdict.summary["throughput"]["training_loaders"] if moment.verdict else None
-    throughput = loading.throughput(moment.snapshot, moment.span, loaders)
+    throughput = queries.throughput(moment.snapshot, moment.span, loaders)
     unit = "samples" if is_known(throughput["samples_per_second"]) else "batches"
     value = throughput[f"{unit}_per_second"]
     return Metric(
@@ -175,7 +176,7 @@ def _data_wait(moment: Moment) -> Metric:
 
 
 def _hosts_count(moment: Moment) -> int:
-    return int(process_memory.host_limits(moment.snapshot)["host"].nunique())
+    return int(queries.host_limits(moment.snapshot)["host"].nunique())
 
 
 def _limit_words(limit: Mapping[str, Any]) -> str:
@@ -184,11 +185,11 @@ def _limit_words(limit: Mapping[str, Any]) -> str:
 
 def _host_peak(moment: Moment) -> Metric:
     peak = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict else None
-    tightest = process_memory.tightest_limit(moment.snapshot) or {}
+    tightest = queries.tightest_limit(moment.snapshot) or {}
     capacity, where = tightest.get("capacity_bytes"), "of the run"
     if _hosts_count(moment) > 1:  # the limit is per host, so a sum over hosts has none
         host = tightest["host"]
-        by_role = process_memory.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
+        by_role = queries.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
         peak, where = by_role.drop(columns="elapsed_seconds").sum(axis=1).max(), f"on {host}"
     share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity else ""
     return Metric(
@@ -200,7 +201,7 @@ def _host_peak(moment: Moment) -> Metric:
 
 
 def _gpu_peak(moment: Moment) -> Metric | None:
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     if table.empty:
         return None
     ratio = table["reserved_peak_bytes"] / table["total_bytes"]

@@ -12,9 +12,9 @@ from app.figures import workers
 from app.runtime.loading import recent
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
+from collector import report
 from collector.diagnosis.loading import WAIT_PARTS
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO, WaitSummary
-from collector.report import wording
 from collector.units import MISSING, duration, number, percent, quantity
 
 NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
@@ -35,7 +35,7 @@ def _answer(moment: Moment) -> str:
             f"None: the training waits {percent(stall['wait_ratio'])} of its time for its data, so a faster stage "
             "would not make it faster."
         )
-    return f"The training waits {percent(stall['wait_ratio'])} of its time: {wording.stall(stall)}."
+    return f"The training waits {percent(stall['wait_ratio'])} of its time: {report.stall(stall)}."
 
 
 def costs(moment: Moment) -> Iterator[Block]:
@@ -73,7 +73,7 @@ def table(moment: Moment) -> Iterator[Block]:
     yield Table(
         frame=pd.DataFrame(
             {
-                "Stage": [wording.part(name) for name in rows["stage"]],
+                "Stage": [report.part(name) for name in rows["stage"]],
                 "Where": [_where(row) for row in rows.itertuples()],
                 "Per batch": [quantity(value, "ms") for value in rows["batch_ms"]],
                 "In total": [duration(value) for value in rows["total_seconds"]],

@@ -11,10 +11,11 @@ from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, ne
 from app.figures import devices, memory
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
+from collector import report
 from collector.diagnosis import LAST_MINUTE_SECONDS, MIN_POINTS
 from collector.findings import KINDS, Finding
-from collector.report import card
-from collector.store.queries import Span, gpu_memory, process_memory
+from collector.store import queries
+from collector.store.queries import Span
 from collector.units import MISSING, duration, is_known, number, size
 
 #: Number of lines that a reader can tell apart; the largest are drawn.
@@ -34,7 +35,7 @@ def facts(moment: Moment) -> Iterator[Block]:
     verdict = moment.verdict
     if verdict is None:
         return
-    ended = MISSING if verdict.exit_status is None else card.exit_words(verdict.exit_status)
+    ended = MISSING if verdict.exit_status is None else report.exit_words(verdict.exit_status)
     last = (
         [Metric(label="So far", value=duration(verdict.duration_seconds), help="Time since the start of the run")]
         if _goes_on(moment)
@@ -65,17 +66,17 @@ def gpus(moment: Moment) -> Iterator[Block]:
     """Draw the last minute of each GPU whose memory ran out."""
     if not any(finding.kind == "cuda-oom" for finding in needs_attention(_deaths(moment))):
         return
-    table = gpu_memory.devices(moment.snapshot)
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.whole)
+    table = queries.devices(moment.snapshot)
+    errors = queries.cuda_errors(moment.snapshot, moment.whole)
     ran_out = errors[~errors["was_caught"].astype(bool)].drop_duplicates("gpu", keep="last").set_index("gpu")
     names = dict(zip(table["gpu"], devices.device_names(table), strict=True))
     chosen = [row for row in table.to_dict("records") if row["gpu"] in ran_out.index]
     for row in chosen[: devices.AT_ONCE]:
         gpu, error = row["gpu"], ran_out.loc[row["gpu"]]
         within = minute_before(moment, error["elapsed_seconds"] + _AFTER_ERROR_SECONDS)
-        of_minute = gpu_memory.cuda_errors(moment.snapshot, within)
+        of_minute = queries.cuda_errors(moment.snapshot, within)
         chart = devices.usage(
-            gpu_memory.device_lines(moment.snapshot, within, gpu),
+            queries.device_lines(moment.snapshot, within, gpu),
             of_minute[of_minute["gpu"] == gpu],
             moment.theme,
             name=names[gpu],
@@ -89,19 +90,19 @@ def gpus(moment: Moment) -> Iterator[Block]:
 def processes(moment: Moment) -> Iterator[Block]:
     """Draw the host memory of each process in the last minute."""
     within = last_minute(moment)
-    metric = process_memory.process_metric(moment.snapshot, within, "pss_bytes")
+    metric = queries.process_metric(moment.snapshot, within, "pss_bytes")
     if metric is None:
         yield Note(text="No sample of a process in the last minute. The collector takes them.")
         return
-    places = process_memory.processes(moment.snapshot, within, fewest=MIN_POINTS)
+    places = queries.processes(moment.snapshot, within, fewest=MIN_POINTS)
     held = places[metric].fillna(places["rss_bytes"])  # a process that died young may have no PSS
     largest = held.groupby(places["series"], sort=False).max().nlargest(MAX_LINES).index.tolist()
     places = places[places["series"].isin(largest)]
     resident = None
     if memory.unread(places, metric):
-        resident = process_memory.process_lines(moment.snapshot, within, "rss_bytes", largest, lacking=metric)
+        resident = queries.process_lines(moment.snapshot, within, "rss_bytes", largest, lacking=metric)
     yield memory.per_process(
-        process_memory.process_lines(moment.snapshot, within, metric, largest),
+        queries.process_lines(moment.snapshot, within, metric, largest),
         places,
         moment.theme,
         metric=metric,
@@ -113,10 +114,10 @@ def processes(moment: Moment) -> Iterator[Block]:
 
 def limits(moment: Moment) -> Iterator[Block]:
     """Draw the host memory that was nearest to its limit in the last minute."""
-    tightest = process_memory.tightest_limit(moment.snapshot)
+    tightest = queries.tightest_limit(moment.snapshot)
     if tightest is not None:
         yield memory.against_limit(
-            process_memory.host_lines(moment.snapshot, last_minute(moment), tightest["limit"], tightest["host"]),
+            queries.host_lines(moment.snapshot, last_minute(moment), tightest["limit"], tightest["host"]),
             moment.theme,
             name=memory.LIMIT_WORDS[tightest["limit"]],
             capacity_bytes=tightest["capacity_bytes"],
@@ -127,11 +128,11 @@ def limits(moment: Moment) -> Iterator[Block]:
 def table(moment: Moment) -> Iterator[Block]:
     """List the processes of the last minute."""
     within = last_minute(moment)
-    found = process_memory.processes(moment.snapshot, within, fewest=None)
+    found = queries.processes(moment.snapshot, within, fewest=None)
     if found.empty:
         return
     # The last record of a process may be the one that found it gone.
-    found = found.merge(process_memory.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
+    found = found.merge(queries.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
     found = found.sort_values("highest", ascending=False)
     lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
@@ -202,7 +203,7 @@ def _answer(moment: Moment) -> str:
     if moment.verdict.status == "finished" and not needs_attention(_deaths(moment)):
         return "No. The run finished normally (exit status 0)."
     status = moment.verdict.exit_status
-    ended = "" if not is_known(status) else f" with {card.exit_words(int(status))}"
+    ended = "" if not is_known(status) else f" with {report.exit_words(int(status))}"
     return answer(_deaths(moment), f"Yes. The run ended{ended}. Its records do not show the cause.")
 
 

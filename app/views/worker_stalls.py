@@ -13,11 +13,12 @@ from app.runtime.loading import Recent, recent
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
+from collector import report
 from collector.diagnosis.loading import lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import KINDS, Finding
-from collector.report import wording
-from collector.store.queries import EXACT_QUANTILE_ROWS, loading
+from collector.store import queries
+from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
@@ -50,7 +51,7 @@ def setting(moment: Moment) -> Iterator[Block]:
     if moment.loader is None:
         yield NO_FETCH
         return
-    table = loading.loaders(moment.snapshot)
+    table = queries.loaders(moment.snapshot)
     of_loader = table[table["loader"] == moment.loader]
     if of_loader.empty:
         return
@@ -83,7 +84,7 @@ def key_figures(moment: Moment) -> Iterator[Block]:
         ),
         Metric(
             label="Mostly for",
-            value=f"{wording.part(most)} {percent(seconds / waited)}",
+            value=f"{report.part(most)} {percent(seconds / waited)}",
             help="What the worker of the awaited batch was doing; Pipeline stages has the rest",
         ),
     ]
@@ -163,7 +164,7 @@ def heat(moment: Moment) -> Iterator[Block]:
     """Draw fetch time by worker over time."""
     if moment.loader is None:
         return
-    fetches = loading.fetch_heat(moment.snapshot, moment.span, moment.loader)
+    fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
     yield workers.heat(fetches, moment.theme, revision=moment.run_id)
 
 
@@ -171,7 +172,7 @@ def waits(moment: Moment) -> Iterator[Block]:
     """Draw the wait per batch and the batches that were ready."""
     if moment.loader is None:
         return
-    batches = loading.batch_lines(moment.snapshot, moment.span, moment.loader)
+    batches = queries.batch_lines(moment.snapshot, moment.span, moment.loader)
     if batches["wait"].points.empty:
         yield Note(text="No batch was yielded to the training loop in this window.")
         return
@@ -231,9 +232,9 @@ def _why(recent_loop: Recent, chosen: list[Finding]) -> str:
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
         return (
             ", but in the run as a whole hardly for batches that are not made yet: "
-            f"see {wording.title(of_loop[0])} below"
+            f"see {report.title(of_loop[0])} below"
         )
-    return f": see {wording.title(of_loop[0])} below"
+    return f": see {report.title(of_loop[0])} below"
 
 
 def _batches(recent_loop: Recent) -> str:
@@ -249,7 +250,7 @@ def _rank(recent_loop: Recent) -> str:
 def _split(moment: Moment) -> pd.DataFrame | None:
     if (loader := moment.loader) is None:
         return None
-    split = moment.once("split", lambda: loading.worker_split(moment.snapshot, moment.span, loader))
+    split = moment.once("split", lambda: queries.worker_split(moment.snapshot, moment.span, loader))
     return None if split.empty else split
 
 

@@ -168,7 +168,7 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     def fail(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("collector.store.queries.loading.throughput", fail)
+    monkeypatch.setattr("collector.store.queries.throughput", fail)
     at = open_view(monkeypatch, made["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
