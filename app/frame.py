@@ -8,7 +8,7 @@ import streamlit as st
 from streamlit.navigation.page import StreamlitPage
 
 from app import terms
-from app.figures.axis import AXES
+from app.figures.base import AXES
 from app.format import first_line, plain
 from app.pages import COMPARE, PAGES, Page
 from app.runtime.moment import WINDOW_WORDS, Selection

@@ -31,7 +31,9 @@ def open_files(moment: Moment) -> Iterator[Block]:
     lines = queries.process_lines(moment.snapshot, moment.span, "fd_count", places["series"].tolist())
     if not lines.points.empty:
         chart = memory.open_files(
-            lines, moment.theme, limit_count=float(places["limit_count"].min()), revision=moment.run_id
+            lines,
+            moment.theme,
+            limit_count=float(places["limit_count"].min()),
         )
         selection = f" Drawn: the {len(places)} of {len(all_places)} processes nearest to their limit."
         yield replace(chart, caption=chart.caption + (selection if len(places) < len(all_places) else ""))
@@ -46,7 +48,6 @@ def host_charts(moment: Moment, table: pd.DataFrame) -> Iterator[Block]:
             moment.theme,
             name=name,
             capacity_bytes=row["capacity_bytes"],
-            revision=moment.run_id,
         )
 
 

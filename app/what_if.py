@@ -78,11 +78,11 @@ def _predicted(
 ) -> tuple[Metrics, Chart, Chart]:
     """Predict a setting. The result is cached: most refreshes have the same forecast, and the replay takes long."""
     chosen, *line = outlook.at([setting, *_line_settings(setting, most)])
-    return (
-        Metrics(items=_metrics(outlook, chosen, of)),
-        figures.by_workers(line, chosen, outlook, theme, of=of, revision=revision),
-        figures.front(outlook, chosen, theme, revision=revision),
-    )
+    by_workers = figures.by_workers(line, chosen, outlook, theme, of=of)
+    front = figures.front(outlook, chosen, theme)
+    for chart in (by_workers, front):
+        chart.keep_view(revision)
+    return Metrics(items=_metrics(outlook, chosen, of)), by_workers, front
 
 
 def _begin(outlook: Forecast) -> str:

@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 import pandas as pd
 
 from app.blocks import Block, evidence_page, needs_attention
-from app.figures.axis import Axis, Mark, add_marks, convert_axis, scale_elapsed, time_axis
-from app.figures.base import Chart
+from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed
+from app.figures.base import Axis, Chart, TimeChart
 from app.format import first_line
 from app.pages import POST_MORTEM, Page
 from app.theme import Theme
@@ -190,16 +190,18 @@ def answer_of(view: View, moment: Moment) -> str:
 
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
-    if not isinstance(block, Chart) or time_axis(block) is None:
+    if isinstance(block, Chart):
+        block.keep_view(" ".join(run.run_id for run in (moment, *moment.others)))
+    if not isinstance(block, TimeChart):
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
-    if {time_axis(block), moment.axis} != {"elapsed"}:
+    if {block.axis, moment.axis} != {"elapsed"}:
         clock = _step_clock(moment)
-    block = convert_axis(block, moment.axis, clock)
+    chart = convert_axis(block, moment.axis, clock)
     if not moment.others:  # marks of one run would mislead in a figure of several
         epochs, findings = moment.once("marks", lambda: _marks(moment))
-        block = add_marks(block, epochs, findings, moment.theme, clock)
-    return scale_elapsed(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
+        chart = add_marks(chart, epochs, findings, moment.theme, clock)
+    return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 
 def _step_clock(moment: Moment) -> pd.DataFrame:

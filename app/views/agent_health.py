@@ -69,14 +69,14 @@ def timing(moment: Moment) -> Iterator[Block]:
     """Draw interval and lag over time."""
     lines = queries.collector_lines(moment.snapshot, moment.span)
     if not lines["interval"].points.empty:
-        yield samples.collector_timing(lines, moment.theme, revision=moment.run_id)
+        yield samples.collector_timing(lines, moment.theme)
 
 
 def collector_memory(moment: Moment) -> Iterator[Block]:
     """Draw the collector's own memory over time."""
     lines = queries.collector_lines(moment.snapshot, moment.span)["rss"]
     if not lines.points.empty:
-        yield samples.collector_memory(lines, moment.theme, revision=moment.run_id)
+        yield samples.collector_memory(lines, moment.theme)
 
 
 def hosts(moment: Moment) -> Iterator[Block]:

@@ -9,7 +9,8 @@ import pandas as pd
 
 from app.blocks import Block, Note, Table
 from app.figures import steps
-from app.figures.axis import Axis, convert_x
+from app.figures.axis import convert_x
+from app.figures.base import Axis
 from app.figures.memory import METRIC_WORDS
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
@@ -95,7 +96,7 @@ def step_times(moment: Moment) -> Iterator[Block]:
         if not rows.empty:
             curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
     if len(curves) > 1:
-        yield steps.step_times(curves, moment.theme, axis=moment.axis, revision=_revision(moment))
+        yield steps.step_times(curves, moment.theme, axis=moment.axis)
 
 
 def host_memory(moment: Moment) -> Iterator[Block]:
@@ -110,11 +111,11 @@ def host_memory(moment: Moment) -> Iterator[Block]:
             grid = queries.memory_by_role(run.snapshot, run.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
             x = _to_chosen_axis(run, "elapsed", grid["elapsed_seconds"])
-            curves[run.run_id] = pd.DataFrame({"x": x, "bytes": total})
+            curves[run.run_id] = pd.DataFrame({"elapsed_seconds": x, "value": total})
             metrics.add(METRIC_WORDS[metric])
     if len(curves) > 1:
         word = " or ".join(sorted(metrics))
-        yield steps.host_memory(curves, moment.theme, axis=moment.axis, metric=word, revision=_revision(moment))
+        yield steps.host_memory(curves, moment.theme, axis=moment.axis, metric=word)
 
 
 def _to_chosen_axis(run: Moment, x_axis: Axis, x: pd.Series) -> Any:
@@ -127,10 +128,6 @@ def _measures(moment: Moment) -> dict[str, report.Measure]:
 
 def _settings(moment: Moment) -> dict[str, str]:
     return report.settings(moment.snapshot, moment.manifest)
-
-
-def _revision(moment: Moment) -> str:
-    return " ".join(run.run_id for run in (moment, *moment.others))
 
 
 def _answer(moment: Moment) -> str:

@@ -63,7 +63,6 @@ def _charts(moment: Moment, places: list[int]) -> Iterator[Block]:
             moment.theme,
             name=gpu.name,
             capacity_bytes=gpu.capacity_bytes,
-            revision=moment.run_id,
         )
         yield replace(chart, caption=chart.caption + gpu.own_peaks)
 
@@ -91,7 +90,7 @@ def snapshot(moment: Moment) -> Iterator[Block]:
             command=f"tidegauge snapshot {moment.run_id}",
         )
         return
-    yield devices.segments(taken.segments, moment.theme, revision=moment.run_id)
+    yield devices.segments(taken.segments, moment.theme)
     if taken.sites.empty:
         yield Note(
             text="The snapshot has no stacks, so the lines that hold the memory are unknown. This records stacks:",

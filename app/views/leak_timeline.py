@@ -52,7 +52,6 @@ def per_process(moment: Moment) -> Iterator[Block]:
         places[places["series"].isin(shown)],
         moment.theme,
         metric=metric,
-        revision=moment.run_id,
     )
     if len(shown) == MAX_LINES:
         yield Note(text=f"Only the {MAX_LINES} steepest lines are drawn; the table has the others.")
@@ -69,7 +68,6 @@ def total(moment: Moment) -> Iterator[Block]:
             capacity_bytes=None,
             capacity_name="",
             title="Does the total grow?",
-            revision=moment.run_id,
             lacking=memory.unread(queries.processes(moment.snapshot, moment.span, fewest=None), metric),
         )
 

@@ -97,7 +97,6 @@ def _device_charts(moment: Moment, table: pd.DataFrame, places: list[int]) -> It
             name=name,
             capacity_bytes=row["total_bytes"],
             share_bytes=share_bytes(moment, row),
-            revision=moment.run_id,
         )
 
 

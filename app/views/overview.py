@@ -56,7 +56,6 @@ def host_memory(moment: Moment) -> Iterator[Block]:
         capacity_bytes=tightest.get("capacity_bytes"),
         capacity_name=_limit_words(tightest),
         title=f"Who holds the memory of {host}?" if _hosts_count(moment) > 1 else "Who holds the host memory?",
-        revision=moment.run_id,
     )
     if _hosts_count(moment) > 1:
         yield Note(
@@ -70,7 +69,7 @@ def step_time(moment: Moment) -> Iterator[Block]:
     if table.empty:
         yield Note(text="No step in this window, so there is no step time to split.")
         return
-    yield steps.split(table, moment.theme, revision=moment.run_id)
+    yield steps.split(table, moment.theme)
 
 
 def roles(moment: Moment) -> Iterator[Block]:

@@ -45,7 +45,7 @@ def costs(moment: Moment) -> Iterator[Block]:
         yield NO_FETCH
         return
     batches_count = found.stall["batches"]
-    yield workers.costs(found.stages, moment.theme, batches_count=batches_count, revision=moment.run_id)
+    yield workers.costs(found.stages, moment.theme, batches_count=batches_count)
     if set(found.stages["stage"]) <= set(WAIT_PARTS):
         yield Note(text=UNNAMED)
 
@@ -54,7 +54,7 @@ def awaited_stages(moment: Moment) -> Iterator[Block]:
     """Draw what the training waited for."""
     stall = _stall(moment)
     if stall is not None and stall["stages"]:
-        yield workers.awaited_stages(stall, moment.theme, revision=moment.run_id)
+        yield workers.awaited_stages(stall, moment.theme)
 
 
 def table(moment: Moment) -> Iterator[Block]:

@@ -82,7 +82,6 @@ def gpus(moment: Moment) -> Iterator[Block]:
             name=names[gpu],
             capacity_bytes=row["total_bytes"],
             share_bytes=float(error["limit_bytes"]) if error["is_of_share"] else None,
-            revision=moment.run_id,
         )
         yield replace(chart, title=f"How did the memory of {names[gpu]} run out?")
 
@@ -106,7 +105,6 @@ def processes(moment: Moment) -> Iterator[Block]:
         places,
         moment.theme,
         metric=metric,
-        revision=moment.run_id,
         resident=resident,
         title="How much host memory did each process hold in the last minute?",
     )
@@ -121,7 +119,6 @@ def limits(moment: Moment) -> Iterator[Block]:
             moment.theme,
             name=memory.LIMIT_WORDS[tightest["limit"]],
             capacity_bytes=tightest["capacity_bytes"],
-            revision=moment.run_id,
         )
 
 

@@ -105,7 +105,7 @@ def wait_lanes(moment: Moment) -> Iterator[Block]:
         yield Note(text="No lanes: they need a few rounds of batches after the first ones of an epoch.")
         return
     begin = (shown.begin_ns - moment.span.origin_ns) / 1e9
-    yield workers.lanes(shown, moment.theme, begin_seconds=begin, revision=moment.run_id)
+    yield workers.lanes(shown, moment.theme, begin_seconds=begin)
 
 
 def waits_by_round_position(moment: Moment) -> Iterator[Block]:
@@ -117,7 +117,7 @@ def waits_by_round_position(moment: Moment) -> Iterator[Block]:
     if not loop.num_workers:
         yield Note(text="No worker is waited for: the training process makes its batches itself (num_workers = 0).")
     elif len(table := waits_by_position(recent_loop.seen)):
-        yield workers.waits_by_position(table, moment.theme, revision=moment.run_id)
+        yield workers.waits_by_position(table, moment.theme)
     else:
         text = (
             f"Which worker of a round is waited for cannot be told: the first {number(loop.ramp)} batches of an "
@@ -146,7 +146,7 @@ def stages(moment: Moment) -> Iterator[Block]:
     """Draw the time of each worker: idle, dataset and collate."""
     split = _split(moment)
     if split is not None:
-        yield workers.stages(split, moment.theme, revision=moment.run_id)
+        yield workers.stages(split, moment.theme)
 
 
 def causes(moment: Moment) -> Iterator[Block]:
@@ -157,7 +157,7 @@ def causes(moment: Moment) -> Iterator[Block]:
     if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
         yield Note(text="CPU time per fetch was not measured here.")
         return
-    yield workers.causes(split, moment.theme, revision=moment.run_id)
+    yield workers.causes(split, moment.theme)
 
 
 def heat(moment: Moment) -> Iterator[Block]:
@@ -165,7 +165,7 @@ def heat(moment: Moment) -> Iterator[Block]:
     if moment.loader is None:
         return
     fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
-    yield workers.heat(fetches, moment.theme, revision=moment.run_id)
+    yield workers.heat(fetches, moment.theme)
 
 
 def waits(moment: Moment) -> Iterator[Block]:
@@ -178,7 +178,7 @@ def waits(moment: Moment) -> Iterator[Block]:
         return
     split = _split(moment)
     inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
-    yield workers.waits(batches, moment.theme, inline=inline, revision=moment.run_id)
+    yield workers.waits(batches, moment.theme, inline=inline)
 
 
 def table(moment: Moment) -> Iterator[Block]:
