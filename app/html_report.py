@@ -13,7 +13,7 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, site_words
+from app.blocks import CONFIG, Block, Findings, Metrics, Note, Table, Widget, evidence, scope_words, site_words
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.runtime.moment import Selection, View, answer_of, build, moment_of
@@ -23,7 +23,6 @@ from collector.diagnosis import Verdict
 from collector.findings import Finding
 from collector.store import Run, Snapshot, queries, read
 from collector.store.queries import Extent
-from collector.units import percent
 
 _STYLE = """
 :root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;
@@ -137,11 +136,10 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _finding(finding: Finding, *, has_summary: bool) -> str:
-    where = [report.locus(finding.locus), report.since(finding), f"confidence {percent(finding.confidence)}"]
-    title = f"{SEVERITY[finding.severity][1]}: {escape(report.title(finding))}"
+    title = f"{finding.severity}: {escape(report.title(finding))}"
     parts = [
         f'<article class="{finding.severity}"><h3>{title}</h3>',
-        f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p>',
+        f'<p class="quiet">{escape(scope_words(finding))}</p>',
     ]
     if has_summary:  # the answer of the view has that of the first one
         parts.append(f"<p>{_text(finding.summary)}</p>")

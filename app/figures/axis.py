@@ -155,16 +155,8 @@ def _make_room(layout: Any, rows_count: int) -> float:
 
 
 def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "xref": "x",
-        "yref": "y domain",
-        "x0": at,
-        "x1": at,
-        "y0": 0,
-        "y1": height,
-        "line": {"color": theme.quiet, **style},
-    }
+    ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
+    return {"type": "line", "xref": "x", "yref": "y domain", **ends, "line": {"color": theme.quiet, **style}}
 
 
 def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Theme) -> dict[str, Any]:
@@ -173,8 +165,7 @@ def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Them
     style = f"color:{theme.text}"  # Plotly's own blue is too faint for small letters
     link = f'<a href="{escape(mark.address)}" target="_self" style="{style}"><u>{words}</u></a>'
     anchor = "left" if at - low < (high - low) / 2 else "right"
-    font = {"size": 12, "color": theme.text}
-    return _text(at, link if mark.address else words, theme, font=font, xanchor=anchor, y=y, yanchor="bottom")
+    return _text(at, y, link if mark.address else words, theme, size=12, anchor=anchor)
 
 
 def _tick_labels(
@@ -185,11 +176,11 @@ def _tick_labels(
     for at, mark in ticks:
         width = len(mark.words) * _LETTER_RATIO * (high - low)
         if free_from <= at <= high - width:
-            style = {"size": 10, "color": theme.text}
-            yield _text(at, escape(mark.words), theme, font=style, xanchor="left", y=0, yanchor="bottom")
+            yield _text(at, 0, escape(mark.words), theme, size=10, anchor="left")
             free_from = at + width
 
 
-def _text(at: float, text: str, theme: Theme, **attributes: Any) -> dict[str, Any]:
-    common = {"xref": "x", "yref": "y domain", "showarrow": False, "borderpad": 1, "bgcolor": theme.background}
-    return {"x": at, "text": text, **common, **attributes}
+def _text(x: float, y: float, text: str, theme: Theme, *, size: int, anchor: str) -> dict[str, Any]:
+    place = {"x": x, "xref": "x", "xanchor": anchor, "y": y, "yref": "y domain", "yanchor": "bottom"}
+    style = {"font": {"size": size, "color": theme.text}, "bgcolor": theme.background, "borderpad": 1}
+    return {"text": text, "showarrow": False, **place, **style}

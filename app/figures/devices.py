@@ -17,8 +17,8 @@ from collector.diagnosis import DEVICE_PARTS, UNATTRIBUTED
 from collector.store.queries import Lines
 from collector.units import duration, is_known, percent, size
 
-#: Number of devices that are drawn, and how many of them one refresh draws.
-MAX_DRAWN, AT_ONCE = 4, 2
+#: Number of devices that are drawn.
+MAX_DRAWN = 4
 #: Number of segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
@@ -137,14 +137,8 @@ def account(
 ) -> TimeChart:
     """Draw the parts of a device's used memory as a stack, with its capacity, cache flushes and errors as marks.
 
-    Args:
-        parts: `diagnosis.accounts`.
-        flushes: `queries.cache_flushes` of this device.
-        errors: `queries.cuda_errors` of this device.
-        theme: colours.
-        name: of the device.
-        capacity_bytes: of the device, NaN if it is not known.
-
+    The tables are `diagnosis.accounts`, `queries.cache_flushes` and `queries.cuda_errors` of this device; its
+    capacity is NaN if it is not known.
     """
     known_parts = [part for part in (*DEVICE_PARTS, UNATTRIBUTED) if part in parts]
     total = parts[known_parts].sum(axis=1)

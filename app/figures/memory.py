@@ -38,23 +38,15 @@ def by_role(
     theme: Theme,
     *,
     metric: str,
-    capacity_bytes: float | None,
-    capacity_name: str,
     title: str,
+    capacity_bytes: float | None = None,
+    capacity_name: str = "",
     lacking: str = "",
 ) -> TimeChart:
-    """Draw process memory stacked by role, under the limit that binds.
+    """Draw process memory stacked by role (`queries.memory_by_role`), under the limit that binds.
 
-    Args:
-        totals: elapsed_seconds and one column of bytes per role.
-        theme: colours.
-        metric: the column of `process` that was summed.
-        capacity_bytes: the limit, drawn only if the stack comes within a factor of three of it: else it would press
-            the stack flat, and only the caption names it.
-        capacity_name: what the limit is.
-        title: the question that the figure answers.
-        lacking: the processes missing from the sums, since their metric was not read (`unread`).
-
+    A limit that is more than three times as high as the stack would press it flat: only the caption names it.
+    `lacking` are the processes missing from the sums, since their metric was not read (`unread`).
     """
     word = METRIC_WORDS[metric]
     roles = [column for column in totals.columns if column != "elapsed_seconds"]
@@ -182,9 +174,8 @@ def per_process(
         colour = theme.series[number % len(theme.series)]
         dash = DASHES[number // len(theme.series) % len(DASHES)]
         of_place = {kind: part[name] for kind, part in parts.items() if name in part}
-        figure.add_traces(
-            [*_place_traces(str(name), of_place, starts, scale, unit, {"color": colour, "dash": dash})]
-        )
+        style = {"color": colour, "dash": dash}
+        figure.add_traces([*_place_traces(str(name), of_place, starts, scale, unit, style)])
         restarts += len(starts)
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
@@ -215,12 +206,7 @@ def unread(places: pd.DataFrame, metric: str) -> str:
 
 
 def _place_traces(
-    name: str,
-    parts: Mapping[str, pd.DataFrame],
-    starts: list[float],
-    scale: int,
-    unit: str,
-    style: dict[str, str],
+    name: str, parts: Mapping[str, pd.DataFrame], starts: list[float], scale: int, unit: str, style: dict[str, str]
 ) -> Iterator[Trace]:
     """Yield the lines of one place, dots for isolated samples, and marks for restarts."""
     gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []

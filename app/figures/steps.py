@@ -32,9 +32,9 @@ _MIN_POINTS_TO_CUT = 20
 #: the second.
 _CUT_FACTOR, _BOUND_FACTOR = 4, 1.25
 #: The x axes of a comparison, in which each run has its own clock: title, and x on hover.
-_OF_EACH: dict[Axis, dict[str, str]] = {
-    "elapsed": {"x_title": "elapsed in each run (s)", "x_hover": HOVER_SECONDS},
-    "step": {"x_title": "step of each run"},
+_OF_EACH: dict[Axis, tuple[str, str]] = {
+    "elapsed": ("elapsed in each run (s)", HOVER_SECONDS),
+    "step": ("step of each run", "%{x}"),
 }
 #: Opacity of a band in hexadecimal, a fifth: the lines of other runs are visible through it.
 _BAND_ALPHA = "33"
@@ -98,7 +98,8 @@ def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
 
 def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) -> Chart:
     """Draw the time per step of each run: name -> `queries.steps`, with the position on the axis as x."""
-    figure = blank(theme, **_OF_EACH[axis], y_title="time per step (ms)")
+    x_title, x_hover = _OF_EACH[axis]
+    figure = blank(theme, x_title=x_title, y_title="time per step (ms)", x_hover=x_hover)
     for number, (name, steps) in enumerate(runs.items()):
         for trace in _step_traces(name, steps, theme.series[number], DASHES[number % len(DASHES)]):
             figure.add_trace(trace)
@@ -145,7 +146,8 @@ def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, m
 
     """
     scale, unit = byte_axis(max((float(total["value"].max()) for total in runs.values()), default=0.0))
-    figure = blank(theme, **_OF_EACH[axis], y_title=f"{metric} ({unit})")
+    x_title, x_hover = _OF_EACH[axis]
+    figure = blank(theme, x_title=x_title, y_title=f"{metric} ({unit})", x_hover=x_hover)
     for number, (name, total) in enumerate(runs.items()):
         style = {"dash": DASHES[number % len(DASHES)]}
         figure.add_trace(sample_line(name, total, theme.series[number], unit, scale=scale, line=style))

@@ -45,11 +45,7 @@ _CAUSES = {
     "blocked_ms": ("blocked", "latency", "."),
 }
 #: count of the loader's queue -> (attribute of the theme, dash)
-_QUEUE = {
-    "outstanding": ("quiet", "dot"),
-    "ready": ("host", "solid"),
-    "parked": ("latency", "dash"),
-}
+_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("host", "solid"), "parked": ("latency", "dash")}
 #: Name of the training's lane.
 _LOOP = "training"
 #: Window in milliseconds from which the axis of lanes is in seconds.

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 
-from app.blocks import Block, evidence_page, needs_attention
+from app.blocks import Block, Findings, Table, evidence_page, needs_attention
 from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed
 from app.figures.base import Axis, Chart, TimeChart
 from app.format import first_line
@@ -49,7 +49,10 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The input of every panel: one run at one moment, and the runs that it is compared with."""
+    """The input of every panel: one run at one moment, and the runs that it is compared with.
+
+    `findings` are those of the view.
+    """
 
     run: Run
     manifest: Mapping[str, Any]
@@ -57,6 +60,7 @@ class Moment:
     span: Span
     whole: Span
     verdict: Verdict | None
+    findings: Sequence[Finding]
     theme: Theme
     axis: Axis
     loaders: tuple[int, ...]
@@ -75,6 +79,20 @@ class Moment:
         """True if a DataLoader of the run is known, used in the chosen window or not."""
         return not queries.loaders(self.snapshot).empty
 
+    @property
+    def all_findings(self) -> Sequence[Finding]:
+        """The verdict's findings, none without a verdict."""
+        return self.verdict.findings if self.verdict else ()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the verdict says that the run goes on."""
+        return self.verdict is not None and self.verdict.status == "running"
+
+    def table(self, name: str, caption: str, columns: Any) -> Table:
+        """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own."""
+        return Table(frame=pd.DataFrame(columns), caption=caption, download=f"{self.run_id}-{name}")
+
     def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """Return a value that several panels need, computed at the first call."""
         if name not in self._values:
@@ -83,7 +101,7 @@ class Moment:
         return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One panel of a view: its name, and the pure function that builds its blocks.
 
@@ -99,19 +117,29 @@ class Panel:
 class View:
     """A view: the question, the sentence that answers it, and rows of panels side by side.
 
-    The answer belongs to the first turn.
+    The answer belongs to the first turn. `has_finding` says which findings are about the view's subject.
     """
 
     name: str
     rows: Sequence[Sequence[Panel]]
-    question: str = ""
-    answer: Callable[[Moment], str] = lambda _: ""
+    question: str
+    answer: Callable[[Moment], str]
+    has_finding: Callable[[Finding], bool] = lambda _: True
     by_loader: bool = False
 
     @property
     def turns_count(self) -> int:
         """Number of refreshes until all panels are new."""
         return 1 + max(panel.turn for row in self.rows for panel in row)
+
+
+def _findings(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is not None:
+        yield Findings(findings=moment.findings)
+
+
+#: The findings of the view.
+FINDINGS = Panel("Findings", _findings)
 
 
 def moment_of(
@@ -151,6 +179,7 @@ def moment_of(
         span=span,
         whole=queries.whole(span, reach),
         verdict=verdict,
+        findings=[finding for finding in verdict.findings if view.has_finding(finding)] if verdict else [],
         theme=theme,
         axis=selection.axis,
         loaders=tuple(loaders),
@@ -207,29 +236,22 @@ def _finish(block: Block, moment: Moment) -> Block:
 def _step_clock(moment: Moment) -> pd.DataFrame:
     """Return the step at each time, including the step that a CUDA out-of-memory error cut short."""
     clock = queries.step_clock(moment.snapshot, moment.span)
-    findings = moment.verdict.findings if moment.verdict else ()
-    if not any(finding.kind == "cuda-oom" for finding in findings):
+    if not len(clock) or not any(finding.kind == "cuda-oom" for finding in moment.all_findings):
         return clock
     errors = queries.cuda_errors(moment.snapshot, moment.span)
     fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
     fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
-    later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
-    return (
-        pd.concat([clock, later, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
-    )
+    later = fatal[(fatal > clock.max()).all(axis=1)]
+    after = later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)
+    return pd.concat([clock, later, after]) if len(later) else clock
 
 
 def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
-    findings = moment.verdict.findings if moment.verdict else ()
-    source = moment.snapshot, moment.span
-    return _epoch_marks(*source), [
-        *_restart_marks(*source, moment.address),
-        *_finding_marks(findings, *source, moment.address),
-    ]
+    return _epoch_marks(moment), [*_restart_marks(moment), *_finding_marks(moment)]
 
 
-def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
-    starts = queries.epoch_starts(snapshot, within)
+def _epoch_marks(moment: Moment) -> list[Mark]:
+    starts = queries.epoch_starts(moment.snapshot, moment.span)
     has_loaders = starts["loader"].nunique() > 1
     return [
         Mark(at_seconds=at, words=f"loader {loader} epoch {epoch}" if has_loaders else f"epoch {epoch}")
@@ -237,59 +259,57 @@ def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
     ]
 
 
-def _restart_marks(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
+def _restart_marks(moment: Moment) -> list[Mark]:
     """Return when a launcher restarted the job, with the address of the post-mortem."""
     attempts_ns: dict[int, int] = {}
-    events = queries.starts(snapshot)
+    events = queries.starts(moment.snapshot)
     events = events[events["kind"] == "process-start"]
     for time_ns, body in zip(events["time_ns"], events["body"], strict=True):  # in order of time
         if (attempt := json.loads(body).get("attempt")) is not None:
             attempts_ns.setdefault(int(attempt), int(time_ns))
-    restarts = sorted(attempts_ns.items())[1:]
+    restarts_ns = [time_ns for _, time_ns in sorted(attempts_ns.items())[1:]]
+    address, origin_ns = moment.address(POST_MORTEM), moment.span.origin_ns
     return [
-        Mark(at_seconds=(time_ns - within.origin_ns) / 1e9, words=f"restart {number}", address=address(POST_MORTEM))
-        for number, (_, time_ns) in enumerate(restarts, start=1)
+        Mark(at_seconds=(time_ns - origin_ns) / 1e9, words=f"restart {number}", address=address)
+        for number, time_ns in enumerate(restarts_ns, start=1)
     ][-MAX_RESTARTS:]
 
 
-def _finding_marks(
-    findings: Sequence[Finding], snapshot: Queryable, within: Span, address: Callable[[Page], str]
-) -> list[Mark]:
+def _finding_marks(moment: Moment) -> list[Mark]:
     """Return since when findings that need attention hold: the earliest of each kind, with its page.
 
-    With a selected rank, findings about other ranks are left out. A CUDA out-of-memory error is marked at its own
-    time, since its step never ended.
+    With a selected rank, findings about other ranks are left out.
     """
     first: dict[str, Finding] = {}
-    for finding in needs_attention(findings):
+    for finding in needs_attention(moment.all_findings):
         step = finding.since_step
-        elsewhere = None not in (within.rank, finding.locus.rank) and within.rank != finding.locus.rank
+        elsewhere = None not in (moment.span.rank, finding.locus.rank) and moment.span.rank != finding.locus.rank
         if step is not None and not elsewhere and step <= (first.get(finding.kind, finding).since_step or 0):
             first[finding.kind] = finding
     chosen = list(first.values())[:MAX_FINDINGS]
-    steps = [finding.since_step for finding in chosen if finding.since_step is not None]
-    times = queries.steps_elapsed(snapshot, within, steps) if steps else []
     has_gpu = any(finding.locus.device is not None for finding in chosen)
-    has_gpus = has_gpu and len(queries.devices(snapshot)) > 1
-    at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
+    has_gpus = has_gpu and len(queries.devices(moment.snapshot)) > 1
     return [
         Mark(
             at_seconds=at,
             words=f"{finding.kind} {report.since(finding)}{_gpu(finding) if has_gpus else ''}",
-            address=address(evidence_page(finding.kind)),
+            address=moment.address(evidence_page(finding.kind)),
         )
-        for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)
-        if (at := at_step if at_error is None else at_error) is not None
+        for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True)
+        if at is not None
     ]
 
 
-def _error_seconds(finding: Finding, snapshot: Queryable, within: Span) -> float | None:
-    """Return when the error of a `cuda-oom` was raised; None of other findings."""
-    if finding.kind != "cuda-oom":
-        return None
-    errors = queries.cuda_errors(snapshot, within)
-    of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"]
-    return float(of_step.iloc[-1]) if len(of_step) else None
+def _since_seconds(findings: Sequence[Finding], moment: Moment) -> Iterator[float | None]:
+    """Yield since when each finding holds; an out-of-memory error has its own time, since its step never ended."""
+    steps = [finding.since_step for finding in findings if finding.since_step is not None]
+    times = queries.steps_elapsed(moment.snapshot, moment.span, steps) if steps else []
+    for finding, at in zip(findings, times, strict=True):
+        of_step = []
+        if finding.kind == "cuda-oom":
+            errors = queries.cuda_errors(moment.snapshot, moment.span)
+            of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"].tolist()
+        yield of_step[-1] if of_step else at
 
 
 def _gpu(finding: Finding) -> str:

@@ -22,8 +22,6 @@ from collector.store import Run, command_and_collector, living_processes, querie
 VERDICT_SECONDS = 10
 #: Pause after a verdict, in multiples of its cost: a live page takes at most 40 ms of CPU per second for verdicts.
 REST_PER_COST = 24
-#: Seconds after which a page shows the age of its verdict.
-OLD_SECONDS = 15
 #: Seconds that a page waits for a first verdict, which takes longer for a long run: figures are shown before it.
 PATIENCE_SECONDS = 0.5
 _MAX_RUNS = 32

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Note, Table
+from app.blocks import Block, Note
 from app.figures import steps
 from app.figures.axis import convert_x
 from app.figures.base import Axis
@@ -19,7 +19,7 @@ from collector.store import queries
 from collector.units import MISSING, number
 
 NO_OTHER = Note(
-    text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
+    "No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
     command="tidegauge run --tag change=workers-8 -- python train.py",
 )
 #: Largest difference in samples per step at which steps count as alike: batch sizes may vary a little.
@@ -30,7 +30,7 @@ _RATE = {"samples": ("more samples per second", "fewer samples per second", "as 
 _MEMORY = {"host_peak": ("more host memory", "less host memory", "as much host memory")}
 
 
-def deltas(moment: Moment) -> Iterator[Block]:
+def _deltas(moment: Moment) -> Iterator[Block]:
     """List the figures of each run, and their difference from the first run's."""
     if not moment.others:
         yield NO_OTHER
@@ -41,34 +41,26 @@ def deltas(moment: Moment) -> Iterator[Block]:
         measured = _measures(other)
         columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
-    yield Table(
-        frame=table[(table[list(columns)] != MISSING).any(axis=1)],
-        caption=f"In brackets by how much it differs from {moment.run_id}, and n: steps or batches in the chosen "
+    caption = (
+        f"In brackets by how much it differs from {moment.run_id}, and n: steps or batches in the chosen "
         "window. Data wait, peaks, steps and how long it lasted are over the whole run: n steps of all ranks, or "
-        "samples of processes (host memory) and hosts (/dev/shm).",
-        download=f"{moment.run_id}-compared",
+        "samples of processes (host memory) and hosts (/dev/shm)."
     )
+    yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 
 
-def settings(moment: Moment) -> Iterator[Block]:
-    """List the settings that differ."""
+def _unlike_settings(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     runs = {run.run_id: _settings(run) for run in (moment, *moment.others)}
     unlike = report.differences(runs.values())
     if cautions := list(_cautions(moment, unlike)):
-        yield Note(text=" ".join(cautions), icon=":material/balance:")
+        yield Note(" ".join(cautions), icon=":material/balance:")
     if not unlike:
-        yield Note(
-            text="Nothing that is recorded was set otherwise: command, versions, loaders and host are the same."
-        )
+        yield Note("Nothing that is recorded was set otherwise: command, versions, loaders and host are the same.")
         return
     columns = {name: [values[position] for values in unlike.values()] for position, name in enumerate(runs)}
-    yield Table(
-        frame=pd.DataFrame({"Setting": list(unlike), **columns}),
-        caption="The settings that differ.",
-        download=f"{moment.run_id}-settings",
-    )
+    yield moment.table("settings", "The settings that differ.", {"Setting": list(unlike), **columns})
 
 
 def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -86,8 +78,7 @@ def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[s
         yield "The runs were on different hosts, which by themselves may be faster or slower."
 
 
-def step_times(moment: Moment) -> Iterator[Block]:
-    """Draw the time per step."""
+def _step_times(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves = {}
@@ -99,8 +90,7 @@ def step_times(moment: Moment) -> Iterator[Block]:
         yield steps.step_times(curves, moment.theme, axis=moment.axis)
 
 
-def host_memory(moment: Moment) -> Iterator[Block]:
-    """Draw the host memory of all processes together."""
+def _host_memory(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves: dict[str, pd.DataFrame] = {}
@@ -181,9 +171,9 @@ VIEW = View(
     question="Did the change help?",
     answer=_answer,
     rows=(
-        (Panel(name="Figures", build=deltas),),
-        (Panel(name="Settings", build=settings),),
-        (Panel(name="Step time", build=step_times, turn=1), Panel(name="Host memory", build=host_memory, turn=1)),
+        (Panel("Figures", _deltas),),
+        (Panel("Settings", _unlike_settings),),
+        (Panel("Step time", _step_times, turn=1), Panel("Host memory", _host_memory, turn=1)),
     ),
 )
 

@@ -40,9 +40,8 @@ def said(recent, *findings):
 
 
 def moment(recent, *findings):
-    return SimpleNamespace(
-        verdict=SimpleNamespace(findings=findings), once=lambda what, find: recent, run_id="r1", theme=LIGHT
-    )
+    chosen = [finding for finding in findings if worker_stalls.VIEW.has_finding(finding)]
+    return SimpleNamespace(findings=chosen, once=lambda what, find: recent, run_id="r1", theme=LIGHT)
 
 
 def info(kind, summary, *, loader=0, **more):
@@ -92,8 +91,7 @@ def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reaso
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
     headline = said(recent_of(), growth, reason)
     assert headline.endswith("and why cannot be told: see the reason below.")
-    (block,) = worker_stalls.findings(moment(recent_of(), growth, reason))
-    assert block.findings == [reason]
+    assert moment(recent_of(), growth, reason).findings == [reason]
     assert said(recent_of()).endswith("and no rule says why.")
     other = info("straggler-samples", "?", loader=7)
     assert said(recent_of(), other).endswith("and no rule says why.")
@@ -102,7 +100,7 @@ def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reaso
 def test_a_page_says_of_which_batches_and_of_which_rank_it_is():
     ranked = recent_of(rank=3)
     assert "over the last 200 batches of rank 3" in said(ranked)
-    (block,) = worker_stalls.key_figures(moment(ranked))
+    (block,) = worker_stalls._key_figures(moment(ranked))
     assert block.items[0].label == "Waiting, last 200 batches"
     assert "over the last 200 batches of rank 3" in block.items[0].help
 
