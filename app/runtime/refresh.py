@@ -78,8 +78,7 @@ def show(view: View) -> None:
     selection: Selection | None = st.session_state.get(SELECTION)
     if selection is None:  # the frame shows the reason
         return
-    if view.question:
-        st.header(view.question, anchor=False)
+    st.header(view.question, anchor=False)
     live = selection.live and status_of(selection.run) == "running"
     is_pending = _is_verdict_pending(selection)
     has_timer = live or is_pending
@@ -144,7 +143,7 @@ def _session_content(request: tuple[Any, ...]) -> tuple[ViewContent | None, bool
 
 def _shared_content(
     request: tuple[Any, ...],
-    build_after: Callable[[ViewContent | None], Iterator[ViewContent]],
+    build_after: Callable[[ViewContent | None], Generator[ViewContent, None, ViewContent]],
     *,
     is_pending: bool,
     live: bool,
@@ -164,21 +163,19 @@ def _shared_content(
     slot = _content_slot(request)
     with slot.lock:
         shared: ViewContent | None = slot.value
-        if shared is not None and not shared.is_due and shared.is_pending == is_pending:
-            yield shared
+        if shared is None or shared.is_due or shared.is_pending != is_pending:
+            is_reusable = live and shared is not None and shared.is_reusable and shared.is_pending == is_pending
+            slot.value = yield from build_after(shared if is_reusable else None)
             return
-        is_reusable = live and shared is not None and shared.is_reusable and shared.is_pending == is_pending
-        for content in build_after(shared if is_reusable else None):
-            yield content
-        slot.value = content
+    yield shared  # drawn without the lock: no session waits for the drawing of another
 
 
 def _build_content(
     view: View, selection: Selection, theme: Theme, loader: int | None, previous: ViewContent | None
-) -> Iterator[ViewContent]:
+) -> Generator[ViewContent, None, ViewContent]:
     """Read the run and build the view: first all above its rows, then one more row with each yield.
 
-    Panels of another turn are taken from the `previous` content.
+    Panels of another turn are taken from the `previous` content. The return value is the whole content.
 
     Raises:
         TidegaugeError: the run cannot be read.
@@ -200,7 +197,7 @@ def _build_content(
             content = replace(content, turn=(previous.turn + 1) % view.turns_count)
         if reach is None:
             yield content
-            return
+            return content
         own_verdict, *other_verdicts = [current_verdict(run) for run in (selection.run, *selection.others)]
         moment_at = partial(moment_of, view, selection, theme=theme)
         address = partial(address_of, selection)
@@ -229,7 +226,9 @@ def _build_content(
             cost_ns += _cost_ns(start)
             content = replace(content, rows=(*content.rows, blocks))
             yield content
-        yield replace(content, problems=snapshot.problems, cost_ns=cost_ns)
+        content = replace(content, problems=snapshot.problems, cost_ns=cost_ns)
+        yield content
+        return content
 
 
 def _clocks_ns() -> tuple[int, int]:
