@@ -228,7 +228,8 @@ def _finish(block: Block, moment: Moment) -> Block:
         clock = _step_clock(moment)
     chart = convert_axis(block, moment.axis, clock)
     if not moment.others:  # marks of one run would mislead in a figure of several
-        epochs, findings = moment.once("marks", lambda: _marks(moment))
+        epochs = moment.once("epoch marks", lambda: _epoch_marks(moment))
+        findings = moment.once("finding marks", lambda: [*_restart_marks(moment), *_finding_marks(moment)])
         chart = add_marks(chart, epochs, findings, moment.theme, clock)
     return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
@@ -244,10 +245,6 @@ def _step_clock(moment: Moment) -> pd.DataFrame:
     later = fatal[(fatal > clock.max()).all(axis=1)]
     after = later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)
     return pd.concat([clock, later, after]) if len(later) else clock
-
-
-def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
-    return _epoch_marks(moment), [*_restart_marks(moment), *_finding_marks(moment)]
 
 
 def _epoch_marks(moment: Moment) -> list[Mark]:
@@ -289,15 +286,13 @@ def _finding_marks(moment: Moment) -> list[Mark]:
     chosen = list(first.values())[:MAX_FINDINGS]
     has_gpu = any(finding.locus.device is not None for finding in chosen)
     has_gpus = has_gpu and len(queries.devices(moment.snapshot)) > 1
-    return [
-        Mark(
-            at_seconds=at,
-            words=f"{finding.kind} {report.since(finding)}{_gpu(finding) if has_gpus else ''}",
-            address=moment.address(evidence_page(finding.kind)),
-        )
-        for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True)
-        if at is not None
-    ]
+    marks = []
+    for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True):
+        device = finding.locus.device if has_gpus else None
+        words = f"{finding.kind} {report.since(finding)}{'' if device is None else f' on GPU {device}'}"
+        if at is not None:
+            marks.append(Mark(at_seconds=at, words=words, address=moment.address(evidence_page(finding.kind))))
+    return marks
 
 
 def _since_seconds(findings: Sequence[Finding], moment: Moment) -> Iterator[float | None]:
@@ -310,7 +305,3 @@ def _since_seconds(findings: Sequence[Finding], moment: Moment) -> Iterator[floa
             errors = queries.cuda_errors(moment.snapshot, moment.span)
             of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"].tolist()
         yield of_step[-1] if of_step else at
-
-
-def _gpu(finding: Finding) -> str:
-    return "" if finding.locus.device is None else f" on GPU {finding.locus.device}"

@@ -99,7 +99,10 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
         st.rerun()  # the whole page, without the timer
     loader = st.session_state.get(LOADER, _loader_of_address())  # the control is drawn with the first content
     request = (view.name, replace(selection, live=False), theme, loader)
-    content, was_live = _session_content(request)
+    # This session's last content stays on the page while the view is paused.
+    last_request, content, was_live = st.session_state.get(_CONTENT, (None, None, False))
+    if last_request != request:
+        content, was_live = None, False
     if content is None or content.is_pending != is_pending:
         must_read = True
     elif live:
@@ -132,15 +135,6 @@ def _is_verdict_pending(selection: Selection) -> bool:
     return any(current_verdict(run).is_pending for run in (selection.run, *selection.others))
 
 
-def _session_content(request: tuple[Any, ...]) -> tuple[ViewContent | None, bool]:
-    """Return (this session's last content if it answers the same request, it was live).
-
-    It stays on the page while the view is paused.
-    """
-    last_request, content, was_live = st.session_state.get(_CONTENT, (None, None, False))
-    return (content, was_live) if last_request == request else (None, False)
-
-
 def _shared_content(
     request: tuple[Any, ...],
     build_after: Callable[[ViewContent | None], Generator[ViewContent, None, ViewContent]],
@@ -150,15 +144,8 @@ def _shared_content(
 ) -> Generator[ViewContent]:
     """Yield the content for a request, row by row if this session is the one that builds it.
 
-    Args:
-        request: view, selection, theme and loader.
-        build_after: builds the content row by row, given the content whose panels of other turns stay, or None.
-        is_pending: True while a verdict is awaited; content with another value is out of date.
-        live: True if the page is live, so that panels have turns.
-
-    Raises:
-        TidegaugeError: the run cannot be read.
-
+    `build_after` builds it, given the content whose panels of other turns stay, or None. A content is out of date
+    if it awaits a verdict that is no longer pending, or the reverse.
     """
     slot = _content_slot(request)
     with slot.lock:
@@ -176,10 +163,6 @@ def _build_content(
     """Read the run and build the view: first all above its rows, then one more row with each yield.
 
     Panels of another turn are taken from the `previous` content. The return value is the whole content.
-
-    Raises:
-        TidegaugeError: the run cannot be read.
-
     """
     with ExitStack() as stack:
         start = _clocks_ns()
@@ -242,12 +225,7 @@ def _cost_ns(start: tuple[int, int]) -> int:
 
 @contextmanager
 def _open_snapshot(run: Run) -> Iterator[tuple[Snapshot, queries.Memo]]:
-    """Open a run's snapshot, and a memo with the cached answers if no record came since the last one.
-
-    Raises:
-        TidegaugeError: the run cannot be read.
-
-    """
+    """Open a run's snapshot, and a memo with the cached answers if no record came since the last one."""
     with read(run) as snapshot:
         slot, version = _answers_slot(run.path), snapshot.version
         cached_version, answers = slot.value

@@ -16,6 +16,8 @@ from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
 
+#: Unit of a verdict's steps, where no optimizer was seen -> its name.
+_STEP_UNITS = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
 NOTHING = "No rule has found anything wrong so far."
 
 
@@ -128,7 +130,8 @@ def _steps(moment: Moment, newest: float) -> Metric:
     count = newest + 1 if is_known(newest) else None
     if moment.verdict is not None and not moment.is_running:
         count = moment.verdict.steps
-    return Metric("Steps", number(count), f"{_unit(moment)} so far, of one rank")
+    unit = _STEP_UNITS.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
+    return Metric("Steps", number(count), f"{unit} so far, of one rank")
 
 
 def _throughput(moment: Moment) -> Metric:
@@ -141,11 +144,6 @@ def _throughput(moment: Moment) -> Metric:
         quantity(value, f"{unit}/second"),
         f"Over {int(throughput['n']):,} batches of training, the chosen ranks together",
     )
-
-
-def _unit(moment: Moment) -> str:
-    units = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
-    return units.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
 
 
 def _data_wait(moment: Moment) -> Metric:

@@ -195,12 +195,11 @@ def _table(moment: Moment) -> Iterator[Block]:
 
 
 def _is_chosen(finding: Finding) -> bool:
-    return KINDS[finding.kind] in _GROUPS or finding.kind in _WORKER_KINDS or _explains_no_verdict(finding)
-
-
-def _explains_no_verdict(finding: Finding) -> bool:
-    """Return True if it says why a loader was not judged; one with a rate is about a leak."""
-    return finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
+    # It says why a loader was not judged; one with a rate is about a leak.
+    explains_no_verdict = (
+        finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
+    )
+    return KINDS[finding.kind] in _GROUPS or finding.kind in _WORKER_KINDS or explains_no_verdict
 
 
 def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
