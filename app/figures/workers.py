@@ -158,13 +158,10 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeCh
             yaxis2={**lower, **axis_style(theme), "domain": [0, 0.38]},
         )
     wait = batches["wait"]
-    x, y = wait.points["elapsed_seconds"], wait.points["value"]
-    figure.add_trace(line("wait", x, y, theme.wait, "ms"))
+    figure.add_trace(line("wait", wait.points["elapsed_seconds"], wait.points["value"], theme.wait, "ms"))
     for name, points in counts.items():
-        colour, dash = _QUEUE[name]
-        x, y = points["elapsed_seconds"], points["value"]
-        trace = line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2")
-        figure.add_trace(trace)
+        (colour, dash), x, y = _QUEUE[name], points["elapsed_seconds"], points["value"]
+        figure.add_trace(line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2"))
     caption = f"Longest wait {quantity(wait.points['value'].max(), 'ms')} over {wait.samples_count:,} batches."
     if inline:
         caption += " Batches are made inline: the wait is the time to make one."
@@ -196,23 +193,20 @@ def _shares(
     parts_ms = split[list(parts)]
     total_ms = parts_ms.sum(axis=1)
     for column, (name, colour, shape) in parts.items():
-        shares = (parts_ms[column] / total_ms * 100).to_numpy(dtype=np.float32)
+        of_total = (parts_ms[column] / total_ms * 100).to_numpy(dtype=np.float32)
         more = {
             "marker": {"pattern": pattern(shape, theme)},
             "customdata": (parts_ms[column] / split["n"]).to_numpy(dtype=np.float32),
         }
         hover = "%{x:.1f} %, %{customdata:,.4~g} ms per batch"
-        figure.add_trace(bar(name, names, shares, getattr(theme, colour), hover, **more))
+        figure.add_trace(bar(name, names, of_total, getattr(theme, colour), hover, **more))
     figure.update_layout(barmode="stack", bargap=0.25, hovermode="y unified")
     name_rows(figure, names)
     figure.update_xaxes(range=[0, 100])
-    mean_shares = ", ".join(
-        f"{name} {share:.0f} %"
-        for name, share in zip(
-            (name for name, _, _ in parts.values()), parts_ms.sum() / parts_ms.sum().sum() * 100, strict=True
-        )
-    )
-    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {mean_shares}.")
+    totals_ms = parts_ms.sum()
+    shares = totals_ms / totals_ms.sum() * 100
+    takeaway = ", ".join(f"{name} {shares[column]:.0f} %" for column, (name, _, _) in parts.items())
+    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {takeaway}.")
 
 
 def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
