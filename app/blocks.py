@@ -14,16 +14,16 @@ from app import pages
 from app.figures.base import Chart
 from app.format import plain
 from app.terms import explain_terms
+from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import KINDS, AllocationSite, Finding
-from collector.report import wording
 from collector.units import MISSING, number, percent, quantity
 
-#: severity -> (icon, word, badge colour). A colour never stands alone.
-SEVERITY = {
-    "critical": (":material/error:", "critical", "red"),
-    "warning": (":material/warning:", "warning", "orange"),
-    "info": (":material/info:", "info", "blue"),
+#: severity -> (icon, badge colour). A colour never stands alone.
+_SEVERITY = {
+    "critical": (":material/error:", "red"),
+    "warning": (":material/warning:", "orange"),
+    "info": (":material/info:", "blue"),
 }
 #: group of findings -> the page that shows the evidence.
 EVIDENCE_PAGES = {
@@ -58,7 +58,7 @@ CONFIG = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """One key figure."""
 
@@ -72,9 +72,9 @@ def workers_reporting(verdict: Verdict | None, *, has_loader: bool) -> Metric:
     reporting, expected = verdict.workers_reporting if verdict else (None, None)
     inline = "inline" if expected == 0 and has_loader else MISSING
     return Metric(
-        label="Workers reporting",
-        value=f"{number(reporting)} of {number(expected)}" if expected else inline,
-        help="DataLoader workers that send records, of those that were started",
+        "Workers reporting",
+        f"{number(reporting)} of {number(expected)}" if expected else inline,
+        "DataLoader workers that send records, of those that were started",
     )
 
 
@@ -94,7 +94,7 @@ class Table:
     caption: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """A sentence that explains a figure or stands in place of an empty one, and the command to type next."""
 
@@ -137,14 +137,7 @@ def draw(block: Block, key: str) -> None:
                 st.markdown(f"**{plain(block.title)}**", help=explain_terms(block.words))
                 # Streamlit replaces a Plotly chart whose data have changed: the container holds its place.
                 with st.container(height=block.figure.layout.height, border=False):
-                    st.plotly_chart(
-                        block.figure,
-                        width="stretch",
-                        theme=None,
-                        key=key,
-                        config=CONFIG,
-                        alt=block.alt,
-                    )
+                    st.plotly_chart(block.figure, theme=None, key=key, config=CONFIG, alt=block.alt)
                 if block.caption:
                     st.caption(plain(block.caption))
         case Metrics():
@@ -196,15 +189,21 @@ def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
 def evidence(finding: Finding) -> list[tuple[str, str, str]]:
     """Return (name, value, number of observations and window) of each measurement, in words."""
     return [
-        (wording.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
+        (report.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
         for item in finding.evidence
     ]
 
 
+def scope_words(finding: Finding) -> str:
+    """Return in words where a finding holds, since when, and how sure it is."""
+    parts = (report.locus(finding.locus), report.since(finding), f"confidence {percent(finding.confidence)}")
+    return " · ".join(part for part in parts if part)
+
+
 def site_words(site: AllocationSite) -> str:
     """Return in words how an allocation site grew, within which window, and the lines that called it."""
-    growth = [] if site.grown_bytes is None else [wording.bytes_growth(site)]
-    words = ", ".join([*growth, wording.count_growth(site), f"within {site.window}"])
+    growth = [] if site.grown_bytes is None else [report.bytes_growth(site)]
+    words = ", ".join([*growth, report.count_growth(site), f"within {site.window}"])
     return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
@@ -230,27 +229,17 @@ def _draw_findings(block: Findings) -> None:
             for finding in urgent[_MAX_OPEN_FINDINGS:]:
                 _draw_finding(finding, link=block.link, has_summary=True)
     for finding in rest:
-        with st.expander(plain(f"{wording.title(finding)}: {finding.summary}"), icon=SEVERITY["info"][0]):
+        with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=_SEVERITY["info"][0]):
             _draw_body(finding)
 
 
 def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
-    icon, word, colour = SEVERITY[finding.severity]
+    icon, colour = _SEVERITY[finding.severity]
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
-            st.badge(word, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.markdown(f"**{wording.title(finding)}**", width="content")
-            where = wording.locus(finding.locus)
-            st.caption(
-                plain(
-                    " · ".join(
-                        part
-                        for part in (where, wording.since(finding), f"confidence {percent(finding.confidence)}")
-                        if part
-                    )
-                ),
-                width="content",
-            )
+            st.badge(finding.severity, icon=icon, color=colour)  # type: ignore[arg-type]
+            st.markdown(f"**{report.title(finding)}**", width="content")
+            st.caption(plain(scope_words(finding)), width="content")
         if has_summary:
             st.markdown(plain(finding.summary))
         _draw_body(finding)
@@ -261,7 +250,7 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
 
 def _draw_body(finding: Finding) -> None:
     if finding.eta is not None:
-        st.markdown(f":material/schedule: Limit met {wording.eta(finding.eta)}")
+        st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
     for advice in finding.advice:

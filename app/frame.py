@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
-from streamlit.navigation.page import StreamlitPage
 
 from app import terms
-from app.figures.axis import AXES
+from app.figures.base import AXES
 from app.format import first_line, plain
-from app.pages import COMPARE, PAGES, Page
+from app.pages import COMPARE, PAGES
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
-from app.visitors import is_expected
-from collector.store import LATEST, Run, list_runs
-from collector.store.queries import spans
+from collector.store import LATEST, Run, list_runs, queries
 from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
@@ -33,8 +32,12 @@ def main() -> None:
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
     if not _may_enter():
         return
+    pages = [
+        st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
+        for page in PAGES
+    ]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
-    page = st.navigation([*(_page(page) for page in PAGES), words], position="top")
+    page = st.navigation([*pages, words], position="top")
     if page.url_path != terms.PATH:
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
@@ -59,8 +62,23 @@ def _may_enter() -> bool:
     return False
 
 
-def _page(page: Page) -> StreamlitPage:
-    return st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
+def is_expected(user: Mapping[str, Any], visitors: Sequence[str] | None) -> bool:
+    """Return True if a visitor is on the list, or if there is no list.
+
+    A visitor whose address the provider marks as unverified is refused, since it could be anyone's. Some providers
+    do not report whether they verified it.
+
+    Args:
+        user: the provider's claims about the visitor (OpenID Connect).
+        visitors: addresses and domains (`@example.org`), None for no list.
+
+    """
+    if visitors is None:
+        return True
+    address = str(user.get("email") or "").lower()
+    domain = "@" + address.rpartition("@")[2]
+    expected = {visitor.lower() for visitor in visitors}
+    return user.get("email_verified") is not False and bool(address) and not expected.isdisjoint((address, domain))
 
 
 def _select(home: Path, *, compares: bool) -> Selection | None:
@@ -81,7 +99,7 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         rank = _pick_rank(run)
         window = st.segmented_control(
             "Window",
-            spans.WINDOWS,
+            queries.WINDOWS,
             default="run",
             required=True,
             format_func=lambda name: WINDOW_WORDS[name],
@@ -135,4 +153,5 @@ def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
     return tuple(by_id[name] for name in chosen)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -13,17 +13,16 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, SEVERITY, Block, Findings, Metrics, Note, Table, Widget, evidence, site_words
+from app.blocks import CONFIG, Block, Findings, Metrics, Note, Table, Widget, evidence, scope_words, site_words
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.runtime.moment import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
+from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import Finding
-from collector.report import wording
-from collector.store import Run, Snapshot, read
-from collector.store.queries import Extent, spans
-from collector.units import percent
+from collector.store import Run, Snapshot, queries, read
+from collector.store.queries import Extent
 
 _STYLE = """
 :root { color-scheme: light } body { font: 15px/1.5 system-ui, sans-serif; color: #1F2937; margin: 0 auto;
@@ -63,7 +62,7 @@ def render(run: Run, verdict: Verdict) -> str:
     """
     pages = [page for page in PAGES if page is not COMPARE]  # which needs several runs
     with read(run) as snapshot:
-        reach = spans.extent(snapshot)
+        reach = queries.extent(snapshot)
         sections = [_section(page, run, snapshot, reach, verdict) for page in pages] if reach else []
         problems = snapshot.problems
     nothing = (
@@ -90,7 +89,7 @@ def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: V
         view,
         selection,
         run,
-        spans.Memo(snapshot),
+        queries.Memo(snapshot),
         reach,
         verdict=verdict,
         theme=LIGHT,
@@ -137,16 +136,15 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _finding(finding: Finding, *, has_summary: bool) -> str:
-    where = [wording.locus(finding.locus), wording.since(finding), f"confidence {percent(finding.confidence)}"]
-    title = f"{SEVERITY[finding.severity][1]}: {escape(wording.title(finding))}"
+    title = f"{finding.severity}: {escape(report.title(finding))}"
     parts = [
         f'<article class="{finding.severity}"><h3>{title}</h3>',
-        f'<p class="quiet">{escape(" · ".join(part for part in where if part))}</p>',
+        f'<p class="quiet">{escape(scope_words(finding))}</p>',
     ]
     if has_summary:  # the answer of the view has that of the first one
         parts.append(f"<p>{_text(finding.summary)}</p>")
     if finding.eta is not None:
-        parts.append(f"<p>Limit met {escape(wording.eta(finding.eta))}</p>")
+        parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")
     if finding.held_by:
         lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")

@@ -51,9 +51,9 @@ def initial_blocks(outlook: Forecast, theme: Theme, *, of: str, revision: str) -
     start = _start(outlook)
     figures_of_start = _predicted(outlook, start, _most_workers(outlook), theme, of, revision)
     return [
-        Note(text=f"{_QUESTION} {_source(of)} These figures are of {figures.words(start)}."),
+        Note(f"{_QUESTION} {_source(of)} These figures are of {figures.words(start)}."),
         *figures_of_start,
-        Note(text="Any other setting is asked with sliders in", command="tidegauge dashboard"),
+        Note("Any other setting is asked with sliders in", command="tidegauge dashboard"),
     ]
 
 
@@ -78,11 +78,11 @@ def _predicted(
 ) -> tuple[Metrics, Chart, Chart]:
     """Predict a setting. The result is cached: most refreshes have the same forecast, and the replay takes long."""
     chosen, *line = outlook.at([setting, *_line_settings(setting, most)])
-    return (
-        Metrics(items=_metrics(outlook, chosen, of)),
-        figures.by_workers(line, chosen, outlook, theme, of=of, revision=revision),
-        figures.front(outlook, chosen, theme, revision=revision),
-    )
+    by_workers = figures.by_workers(line, chosen, outlook, theme, of=of)
+    front = figures.front(outlook, chosen, theme)
+    for chart in (by_workers, front):
+        chart.keep_view(revision)
+    return Metrics(items=_metrics(outlook, chosen, of)), by_workers, front
 
 
 def _begin(outlook: Forecast) -> str:
@@ -106,22 +106,18 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     now = f"Now {number(outlook.measured.batches_per_second * per_batch)} {unit}."
     fits = "" if chosen.fits else " It does not fit into what is free."
     return [
-        Metric(label=f"Throughput{of}", value=f"{number(rates[0])} {unit}", help=now),
-        Metric(
-            label="90 % interval",
-            value=f"{number(rates[1])} to {number(rates[2])} {unit}",
-            help="Of the throughput",
-        ),
+        Metric(f"Throughput{of}", f"{number(rates[0])} {unit}", now),
+        Metric("90 % interval", f"{number(rates[1])} to {number(rates[2])} {unit}", "Of the throughput"),
         *_undecided_rates(chosen, per_batch, unit),
         Metric(
-            label="Waiting, predicted",
-            value=percent(chosen.wait_ratio),
-            help=f"Share of the loop's time in the DataLoader; now {percent(outlook.measured.wait_ratio)}",
+            "Waiting, predicted",
+            percent(chosen.wait_ratio),
+            f"Share of the loop's time in the DataLoader; now {percent(outlook.measured.wait_ratio)}",
         ),
         Metric(
-            label="Host memory",
-            value=size(chosen.memory_bytes),
-            help=f"Training process, workers and the batches that wait while it trains; now "
+            "Host memory",
+            size(chosen.memory_bytes),
+            f"Training process, workers and the batches that wait while it trains; now "
             f"{size(own.memory_bytes)}. Up to {size(chosen.most_bytes)} when the training pauses and "
             f"{chosen.setting.in_flight + 1} batches are there.{fits}",
         ),
@@ -132,9 +128,9 @@ def _undecided_rates(chosen: Option, per_batch: float, unit: str) -> list[Metric
     """Return the throughput for both cases that the run cannot decide: workers share what they wait for or not."""
     return [
         Metric(
-            label=label,
-            value=f"{number(rate.batches_per_second * per_batch)} {unit}",
-            help=f"This run does not tell how much they share: {option_text(chosen, per_batch, unit)}.",
+            label,
+            f"{number(rate.batches_per_second * per_batch)} {unit}",
+            f"This run does not tell how much they share: {option_text(chosen, per_batch, unit)}.",
         )
         for label, rate in (
             ("If workers share what they wait for", chosen.if_shared),

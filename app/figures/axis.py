@@ -1,7 +1,6 @@
-"""Time on the x axis, as seconds since the run was made or as optimizer steps, and the marks on it.
+"""Conversion of charts over time to steps, minutes or hours, and the marks on them.
 
-A figure over time is recognised by the title of its x axis. Epochs are ticks. Findings are dotted lines with
-a link to their evidence.
+Epochs are ticks. Findings are dotted lines with a link to their evidence.
 """
 
 from __future__ import annotations
@@ -9,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from app.figures.base import ELAPSED, HOVER_SECONDS, Chart, hover_title
+from app.figures.base import HOVERS, TITLES, Axis, TimeChart
 from app.theme import Theme
 
-Axis = Literal["elapsed", "step"]
-AXES: tuple[Axis, ...] = ("elapsed", "step")
-#: The x title of a figure over time; `time_axis` recognises it.
-_TITLES: dict[Axis, str] = {"elapsed": ELAPSED, "step": "step"}
 #: Shortest window in seconds, unit of elapsed time in such a window, and length of that unit in seconds.
 _UNITS = ((2 * 3600, "h", 3600), (600, "min", 60))
 #: Above this many epochs, their ticks would merge into a bar: a caption counts them instead.
@@ -37,51 +32,48 @@ _LETTER_RATIO, _EDGE_RATIO = 0.016, 0.01
 _BEYOND, _BEYOND_RATIO = 5.0, 0.05
 
 
-def convert_axis(chart: Chart, axis: Axis, clock: pd.DataFrame) -> Chart:
-    """Convert the chart's x to another axis, in place, and return the chart.
+def convert_axis(chart: TimeChart, axis: Axis, clock: pd.DataFrame) -> TimeChart:
+    """Convert a chart's x to another axis, in place, and return it; it stays as it is in a run without steps.
 
-    A chart that is not over time stays as it is, and so does one of a run without steps.
-
-    Args:
-        chart: a figure over elapsed seconds or steps.
-        axis: the axis to convert to.
-        clock: `moments.step_clock`, with one column per axis. Points before the first step or after the last one
-            have no step, so they are not drawn over steps.
-
+    `clock` is `queries.step_clock`, with one column per axis. Points before the first step or after the last one
+    have no step, so they are not drawn over steps.
     """
-    source = time_axis(chart)
-    if source is None or source == axis or len(clock) < 2:
+    if chart.axis == axis or len(clock) < 2:
         return chart
     for trace in chart.figure.data:
-        trace.x = convert_x(trace.x, source, axis, clock)
-    chart.figure.layout.xaxis.title.text = _TITLES[axis]
-    chart.figure.layout.xaxis.unifiedhovertitle.text = hover_title(_TITLES[axis])
-    return chart
+        trace.x = convert_x(trace.x, chart.axis, axis, clock)
+    _name_x(chart, TITLES[axis], HOVERS[axis])
+    return replace(chart, axis=axis)
 
 
-def scale_elapsed(chart: Chart, window_seconds: float) -> Chart:
+def scale_elapsed(chart: TimeChart, window_seconds: float) -> TimeChart:
     """Scale a chart's elapsed time to minutes or hours, in place, if the window is long; return the chart.
 
-    Traces, hover texts, marks and the range are in seconds before, and all of them are scaled.
+    Traces, marks and the range are in seconds before, and all of them are scaled.
     """
-    title = chart.figure.layout.xaxis.title
     unit = next(((name, seconds) for shortest, name, seconds in _UNITS if window_seconds >= shortest), None)
-    if unit is None or not str(title.text).startswith("elapsed"):
+    if unit is None or chart.axis != "elapsed":
         return chart
     name, unit_seconds = unit
+    layout = chart.figure.layout
     for trace in chart.figure.data:
         trace.x = np.asarray(trace.x, dtype=np.float64) / unit_seconds
-        if trace.hovertemplate:
-            trace.hovertemplate = trace.hovertemplate.replace(HOVER_SECONDS, f"%{{x:,.2f}} {name}")
-    for mark in (*chart.figure.layout.shapes, *chart.figure.layout.annotations):
+    for mark in (*layout.shapes, *layout.annotations):
         if mark.xref == "x":
             for coordinate in {"x", "x0", "x1"} & set(mark):
                 mark[coordinate] /= unit_seconds
-    if ends := chart.figure.layout.xaxis.range:
-        chart.figure.layout.xaxis.range = [end / unit_seconds for end in ends]
-    chart.figure.layout.xaxis.unifiedhovertitle.text = f"%{{x:,.2f}} {name}"
-    title.text = title.text.replace("(s)", f"({name})")
+    if ends := layout.xaxis.range:
+        layout.xaxis.range = [end / unit_seconds for end in ends]
+    _name_x(chart, f"elapsed ({name})", f"%{{x:,.2f}} {name}")
     return chart
+
+
+def _name_x(chart: TimeChart, title: str, hover: str) -> None:
+    x_axis = chart.figure.layout.xaxis
+    x_axis.title.text, x_axis.unifiedhovertitle.text = title, hover
+    if chart.hover is not None:
+        for trace in chart.figure.data:
+            trace.hovertemplate = chart.hover(hover)
 
 
 def convert_x(x: Any, source: Axis, target: Axis, clock: pd.DataFrame) -> np.ndarray[Any, Any]:
@@ -98,12 +90,6 @@ def convert_x(x: Any, source: Axis, target: Axis, clock: pd.DataFrame) -> np.nda
     return np.asarray(np.interp(values, from_values, to_values, left=np.nan, right=np.nan))
 
 
-def time_axis(chart: Chart) -> Axis | None:
-    """Return the axis of a chart's x; None if it is not over time."""
-    x_title = chart.figure.layout.xaxis.title.text
-    return next((axis for axis, title in _TITLES.items() if title == x_title), None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A moment, in elapsed seconds; `address` is the page that it links to, empty for none."""
@@ -114,20 +100,20 @@ class Mark:
 
 
 def add_marks(
-    chart: Chart, epochs: Sequence[Mark], findings: Sequence[Mark], theme: Theme, clock: pd.DataFrame
-) -> Chart:
-    """Add the marks that lie within a chart, and return it; one that is not over time stays as it is.
+    chart: TimeChart, epochs: Sequence[Mark], findings: Sequence[Mark], theme: Theme, clock: pd.DataFrame
+) -> TimeChart:
+    """Add the marks that lie within a chart, and return it.
 
     Args:
-        chart: a figure over elapsed seconds or steps.
+        chart: over elapsed seconds or steps.
         epochs: their starts, in order.
         findings: the moments since when they hold, the gravest first.
         theme: colours.
-        clock: `moments.step_clock`, which a figure over steps needs.
+        clock: `queries.step_clock`, which a figure over steps needs.
 
     """
-    axis = time_axis(chart)
-    if axis is None or (axis == "step" and len(clock) < 2):
+    axis = chart.axis
+    if axis == "step" and len(clock) < 2:
         return chart
     xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
     x = np.concatenate(xs) if xs else np.empty(0)
@@ -169,16 +155,8 @@ def _make_room(layout: Any, rows_count: int) -> float:
 
 
 def _line(at: float, height: float, theme: Theme, **style: Any) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "xref": "x",
-        "yref": "y domain",
-        "x0": at,
-        "x1": at,
-        "y0": 0,
-        "y1": height,
-        "line": {"color": theme.quiet, **style},
-    }
+    ends = {"x0": at, "x1": at, "y0": 0, "y1": height}
+    return {"type": "line", "xref": "x", "yref": "y domain", **ends, "line": {"color": theme.quiet, **style}}
 
 
 def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Theme) -> dict[str, Any]:
@@ -187,8 +165,7 @@ def _label(mark: Mark, at: float, y: float, low: float, high: float, theme: Them
     style = f"color:{theme.text}"  # Plotly's own blue is too faint for small letters
     link = f'<a href="{escape(mark.address)}" target="_self" style="{style}"><u>{words}</u></a>'
     anchor = "left" if at - low < (high - low) / 2 else "right"
-    font = {"size": 12, "color": theme.text}
-    return _text(at, link if mark.address else words, theme, font=font, xanchor=anchor, y=y, yanchor="bottom")
+    return _text(at, y, link if mark.address else words, theme, size=12, anchor=anchor)
 
 
 def _tick_labels(
@@ -199,11 +176,11 @@ def _tick_labels(
     for at, mark in ticks:
         width = len(mark.words) * _LETTER_RATIO * (high - low)
         if free_from <= at <= high - width:
-            style = {"size": 10, "color": theme.text}
-            yield _text(at, escape(mark.words), theme, font=style, xanchor="left", y=0, yanchor="bottom")
+            yield _text(at, 0, escape(mark.words), theme, size=10, anchor="left")
             free_from = at + width
 
 
-def _text(at: float, text: str, theme: Theme, **attributes: Any) -> dict[str, Any]:
-    common = {"xref": "x", "yref": "y domain", "showarrow": False, "borderpad": 1, "bgcolor": theme.background}
-    return {"x": at, "text": text, **common, **attributes}
+def _text(x: float, y: float, text: str, theme: Theme, *, size: int, anchor: str) -> dict[str, Any]:
+    place = {"x": x, "xref": "x", "xanchor": anchor, "y": y, "yref": "y domain", "yanchor": "bottom"}
+    style = {"font": {"size": size, "color": theme.text}, "bgcolor": theme.background, "borderpad": 1}
+    return {"text": text, "showarrow": False, **place, **style}

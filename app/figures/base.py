@@ -1,11 +1,11 @@
-"""The common parts of all figures: layout, axes with units, limit lines, the budget of points."""
+"""The common parts of all figures: layout, axes with units, lines, bars, marks and limits, the budget of points."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,8 +13,13 @@ import plotly.graph_objects as go
 from app.theme import Theme
 from collector.store.queries import Lines
 
-ELAPSED = "elapsed (s)"
-
+#: Time on an x axis: seconds since the run was made, or optimizer steps.
+Axis = Literal["elapsed", "step"]
+AXES: tuple[Axis, ...] = ("elapsed", "step")
+TITLES: dict[Axis, str] = {"elapsed": "elapsed (s)", "step": "step"}
+#: x in a hover text, in seconds.
+HOVER_SECONDS = "%{x:,.1f} s"
+HOVERS: dict[Axis, str] = {"elapsed": HOVER_SECONDS, "step": "step %{x:,.0f}"}
 #: A trace as a dict: Plotly checks it when it is added to a figure, and would check an object of its own twice.
 Trace = dict[str, Any]
 #: Points of a trace, at most.
@@ -23,8 +28,8 @@ MAX_POINTS = 2000
 FONT = '"Source Sans", system-ui, sans-serif'
 #: Widths in pixels: a letter on an axis (an upper bound of the average), the space around names, an axis title.
 _LETTER_WIDTH, _NAMES_PADDING, _TITLE_WIDTH = 7, 20, 24
-#: Elapsed time in a hover text. `axis.scale_elapsed` replaces it where a window is in minutes or hours.
-HOVER_SECONDS = "%{x:,.1f} s"
+#: Dashes that tell lines apart besides their colours.
+DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +56,26 @@ class Chart:
         axes = [layout[name].title.text for name in ("xaxis", "yaxis", "yaxis2") if name in layout]
         return " ".join(map(str, [self.alt, *axes, *(trace.name for trace in self.figure.data)]))
 
+    def keep_view(self, revision: str) -> None:
+        """Keep zoom and hidden traces as the reader left them while `revision`, the run, is the same."""
+        self.figure.layout.uirevision = revision
 
-def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: int = 320) -> go.Figure:
-    """Return an empty figure in the house style.
 
-    `revision` is the run: zoom and hidden traces stay as the reader left them while it is the same.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeChart(Chart):
+    """A chart over time. `hover`, given x in a hover text, returns the text of its traces, if they name x."""
+
+    axis: Axis = "elapsed"
+    hover: Callable[[str], str] | None = None
+
+
+def over_time(theme: Theme, *, y_title: str, axis: Axis = "elapsed", height: int = 320) -> go.Figure:
+    """Return an empty figure for a `TimeChart`."""
+    return blank(theme, x_title=TITLES[axis], y_title=y_title, x_hover=HOVERS[axis], height=height)
+
+
+def blank(theme: Theme, *, x_title: str, y_title: str, x_hover: str = "%{x}", height: int = 320) -> go.Figure:
+    """Return an empty figure in the house style; `x_hover` is the line above the values on hover."""
     axis = axis_style(theme)
     figure = go.Figure(  # set at once: each later update would check the whole layout again
         layout={
@@ -78,18 +97,12 @@ def blank(theme: Theme, *, x_title: str, y_title: str, revision: str, height: in
                 "traceorder": "normal",
                 "bgcolor": "rgba(0, 0, 0, 0)",  # several rows overlap the figure and must not hide lines
             },
-            "uirevision": revision,
-            "xaxis": {"title": axis_title(x_title), "unifiedhovertitle": {"text": hover_title(x_title)}, **axis},
+            "xaxis": {"title": axis_title(x_title), "unifiedhovertitle": {"text": x_hover}, **axis},
             "yaxis": {"title": axis_title(y_title), "rangemode": "tozero", "automargin": True, **axis},
         }
     )
     figure.layout.template = None  # Plotly takes twice as long to draw with a template, even an empty one
     return figure
-
-
-def hover_title(x_title: str) -> str:
-    """Return the text above the values on hover: x with the unit that the axis title names."""
-    return HOVER_SECONDS if x_title.endswith("(s)") else "step %{x:,.0f}" if x_title == "step" else "%{x}"
 
 
 def axis_style(theme: Theme) -> dict[str, Any]:
@@ -119,6 +132,47 @@ def line(name: str, x: Any, y: Any, colour: str, unit: str, **attributes: Any) -
 def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:
     """Return one layer of a stack, all on the same x. Its edge is thin, so that a thin layer is visible."""
     return line(name, x, y, colour, unit, stackgroup="one", fillcolor=faint(colour), line={"width": 0.8})
+
+
+def bar(name: str, rows: Any, values: Any, colour: str, hover: str, **attributes: Any) -> Trace:
+    """Return horizontal bars, one per row; `marker` adds to their colour."""
+    return dict(
+        type="bar",
+        name=name,
+        orientation="h",
+        y=rows,
+        x=values,
+        marker={"color": colour, **attributes.pop("marker", {})},
+        hovertemplate=hover,
+        **attributes,
+    )
+
+
+def pattern(shape: str, theme: Theme) -> dict[str, object]:
+    """Return how a bar is hatched: colour alone never carries a meaning."""
+    return {
+        "shape": shape,
+        "fillmode": "overlay",
+        "fgcolor": theme.background,
+        "fgopacity": 0.6,
+        "solidity": 0.2,
+        "size": 7,
+    }
+
+
+def marks(name: str, x: Any, y: Any, colour: str, symbol: str, size: int, hover: str, **attributes: Any) -> Trace:
+    """Return a mark at each point; `edge` is the line around it."""
+    edge = {"line": attributes.pop("edge")} if "edge" in attributes else {}
+    return dict(
+        type="scatter",
+        name=name,
+        x=x,
+        y=y,
+        mode="markers",
+        marker={"color": colour, "symbol": symbol, "size": size, **edge},
+        hovertemplate=hover,
+        **attributes,
+    )
 
 
 def name_rows(figure: go.Figure, names: Sequence[str], **axis_attributes: Any) -> None:

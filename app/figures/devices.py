@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from app.figures.base import MAX_POINTS, Chart, Trace, blank, faint, limit
+from app.figures.base import MAX_POINTS, Chart, TimeChart, Trace, bar, blank, faint, limit, marks
 from app.figures.memory import against, byte_figure, highest
 from app.figures.samples import sample_line, stack
 from app.format import MIB
@@ -17,8 +17,8 @@ from collector.diagnosis import DEVICE_PARTS, UNATTRIBUTED
 from collector.store.queries import Lines
 from collector.units import duration, is_known, percent, size
 
-#: Number of devices that are drawn, and how many of them one refresh draws.
-MAX_DRAWN, AT_ONCE = 4, 2
+#: Number of devices that are drawn.
+MAX_DRAWN = 4
 #: Number of segments that are drawn, the largest first.
 MAX_SEGMENTS = 40
 #: part -> attribute of the theme.
@@ -39,19 +39,19 @@ PART_WORDS = {
     "other processes": "belong to other processes",
     UNATTRIBUTED: "are unattributed",
 }
-#: key of `device_queries.device_lines` -> name of its line.
+#: key of `queries.device_lines` -> name of its line.
 LINE_WORDS = {"reserved": "reserved", "allocated": "allocated", "used": "used, all processes"}
 
 
 def device_names(gpus: pd.DataFrame, *, word: str = "GPU") -> list[str]:
-    """Return `GPU 0` for each row of `device_queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
+    """Return `GPU 0` for each row of `queries.devices`; `GPU 0 of node-a` if they are of several hosts."""
     has_hosts = gpus["host"].nunique() > 1
     places = zip(gpus["host"], gpus["device"], strict=True)
     return [f"{word} {int(device)} of {host}" if has_hosts else f"{word} {int(device)}" for host, device in places]
 
 
 def select_devices(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str]:
-    """Choose the rows of `device_queries.devices` to draw, those of a rank and the fullest, and say so."""
+    """Choose the rows of `queries.devices` to draw, those of a rank and the fullest, and say so."""
     fullness = gpus[["used_peak_bytes", "reserved_peak_bytes"]].max(axis=1) / gpus["total_bytes"]
     is_other_rank = [rank is None or not np.isin(rank, ranks) for ranks in gpus["ranks"]]
     places = np.lexsort((-fullness.fillna(0).to_numpy(), np.array(is_other_rank)))[:MAX_DRAWN]
@@ -62,7 +62,7 @@ def select_devices(gpus: pd.DataFrame, rank: int | None) -> tuple[list[int], str
 
 
 def own_peaks(gpu: Mapping[Any, Any]) -> str:
-    """Return the sentence about the peaks that PyTorch counts itself, of a row of `device_queries.devices`."""
+    """Return the sentence about the peaks that PyTorch counts itself, of a row of `queries.devices`."""
     peaks = ((word, gpu[f"{word}_peak_bytes"]) for word in ("allocated", "reserved"))
     words = ", ".join(f"{word} {size(peak)}" for word, peak in peaks if is_known(peak))
     return f" Peaks that PyTorch counted itself, in one process: {words}." if words else ""
@@ -76,32 +76,29 @@ def usage(
     name: str,
     capacity_bytes: float | None,
     share_bytes: float | None = None,
-    revision: str,
-) -> Chart:
+) -> TimeChart:
     """Draw allocated, reserved and used memory of a device over time, with its capacity and the errors.
 
     Reserved is an area behind the line of allocated, since the two often coincide. With several ranks it is a thin
     dotted line, since areas would hide each other.
 
     Args:
-        lines: `device_queries.device_lines`.
-        errors: `device_queries.cuda_errors` of this device.
+        lines: `queries.device_lines`.
+        errors: `queries.cuda_errors` of this device.
         theme: colours.
         name: of the device.
         capacity_bytes: of the device, None if it is not known.
         share_bytes: the share of it that a process may use, if that is a limit of its own.
-        revision: the run.
 
     """
     peak = max(highest(lines), float(errors["used_bytes"].max()) if errors["used_bytes"].notna().any() else 0.0)
-    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used", revision=revision)
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used")
     for key, word in LINE_WORDS.items():
         of_ranks = list(lines[key].points.groupby("series"))
         for rank, points in of_ranks:
             label = f"{word}, {rank!s}" if rank else word
-            x, y = points["elapsed_seconds"], points["value"] / scale
             style = _line_style(key, theme, is_alone=len(of_ranks) == 1)
-            figure.add_trace(sample_line(label, x, y, **style, unit=unit, showlegend=True))
+            figure.add_trace(sample_line(label, points, **style, unit=unit, scale=scale, showlegend=True))
     caption = f"Peak {size(peak)}{against(figure, peak, capacity_bytes, scale, theme, word='capacity')}"
     if is_known(share_bytes):
         limit(figure, share_bytes / scale, f"share of the process {size(share_bytes)}", theme)
@@ -111,7 +108,7 @@ def usage(
         figure.update_yaxes(range=[0, top])
         caption += f" The process may use {size(share_bytes)} of it."
     figure.add_traces([*_errors(errors, theme, scale, peak)])
-    return Chart(
+    return TimeChart(
         title=f"How near is {name} to its limit?",
         figure=figure,
         caption=f"{caption}{error_words(errors)}" if peak else "No samples in this window.",
@@ -137,25 +134,16 @@ def account(
     *,
     name: str,
     capacity_bytes: float,
-    revision: str,
-) -> Chart:
+) -> TimeChart:
     """Draw the parts of a device's used memory as a stack, with its capacity, cache flushes and errors as marks.
 
-    Args:
-        parts: `device_account.accounts`.
-        flushes: `device_queries.cache_flushes` of this device.
-        errors: `device_queries.cuda_errors` of this device.
-        theme: colours.
-        name: of the device.
-        capacity_bytes: of the device, NaN if it is not known.
-        revision: the run.
-
+    The tables are `diagnosis.accounts`, `queries.cache_flushes` and `queries.cuda_errors` of this device; its
+    capacity is NaN if it is not known.
     """
     known_parts = [part for part in (*DEVICE_PARTS, UNATTRIBUTED) if part in parts]
     total = parts[known_parts].sum(axis=1)
     peak, at_peak = float(total.max()), parts.iloc[int(total.to_numpy().argmax())]
-    words = {"y_title": "device memory", "revision": revision}
-    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, **words, height=400)
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="device memory", height=400)
     layers = [
         (part, parts[part].fillna(0) / scale, getattr(theme, _COLOURS[part]))
         for part in known_parts
@@ -172,7 +160,8 @@ def account(
         caption += " Until PyTorch's first record its memory counts as unattributed."
     if flushes_count := int(flushes["count"].sum()):
         caption += f" Cache flushed: {_times(flushes_count)}."
-    return Chart(title=f"What takes the memory of {name}?", figure=figure, caption=caption + error_words(errors))
+    caption += error_words(errors)
+    return TimeChart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
 
 
 def error_words(errors: pd.DataFrame) -> str:
@@ -208,26 +197,23 @@ def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Ite
 
 
 def _marks(words: str, at: pd.DataFrame, y: Any, texts: list[str], symbol: str, side: int, colour: str) -> Trace:
-    return {
-        "type": "scatter",
-        "name": words,
-        "x": at["elapsed_seconds"].to_numpy(),
-        "y": np.asarray(y, dtype=np.float64),
-        "mode": "markers",
-        "marker": {"symbol": symbol, "size": side, "color": colour, "line": {"width": 1.5, "color": colour}},
-        "cliponaxis": False,
-        "text": texts,
-        "hovertemplate": f"{words} %{{text}}<extra></extra>",
-    }
+    return marks(
+        words,
+        at["elapsed_seconds"].to_numpy(),
+        np.asarray(y, dtype=np.float64),
+        colour,
+        symbol,
+        side,
+        f"{words} %{{text}}<extra></extra>",
+        edge={"width": 1.5, "color": colour},
+        cliponaxis=False,
+        text=texts,
+    )
 
 
 def _place(error: pd.Series) -> str:
-    step = error["step"]
-    return (
-        f"step {step:,.0f} ({duration(error['elapsed_seconds'])})"
-        if is_known(step)
-        else duration(error["elapsed_seconds"])
-    )
+    place = duration(error["elapsed_seconds"])
+    return f"step {error['step']:,.0f} ({place})" if is_known(error["step"]) else place
 
 
 def _shortage(error: pd.Series) -> str:
@@ -243,19 +229,11 @@ def _times(count: float) -> str:
     return "once" if count == 1 else f"{count:,.0f} times"
 
 
-def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """Draw the allocator's segments as bars, with blocks in use filled. The holes cannot be given back.
-
-    Args:
-        table: `snapshots.AllocatorSnapshot.segments`.
-        theme: colours.
-        revision: the run.
-
-    """
+def segments(table: pd.DataFrame, theme: Theme) -> Chart:
+    """Draw the segments of an allocator snapshot, with blocks in use filled. The holes cannot be given back."""
     shown = table.head(MAX_SEGMENTS)
     height = 160 + 14 * len(shown)
-    x_title = "offset in the segment (MiB)"
-    figure = blank(theme, x_title=x_title, y_title="segment", revision=revision, height=height)
+    figure = blank(theme, x_title="offset in the segment (MiB)", y_title="segment", height=height)
     used = [(row, *block) for row, blocks in enumerate(shown["blocks"]) for block in _join_blocks(blocks)]
     rows, starts, sizes = np.array(used[:MAX_POINTS] or [(0, 0, 0)], dtype=np.float64).T
     wholes = shown["total_bytes"].to_numpy(np.float64)
@@ -263,18 +241,9 @@ def segments(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         ("free", np.arange(len(shown)), np.zeros(len(shown)), wholes, theme.grid),
         ("in use", rows, starts, sizes, theme.allocated),
     ):
-        figure.add_trace(
-            {
-                "type": "bar",
-                "name": name,
-                "orientation": "h",
-                "y": y,
-                "base": base / MIB,
-                "x": x / MIB,
-                "marker": {"color": colour, "line": {"width": 0}},
-                "hovertemplate": f"{name}: %{{x:,.4~g}} MiB from %{{base:,.4~g}} MiB on<extra></extra>",
-            }
-        )
+        hover = f"{name}: %{{x:,.4~g}} MiB from %{{base:,.4~g}} MiB on<extra></extra>"
+        more: dict[str, Any] = {"base": base / MIB, "marker": {"line": {"width": 0}}}
+        figure.add_trace(bar(name, y, x / MIB, colour, hover, **more))
     figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest")
     figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, zeroline=False)
     whole, held = table["total_bytes"].sum(), table["allocated_bytes"].sum()

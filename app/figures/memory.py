@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from app.figures.base import ELAPSED, Chart, Trace, blank, limit, line, sampled
+from app.figures.base import DASHES, TimeChart, Trace, limit, line, marks, over_time, sampled
 from app.figures.samples import pauses, sample_line, stack, with_gaps
 from app.format import byte_axis
 from app.theme import Theme
@@ -18,9 +18,9 @@ from collector.units import count, growth, is_known, percent, size
 
 #: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
-#: role, as in `process_memory.memory_by_role` -> name of its processes in a figure.
+#: role, as in `queries.memory_by_role` -> name of its processes in a figure.
 ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
-#: limit of `process_memory.HOST_LIMITS` -> its name.
+#: limit of `queries.HOST_LIMITS` -> its name.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: Factor above the peak at which a limit would press the lines flat: only the caption names it then.
 FARTHEST_LIMIT = 4
@@ -31,7 +31,6 @@ MAX_MARKED_RESTARTS = 200
 _NEAR_SECONDS, _NEAR_RATIO = 2.0, 0.01
 #: Places above which a caption gives their number instead of their names.
 _NAMED_PLACES = 4
-_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def by_role(
@@ -39,32 +38,22 @@ def by_role(
     theme: Theme,
     *,
     metric: str,
-    capacity_bytes: float | None,
-    capacity_name: str,
     title: str,
-    revision: str,
+    capacity_bytes: float | None = None,
+    capacity_name: str = "",
     lacking: str = "",
-) -> Chart:
-    """Draw process memory stacked by role, under the limit that binds.
+) -> TimeChart:
+    """Draw process memory stacked by role (`queries.memory_by_role`), under the limit that binds.
 
-    Args:
-        totals: elapsed_seconds and one column of bytes per role.
-        theme: colours.
-        metric: the column of `process` that was summed.
-        capacity_bytes: the limit, drawn only if the stack comes within a factor of three of it: else it would press
-            the stack flat, and only the caption names it.
-        capacity_name: what the limit is.
-        title: the question that the figure answers.
-        revision: the run.
-        lacking: the processes missing from the sums, since their metric was not read (`unread`).
-
+    A limit that is more than three times as high as the stack would press it flat: only the caption names it.
+    `lacking` are the processes missing from the sums, since their metric was not read (`unread`).
     """
     word = METRIC_WORDS[metric]
     roles = [column for column in totals.columns if column != "elapsed_seconds"]
     sums = totals[roles].sum(axis=1)
     last, peak = sums.iloc[-1], sums.max()
     scale, unit = byte_axis(peak)
-    figure = blank(theme, x_title=ELAPSED, y_title=f"{word} ({unit})", revision=revision)
+    figure = over_time(theme, y_title=f"{word} ({unit})")
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
     layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
@@ -77,24 +66,15 @@ def by_role(
         caption += f" {name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
         if peak * 3 > capacity_bytes:
             limit(figure, capacity_bytes / scale, f"{capacity_name} {size(capacity_bytes)}", theme)
-    return Chart(title=title, figure=figure, caption=caption)
+    return TimeChart(title=title, figure=figure, caption=caption)
 
 
 def against_limit(
-    usage: Mapping[str, Lines], theme: Theme, *, name: str, capacity_bytes: float | None, revision: str
-) -> Chart:
-    """Draw usage of a limited resource over time, with its limit as a dashed line unless that is far above.
-
-    Args:
-        usage: label -> line of bytes.
-        theme: colours.
-        name: of the limited resource.
-        capacity_bytes: the limit, None if it is not known.
-        revision: the run.
-
-    """
+    usage: Mapping[str, Lines], theme: Theme, *, name: str, capacity_bytes: float | None
+) -> TimeChart:
+    """Draw usage of a limited resource over time (label -> bytes), with its limit unless that is far above."""
     peak = highest(usage)
-    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used", revision=revision)
+    figure, scale, unit = byte_figure(peak, capacity_bytes, theme, y_title="used")
     captions = []
     for label, lines in usage.items():
         if lines.points.empty:
@@ -102,15 +82,14 @@ def against_limit(
         colour = theme.latency if label == "anonymous" else theme.host
         for part, points in lines.points.groupby("series"):
             name_of_line = f"{label}, {part!s}" if part else label
-            x, y = points["elapsed_seconds"], points["value"] / scale
-            figure.add_trace(sample_line(name_of_line, x, y, colour, unit, showlegend=True))
+            figure.add_trace(sample_line(name_of_line, points, colour, unit, scale=scale, showlegend=True))
         values = lines.points["value"]
         of = sampled(lines) or f"n = {lines.samples_count:,}"
         peak_of_line = f"peak {size(values.max())}, " if len(usage) > 1 else ""
         captions.append(f"{label} {size(values.iloc[-1])} ({peak_of_line}{of})")
     sentence = f"Peak {size(peak)}{against(figure, peak, capacity_bytes, scale, theme)}"
     caption = f"{sentence} Last: {', '.join(captions)}." if captions else "No samples in this window."
-    return Chart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)
+    return TimeChart(title=f"How near is {name} to its limit?", figure=figure, caption=caption)
 
 
 def highest(usage: Mapping[str, Lines]) -> float:
@@ -121,15 +100,11 @@ def highest(usage: Mapping[str, Lines]) -> float:
 
 
 def byte_figure(
-    peak: float, capacity_bytes: float | None, theme: Theme, *, y_title: str, revision: str, height: int = 320
+    peak: float, capacity_bytes: float | None, theme: Theme, *, y_title: str, height: int = 320
 ) -> tuple[go.Figure, int, str]:
     """Return an empty figure of bytes over time that `against` finishes, its bytes per unit, and the unit."""
     scale, unit = byte_axis(max(peak, (capacity_bytes or 0.0) if _is_near(peak, capacity_bytes) else 0.0))
-    return (
-        blank(theme, x_title=ELAPSED, y_title=f"{y_title} ({unit})", revision=revision, height=height),
-        scale,
-        unit,
-    )
+    return over_time(theme, y_title=f"{y_title} ({unit})", height=height), scale, unit
 
 
 def against(
@@ -150,19 +125,18 @@ def _is_near(peak: float, capacity_bytes: float | None) -> bool:
     return is_known(capacity_bytes) and peak * FARTHEST_LIMIT > capacity_bytes
 
 
-def open_files(lines: Lines, theme: Theme, *, limit_count: float, revision: str) -> Chart:
+def open_files(lines: Lines, theme: Theme, *, limit_count: float) -> TimeChart:
     """Draw open files of processes, and their limit if a process comes within a factor of three of it."""
-    figure = blank(theme, x_title=ELAPSED, y_title="open files (count)", revision=revision)
+    figure = over_time(theme, y_title="open files (count)")
     for place, (name, points) in enumerate(lines.points.groupby("series")):
-        style = {"dash": _DASHES[place % len(_DASHES)]}
+        style = {"dash": DASHES[place % len(DASHES)]}
         colour = theme.series[place % len(theme.series)]
-        x, y = points["elapsed_seconds"], points["value"]
-        figure.add_trace(sample_line(str(name), x, y, colour, "files", line=style))
+        figure.add_trace(sample_line(str(name), points, colour, "files", line=style))
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
         limit(figure, limit_count, f"limit {count(limit_count)}", theme)
     caption = f"Peak {count(peak)} of {count(limit_count)} allowed, over {lines.samples_count:,} samples."
-    return Chart(title="How near are open files to their limit?", figure=figure, caption=caption)
+    return TimeChart(title="How near are open files to their limit?", figure=figure, caption=caption)
 
 
 def per_process(
@@ -171,18 +145,16 @@ def per_process(
     theme: Theme,
     *,
     metric: str,
-    revision: str,
     resident: Lines | None = None,
     title: str = "Which process grows, and since when?",
-) -> Chart:
+) -> TimeChart:
     """Draw one line per place in the run; a triangle marks where a restarted worker begins a new part of its line.
 
     Args:
         lines: the thinned lines, series = place.
-        places: `process_memory.processes`.
+        places: `queries.processes`.
         theme: colours.
         metric: the column of `process` that is drawn.
-        revision: the run.
         resident: the RSS of processes whose metric was never read; else these would not be drawn.
         title: the question that the figure answers.
 
@@ -194,17 +166,16 @@ def per_process(
     all_points = [points for part in parts.values() for points in part.values()]
     scale, unit = byte_axis(max((float(points["value"].max()) for points in all_points), default=0.0))
     y_title = f"{word}, dashed RSS ({unit})" if "RSS" in parts else f"{word} ({unit})"
-    figure = blank(theme, x_title=ELAPSED, y_title=y_title, revision=revision, height=400)
+    figure = over_time(theme, y_title=y_title, height=400)
     restarts = 0
     names = [name for name in places["series"].unique() if any(name in part for part in parts.values())]
     for number, name in enumerate(names):
         starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
         colour = theme.series[number % len(theme.series)]
-        dash = _DASHES[number // len(theme.series) % len(_DASHES)]
+        dash = DASHES[number // len(theme.series) % len(DASHES)]
         of_place = {kind: part[name] for kind, part in parts.items() if name in part}
-        figure.add_traces(
-            [*_place_traces(str(name), of_place, starts, scale, unit, {"color": colour, "dash": dash})]
-        )
+        style = {"color": colour, "dash": dash}
+        figure.add_traces([*_place_traces(str(name), of_place, starts, scale, unit, style)])
         restarts += len(starts)
     caption = f"{word[0].upper()}{word[1:]} memory per process"
     if metric == "rss_bytes":
@@ -215,22 +186,11 @@ def per_process(
             f" No {word} was read of {unread(places, metric)}: RSS is drawn, which counts shared pages fully."
         )
     caption += f" {restarts:,} worker restarts (▲)." if restarts else ""
-    return Chart(
-        title=title,
-        figure=figure,
-        caption=caption,
-        takeaway=_fastest(places, metric),
-    )
+    return TimeChart(title=title, figure=figure, caption=caption, takeaway=_fastest(places, metric))
 
 
 def unread(places: pd.DataFrame, metric: str) -> str:
-    """Return in words the places with processes whose RSS was read but never this metric; empty for none.
-
-    Args:
-        places: `process_memory.processes`.
-        metric: a column of it.
-
-    """
+    """Return in words which of `queries.processes` have an RSS but never this metric; empty for none."""
     lacks = places[metric].isna() & places["rss_bytes"].notna()
     of_places = [
         (str(name), int(flags.sum()), len(flags)) for name, flags in lacks.groupby(places["series"], sort=False)
@@ -246,12 +206,7 @@ def unread(places: pd.DataFrame, metric: str) -> str:
 
 
 def _place_traces(
-    name: str,
-    parts: Mapping[str, pd.DataFrame],
-    starts: list[float],
-    scale: int,
-    unit: str,
-    style: dict[str, str],
+    name: str, parts: Mapping[str, pd.DataFrame], starts: list[float], scale: int, unit: str, style: dict[str, str]
 ) -> Iterator[Trace]:
     """Yield the lines of one place, dots for isolated samples, and marks for restarts."""
     gaps = starts if len(starts) <= MAX_MARKED_RESTARTS else []
@@ -278,27 +233,15 @@ def _is_isolated(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _restarts(
-    name: str,
-    starts: list[float],
-    x: np.ndarray[Any, Any],
-    y: np.ndarray[Any, Any],
-    colour: str,
+    name: str, starts: list[float], x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], colour: str
 ) -> Trace:
     """Return marks at the restarts, each at the height of the nearest sample, or on the axis if none is near."""
     at = np.asarray(starts)
     distances = np.abs(at[:, np.newaxis] - x)
     nearest = distances.argmin(axis=1)
     is_near = distances.min(axis=1) <= max(_NEAR_SECONDS, _NEAR_RATIO * float(np.ptp(x)))
-    return {
-        "type": "scatter",
-        "name": f"{name} restarted",
-        "x": at,
-        "y": np.where(is_near, y[nearest], 0.0),
-        "mode": "markers",
-        "marker": {"symbol": "triangle-up", "size": 9, "color": colour},
-        "hovertemplate": "restarted",
-        "showlegend": False,
-    }
+    heights = np.where(is_near, y[nearest], 0.0)
+    return marks(f"{name} restarted", at, heights, colour, "triangle-up", 9, "restarted", showlegend=False)
 
 
 def _fastest(places: pd.DataFrame, metric: str) -> str:

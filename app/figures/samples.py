@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from app.figures.base import ELAPSED, Chart, Trace, area, blank, line, sampled
+from app.figures.base import TimeChart, Trace, area, line, over_time, sampled
 from app.format import MIB
 from app.theme import Theme
 from collector.store.queries import Lines
@@ -17,8 +18,6 @@ from collector.units import quantity, size
 #: A pause is longer than each of these: a multiple of the intervals around it, a share of the line (thinned to 500
 #: buckets or more), and two ticks of the collector in seconds. Steps come in bursts, and a burst has no gaps.
 _PAUSE_FACTOR, _PAUSE_RATIO, _SHORTEST_PAUSE_SECONDS = 5, 0.01, 2.0
-#: name -> SQL over `agent`, in seconds.
-COLLECTOR_LINES = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9"}
 
 
 def pauses(x: Any) -> list[float]:
@@ -39,10 +38,12 @@ def with_gaps(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], starts: Sequence
     return np.insert(x, at, np.nan), np.insert(y, at, np.nan)
 
 
-def sample_line(name: str, x: Any, y: Any, colour: str, unit: str, **more: Any) -> Trace:
-    """Return a line of samples."""
-    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
-    return line(name, *with_gaps(x, y, pauses(x)), colour, unit, **more)
+def sample_line(
+    name: str, points: pd.DataFrame, colour: str, unit: str, *, scale: float = 1, **attributes: Any
+) -> Trace:
+    """Return a line of samples: their elapsed seconds, and their values divided by `scale`."""
+    x, y = (points[column].to_numpy(np.float64) for column in ("elapsed_seconds", "value"))
+    return line(name, *with_gaps(x, y / scale, pauses(x)), colour, unit, **attributes)
 
 
 def stack(x: Any, layers: Sequence[tuple[str, Any, str]], unit: str) -> Iterator[Trace]:
@@ -55,30 +56,28 @@ def stack(x: Any, layers: Sequence[tuple[str, Any, str]], unit: str) -> Iterator
             yield part | {"stackgroup": str(number), "legendgroup": name, "showlegend": number == 0}
 
 
-def collector_timing(lines: Mapping[str, Lines], theme: Theme, *, revision: str) -> Chart:
+def collector_timing(lines: Mapping[str, Lines], theme: Theme) -> TimeChart:
     """Draw the achieved sampling interval, and the age of the oldest record that is not in the lake."""
-    figure = blank(theme, x_title=ELAPSED, y_title="time (s)", revision=revision)
+    figure = over_time(theme, y_title="time (s)")
     captions = []
     for name, colour, dash in (("interval", theme.latency, "dash"), ("lag", theme.reserved, "solid")):
-        has_hosts = lines[name].points["series"].nunique() > 1
-        for host, points in lines[name].points.groupby("series"):
-            label = f"{name}, {host}" if has_hosts else name
-            x, y = points["elapsed_seconds"], points["value"]
-            figure.add_trace(sample_line(label, x, y, colour, "s", line={"dash": dash}))
+        by_host = lines[name].points.groupby("series")
+        for host, points in by_host:
+            label = f"{name}, {host}" if len(by_host) > 1 else name
+            figure.add_trace(sample_line(label, points, colour, "s", line={"dash": dash}))
         highest = quantity(lines[name].points["value"].max(), "seconds")
         captions.append(f"longest {name} {highest} of {lines[name].samples_count:,} samples")
     caption = f"{'; '.join(captions).capitalize()}. The lag falls with each commit to the lake."
     if sampled(lines["interval"]):
         caption += f" Drawn as {sampled(lines['interval'])}."
-    return Chart(title="Does the collector keep up?", figure=figure, caption=caption)
+    return TimeChart(title="Does the collector keep up?", figure=figure, caption=caption)
 
 
-def collector_memory(lines: Lines, theme: Theme, *, revision: str) -> Chart:
+def collector_memory(lines: Lines, theme: Theme) -> TimeChart:
     """Draw the resident memory of the collector of each host."""
-    figure = blank(theme, x_title=ELAPSED, y_title="RSS (MiB)", revision=revision)
+    figure = over_time(theme, y_title="RSS (MiB)")
     for number, (host, points) in enumerate(lines.points.groupby("series")):
         colour = theme.series[number % len(theme.series)]
-        x, y = points["elapsed_seconds"], points["value"] / MIB
-        figure.add_trace(sample_line(str(host), x, y, colour, "MiB"))
+        figure.add_trace(sample_line(str(host), points, colour, "MiB", scale=MIB))
     caption = f"Peak {size(lines.points['value'].max())} of {lines.samples_count:,} samples."
-    return Chart(title="What does the collector hold itself?", figure=figure, caption=caption)
+    return TimeChart(title="What does the collector hold itself?", figure=figure, caption=caption)

@@ -6,8 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import pandas as pd
 
-from app.figures.axis import Axis
-from app.figures.base import Chart, Trace, area, blank, faint, line
+from app.figures.base import (
+    DASHES,
+    HOVER_SECONDS,
+    Axis,
+    Chart,
+    TimeChart,
+    Trace,
+    area,
+    blank,
+    faint,
+    line,
+    over_time,
+)
 from app.figures.samples import sample_line
 from app.format import byte_axis
 from app.theme import Theme
@@ -20,23 +31,18 @@ _MIN_POINTS_TO_CUT = 20
 #: Multiples of the slowest step that is not cut off: the axis is cut if a step exceeds the first, and then ends at
 #: the second.
 _CUT_FACTOR, _BOUND_FACTOR = 4, 1.25
-#: The x titles in a comparison. Each run has its own clock, so `axis.time_axis` must not recognise them.
-X_TITLES: dict[Axis, str] = {"elapsed": "elapsed in each run (s)", "step": "step of each run"}
+#: The x axes of a comparison, in which each run has its own clock: title, and x on hover.
+_OF_EACH: dict[Axis, tuple[str, str]] = {
+    "elapsed": ("elapsed in each run (s)", HOVER_SECONDS),
+    "step": ("step of each run", "%{x}"),
+}
 #: Opacity of a band in hexadecimal, a fifth: the lines of other runs are visible through it.
 _BAND_ALPHA = "33"
-_DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
-    """Draw step time over steps, with data wait below and the rest above.
-
-    Args:
-        steps: `training_steps.steps`: step, n, wait_ms, rest_ms, slowest_ms.
-        theme: colours.
-        revision: the run.
-
-    """
-    figure = blank(theme, x_title="step", y_title="time per step (ms)", revision=revision)
+def split(steps: pd.DataFrame, theme: Theme) -> TimeChart:
+    """Draw step time over steps (`queries.steps`), with data wait below and the rest above."""
+    figure = over_time(theme, y_title="time per step (ms)", axis="step")
     count, most = int(steps["n"].sum()), int(steps["n"].max())
     mean_ms, wait_ratio = mean_and_wait(steps)
     if wait_ratio is None:
@@ -48,21 +54,13 @@ def split(steps: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         figure.add_trace(area("data wait", steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
     figure.add_trace(area(rest, steps["step"], steps["rest_ms"], theme.latency, "ms"))
     if most > 1:
-        figure.add_trace(
-            line(
-                "slowest step",
-                steps["step"],
-                steps["slowest_ms"],
-                theme.quiet,
-                "ms",
-                line={"width": 1, "dash": "dot"},
-            )
-        )
+        style = {"width": 1, "dash": "dot"}
+        figure.add_trace(line("slowest step", steps["step"], steps["slowest_ms"], theme.quiet, "ms", line=style))
         caption += f" Each point is the mean of up to {most:,} steps, the dotted line the slowest of them."
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
-    return Chart(title=title, figure=figure, caption=caption)
+    return TimeChart(title=title, figure=figure, caption=caption, axis="step")
 
 
 def mean_and_wait(steps: pd.DataFrame) -> tuple[float, float | None]:
@@ -73,13 +71,10 @@ def mean_and_wait(steps: pd.DataFrame) -> tuple[float, float | None]:
 
 
 def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
-    """Return where to cut the axis (ms), None to show it whole.
+    """Return where to cut the axis (ms), None to show it whole, for `queries.steps` of each run on it.
 
-    It is cut if a few slow steps, mostly the first, would press the others flat.
-
-    Args:
-        runs: `training_steps.steps` of each run on the axis. No run loses more than a handful of points.
-
+    It is cut if a few slow steps, mostly the first, would press the others flat. No run loses more than a handful
+    of points.
     """
     tops = [steps["slowest_ms"] for steps in runs]
     rest = max(
@@ -101,19 +96,12 @@ def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
     return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(names)})" if names else ""
 
 
-def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, revision: str) -> Chart:
-    """Draw the time per step of each run.
-
-    Args:
-        runs: name -> `training_steps.steps`, with the position on the axis as x.
-        theme: colours.
-        axis: the axis of x.
-        revision: the runs.
-
-    """
-    figure = blank(theme, x_title=X_TITLES[axis], y_title="time per step (ms)", revision=revision)
+def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) -> Chart:
+    """Draw the time per step of each run: name -> `queries.steps`, with the position on the axis as x."""
+    x_title, x_hover = _OF_EACH[axis]
+    figure = blank(theme, x_title=x_title, y_title="time per step (ms)", x_hover=x_hover)
     for number, (name, steps) in enumerate(runs.items()):
-        for trace in _step_traces(name, steps, theme.series[number], _DASHES[number % len(_DASHES)]):
+        for trace in _step_traces(name, steps, theme.series[number], DASHES[number % len(DASHES)]):
             figure.add_trace(trace)
     caption = f"{'; '.join(_in_words(name, steps) for name, steps in runs.items())}."
     most = max(int(steps["n"].max()) for steps in runs.values())
@@ -147,25 +135,24 @@ def _in_words(name: str, steps: pd.DataFrame) -> str:
     )
 
 
-def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, metric: str, revision: str) -> Chart:
+def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, metric: str) -> Chart:
     """Draw the memory of all processes of each run.
 
     Args:
-        runs: name -> columns x and bytes.
+        runs: name -> columns elapsed_seconds, which is the position on the axis, and value, in bytes.
         theme: colours.
         axis: the axis of x.
         metric: name of the memory metric in words.
-        revision: the runs.
 
     """
-    scale, unit = byte_axis(max((float(total["bytes"].max()) for total in runs.values()), default=0.0))
-    figure = blank(theme, x_title=X_TITLES[axis], y_title=f"{metric} ({unit})", revision=revision)
+    scale, unit = byte_axis(max((float(total["value"].max()) for total in runs.values()), default=0.0))
+    x_title, x_hover = _OF_EACH[axis]
+    figure = blank(theme, x_title=x_title, y_title=f"{metric} ({unit})", x_hover=x_hover)
     for number, (name, total) in enumerate(runs.items()):
-        style = {"dash": _DASHES[number % len(_DASHES)]}
-        y = total["bytes"] / scale
-        figure.add_trace(sample_line(name, total["x"], y, theme.series[number], unit, line=style))
+        style = {"dash": DASHES[number % len(DASHES)]}
+        figure.add_trace(sample_line(name, total, theme.series[number], unit, scale=scale, line=style))
     peaks = "; ".join(
-        f"{name}: peak {size(total['bytes'].max())} of {len(total):,} moments" for name, total in runs.items()
+        f"{name}: peak {size(total['value'].max())} of {len(total):,} moments" for name, total in runs.items()
     )
     return Chart(
         title="Does it take less host memory?",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.figures.base import Chart, Trace, blank, faint, line
+from app.figures.base import Chart, Trace, blank, faint, line, marks
 from app.format import byte_axis
 from app.theme import Theme
 from collector.diagnosis.tuning import Forecast, Option, Setting, option_text
@@ -15,11 +15,11 @@ from collector.units import is_known, number, percent, size
 
 
 def by_workers(
-    options: Sequence[Option], chosen: Option, outlook: Forecast, theme: Theme, *, of: str = "", revision: str
+    options: Sequence[Option], chosen: Option, outlook: Forecast, theme: Theme, *, of: str = ""
 ) -> Chart:
     """Draw throughput and its interval by number of workers, all else as chosen; `of` names the rank."""
     per_batch, unit = rate_unit(outlook)
-    figure = blank(theme, x_title="num_workers", y_title=f"throughput{of} ({unit})", revision=revision)
+    figure = blank(theme, x_title="num_workers", y_title=f"throughput{of} ({unit})")
     x = np.array([option.setting.num_workers for option in options], dtype=np.float64)
     low, high = (per_batch * np.array([getattr(option, name) for option in options]) for name in ("low", "high"))
     figure.add_trace(
@@ -64,13 +64,13 @@ def by_workers(
     )
 
 
-def front(outlook: Forecast, chosen: Option, theme: Theme, *, revision: str) -> Chart:
+def front(outlook: Forecast, chosen: Option, theme: Theme) -> Chart:
     """Draw waiting against host memory, or against batches in flight if memory is not known."""
     in_bytes = is_known(outlook.current.memory_bytes)
     shown = [*outlook.options, outlook.current, chosen]
     unit_bytes, unit = byte_axis(max((o.memory_bytes for o in shown if is_known(o.memory_bytes)), default=0.0))
     title = f"host memory of the loop ({unit})" if in_bytes else "batches in flight (count)"
-    figure = blank(theme, x_title=title, y_title="waiting (% of the time)", revision=revision)
+    figure = blank(theme, x_title=title, y_title="waiting (% of the time)")
 
     def place(options: Sequence[Option]) -> tuple[list[float], list[float]]:
         x = [o.memory_bytes / unit_bytes if in_bytes else float(o.setting.in_flight) for o in options]
@@ -122,12 +122,5 @@ def _with_texts(trace: Trace, texts: Sequence[str]) -> Trace:
 def _mark(
     name: str, x: list[float], y: list[float], colour: str, symbol: str, unit: str, *, size: int = 13
 ) -> Trace:
-    return {
-        "type": "scatter",
-        "name": name,
-        "x": np.asarray(x, dtype=np.float64),
-        "y": np.asarray(y, dtype=np.float32),
-        "mode": "markers",
-        "marker": {"color": colour, "symbol": symbol, "size": size},
-        "hovertemplate": f"%{{y:,.4~g}} {unit}",
-    }
+    hover, values = f"%{{y:,.4~g}} {unit}", np.asarray(y, dtype=np.float32)
+    return marks(name, np.asarray(x, dtype=np.float64), values, colour, symbol, size, hover)

@@ -10,21 +10,25 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from app.figures.base import (
-    ELAPSED,
     HOVER_SECONDS,
     MAX_POINTS,
     Chart,
+    TimeChart,
     Trace,
     axis_style,
     axis_title,
+    bar,
     blank,
     line,
+    marks,
     name_rows,
+    over_time,
+    pattern,
     sampled,
 )
 from app.theme import Theme
+from collector import report
 from collector.diagnosis.loading import Lanes
-from collector.report import wording
 from collector.store.queries import Lines
 from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
@@ -41,11 +45,7 @@ _CAUSES = {
     "blocked_ms": ("blocked", "latency", "."),
 }
 #: count of the loader's queue -> (attribute of the theme, dash)
-_QUEUE = {
-    "outstanding": ("quiet", "dot"),
-    "ready": ("host", "solid"),
-    "parked": ("latency", "dash"),
-}
+_QUEUE = {"outstanding": ("quiet", "dot"), "ready": ("host", "solid"), "parked": ("latency", "dash")}
 #: Name of the training's lane.
 _LOOP = "training"
 #: Window in milliseconds from which the axis of lanes is in seconds.
@@ -67,13 +67,19 @@ def worker_name(worker: int, rank: float | None = None) -> str:
     return place if rank is None or pd.isna(rank) else f"rank {int(rank)} {place}"
 
 
-def _tick_label(worker: int, rank: float | None) -> str:
-    """Return the worker's name, short enough for an axis: `3`, `rank 1: 3`, `inline`."""
-    place = "inline" if worker == INLINE_WORKER else str(worker)
-    return place if rank is None or pd.isna(rank) else f"rank {int(rank)}: {place}"
+def _tick_labels(table: pd.DataFrame) -> list[str]:
+    """Return the workers' names, short enough for an axis: `3`, `rank 1: 3`, `inline`."""
+    places = ["inline" if worker == INLINE_WORKER else str(worker) for worker in table["worker"]]
+    both = zip(places, table["rank"], strict=True)
+    return [place if pd.isna(rank) else f"rank {int(rank)}: {place}" for place, rank in both]
 
 
-def stages(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+def _height(rows_count: int, around: int, *, least: int = 240) -> int:
+    """Return the height in pixels of a figure with a bar per row."""
+    return max(least, min(640, around + 30 * rows_count))
+
+
+def stages(split: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the shares of each worker's time that it is idle, in the dataset, and in collate."""
     slowest = split.iloc[int(split["median_ms"].to_numpy().argmax())]
     caption = (
@@ -81,29 +87,27 @@ def stages(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
         f"{worker_name(int(slowest['worker']), slowest['rank'])} with {quantity(slowest['median_ms'], 'ms')} "
         f"(n = {int(split['n'].sum()):,} batches)."
     )
-    return _shares(split, _STAGES, theme, "What does each worker do with its time?", caption, revision)
+    return _shares(split, _STAGES, theme, "What does each worker do with its time?", caption)
 
 
-def causes(split: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+def causes(split: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the shares of each worker's fetch time on the CPU, waiting for a core, and blocked."""
     caption = f"Split of the time in the dataset and in collate (n = {int(split['n'].sum()):,} batches). "
     caption += "Blocked: on I/O, a lock or a sleep."
     if split["run_queue_ms"].isna().all():
         caption += " The kernel gives no run-queue time here: waiting for a core counts as blocked."
-    return _shares(split, _CAUSES, theme, "Are fetches short of CPU, of cores, or of I/O?", caption, revision)
+    return _shares(split, _CAUSES, theme, "Are fetches short of CPU, of cores, or of I/O?", caption)
 
 
-def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+def heat(fetches: pd.DataFrame, theme: Theme) -> TimeChart:
     """Draw the longest fetch of each worker over time.
 
     A slow worker is a bright row, a single slow fetch a bright cell.
     """
-    figure = blank(theme, x_title=ELAPSED, y_title="worker (id)", revision=revision)
-    workers = fetches[["worker", "rank"]].drop_duplicates()
-    labels = [_tick_label(w, r) for w, r in zip(workers["worker"], workers["rank"], strict=True)]
+    labels = _tick_labels(fetches[["worker", "rank"]].drop_duplicates())
+    figure = over_time(theme, y_title="worker (id)", height=_height(len(labels), 140, least=260))
     row = fetches.groupby(["worker", "rank"], sort=False, dropna=False).ngroup()
     grid = _with_gaps(fetches.assign(row=row).pivot(index="row", columns="elapsed_seconds", values="fetch_ms"))
-    top = float(np.nanquantile(grid.to_numpy(), 0.99))
     figure.add_trace(
         {
             "type": "heatmap",
@@ -112,36 +116,40 @@ def heat(fetches: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
             "y": labels,
             "z": grid.to_numpy(dtype=np.float32),
             "zmin": 0,
-            "zmax": top,
+            "zmax": float(np.nanquantile(grid.to_numpy(), 0.99)),
             "colorscale": [[0, theme.heat[0]], [1, theme.heat[1]]],
             "colorbar": {
                 "title": {"text": "longest fetch (ms)", "side": "right", "font": {"size": 13}},
                 "thickness": 12,
                 "outlinewidth": 0,
             },
-            "hovertemplate": f"worker %{{y}}, {HOVER_SECONDS}: %{{z:,.4~g}} ms<extra></extra>",
+            "hovertemplate": _heat_hover(HOVER_SECONDS),
             "hoverongaps": False,
         }
     )
-    figure.update_layout(hovermode="closest", height=max(260, min(640, 140 + 30 * len(labels))))
+    figure.update_layout(hovermode="closest")
     name_rows(figure, labels)
     figure.update_xaxes(showgrid=False)
-    caption = f"Longest fetch per cell, of {int(fetches['n'].sum()):,} batches; empty: no batch made."
-    return Chart(
+    return TimeChart(
         title="Which worker is slow, and when?",
         figure=figure,
-        caption=caption,
+        caption=f"Longest fetch per cell, of {int(fetches['n'].sum()):,} batches; empty: no batch made.",
         takeaway=f"Largest: {quantity(float(np.nanmax(grid)), 'ms')}.",
+        hover=_heat_hover,
     )
 
 
-def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision: str) -> Chart:
+def _heat_hover(x: str) -> str:
+    return f"worker %{{y}}, {x}: %{{z:,.4~g}} ms<extra></extra>"
+
+
+def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeChart:
     """Draw the wait for each batch and, below it, how many batches were parked, ready or outstanding then.
 
     A loader without workers has no queue, so its chart has no lower part.
     """
     counts = {name: lines.points for name, lines in batches.items() if name in _QUEUE and len(lines.points)}
-    figure = blank(theme, x_title=ELAPSED, y_title="wait (ms)", revision=revision, height=440 if counts else 300)
+    figure = over_time(theme, y_title="wait (ms)", height=440 if counts else 300)
     if counts:  # two plots share one axis of time
         lower = {"title": axis_title("batches (count)"), "rangemode": "tozero", "automargin": True}
         figure.update_layout(
@@ -150,13 +158,10 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
             yaxis2={**lower, **axis_style(theme), "domain": [0, 0.38]},
         )
     wait = batches["wait"]
-    x, y = wait.points["elapsed_seconds"], wait.points["value"]
-    figure.add_trace(line("wait", x, y, theme.wait, "ms"))
+    figure.add_trace(line("wait", wait.points["elapsed_seconds"], wait.points["value"], theme.wait, "ms"))
     for name, points in counts.items():
-        colour, dash = _QUEUE[name]
-        x, y = points["elapsed_seconds"], points["value"]
-        trace = line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2")
-        figure.add_trace(trace)
+        (colour, dash), x, y = _QUEUE[name], points["elapsed_seconds"], points["value"]
+        figure.add_trace(line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2"))
     caption = f"Longest wait {quantity(wait.points['value'].max(), 'ms')} over {wait.samples_count:,} batches."
     if inline:
         caption += " Batches are made inline: the wait is the time to make one."
@@ -165,7 +170,7 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool, revision:
     if sampled(wait):
         caption += f" Drawn as {sampled(wait)}."
     title = "How long does the training wait for a batch, and what lay ready?"
-    return Chart(title=title, figure=figure, caption=caption)
+    return TimeChart(title=title, figure=figure, caption=caption)
 
 
 def _with_gaps(grid: pd.DataFrame) -> pd.DataFrame:
@@ -179,65 +184,35 @@ def _with_gaps(grid: pd.DataFrame) -> pd.DataFrame:
     return whole.set_axis(begins[0] + step * whole.columns.to_numpy(), axis="columns")
 
 
-def pattern(shape: str, theme: Theme) -> dict[str, object]:
-    """Return how a bar is hatched: colour alone never carries a meaning."""
-    return {
-        "shape": shape,
-        "fillmode": "overlay",
-        "fgcolor": theme.background,
-        "fgopacity": 0.6,
-        "solidity": 0.2,
-        "size": 7,
-    }
-
-
 def _shares(
-    split: pd.DataFrame,
-    parts: Mapping[str, tuple[str, str, str]],
-    theme: Theme,
-    title: str,
-    caption: str,
-    revision: str,
+    split: pd.DataFrame, parts: Mapping[str, tuple[str, str, str]], theme: Theme, title: str, caption: str
 ) -> Chart:
-    names = [_tick_label(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)]
-    height = max(240, min(640, 150 + 30 * len(names)))
-    figure = blank(theme, x_title="share of time (%)", y_title="worker (id)", revision=revision, height=height)
+    names = _tick_labels(split)
+    height = _height(len(names), 150)
+    figure = blank(theme, x_title="share of time (%)", y_title="worker (id)", height=height)
     parts_ms = split[list(parts)]
     total_ms = parts_ms.sum(axis=1)
     for column, (name, colour, shape) in parts.items():
-        figure.add_trace(
-            {
-                "type": "bar",
-                "name": name,
-                "orientation": "h",
-                "y": names,
-                "x": (parts_ms[column] / total_ms * 100).to_numpy(dtype=np.float32),
-                "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
-                "customdata": (parts_ms[column] / split["n"]).to_numpy(dtype=np.float32),
-                "hovertemplate": "%{x:.1f} %, %{customdata:,.4~g} ms per batch",
-            }
-        )
+        of_total = (parts_ms[column] / total_ms * 100).to_numpy(dtype=np.float32)
+        more = {
+            "marker": {"pattern": pattern(shape, theme)},
+            "customdata": (parts_ms[column] / split["n"]).to_numpy(dtype=np.float32),
+        }
+        hover = "%{x:.1f} %, %{customdata:,.4~g} ms per batch"
+        figure.add_trace(bar(name, names, of_total, getattr(theme, colour), hover, **more))
     figure.update_layout(barmode="stack", bargap=0.25, hovermode="y unified")
     name_rows(figure, names)
     figure.update_xaxes(range=[0, 100])
-    mean_shares = ", ".join(
-        f"{name} {share:.0f} %"
-        for name, share in zip(
-            (name for name, _, _ in parts.values()), parts_ms.sum() / parts_ms.sum().sum() * 100, strict=True
-        )
-    )
-    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {mean_shares}.")
+    totals_ms = parts_ms.sum()
+    shares = totals_ms / totals_ms.sum() * 100
+    takeaway = ", ".join(f"{name} {shares[column]:.0f} %" for column, (name, _, _) in parts.items())
+    return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {takeaway}.")
 
 
-def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) -> Chart:
+def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     """Draw what the training and its workers do over a few rounds, one lane for each.
 
-    Args:
-        shown: the bars of the lanes and the window they are in.
-        theme: the colours.
-        begin_seconds: begin of the window, in seconds since the run was made.
-        revision: id of the run; zoom and legend stay while it is the same.
-
+    The window begins `begin_seconds` after the run was made.
     """
     bars, unit, scale = shown.bars, "ms", 1.0
     length_ms = (shown.end_ns - shown.begin_ns) / 1e6
@@ -245,27 +220,24 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
         unit, scale = "s", 1e-3
     names = [_LOOP, *(f"worker {int(worker)}" for worker in sorted(bars["worker"].dropna().unique()))]
     height = max(340, min(760, 200 + 34 * len(names)))
-    figure = blank(theme, x_title=f"time in the window ({unit})", y_title="", revision=revision, height=height)
+    x_hover = HOVER_SECONDS if unit == "s" else "%{x}"
+    figure = blank(theme, x_title=f"time in the window ({unit})", y_title="", x_hover=x_hover, height=height)
     for kind, (name, colour, shape, bar_height, offset) in _BARS.items():
         rows = bars[bars["kind"] == kind].iloc[:MAX_POINTS]
         if rows.empty:
             continue
+        more = {
+            "base": (rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
+            "width": bar_height,
+            "offset": offset,
+            "marker": {"pattern": pattern(shape, theme), "line": {"width": 0}},
+            "customdata": rows[["index", "by", "duration_ms"]].to_numpy(),
+        }
+        lane_names = [_LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]]
+        lengths = (rows["duration_ms"] * scale).to_numpy(dtype=np.float32)
         hover = "batch %{customdata[0]:,} of worker %{customdata[1]}: %{customdata[2]:,.4~g} ms"
-        figure.add_trace(
-            {
-                "type": "bar",
-                "name": name,
-                "orientation": "h",
-                "y": [_LOOP if pd.isna(worker) else f"worker {int(worker)}" for worker in rows["worker"]],
-                "base": (rows["begin_ms"] * scale).to_numpy(dtype=np.float32),
-                "x": (rows["duration_ms"] * scale).to_numpy(dtype=np.float32),
-                "width": bar_height,
-                "offset": offset,
-                "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme), "line": {"width": 0}},
-                "customdata": rows[["index", "by", "duration_ms"]].to_numpy(),
-                "hovertemplate": f"{name}, {hover}<extra></extra>",
-            }
-        )
+        hover = f"{name}, {hover}<extra></extra>"
+        figure.add_trace(bar(name, lane_names, lengths, getattr(theme, colour), hover, **more))
     figure.update_layout(barmode="overlay", hovermode="closest")
     all_lanes = [len(names) - 0.5, -0.7]
     name_rows(figure, names, categoryorder="array", categoryarray=names, autorange=False, range=all_lanes)
@@ -283,10 +255,9 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float, revision: str) ->
     )
 
 
-def waits_by_position(table: pd.DataFrame, theme: Theme, *, revision: str) -> Chart:
+def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the waits by position in the round: the training waits for the worker of a position that stands out."""
-    title = "position in the round: worker (id)"
-    figure = blank(theme, x_title=title, y_title="wait (ms)", revision=revision, height=440)
+    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=440)
     labels = [
         str(position) if position == worker else f"{position}: worker {worker}"
         for position, worker in zip(table["position"], table["worker"], strict=True)
@@ -302,17 +273,8 @@ def waits_by_position(table: pd.DataFrame, theme: Theme, *, revision: str) -> Ch
             "hovertemplate": "%{y:,.4~g} ms, %{customdata[1]:.1%} of all waiting (n = %{customdata[0]:,})",
         }
     )
-    figure.add_trace(
-        {
-            "type": "scatter",
-            "name": "95th percentile",
-            "x": labels,
-            "y": table["p95_ms"].to_numpy(dtype=np.float32),
-            "mode": "markers",
-            "marker": {"symbol": "line-ew-open", "size": 14, "color": theme.text, "line": {"width": 2}},
-            "hovertemplate": "%{y:,.4~g} ms",
-        }
-    )
+    p95_ms, style = table["p95_ms"].to_numpy(dtype=np.float32), ("line-ew-open", 14, "%{y:,.4~g} ms")
+    figure.add_trace(marks("95th percentile", labels, p95_ms, theme.text, *style, edge={"width": 2}))
     figure.update_xaxes(type="category")
     worst = table.iloc[int(table["ratio"].to_numpy().argmax())]
     return Chart(
@@ -324,12 +286,12 @@ def waits_by_position(table: pd.DataFrame, theme: Theme, *, revision: str) -> Ch
     )
 
 
-def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: str) -> Chart:
+def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int) -> Chart:
     """Draw the time per batch in each stage, on the CPU and off it, over the last `batches_count` batches."""
     cpu_ms = (table["batch_ms"] * table["cpu_ratio"]).to_numpy(dtype=np.float32)
     off_cpu_ms = (table["batch_ms"] * (1 - table["cpu_ratio"])).to_numpy(dtype=np.float32)
     unmeasured_ms = table["batch_ms"].where(table["cpu_ratio"].isna()).to_numpy(dtype=np.float32)
-    figure = _bars(table["stage"], "time per batch (ms)", theme, revision)
+    figure = _bars(table["stage"], "time per batch (ms)", theme)
     for name, values, colour, shape in (
         ("on the CPU", cpu_ms, "allocated", ""),
         ("waiting: disk, lock or core", off_cpu_ms, "latency", "/"),
@@ -344,18 +306,18 @@ def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int, revision: st
         figure=figure,
         caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
         f"stages called within. Over the last {number(batches_count)} batches.",
-        takeaway=f"{wording.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
+        takeaway=f"{report.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
         "per batch.",
     )
 
 
-def awaited_stages(stall: Mapping[str, Any], theme: Theme, *, revision: str) -> Chart:
+def awaited_stages(stall: Mapping[str, Any], theme: Theme) -> Chart:
     """Draw what the awaited worker did while the training waited.
 
     `stall` is an entry of the report's `exposed_stall`.
     """
     parts = pd.DataFrame(stall["stages"], columns=["stage", "seconds"])
-    figure = _bars(parts["stage"], "waited for (s)", theme, revision)
+    figure = _bars(parts["stage"], "waited for (s)", theme, x_hover=HOVER_SECONDS)
     values = parts["seconds"].to_numpy(dtype=np.float32)
     figure.add_trace(_bar("waited for", parts["stage"], values, "s", theme, "wait", ""))
     figure.update_layout(showlegend=False)
@@ -364,13 +326,13 @@ def awaited_stages(stall: Mapping[str, Any], theme: Theme, *, revision: str) -> 
         figure=figure,
         caption=f"{duration(stall['wait_seconds'])} waited, {percent(stall['wait_ratio'])} of the loop's time, "
         f"over the last {number(stall['batches'])} batches, by what the worker of the awaited batch was doing.",
-        takeaway=f"Most: {wording.part(parts['stage'].iloc[0])}." if len(parts) else "",
+        takeaway=f"Most: {report.part(parts['stage'].iloc[0])}." if len(parts) else "",
     )
 
 
-def _bars(stages: pd.Series, x_title: str, theme: Theme, revision: str) -> go.Figure:
-    height = max(240, min(640, 130 + 30 * len(stages)))
-    figure = blank(theme, x_title=x_title, y_title="", revision=revision, height=height)
+def _bars(stages: pd.Series, x_title: str, theme: Theme, *, x_hover: str = "%{x}") -> go.Figure:
+    height = _height(len(stages), 130)
+    figure = blank(theme, x_title=x_title, y_title="", x_hover=x_hover, height=height)
     figure.update_layout(barmode="stack", bargap=0.3, hovermode="y unified")
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
@@ -379,12 +341,5 @@ def _bars(stages: pd.Series, x_title: str, theme: Theme, revision: str) -> go.Fi
 def _bar(
     name: str, stages: pd.Series, values: np.ndarray[Any, Any], unit: str, theme: Theme, colour: str, shape: str
 ) -> Trace:
-    return {
-        "type": "bar",
-        "name": name,
-        "orientation": "h",
-        "y": [wording.part(stage) for stage in stages],
-        "x": values,
-        "marker": {"color": getattr(theme, colour), "pattern": pattern(shape, theme)},
-        "hovertemplate": f"%{{x:,.4~g}} {unit}",
-    }
+    rows, style = [report.part(stage) for stage in stages], {"pattern": pattern(shape, theme)}
+    return bar(name, rows, values, getattr(theme, colour), f"%{{x:,.4~g}} {unit}", marker=style)

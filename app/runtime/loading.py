@@ -59,7 +59,6 @@ def recent(moment: Moment) -> Recent | None:
 
 
 def _read_recent(moment: Moment) -> Recent | None:
-    is_running = moment.verdict is not None and moment.verdict.status == "running"
     rank = moment.span.rank
     if rank is None:
         rank = _longest_waiting((str(moment.run.path), moment.loader, moment.span.is_whole), moment)
@@ -68,7 +67,7 @@ def _read_recent(moment: Moment) -> Recent | None:
         moment.manifest,
         from_ns=moment.span.from_ns,
         rank=rank,
-        batches_count=_LIVE_BATCHES if is_running else BATCHES,
+        batches_count=_LIVE_BATCHES if moment.is_running else BATCHES,
     )
     loops = recent_loops(tables)
     loops_of_loader = [loop for loop in loops if loop.loader == moment.loader] or loops

@@ -11,17 +11,17 @@ from urllib.parse import urlencode
 
 import pandas as pd
 
-from app.blocks import Block, evidence_page, needs_attention
-from app.figures.axis import Axis, Mark, add_marks, convert_axis, scale_elapsed, time_axis
-from app.figures.base import Chart
+from app.blocks import Block, Findings, Table, evidence_page, needs_attention
+from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed
+from app.figures.base import Axis, Chart, TimeChart
 from app.format import first_line
 from app.pages import POST_MORTEM, Page
 from app.theme import Theme
+from collector import report
 from collector.diagnosis import Verdict
 from collector.findings import Finding
-from collector.report import wording
-from collector.store import Run
-from collector.store.queries import Extent, Queryable, Span, Window, gpu_memory, loading, moments, spans
+from collector.store import Run, queries
+from collector.store.queries import Extent, Queryable, Span, Window
 
 Value = TypeVar("Value")
 #: Window -> its name, in the address too.
@@ -49,7 +49,10 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The input of every panel: one run at one moment, and the runs that it is compared with."""
+    """The input of every panel: one run at one moment, and the runs that it is compared with.
+
+    `findings` are those of the view.
+    """
 
     run: Run
     manifest: Mapping[str, Any]
@@ -57,6 +60,7 @@ class Moment:
     span: Span
     whole: Span
     verdict: Verdict | None
+    findings: Sequence[Finding]
     theme: Theme
     axis: Axis
     loaders: tuple[int, ...]
@@ -73,7 +77,21 @@ class Moment:
     @property
     def has_loader(self) -> bool:
         """True if a DataLoader of the run is known, used in the chosen window or not."""
-        return not loading.loaders(self.snapshot).empty
+        return not queries.loaders(self.snapshot).empty
+
+    @property
+    def all_findings(self) -> Sequence[Finding]:
+        """The verdict's findings, none without a verdict."""
+        return self.verdict.findings if self.verdict else ()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the verdict says that the run goes on."""
+        return self.verdict is not None and self.verdict.status == "running"
+
+    def table(self, name: str, caption: str, columns: Any) -> Table:
+        """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own."""
+        return Table(frame=pd.DataFrame(columns), caption=caption, download=f"{self.run_id}-{name}")
 
     def once(self, name: Hashable, compute: Callable[[], Value]) -> Value:
         """Return a value that several panels need, computed at the first call."""
@@ -83,7 +101,7 @@ class Moment:
         return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One panel of a view: its name, and the pure function that builds its blocks.
 
@@ -99,13 +117,14 @@ class Panel:
 class View:
     """A view: the question, the sentence that answers it, and rows of panels side by side.
 
-    The answer belongs to the first turn.
+    The answer belongs to the first turn. `has_finding` says which findings are about the view's subject.
     """
 
     name: str
     rows: Sequence[Sequence[Panel]]
-    question: str = ""
-    answer: Callable[[Moment], str] = lambda _: ""
+    question: str
+    answer: Callable[[Moment], str]
+    has_finding: Callable[[Finding], bool] = lambda _: True
     by_loader: bool = False
 
     @property
@@ -114,11 +133,20 @@ class View:
         return 1 + max(panel.turn for row in self.rows for panel in row)
 
 
+def _findings(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is not None:
+        yield Findings(findings=moment.findings)
+
+
+#: The findings of the view.
+FINDINGS = Panel("Findings", _findings)
+
+
 def moment_of(
     view: View,
     selection: Selection,
     run: Run,
-    memo: spans.Memo,
+    memo: queries.Memo,
     reach: Extent,
     *,
     verdict: Verdict | None,
@@ -141,16 +169,17 @@ def moment_of(
 
     """
     manifest = run.manifest
-    origin = spans.origin_ns(manifest) or reach.first_ns
-    span = spans.span(memo, reach, origin=origin, window=selection.window, rank=selection.rank)
-    loaders = loading.used_loaders(memo, span) if view.by_loader else []
+    origin = queries.origin_ns(manifest) or reach.first_ns
+    span = queries.span(memo, reach, origin=origin, window=selection.window, rank=selection.rank)
+    loaders = queries.used_loaders(memo, span) if view.by_loader else []
     return Moment(
         run=run,
         manifest=manifest,
         snapshot=memo,
         span=span,
-        whole=spans.whole(span, reach),
+        whole=queries.whole(span, reach),
         verdict=verdict,
+        findings=[finding for finding in verdict.findings if view.has_finding(finding)] if verdict else [],
         theme=theme,
         axis=selection.axis,
         loaders=tuple(loaders),
@@ -190,44 +219,36 @@ def answer_of(view: View, moment: Moment) -> str:
 
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
-    if not isinstance(block, Chart) or time_axis(block) is None:
+    if isinstance(block, Chart):
+        block.keep_view(" ".join(run.run_id for run in (moment, *moment.others)))
+    if not isinstance(block, TimeChart):
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
-    if {time_axis(block), moment.axis} != {"elapsed"}:
+    if {block.axis, moment.axis} != {"elapsed"}:
         clock = _step_clock(moment)
-    block = convert_axis(block, moment.axis, clock)
+    chart = convert_axis(block, moment.axis, clock)
     if not moment.others:  # marks of one run would mislead in a figure of several
-        epochs, findings = moment.once("marks", lambda: _marks(moment))
-        block = add_marks(block, epochs, findings, moment.theme, clock)
-    return scale_elapsed(block, (moment.span.to_ns - moment.span.from_ns) / 1e9)
+        epochs = moment.once("epoch marks", lambda: _epoch_marks(moment))
+        findings = moment.once("finding marks", lambda: [*_restart_marks(moment), *_finding_marks(moment)])
+        chart = add_marks(chart, epochs, findings, moment.theme, clock)
+    return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 
 def _step_clock(moment: Moment) -> pd.DataFrame:
     """Return the step at each time, including the step that a CUDA out-of-memory error cut short."""
-    clock = moments.step_clock(moment.snapshot, moment.span)
-    findings = moment.verdict.findings if moment.verdict else ()
-    if not any(finding.kind == "cuda-oom" for finding in findings):
+    clock = queries.step_clock(moment.snapshot, moment.span)
+    if not len(clock) or not any(finding.kind == "cuda-oom" for finding in moment.all_findings):
         return clock
-    errors = gpu_memory.cuda_errors(moment.snapshot, moment.span)
+    errors = queries.cuda_errors(moment.snapshot, moment.span)
     fatal = errors.loc[~errors["was_caught"].astype(bool), ["elapsed_seconds", "step"]].dropna().tail(1)
     fatal = fatal.rename(columns={"elapsed_seconds": "elapsed"}).astype(float)
-    later = fatal[(fatal > clock.max()).all(axis=1)] if len(clock) else fatal[:0]
-    return (
-        pd.concat([clock, later, later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)]) if len(later) else clock
-    )
+    later = fatal[(fatal > clock.max()).all(axis=1)]
+    after = later.assign(elapsed=later["elapsed"] + _ERROR_SECONDS)
+    return pd.concat([clock, later, after]) if len(later) else clock
 
 
-def _marks(moment: Moment) -> tuple[list[Mark], list[Mark]]:
-    findings = moment.verdict.findings if moment.verdict else ()
-    source = moment.snapshot, moment.span
-    return _epoch_marks(*source), [
-        *_restart_marks(*source, moment.address),
-        *_finding_marks(findings, *source, moment.address),
-    ]
-
-
-def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
-    starts = moments.epoch_starts(snapshot, within)
+def _epoch_marks(moment: Moment) -> list[Mark]:
+    starts = queries.epoch_starts(moment.snapshot, moment.span)
     has_loaders = starts["loader"].nunique() > 1
     return [
         Mark(at_seconds=at, words=f"loader {loader} epoch {epoch}" if has_loaders else f"epoch {epoch}")
@@ -235,60 +256,52 @@ def _epoch_marks(snapshot: Queryable, within: Span) -> list[Mark]:
     ]
 
 
-def _restart_marks(snapshot: Queryable, within: Span, address: Callable[[Page], str]) -> list[Mark]:
+def _restart_marks(moment: Moment) -> list[Mark]:
     """Return when a launcher restarted the job, with the address of the post-mortem."""
     attempts_ns: dict[int, int] = {}
-    events = loading.starts(snapshot)
+    events = queries.starts(moment.snapshot)
     events = events[events["kind"] == "process-start"]
     for time_ns, body in zip(events["time_ns"], events["body"], strict=True):  # in order of time
         if (attempt := json.loads(body).get("attempt")) is not None:
             attempts_ns.setdefault(int(attempt), int(time_ns))
-    restarts = sorted(attempts_ns.items())[1:]
+    restarts_ns = [time_ns for _, time_ns in sorted(attempts_ns.items())[1:]]
+    address, origin_ns = moment.address(POST_MORTEM), moment.span.origin_ns
     return [
-        Mark(at_seconds=(time_ns - within.origin_ns) / 1e9, words=f"restart {number}", address=address(POST_MORTEM))
-        for number, (_, time_ns) in enumerate(restarts, start=1)
+        Mark(at_seconds=(time_ns - origin_ns) / 1e9, words=f"restart {number}", address=address)
+        for number, time_ns in enumerate(restarts_ns, start=1)
     ][-MAX_RESTARTS:]
 
 
-def _finding_marks(
-    findings: Sequence[Finding], snapshot: Queryable, within: Span, address: Callable[[Page], str]
-) -> list[Mark]:
+def _finding_marks(moment: Moment) -> list[Mark]:
     """Return since when findings that need attention hold: the earliest of each kind, with its page.
 
-    With a selected rank, findings about other ranks are left out. A CUDA out-of-memory error is marked at its own
-    time, since its step never ended.
+    With a selected rank, findings about other ranks are left out.
     """
     first: dict[str, Finding] = {}
-    for finding in needs_attention(findings):
+    for finding in needs_attention(moment.all_findings):
         step = finding.since_step
-        elsewhere = None not in (within.rank, finding.locus.rank) and within.rank != finding.locus.rank
+        elsewhere = None not in (moment.span.rank, finding.locus.rank) and moment.span.rank != finding.locus.rank
         if step is not None and not elsewhere and step <= (first.get(finding.kind, finding).since_step or 0):
             first[finding.kind] = finding
     chosen = list(first.values())[:MAX_FINDINGS]
-    steps = [finding.since_step for finding in chosen if finding.since_step is not None]
-    times = moments.steps_elapsed(snapshot, within, steps) if steps else []
     has_gpu = any(finding.locus.device is not None for finding in chosen)
-    has_gpus = has_gpu and len(gpu_memory.devices(snapshot)) > 1
-    at_errors = [_error_seconds(finding, snapshot, within) for finding in chosen]
-    return [
-        Mark(
-            at_seconds=at,
-            words=f"{finding.kind} {wording.since(finding)}{_gpu(finding) if has_gpus else ''}",
-            address=address(evidence_page(finding.kind)),
-        )
-        for finding, at_error, at_step in zip(chosen, at_errors, times, strict=True)
-        if (at := at_step if at_error is None else at_error) is not None
-    ]
+    has_gpus = has_gpu and len(queries.devices(moment.snapshot)) > 1
+    marks = []
+    for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True):
+        device = finding.locus.device if has_gpus else None
+        words = f"{finding.kind} {report.since(finding)}{'' if device is None else f' on GPU {device}'}"
+        if at is not None:
+            marks.append(Mark(at_seconds=at, words=words, address=moment.address(evidence_page(finding.kind))))
+    return marks
 
 
-def _error_seconds(finding: Finding, snapshot: Queryable, within: Span) -> float | None:
-    """Return when the error of a `cuda-oom` was raised; None of other findings."""
-    if finding.kind != "cuda-oom":
-        return None
-    errors = gpu_memory.cuda_errors(snapshot, within)
-    of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"]
-    return float(of_step.iloc[-1]) if len(of_step) else None
-
-
-def _gpu(finding: Finding) -> str:
-    return "" if finding.locus.device is None else f" on GPU {finding.locus.device}"
+def _since_seconds(findings: Sequence[Finding], moment: Moment) -> Iterator[float | None]:
+    """Yield since when each finding holds; an out-of-memory error has its own time, since its step never ended."""
+    steps = [finding.since_step for finding in findings if finding.since_step is not None]
+    times = queries.steps_elapsed(moment.snapshot, moment.span, steps) if steps else []
+    for finding, at in zip(findings, times, strict=True):
+        of_step = []
+        if finding.kind == "cuda-oom":
+            errors = queries.cuda_errors(moment.snapshot, moment.span)
+            of_step = errors.loc[errors["step"] == finding.since_step, "elapsed_seconds"].tolist()
+        yield of_step[-1] if of_step else at

@@ -16,15 +16,12 @@ import streamlit as st
 
 from app.format import first_line
 from collector.diagnosis import Verdict, diagnose, load_tables
-from collector.store import Run, command_and_collector, living_processes, read
-from collector.store.queries import moments
+from collector.store import Run, command_and_collector, living_processes, queries, read
 
 #: Seconds between two verdicts of a live run, at least; the previous one is shown meanwhile.
 VERDICT_SECONDS = 10
 #: Pause after a verdict, in multiples of its cost: a live page takes at most 40 ms of CPU per second for verdicts.
 REST_PER_COST = 24
-#: Seconds after which a page shows the age of its verdict.
-OLD_SECONDS = 15
 #: Seconds that a page waits for a first verdict, which takes longer for a long run: figures are shown before it.
 PATIENCE_SECONDS = 0.5
 _MAX_RUNS = 32
@@ -131,7 +128,7 @@ def ranks_of(path: Path) -> tuple[int, ...]:
     """Return the ranks that reported, ascending; none outside a distributed job or if the run cannot be read."""
     try:
         with read(Run(path)) as snapshot:
-            started = moments.events(snapshot, "process-start")
+            started = queries.events(snapshot, "process-start")
             return tuple(sorted({int(rank) for rank in started["rank"].dropna()}))
     except Exception:  # noqa: BLE001 - the refresh shows the error
         _log.exception("ranks of %s", path)

@@ -7,18 +7,19 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Note, Table
+from app.blocks import Block, Note
 from app.figures import steps
-from app.figures.axis import Axis, convert_x
+from app.figures.axis import convert_x
+from app.figures.base import Axis
 from app.figures.memory import METRIC_WORDS
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
-from collector.report import comparison
-from collector.store.queries import moments, process_memory, training_steps
+from collector import report
+from collector.store import queries
 from collector.units import MISSING, number
 
 NO_OTHER = Note(
-    text="No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
+    "No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
     command="tidegauge run --tag change=workers-8 -- python train.py",
 )
 #: Largest difference in samples per step at which steps count as alike: batch sizes may vary a little.
@@ -29,45 +30,37 @@ _RATE = {"samples": ("more samples per second", "fewer samples per second", "as 
 _MEMORY = {"host_peak": ("more host memory", "less host memory", "as much host memory")}
 
 
-def deltas(moment: Moment) -> Iterator[Block]:
+def _deltas(moment: Moment) -> Iterator[Block]:
     """List the figures of each run, and their difference from the first run's."""
     if not moment.others:
         yield NO_OTHER
         return
     first = _measures(moment)
-    columns = {moment.run_id: [comparison.words(measure) for measure in first.values()]}
+    columns = {moment.run_id: [report.words(measure) for measure in first.values()]}
     for other in moment.others:
         measured = _measures(other)
-        columns[other.run_id] = [comparison.words(measured[name], first[name]) for name in first]
+        columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
-    yield Table(
-        frame=table[(table[list(columns)] != MISSING).any(axis=1)],
-        caption=f"In brackets by how much it differs from {moment.run_id}, and n: steps or batches in the chosen "
+    caption = (
+        f"In brackets by how much it differs from {moment.run_id}, and n: steps or batches in the chosen "
         "window. Data wait, peaks, steps and how long it lasted are over the whole run: n steps of all ranks, or "
-        "samples of processes (host memory) and hosts (/dev/shm).",
-        download=f"{moment.run_id}-compared",
+        "samples of processes (host memory) and hosts (/dev/shm)."
     )
+    yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 
 
-def settings(moment: Moment) -> Iterator[Block]:
-    """List the settings that differ."""
+def _unlike_settings(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     runs = {run.run_id: _settings(run) for run in (moment, *moment.others)}
-    unlike = comparison.differences(runs.values())
+    unlike = report.differences(runs.values())
     if cautions := list(_cautions(moment, unlike)):
-        yield Note(text=" ".join(cautions), icon=":material/balance:")
+        yield Note(" ".join(cautions), icon=":material/balance:")
     if not unlike:
-        yield Note(
-            text="Nothing that is recorded was set otherwise: command, versions, loaders and host are the same."
-        )
+        yield Note("Nothing that is recorded was set otherwise: command, versions, loaders and host are the same.")
         return
     columns = {name: [values[position] for values in unlike.values()] for position, name in enumerate(runs)}
-    yield Table(
-        frame=pd.DataFrame({"Setting": list(unlike), **columns}),
-        caption="The settings that differ.",
-        download=f"{moment.run_id}-settings",
-    )
+    yield moment.table("settings", "The settings that differ.", {"Setting": list(unlike), **columns})
 
 
 def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -85,52 +78,46 @@ def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[s
         yield "The runs were on different hosts, which by themselves may be faster or slower."
 
 
-def step_times(moment: Moment) -> Iterator[Block]:
-    """Draw the time per step."""
+def _step_times(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves = {}
     for run in (moment, *moment.others):
-        rows = training_steps.steps(run.snapshot, run.span)
+        rows = queries.steps(run.snapshot, run.span)
         if not rows.empty:
             curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
     if len(curves) > 1:
-        yield steps.step_times(curves, moment.theme, axis=moment.axis, revision=_revision(moment))
+        yield steps.step_times(curves, moment.theme, axis=moment.axis)
 
 
-def host_memory(moment: Moment) -> Iterator[Block]:
-    """Draw the host memory of all processes together."""
+def _host_memory(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves: dict[str, pd.DataFrame] = {}
     metrics = set()
     for run in (moment, *moment.others):
-        metric = process_memory.process_metric(run.snapshot, run.span, "pss_bytes")
+        metric = queries.process_metric(run.snapshot, run.span, "pss_bytes")
         if metric is not None:
-            grid = process_memory.memory_by_role(run.snapshot, run.span, metric)
+            grid = queries.memory_by_role(run.snapshot, run.span, metric)
             total = grid.drop(columns="elapsed_seconds").sum(axis=1)
             x = _to_chosen_axis(run, "elapsed", grid["elapsed_seconds"])
-            curves[run.run_id] = pd.DataFrame({"x": x, "bytes": total})
+            curves[run.run_id] = pd.DataFrame({"elapsed_seconds": x, "value": total})
             metrics.add(METRIC_WORDS[metric])
     if len(curves) > 1:
         word = " or ".join(sorted(metrics))
-        yield steps.host_memory(curves, moment.theme, axis=moment.axis, metric=word, revision=_revision(moment))
+        yield steps.host_memory(curves, moment.theme, axis=moment.axis, metric=word)
 
 
 def _to_chosen_axis(run: Moment, x_axis: Axis, x: pd.Series) -> Any:
-    return convert_x(x, x_axis, run.axis, moments.step_clock(run.snapshot, run.span))
+    return convert_x(x, x_axis, run.axis, queries.step_clock(run.snapshot, run.span))
 
 
-def _measures(moment: Moment) -> dict[str, comparison.Measure]:
-    return moment.once("measures", lambda: comparison.measures(moment.snapshot, moment.span, moment.verdict))
+def _measures(moment: Moment) -> dict[str, report.Measure]:
+    return moment.once("measures", lambda: report.measures(moment.snapshot, moment.span, moment.verdict))
 
 
 def _settings(moment: Moment) -> dict[str, str]:
-    return comparison.settings(moment.snapshot, moment.manifest)
-
-
-def _revision(moment: Moment) -> str:
-    return " ".join(run.run_id for run in (moment, *moment.others))
+    return report.settings(moment.snapshot, moment.manifest)
 
 
 def _answer(moment: Moment) -> str:
@@ -147,13 +134,11 @@ def _difference(moment: Moment, other: Moment) -> str:
     unlike = _unlike_steps(moment, other)
     values, other_values = _measures(moment), _measures(other)
     speed = (
-        _RATE
-        if unlike or comparison.change_ratio(values["samples"], other_values["samples"]) is not None
-        else _SPEED
+        _RATE if unlike or report.change_ratio(values["samples"], other_values["samples"]) is not None else _SPEED
     )
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
-        if (ratio := comparison.change_ratio(values[name], other_values[name])) is not None:
+        if (ratio := report.change_ratio(values[name], other_values[name])) is not None:
             change = round(ratio, 3)
             parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
         elif name in _RATE:
@@ -178,7 +163,7 @@ def _unlike_steps(moment: Moment, other: Moment) -> str:
 
 
 def _step_samples(moment: Moment) -> float | None:
-    return moment.once("samples per step", lambda: training_steps.step_samples(moment.snapshot, moment.span))
+    return moment.once("samples per step", lambda: queries.step_samples(moment.snapshot, moment.span))
 
 
 VIEW = View(
@@ -186,9 +171,9 @@ VIEW = View(
     question="Did the change help?",
     answer=_answer,
     rows=(
-        (Panel(name="Figures", build=deltas),),
-        (Panel(name="Settings", build=settings),),
-        (Panel(name="Step time", build=step_times, turn=1), Panel(name="Host memory", build=host_memory, turn=1)),
+        (Panel("Figures", _deltas),),
+        (Panel("Settings", _unlike_settings),),
+        (Panel("Step time", _step_times, turn=1), Panel("Host memory", _host_memory, turn=1)),
     ),
 )
 

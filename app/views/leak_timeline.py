@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Note, Table, answer
+from app.blocks import Block, Note, answer
 from app.figures import memory
-from app.runtime.moment import Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
-from app.shared_panels import open_files, shared_memory
+from app.shared_panels import NO_PROCESS, open_files, shared_memory
 from collector.diagnosis import MIN_POINTS
-from collector.findings import KINDS, Finding
-from collector.store.queries import process_memory
+from collector.findings import KINDS
+from collector.store import queries
 from collector.units import MISSING, duration, growth, number, size
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
@@ -24,62 +24,47 @@ NOTHING = "No leak has been found."
 _OTHER_LEAKS = {"fd-leak": open_files, "shm-leak": shared_memory}
 
 
-def findings(moment: Moment) -> Iterator[Block]:
-    """Show the leaks."""
-    if moment.verdict is not None:
-        yield Findings(findings=_leaks(moment))
-
-
-def other_leaks(moment: Moment) -> Iterator[Block]:
+def _other_leaks(moment: Moment) -> Iterator[Block]:
     """Draw open files and shared memory, where they leak."""
-    kinds = {finding.kind for finding in _leaks(moment)}
+    kinds = {finding.kind for finding in moment.findings}
     for kind, build in _OTHER_LEAKS.items():
         if kind in kinds:
             yield from build(moment)
 
 
-def per_process(moment: Moment) -> Iterator[Block]:
+def _per_process(moment: Moment) -> Iterator[Block]:
     """Draw private dirty memory of each process; RSS, marked as such, where that can't be read."""
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "private_dirty_bytes")
     if metric is None:
-        yield Note(text="No process has been sampled in this window: only the collector does that.")
+        yield NO_PROCESS
         return
     places = _processes(moment)
     shown = _steepest(places, metric)
-    lines = process_memory.process_lines(moment.snapshot, moment.span, metric, shown)
-    yield memory.per_process(
-        lines,
-        places[places["series"].isin(shown)],
-        moment.theme,
-        metric=metric,
-        revision=moment.run_id,
-    )
+    lines = queries.process_lines(moment.snapshot, moment.span, metric, shown)
+    yield memory.per_process(lines, places[places["series"].isin(shown)], moment.theme, metric=metric)
     if len(shown) == MAX_LINES:
-        yield Note(text=f"Only the {MAX_LINES} steepest lines are drawn; the table has the others.")
+        yield Note(f"Only the {MAX_LINES} steepest lines are drawn; the table has the others.")
 
 
-def total(moment: Moment) -> Iterator[Block]:
+def _total(moment: Moment) -> Iterator[Block]:
     """Draw the PSS of all processes together; PSS adds up."""
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is not None:
         yield memory.by_role(
-            process_memory.memory_by_role(moment.snapshot, moment.span, metric),
+            queries.memory_by_role(moment.snapshot, moment.span, metric),
             moment.theme,
             metric=metric,
-            capacity_bytes=None,
-            capacity_name="",
             title="Does the total grow?",
-            revision=moment.run_id,
-            lacking=memory.unread(process_memory.processes(moment.snapshot, moment.span, fewest=None), metric),
+            lacking=memory.unread(queries.processes(moment.snapshot, moment.span, fewest=None), metric),
         )
 
 
-def table(moment: Moment) -> Iterator[Block]:
+def _table(moment: Moment) -> Iterator[Block]:
     """List the processes, steepest slope first, Tidegauge's own last."""
     rows = _processes(moment)
     if rows.empty:
         return
-    alive = "alive" if moment.verdict is not None and moment.verdict.status == "running" else MISSING
+    alive = "alive" if moment.is_running else MISSING
     rows["is_tidegauge"] = rows["role"] == ROLE_COLLECTOR
     # RSS is sampled at each tick, smaps only as often as the budget allows: RSS shows a trend earlier.
     rows["by_rss"] = rows["private_dirty_slope"].isna() & rows["rss_slope"].notna()
@@ -87,7 +72,14 @@ def table(moment: Moment) -> Iterator[Block]:
         rows[column] = rows[f"private_dirty_{column}"].where(~rows["by_rss"], rows[f"rss_{column}"])
     rows = rows.sort_values(["is_tidegauge", "slope"], ascending=[True, False], na_position="last").head(50)
     slopes = zip(rows["slope"], rows["by_rss"], strict=True)
-    frame = pd.DataFrame(
+    caption = (
+        f"Slope: least squares over the n samples of private dirty {_slope_window(moment)}; of RSS, called so, "
+        f"where fewer than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: "
+        "last values in the window."
+    )
+    yield moment.table(
+        "processes",
+        caption,
         {
             "Process": rows["series"],
             "Slope": [f"{growth(slope)} (RSS)" if by_rss else growth(slope) for slope, by_rss in slopes],
@@ -98,36 +90,23 @@ def table(moment: Moment) -> Iterator[Block]:
             "Private dirty": [size(value) for value in rows["private_dirty_bytes"]],
             "PSS": [size(value) for value in rows["pss_bytes"]],
             "RSS": [size(value) for value in rows["rss_bytes"]],
-        }
-    )
-    yield Table(frame=frame, caption=_caption(moment), download=f"{moment.run_id}-processes")
-
-
-def _caption(moment: Moment) -> str:
-    return (
-        f"Slope: least squares over the n samples of private dirty {_slope_window(moment)}; of RSS, called so, "
-        f"where fewer than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: "
-        "last values in the window."
+        },
     )
 
 
 def _processes(moment: Moment) -> pd.DataFrame:
     """Return the processes; a slope has at least as many samples as the diagnosis needs."""
-    return process_memory.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
+    return queries.processes(moment.snapshot, moment.span, fewest=MIN_POINTS)
 
 
 def _slope_window(moment: Moment) -> str:
     """Return the window of the slopes in words: start-up and shutdown are not part of a trend."""
-    training = process_memory.training(moment.snapshot, moment.span)
+    training = queries.training(moment.snapshot, moment.span)
     if training is None:
         return "in the window"
     begin, end = ((ns - training.origin_ns) / 1e9 for ns in (training.from_ns, training.to_ns))
     start = "the first step" if training.from_ns > moment.span.from_ns else "the window's begin"
     return f"from {start} on, {duration(begin)} to {duration(end)} after the run was made"
-
-
-def _leaks(moment: Moment) -> list[Finding]:
-    return [f for f in moment.verdict.findings if KINDS[f.kind] == "memory leak"] if moment.verdict else []
 
 
 def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
@@ -143,13 +122,14 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
 VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
-    answer=lambda moment: answer(_leaks(moment), NOTHING),
+    answer=lambda moment: answer(moment.findings, NOTHING),
+    has_finding=lambda finding: KINDS[finding.kind] == "memory leak",
     rows=(
-        (Panel(name="Findings", build=findings),),
-        (Panel(name="Files and shared memory", build=other_leaks),),
-        (Panel(name="Memory per process", build=per_process),),
-        (Panel(name="Total", build=total, turn=1),),
-        (Panel(name="Processes", build=table),),
+        (FINDINGS,),
+        (Panel("Files and shared memory", _other_leaks),),
+        (Panel("Memory per process", _per_process),),
+        (Panel("Total", _total, turn=1),),
+        (Panel("Processes", _table),),
     ),
 )
 

@@ -7,31 +7,34 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, Table, answer, workers_reporting
+from app.blocks import Block, Findings, Metric, Metrics, Note, answer, workers_reporting
 from app.figures import devices, memory, steps
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
-from collector.store.queries import EXACT_QUANTILE_ROWS, gpu_memory, loading, process_memory, training_steps
+from app.shared_panels import NO_PROCESS
+from collector.store import queries
+from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
 
+#: Unit of a verdict's steps, where no optimizer was seen -> its name.
+_STEP_UNITS = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
 NOTHING = "No rule has found anything wrong so far."
 
 
-def headline(moment: Moment) -> Iterator[Block]:
-    """Show the ranked findings, with links to their evidence."""
+def _headline(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.verdict.findings, link=True, headline=True)
+        yield Findings(findings=moment.findings, link=True, headline=True)
 
 
-def key_figures(moment: Moment) -> Iterator[Block]:
+def _key_figures(moment: Moment) -> Iterator[Block]:
     """Show six key figures: data wait and peaks over the whole run, the others over the chosen window."""
-    step = training_steps.step_summary(moment.snapshot, moment.span)
+    step = queries.step_summary(moment.snapshot, moment.span)
     sampled = ", from a sample of them" if step["n"] > EXACT_QUANTILE_ROWS else ""
     over = f"over {int(step['n']):,} steps in the chosen window{sampled}"
     times = f"{quantity(step['p50_ms'], 'ms')} / {quantity(step['p95_ms'], 'ms')}" if step["n"] else MISSING
     items = [
         _steps(moment, step["step"]),
-        Metric(label="Step p50 / p95", value=times, help=f"Median and 95th percentile {over}"),
+        Metric("Step p50 / p95", times, f"Median and 95th percentile {over}"),
         _data_wait(moment),
         _throughput(moment),
         _host_peak(moment),
@@ -40,13 +43,12 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     yield Metrics(items=items)
 
 
-def host_memory(moment: Moment) -> Iterator[Block]:
-    """Draw PSS by role against the limit that binds."""
+def _host_memory(moment: Moment) -> Iterator[Block]:
     metric, by_role = _memory_by_role(moment)
     if metric is None:
-        yield Note(text="No process has been sampled in this window: only the collector does that.")
+        yield NO_PROCESS
         return
-    tightest = process_memory.tightest_limit(moment.snapshot) or {}
+    tightest = queries.tightest_limit(moment.snapshot) or {}
     host = tightest.get("host")
     yield memory.by_role(
         by_role,
@@ -55,70 +57,59 @@ def host_memory(moment: Moment) -> Iterator[Block]:
         capacity_bytes=tightest.get("capacity_bytes"),
         capacity_name=_limit_words(tightest),
         title=f"Who holds the memory of {host}?" if _hosts_count(moment) > 1 else "Who holds the host memory?",
-        revision=moment.run_id,
     )
     if _hosts_count(moment) > 1:
-        yield Note(
-            text=f"Of {_hosts_count(moment)} hosts, {host} came nearest to its limit; OOM risk has the others."
-        )
+        yield Note(f"Of {_hosts_count(moment)} hosts, {host} came nearest to its limit; OOM risk has the others.")
 
 
-def step_time(moment: Moment) -> Iterator[Block]:
-    """Draw data wait and the rest of each step."""
-    table = training_steps.steps(moment.snapshot, moment.span)
+def _step_time(moment: Moment) -> Iterator[Block]:
+    table = queries.steps(moment.snapshot, moment.span)
     if table.empty:
-        yield Note(text="No step in this window, so there is no step time to split.")
+        yield Note("No step in this window, so there is no step time to split.")
         return
-    yield steps.split(table, moment.theme, revision=moment.run_id)
+    yield steps.split(table, moment.theme)
 
 
-def roles(moment: Moment) -> Iterator[Block]:
-    """List host memory by role, in numbers."""
+def _roles(moment: Moment) -> Iterator[Block]:
     metric, grid = _memory_by_role(moment)
     if metric is None:
         return
     word = memory.METRIC_WORDS[metric]
     by_role = grid.drop(columns="elapsed_seconds").rename(columns=memory.ROLE_WORDS)
     by_role = by_role.assign(together=by_role.sum(axis=1))
-    yield Table(
-        frame=pd.DataFrame(
-            {
-                "Processes": by_role.columns,
-                f"{word}, last": [size(value) for value in by_role.iloc[-1]],
-                f"{word}, highest": [size(value) for value in by_role.max()],
-            }
-        ),
-        caption="As drawn above. Each is highest at its own time.",
-        download=f"{moment.run_id}-host-memory",
+    yield moment.table(
+        "host-memory",
+        "As drawn above. Each is highest at its own time.",
+        {
+            "Processes": by_role.columns,
+            f"{word}, last": [size(value) for value in by_role.iloc[-1]],
+            f"{word}, highest": [size(value) for value in by_role.max()],
+        },
     )
 
 
-def ranks(moment: Moment) -> Iterator[Block]:
-    """List step time by rank, in numbers."""
-    rows = training_steps.rank_steps(moment.snapshot, moment.span)
+def _ranks(moment: Moment) -> Iterator[Block]:
+    rows = queries.rank_steps(moment.snapshot, moment.span)
     rows = rows[rows["n"] > 0]
     if rows.empty:
         return
-    frame = pd.DataFrame(
+    numbers = {"Rank": [number(rank) for rank in rows["rank"]]} if rows["rank"].notna().any() else {}
+    yield moment.table(
+        "steps",
+        "Of the steps in the window that were timed, which the first is not.",
         {
-            "Rank": [number(rank) for rank in rows["rank"]],
+            **numbers,
             "Steps": [number(count) for count in rows["n"]],
             "Mean step": [quantity(value, "ns") for value in rows["duration_ns"] / rows["n"]],
             "Slowest": [quantity(value, "ns") for value in rows["slowest_ns"]],
             "Data wait": [percent(ratio) for ratio in rows["wait_ns"] / rows["duration_ns"]],
-        }
-    )
-    yield Table(
-        frame=frame if rows["rank"].notna().any() else frame.drop(columns="Rank"),
-        caption="Of the steps in the window that were timed, which the first is not.",
-        download=f"{moment.run_id}-steps",
+        },
     )
 
 
-def no_gpu(moment: Moment) -> Iterator[Block]:
-    """Show a note in place of the GPU cards of a run without CUDA."""
-    if gpu_memory.devices(moment.snapshot).empty:
-        yield Note(text="CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
+def _no_gpu(moment: Moment) -> Iterator[Block]:
+    if queries.devices(moment.snapshot).empty:
+        yield Note("CPU-only run: no CUDA device was used or seen, so the GPU figures are left out.")
 
 
 def _memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
@@ -127,36 +118,32 @@ def _memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
 
 
 def _read_memory_by_role(moment: Moment) -> tuple[str | None, pd.DataFrame]:
-    metric = process_memory.process_metric(moment.snapshot, moment.span, "pss_bytes")
+    metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is None:
         return None, pd.DataFrame()
-    host = (process_memory.tightest_limit(moment.snapshot) or {}).get("host")
-    return metric, process_memory.memory_by_role(moment.snapshot, moment.span, metric, host)
+    host = (queries.tightest_limit(moment.snapshot) or {}).get("host")
+    return metric, queries.memory_by_role(moment.snapshot, moment.span, metric, host)
 
 
 def _steps(moment: Moment, newest: float) -> Metric:
     """Show the verdict's count once the run is over, and the newest step while it goes on."""
     count = newest + 1 if is_known(newest) else None
-    if moment.verdict is not None and moment.verdict.status != "running":
+    if moment.verdict is not None and not moment.is_running:
         count = moment.verdict.steps
-    return Metric(label="Steps", value=number(count), help=f"{_unit(moment)} so far, of one rank")
+    unit = _STEP_UNITS.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
+    return Metric("Steps", number(count), f"{unit} so far, of one rank")
 
 
 def _throughput(moment: Moment) -> Metric:
     loaders = moment.verdict.summary["throughput"]["training_loaders"] if moment.verdict else None
-    throughput = loading.throughput(moment.snapshot, moment.span, loaders)
+    throughput = queries.throughput(moment.snapshot, moment.span, loaders)
     unit = "samples" if is_known(throughput["samples_per_second"]) else "batches"
     value = throughput[f"{unit}_per_second"]
     return Metric(
-        label="Throughput",
-        value=quantity(value, f"{unit}/second"),
-        help=f"Over {int(throughput['n']):,} batches of training, the chosen ranks together",
+        "Throughput",
+        quantity(value, f"{unit}/second"),
+        f"Over {int(throughput['n']):,} batches of training, the chosen ranks together",
     )
-
-
-def _unit(moment: Moment) -> str:
-    units = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
-    return units.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
 
 
 def _data_wait(moment: Moment) -> Metric:
@@ -169,13 +156,13 @@ def _data_wait(moment: Moment) -> Metric:
     if ratio is None and outside is not None:
         computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
         words = f"Share of step time outside forward, backward and optimizer{computing}; no DataLoader was seen"
-        return Metric(label="Outside the step", value=percent(outside["ratio"]), help=words)
+        return Metric("Outside the step", percent(outside["ratio"]), words)
     words = "Share of the loop's time, whole run"
-    return Metric(label="Data wait", value=percent(ratio), help=words)
+    return Metric("Data wait", percent(ratio), words)
 
 
 def _hosts_count(moment: Moment) -> int:
-    return int(process_memory.host_limits(moment.snapshot)["host"].nunique())
+    return int(queries.host_limits(moment.snapshot)["host"].nunique())
 
 
 def _limit_words(limit: Mapping[str, Any]) -> str:
@@ -184,23 +171,23 @@ def _limit_words(limit: Mapping[str, Any]) -> str:
 
 def _host_peak(moment: Moment) -> Metric:
     peak = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict else None
-    tightest = process_memory.tightest_limit(moment.snapshot) or {}
+    tightest = queries.tightest_limit(moment.snapshot) or {}
     capacity, where = tightest.get("capacity_bytes"), "of the run"
     if _hosts_count(moment) > 1:  # the limit is per host, so a sum over hosts has none
         host = tightest["host"]
-        by_role = process_memory.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
+        by_role = queries.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
         peak, where = by_role.drop(columns="elapsed_seconds").sum(axis=1).max(), f"on {host}"
     share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity else ""
     return Metric(
-        label="Peak host memory (PSS)",
-        value=f"{size(peak)}{share}",
-        help=f"PSS of all processes {where} together, whole run, against the {_limit_words(tightest)} of "
+        "Peak host memory (PSS)",
+        f"{size(peak)}{share}",
+        f"PSS of all processes {where} together, whole run, against the {_limit_words(tightest)} of "
         f"{size(capacity)}. PSS counts a page that n processes share as 1/n in each, so it adds up",
     )
 
 
 def _gpu_peak(moment: Moment) -> Metric | None:
-    table = gpu_memory.devices(moment.snapshot)
+    table = queries.devices(moment.snapshot)
     if table.empty:
         return None
     ratio = table["reserved_peak_bytes"] / table["total_bytes"]
@@ -208,9 +195,9 @@ def _gpu_peak(moment: Moment) -> Metric | None:
     worst, name = table.iloc[place], devices.device_names(table, word="Device")[place]
     share = worst["reserved_peak_bytes"] / worst["total_bytes"]
     return Metric(
-        label="GPU reserved peak",
-        value=percent(share) if is_known(share) else size(worst["reserved_peak_bytes"]),
-        help=f"{name}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
+        "GPU reserved peak",
+        percent(share) if is_known(share) else size(worst["reserved_peak_bytes"]),
+        f"{name}: {size(worst['reserved_peak_bytes'])} of {size(worst['total_bytes'])} "
         "held by PyTorch's caching allocator, whole run",
     )
 
@@ -218,13 +205,13 @@ def _gpu_peak(moment: Moment) -> Metric | None:
 VIEW = View(
     name="overview",
     question="Is this run well, and if not, what first?",
-    answer=lambda moment: answer(moment.verdict.findings if moment.verdict else (), NOTHING),
+    answer=lambda moment: answer(moment.findings, NOTHING),
     rows=(
-        (Panel(name="Findings", build=headline),),
-        (Panel(name="Key figures", build=key_figures),),
-        (Panel(name="Host memory", build=host_memory), Panel(name="Step time", build=step_time, turn=1)),
-        (Panel(name="Host memory in numbers", build=roles), Panel(name="Steps in numbers", build=ranks, turn=1)),
-        (Panel(name="GPU", build=no_gpu),),
+        (Panel("Findings", _headline),),
+        (Panel("Key figures", _key_figures),),
+        (Panel("Host memory", _host_memory), Panel("Step time", _step_time, turn=1)),
+        (Panel("Host memory in numbers", _roles), Panel("Steps in numbers", _ranks, turn=1)),
+        (Panel("GPU", _no_gpu),),
     ),
 )
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Note, Table
+from app.blocks import Block, Note
 from app.figures import workers
 from app.runtime.loading import recent
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
+from collector import report
 from collector.diagnosis.loading import WAIT_PARTS
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO, WaitSummary
-from collector.report import wording
 from collector.units import MISSING, duration, number, percent, quantity
 
-NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
+NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 #: Columns of an entry of `exposed_stall`.
 _WAIT_COLUMNS = ("seconds", "enough_seconds", "free_wait_ratio")
 UNNAMED = (
@@ -35,30 +35,27 @@ def _answer(moment: Moment) -> str:
             f"None: the training waits {percent(stall['wait_ratio'])} of its time for its data, so a faster stage "
             "would not make it faster."
         )
-    return f"The training waits {percent(stall['wait_ratio'])} of its time: {wording.stall(stall)}."
+    return f"The training waits {percent(stall['wait_ratio'])} of its time: {report.stall(stall)}."
 
 
-def costs(moment: Moment) -> Iterator[Block]:
-    """Draw the cost of each stage per batch."""
+def _costs(moment: Moment) -> Iterator[Block]:
     found = recent(moment)
     if found is None or found.stages.empty:
         yield NO_FETCH
         return
     batches_count = found.stall["batches"]
-    yield workers.costs(found.stages, moment.theme, batches_count=batches_count, revision=moment.run_id)
+    yield workers.costs(found.stages, moment.theme, batches_count=batches_count)
     if set(found.stages["stage"]) <= set(WAIT_PARTS):
-        yield Note(text=UNNAMED)
+        yield Note(UNNAMED)
 
 
-def awaited_stages(moment: Moment) -> Iterator[Block]:
-    """Draw what the training waited for."""
+def _awaited_stages(moment: Moment) -> Iterator[Block]:
     stall = _stall(moment)
     if stall is not None and stall["stages"]:
-        yield workers.awaited_stages(stall, moment.theme, revision=moment.run_id)
+        yield workers.awaited_stages(stall, moment.theme)
 
 
-def table(moment: Moment) -> Iterator[Block]:
-    """List every stage in numbers."""
+def _table(moment: Moment) -> Iterator[Block]:
     found = recent(moment)
     if found is None:
         return
@@ -70,28 +67,26 @@ def table(moment: Moment) -> Iterator[Block]:
         return
     rows = rows.sort_values(["in_fetch", "total_seconds"], ascending=False, na_position="last")
     total_seconds = stall["wait_seconds"]
-    yield Table(
-        frame=pd.DataFrame(
-            {
-                "Stage": [wording.part(name) for name in rows["stage"]],
-                "Where": [_where(row) for row in rows.itertuples()],
-                "Per batch": [quantity(value, "ms") for value in rows["batch_ms"]],
-                "In total": [duration(value) for value in rows["total_seconds"]],
-                "Calls per batch": [number(value) for value in rows["calls_per_batch"]],
-                "Calls": [number(value) for value in rows["calls"]],
-                "CPU": [percent(value) for value in rows["cpu_ratio"]],
-                "Of the fetch": [percent(value) for value in rows["fetch_ratio"]],
-                "Waited for": [duration(value) for value in rows["seconds"]],
-                "Of the waiting": [
-                    percent(value / total_seconds) if total_seconds else MISSING for value in rows["seconds"]
-                ],
-                "Enough": [duration(value) for value in rows["enough_seconds"]],
-                "Waiting without it": [percent(value) for value in rows["free_wait_ratio"]],
-            }
-        ),
-        caption=f"{_scope(stall)} Waited for: what the awaited worker was doing. Enough: per batch, so that the "
-        "training hardly waits; —: shortening this stage alone is not enough, or cannot be told.",
-        download=f"{moment.run_id}-stages",
+    yield moment.table(
+        "stages",
+        f"{_scope(stall)} Waited for: what the awaited worker was doing. Enough: per batch, so that the training "
+        "hardly waits; —: shortening this stage alone is not enough, or cannot be told.",
+        {
+            "Stage": [report.part(name) for name in rows["stage"]],
+            "Where": [_where(row) for row in rows.itertuples()],
+            "Per batch": [quantity(value, "ms") for value in rows["batch_ms"]],
+            "In total": [duration(value) for value in rows["total_seconds"]],
+            "Calls per batch": [number(value) for value in rows["calls_per_batch"]],
+            "Calls": [number(value) for value in rows["calls"]],
+            "CPU": [percent(value) for value in rows["cpu_ratio"]],
+            "Of the fetch": [percent(value) for value in rows["fetch_ratio"]],
+            "Waited for": [duration(value) for value in rows["seconds"]],
+            "Of the waiting": [
+                percent(value / total_seconds) if total_seconds else MISSING for value in rows["seconds"]
+            ],
+            "Enough": [duration(value) for value in rows["enough_seconds"]],
+            "Waiting without it": [percent(value) for value in rows["free_wait_ratio"]],
+        },
     )
 
 
@@ -116,10 +111,7 @@ VIEW = View(
     question="Which stage must get faster, and by how much?",
     answer=_answer,
     by_loader=True,
-    rows=(
-        (Panel(name="Waited for", build=awaited_stages), Panel(name="Cost per batch", build=costs)),
-        (Panel(name="Stages", build=table),),
-    ),
+    rows=((Panel("Waited for", _awaited_stages), Panel("Cost per batch", _costs)), (Panel("Stages", _table),)),
 )
 
 if __name__ == "__main__":

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, Table, Widget, answer
+from app.blocks import Block, Metric, Metrics, Note, Widget, answer
 from app.figures import workers
 from app.runtime.loading import Recent, recent
-from app.runtime.moment import Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
+from collector import report
 from collector.diagnosis.loading import lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import KINDS, Finding
-from collector.report import wording
-from collector.store.queries import EXACT_QUANTILE_ROWS, loading
+from collector.store import queries
+from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
@@ -25,12 +26,12 @@ _GROUPS = ("data loading", "training")
 _WORKER_KINDS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
-NO_FETCH = Note(text="No batch was made in this window by a DataLoader that reports.")
+NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 
 
 def answer_in_words(moment: Moment) -> str:
     """Return the gravest finding, or the share of waiting and the name of the finding about it."""
-    recent_loop, chosen = recent(moment), _chosen(moment)
+    recent_loop, chosen = recent(moment), moment.findings
     if recent_loop is None:
         return answer(chosen, NOTHING if moment.has_loader else NO_LOADER)
     waiting = f"The training waits {percent(recent_loop.seen.wait_ratio)} of its time over {_batches(recent_loop)}"
@@ -39,18 +40,11 @@ def answer_in_words(moment: Moment) -> str:
     return answer(chosen, f"{waiting}{_why(recent_loop, chosen)}.")
 
 
-def findings(moment: Moment) -> Iterator[Block]:
-    """Show the findings about data loading and the training loop."""
-    if moment.verdict is not None:
-        yield Findings(findings=_chosen(moment))
-
-
-def setting(moment: Moment) -> Iterator[Block]:
-    """Show the settings of the loader."""
+def _setting(moment: Moment) -> Iterator[Block]:
     if moment.loader is None:
         yield NO_FETCH
         return
-    table = loading.loaders(moment.snapshot)
+    table = queries.loaders(moment.snapshot)
     of_loader = table[table["loader"] == moment.loader]
     if of_loader.empty:
         return
@@ -61,12 +55,12 @@ def setting(moment: Moment) -> Iterator[Block]:
         else f"num_workers = {number(first['num_workers'])}, prefetch_factor = {number(first['prefetch_factor'])}"
     )
     yield Note(
-        text=f"Loader {moment.loader} ({first['dataset']}, batch size {number(first['batch_size'])}): {made}.",
+        f"Loader {moment.loader} ({first['dataset']}, batch size {number(first['batch_size'])}): {made}.",
         icon=":material/settings:",
     )
 
 
-def key_figures(moment: Moment) -> Iterator[Block]:
+def _key_figures(moment: Moment) -> Iterator[Block]:
     """Show the share of waiting, its main reason, and its share while a later batch was ready."""
     recent_loop = recent(moment)
     if recent_loop is None:
@@ -76,63 +70,60 @@ def key_figures(moment: Moment) -> Iterator[Block]:
     waited = max(seen.wait_seconds, 1e-9)
     items = [
         Metric(
-            label=f"Waiting, last {len(seen.waits):,} batches",
-            value=percent(seen.wait_ratio),
-            help=f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. "
-            "The Overview has it over the whole run",
+            f"Waiting, last {len(seen.waits):,} batches",
+            percent(seen.wait_ratio),
+            f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. The Overview has it over the whole run",
         ),
         Metric(
-            label="Mostly for",
-            value=f"{wording.part(most)} {percent(seconds / waited)}",
-            help="What the worker of the awaited batch was doing; Pipeline stages has the rest",
+            "Mostly for",
+            f"{report.part(most)} {percent(seconds / waited)}",
+            "What the worker of the awaited batch was doing; Pipeline stages has the rest",
         ),
     ]
     if seen.loop.num_workers > 1:
         help = "Of the waiting, while a later batch was made already and lay parked for its turn"
         value = percent(seen.head_of_line_seconds / waited)
-        items.append(Metric(label="Head of line", value=value, help=help))
+        items.append(Metric("Head of line", value, help))
     yield Metrics(items=items)
 
 
-def wait_lanes(moment: Moment) -> Iterator[Block]:
-    """Draw the rounds with the longest waiting, one lane per process."""
+def _wait_lanes(moment: Moment) -> Iterator[Block]:
     recent_loop = recent(moment)
     if recent_loop is None or not recent_loop.seen.loop.num_workers:
         return
     shown = lanes(recent_loop.seen)
     if shown is None or not (shown.bars["kind"] == "wait").any():
-        yield Note(text="No lanes: they need a few rounds of batches after the first ones of an epoch.")
+        yield Note("No lanes: they need a few rounds of batches after the first ones of an epoch.")
         return
     begin = (shown.begin_ns - moment.span.origin_ns) / 1e9
-    yield workers.lanes(shown, moment.theme, begin_seconds=begin, revision=moment.run_id)
+    yield workers.lanes(shown, moment.theme, begin_seconds=begin)
 
 
-def waits_by_round_position(moment: Moment) -> Iterator[Block]:
+def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
     """Draw the waits by position in the round; say why if there are none, so that the row has no hole."""
     recent_loop = recent(moment)
     if recent_loop is None:
         return
     loop = recent_loop.seen.loop
     if not loop.num_workers:
-        yield Note(text="No worker is waited for: the training process makes its batches itself (num_workers = 0).")
+        yield Note("No worker is waited for: the training process makes its batches itself (num_workers = 0).")
     elif len(table := waits_by_position(recent_loop.seen)):
-        yield workers.waits_by_position(table, moment.theme, revision=moment.run_id)
+        yield workers.waits_by_position(table, moment.theme)
     else:
         text = (
             f"Which worker of a round is waited for cannot be told: the first {number(loop.ramp)} batches of an "
             "epoch do not count, for nothing was ready yet, and this window has no others."
         )
-        yield Note(text=text)
+        yield Note(text)
 
 
-def other_settings(moment: Moment) -> Iterator[Block]:
-    """Show the forecast for other settings of the loader."""
+def _other_settings(moment: Moment) -> Iterator[Block]:
     recent_loop = recent(moment)
     if recent_loop is None:
         return
     outlook = recent_loop.outlook
     if isinstance(outlook, str):
-        yield Note(text=f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
+        yield Note(f"No what-if: {outlook}. `tidegauge tune -- COMMAND` measures other settings.")
         return
     of, revision = _rank(recent_loop), moment.run_id
     yield Widget(
@@ -141,86 +132,77 @@ def other_settings(moment: Moment) -> Iterator[Block]:
     )
 
 
-def stages(moment: Moment) -> Iterator[Block]:
-    """Draw the time of each worker: idle, dataset and collate."""
+def _stages(moment: Moment) -> Iterator[Block]:
     split = _split(moment)
     if split is not None:
-        yield workers.stages(split, moment.theme, revision=moment.run_id)
+        yield workers.stages(split, moment.theme)
 
 
-def causes(moment: Moment) -> Iterator[Block]:
-    """Draw the fetch time of each worker: CPU, run queue and blocked."""
+def _causes(moment: Moment) -> Iterator[Block]:
     split = _split(moment)
     if split is None:
         return
     if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
-        yield Note(text="CPU time per fetch was not measured here.")
+        yield Note("CPU time per fetch was not measured here.")
         return
-    yield workers.causes(split, moment.theme, revision=moment.run_id)
+    yield workers.causes(split, moment.theme)
 
 
-def heat(moment: Moment) -> Iterator[Block]:
-    """Draw fetch time by worker over time."""
+def _heat(moment: Moment) -> Iterator[Block]:
     if moment.loader is None:
         return
-    fetches = loading.fetch_heat(moment.snapshot, moment.span, moment.loader)
-    yield workers.heat(fetches, moment.theme, revision=moment.run_id)
+    fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
+    yield workers.heat(fetches, moment.theme)
 
 
-def waits(moment: Moment) -> Iterator[Block]:
-    """Draw the wait per batch and the batches that were ready."""
+def _waits(moment: Moment) -> Iterator[Block]:
     if moment.loader is None:
         return
-    batches = loading.batch_lines(moment.snapshot, moment.span, moment.loader)
+    batches = queries.batch_lines(moment.snapshot, moment.span, moment.loader)
     if batches["wait"].points.empty:
-        yield Note(text="No batch was yielded to the training loop in this window.")
+        yield Note("No batch was yielded to the training loop in this window.")
         return
     split = _split(moment)
     inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
-    yield workers.waits(batches, moment.theme, inline=inline, revision=moment.run_id)
+    yield workers.waits(batches, moment.theme, inline=inline)
 
 
-def table(moment: Moment) -> Iterator[Block]:
-    """List the times of each worker, in numbers."""
+def _table(moment: Moment) -> Iterator[Block]:
     split = _split(moment)
     if split is None:
         return
-    means = {
-        name: [quantity(value, "ms") for value in split[f"{name}_ms"] / split["n"]]
-        for name in ("idle", "getitem", "collate", "cpu", "run_queue", "blocked")
+    parts = {
+        "Idle": "idle_ms",
+        "__getitem__": "getitem_ms",
+        "Collate": "collate_ms",
+        "CPU": "cpu_ms",
+        "Run queue": "run_queue_ms",
+        "Blocked": "blocked_ms",
     }
+    means = {name: [quantity(ms, "ms") for ms in split[column] / split["n"]] for name, column in parts.items()}
     sampled = " Fetch p50 and p95 are those of a sample." if split["n"].sum() > EXACT_QUANTILE_ROWS else ""
-    yield Table(
-        frame=pd.DataFrame(
-            {
-                "Worker": [workers.worker_name(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)],
-                "Batches": [number(count) for count in split["n"]],
-                "Fetch p50": [quantity(value, "ms") for value in split["median_ms"]],
-                "Fetch p95": [quantity(value, "ms") for value in split["p95_ms"]],
-                "Idle": means["idle"],
-                "__getitem__": means["getitem"],
-                "Collate": means["collate"],
-                "CPU": means["cpu"],
-                "Run queue": means["run_queue"],
-                "Blocked": means["blocked"],
-            }
-        ),
-        caption=f"Idle to Blocked: mean per batch.{sampled}",
-        download=f"{moment.run_id}-workers",
+    yield moment.table(
+        "workers",
+        f"Idle to Blocked: mean per batch.{sampled}",
+        {
+            "Worker": [workers.worker_name(w, r) for w, r in zip(split["worker"], split["rank"], strict=True)],
+            "Batches": [number(count) for count in split["n"]],
+            "Fetch p50": [quantity(value, "ms") for value in split["median_ms"]],
+            "Fetch p95": [quantity(value, "ms") for value in split["p95_ms"]],
+            **means,
+        },
     )
 
 
-def _chosen(moment: Moment) -> list[Finding]:
-    candidates = moment.verdict.findings if moment.verdict else ()
-    return [f for f in candidates if KINDS[f.kind] in _GROUPS or f.kind in _WORKER_KINDS or _explains_no_verdict(f)]
+def _is_chosen(finding: Finding) -> bool:
+    # It says why a loader was not judged; one with a rate is about a leak.
+    explains_no_verdict = (
+        finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
+    )
+    return KINDS[finding.kind] in _GROUPS or finding.kind in _WORKER_KINDS or explains_no_verdict
 
 
-def _explains_no_verdict(finding: Finding) -> bool:
-    """Return True if it says why a loader was not judged; one with a rate is about a leak."""
-    return finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
-
-
-def _why(recent_loop: Recent, chosen: list[Finding]) -> str:
+def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     """Return the name of the finding about this loop's waiting, as the end of a sentence."""
     loop = recent_loop.seen.loop
     of_loop = [f for f in chosen if f.locus.loader in (None, loop.loader) and f.locus.rank in (None, loop.rank)]
@@ -231,9 +213,9 @@ def _why(recent_loop: Recent, chosen: list[Finding]) -> str:
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
         return (
             ", but in the run as a whole hardly for batches that are not made yet: "
-            f"see {wording.title(of_loop[0])} below"
+            f"see {report.title(of_loop[0])} below"
         )
-    return f": see {wording.title(of_loop[0])} below"
+    return f": see {report.title(of_loop[0])} below"
 
 
 def _batches(recent_loop: Recent) -> str:
@@ -249,7 +231,7 @@ def _rank(recent_loop: Recent) -> str:
 def _split(moment: Moment) -> pd.DataFrame | None:
     if (loader := moment.loader) is None:
         return None
-    split = moment.once("split", lambda: loading.worker_split(moment.snapshot, moment.span, loader))
+    split = moment.once("split", lambda: queries.worker_split(moment.snapshot, moment.span, loader))
     return None if split.empty else split
 
 
@@ -258,17 +240,18 @@ VIEW = View(
     name="worker-stalls",
     question="What does the training wait for, and which worker is behind it?",
     answer=answer_in_words,
+    has_finding=_is_chosen,
     by_loader=True,
     rows=(
-        (Panel(name="Findings", build=findings),),
-        (Panel(name="Setting", build=setting),),
-        (Panel(name="Key figures", build=key_figures),),
-        (Panel(name="Lanes", build=wait_lanes),),
-        (Panel(name="Fold", build=waits_by_round_position), Panel(name="Waits", build=waits, turn=1)),
-        (Panel(name="Worker time", build=stages, turn=1), Panel(name="Fetch time", build=causes, turn=1)),
-        (Panel(name="Fetch time by worker", build=heat, turn=1),),
-        (Panel(name="Other settings", build=other_settings),),
-        (Panel(name="Workers", build=table, turn=1),),
+        (FINDINGS,),
+        (Panel("Setting", _setting),),
+        (Panel("Key figures", _key_figures),),
+        (Panel("Lanes", _wait_lanes),),
+        (Panel("Fold", _waits_by_round_position), Panel("Waits", _waits, turn=1)),
+        (Panel("Worker time", _stages, turn=1), Panel("Fetch time", _causes, turn=1)),
+        (Panel("Fetch time by worker", _heat, turn=1),),
+        (Panel("Other settings", _other_settings),),
+        (Panel("Workers", _table, turn=1),),
     ),
 )
 

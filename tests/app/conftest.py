@@ -10,9 +10,9 @@ from tests.recorded_runs import unpack
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
-    refresh._contents.clear()
+    refresh._content_slot.cache_clear()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
-    monkeypatch.setattr("app.runtime.refresh.PAINT_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.drawing.PAINT_SECONDS", 0)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from opened import figures, open_view, texts, trace_names
 
 from app.figures import devices
 from app.figures.axis import Mark, add_marks
-from app.figures.base import ELAPSED, Chart, blank
+from app.figures.base import TimeChart, over_time
 from app.figures.samples import pauses
 from app.theme import LIGHT
 from collector.store.queries.lines import Lines
@@ -87,7 +87,7 @@ def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path
 
 
 def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
-    chart = Chart(title="", figure=blank(LIGHT, x_title=ELAPSED, y_title="", revision="r"), caption="")
+    chart = TimeChart(title="", figure=over_time(LIGHT, y_title=""), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
     drawn = add_marks(chart, [], [Mark(at_seconds=33.0, words="cuda-oom at step 305")], LIGHT, clock).figure
@@ -219,7 +219,7 @@ def lines_of(name):
 
 def test_allocated_lies_over_the_area_of_reserved():
     lines = lines_of("leak-to-the-end")
-    chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL, revision="r")
+    chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL)
     reserved, allocated, _ = chart.figure.data
     assert (reserved.name, allocated.name) == ("reserved", "allocated")
     assert reserved.fill == "tozeroy"
@@ -234,7 +234,7 @@ def test_areas_of_two_ranks_would_hide_each_other():
         points = pd.concat([line.points.assign(series=f"rank {rank}") for rank in (0, 1)])
         both[name] = Lines(points=points, samples_count=2 * line.samples_count)
     both["used"] = Lines(points=both["used"].points[:0], samples_count=0)
-    chart = devices.usage(both, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL, revision="r")
+    chart = devices.usage(both, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL)
     assert [trace.fill for trace in chart.figure.data] == [None] * 4
     assert [trace.line.dash for trace in chart.figure.data][:2] == ["dot", "dot"]
 
@@ -244,7 +244,10 @@ def account_of(capacity_bytes):
     rows = recorded("leak-to-the-end").streams["device_memory"]
     parts = pd.DataFrame({"elapsed_seconds": rows["time_ns"] / SECOND_NS, "allocated": rows["allocated_bytes"]})
     parts["cached"], parts["fragmentation"] = rows["reserved_bytes"] - rows["allocated_bytes"], 0.0
-    words = {"name": "GPU 0", "capacity_bytes": capacity_bytes, "revision": "r"}
+    words = {
+        "name": "GPU 0",
+        "capacity_bytes": capacity_bytes,
+    }
     return devices.account(parts, NO_FLUSHES, NO_ERRORS, LIGHT, **words), rows
 
 

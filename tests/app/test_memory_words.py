@@ -134,7 +134,7 @@ def _per_process(seconds, starts, *, resident=None):
     lines = Lines(points=points, samples_count=len(points))
     none = Lines(points=points[:0], samples_count=0)
     drawn = (none, lines) if resident else (lines, None)
-    return memory.per_process(drawn[0], places, LIGHT, metric="pss_bytes", revision="r", resident=drawn[1])
+    return memory.per_process(drawn[0], places, LIGHT, metric="pss_bytes", resident=drawn[1])
 
 
 def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
@@ -168,6 +168,10 @@ def test_many_are_counted_and_part_of_a_place_is_told():
 
 def test_each_sentence_of_the_stack_begins_with_a_capital():
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [1.0 * GIB]})
-    more = {"capacity_bytes": 24 * GIB, "capacity_name": "host memory", "title": "?", "revision": "r"}
+    more = {
+        "capacity_bytes": 24 * GIB,
+        "capacity_name": "host memory",
+        "title": "?",
+    }
     caption = memory.by_role(table, LIGHT, metric="pss_bytes", **more).caption
     assert "moments. Host memory: 24 GiB" in caption

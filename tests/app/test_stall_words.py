@@ -40,9 +40,8 @@ def said(recent, *findings):
 
 
 def moment(recent, *findings):
-    return SimpleNamespace(
-        verdict=SimpleNamespace(findings=findings), once=lambda what, find: recent, run_id="r1", theme=LIGHT
-    )
+    chosen = [finding for finding in findings if worker_stalls.VIEW.has_finding(finding)]
+    return SimpleNamespace(findings=chosen, once=lambda what, find: recent, run_id="r1", theme=LIGHT)
 
 
 def info(kind, summary, *, loader=0, **more):
@@ -92,8 +91,7 @@ def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reaso
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
     headline = said(recent_of(), growth, reason)
     assert headline.endswith("and why cannot be told: see the reason below.")
-    (block,) = worker_stalls.findings(moment(recent_of(), growth, reason))
-    assert block.findings == [reason]
+    assert moment(recent_of(), growth, reason).findings == [reason]
     assert said(recent_of()).endswith("and no rule says why.")
     other = info("straggler-samples", "?", loader=7)
     assert said(recent_of(), other).endswith("and no rule says why.")
@@ -102,7 +100,7 @@ def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reaso
 def test_a_page_says_of_which_batches_and_of_which_rank_it_is():
     ranked = recent_of(rank=3)
     assert "over the last 200 batches of rank 3" in said(ranked)
-    (block,) = worker_stalls.key_figures(moment(ranked))
+    (block,) = worker_stalls._key_figures(moment(ranked))
     assert block.items[0].label == "Waiting, last 200 batches"
     assert "over the last 200 batches of rank 3" in block.items[0].help
 
@@ -139,7 +137,11 @@ def test_the_sliders_of_a_good_setting_say_that_they_begin_there(outlook):
 def test_samples_per_second_are_those_of_a_rank(outlook):
     assert _metrics(outlook, outlook.current, " of rank 3")[0].label == "Throughput of rank 3"
     chart = outlook_figures.by_workers(
-        [outlook.current], outlook.current, outlook, LIGHT, of=" of rank 3", revision="r1"
+        [outlook.current],
+        outlook.current,
+        outlook,
+        LIGHT,
+        of=" of rank 3",
     )
     assert chart.figure.layout.yaxis.title.text.startswith("throughput of rank 3 (")
 
@@ -148,7 +150,7 @@ def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
     measured = replace(outlook.measured, samples_per_batch=64.0)
     sampled = replace(outlook, measured=measured)
     own = outlook.current
-    chart = outlook_figures.by_workers([own], own, sampled, LIGHT, revision="r1")
+    chart = outlook_figures.by_workers([own], own, sampled, LIGHT)
     traces = {trace.name: trace for trace in chart.figure.data}
     assert traces["predicted"].y[0] == pytest.approx(64 * own.batches_per_second)
     assert max(traces["90 % interval"].y) == pytest.approx(64 * own.high)
@@ -162,14 +164,14 @@ def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
 def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
     own = replace(outlook.current, memory_bytes=float(size))
     of_size = replace(outlook, current=own, options=(own,))
-    chart = outlook_figures.front(of_size, own, LIGHT, revision="r1")
+    chart = outlook_figures.front(of_size, own, LIGHT)
     assert chart.figure.layout.xaxis.title.text == f"host memory of the loop ({unit})"
     assert chart.figure.data[0].x[0] == x
 
 
 def test_a_pattern_that_is_alone_has_a_legend():
     unmeasured = pd.DataFrame({"stage": ["other"], "batch_ms": [2.0], "cpu_ratio": [float("nan")]})
-    chart = workers.costs(unmeasured, LIGHT, batches_count=9, revision="r1")
+    chart = workers.costs(unmeasured, LIGHT, batches_count=9)
     assert [trace.name for trace in chart.figure.data] == ["CPU time not measured"]
     assert chart.figure.layout.showlegend
     assert chart.takeaway.startswith("the rest of the dataset takes")

@@ -21,8 +21,8 @@ import streamlit as st
 from opened import drawn, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
-from app.runtime import refresh, verdicts
-from app.visitors import is_expected
+from app.frame import is_expected
+from app.runtime import drawing, refresh, verdicts
 from collector.diagnosis.verdict import diagnose
 from collector.store.lake.ingest import Ingester
 from collector.store.runs.run import Run
@@ -131,7 +131,7 @@ def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_p
         monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
     monkeypatch.setattr("collector.store.lake.reader._OPEN_ATTEMPTS", 1)  # a lake that cannot be opened
     if name == "live":  # it ages while the pages are walked through
-        monkeypatch.setattr("app.runtime.status.STALE_AFTER_SECONDS", 600)
+        monkeypatch.setattr("app.runtime.drawing.STALE_AFTER_SECONDS", 600)
     state, home = STATES[name], tmp_path / "home"
     state.make(home)
     for view, at in walk(monkeypatch, home):
@@ -168,7 +168,7 @@ def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
     def fail(*_):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("collector.store.queries.loading.throughput", fail)
+    monkeypatch.setattr("collector.store.queries.throughput", fail)
     at = open_view(monkeypatch, made["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
@@ -191,10 +191,8 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
 
 def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
-    order, build, draw_status = [], refresh.build, refresh.draw_status
-    monkeypatch.setattr(
-        refresh, "draw_status", lambda *of, **more: order.append("line") or draw_status(*of, **more)
-    )
+    order, build, draw_status = [], refresh.build, drawing.Drawing._draw_status
+    monkeypatch.setattr(drawing.Drawing, "_draw_status", lambda *of: order.append("line") or draw_status(*of))
     monkeypatch.setattr(refresh, "build", lambda *of: order.append("panel") or build(*of))
     assert figures(open_view(monkeypatch, tmp_path, "overview"))
     assert order[:2] == ["line", "panel"]
@@ -202,15 +200,15 @@ def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
 
 def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
-    order, draw = [], refresh.draw
+    order, draw = [], drawing.draw
     pause = SimpleNamespace(**{**vars(time), "sleep": lambda _: order.append("pause")})
-    monkeypatch.setattr(refresh, "time", pause)
-    monkeypatch.setattr(refresh, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
+    monkeypatch.setattr(drawing, "time", pause)
+    monkeypatch.setattr(drawing, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
     at = open_view(monkeypatch, tmp_path, "overview")
-    assert order == ["Findings", "Metrics", "pause", "Chart", "Chart", "Table", "Table", "Note"]
+    assert order == ["Findings", "Metrics", "pause", "TimeChart", "TimeChart", "Table", "Table", "Note"]
     order.clear()
     at.run()
-    assert order == ["Findings", "Metrics", "Chart", "Chart", "Table", "Table", "Note"]
+    assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note"]
 
 
 def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
@@ -220,7 +218,7 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     fragment, read = st.fragment, refresh.read
     monkeypatch.setattr(st, "fragment", lambda *of, **more: timers.append(more) or fragment(*of, **more))
     monkeypatch.setattr(refresh, "read", lambda run: os.utime(manifest) or read(run))
-    monkeypatch.setattr(refresh, "REST_PER_COST", -1)
+    monkeypatch.setattr(drawing, "REST_PER_COST", -1)
     monkeypatch.setattr(verdicts, "diagnose", lambda tables: seen.wait(60) and diagnose(tables))
     monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
@@ -259,7 +257,7 @@ def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
 def test_an_old_verdict_says_so(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
-    monkeypatch.setattr("app.runtime.status.OLD_SECONDS", 0)
+    monkeypatch.setattr("app.runtime.drawing.OLD_SECONDS", 0)
     assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
 
 
@@ -271,14 +269,14 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     at.toggle(key="live").set_value(False).run()
     assert [chart.proto.spec for chart in at.get("plotly_chart")] == before
     assert "Switch Live on" in texts(at)
-    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", -1)
+    monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", -1)
     at.toggle(key="live").set_value(True).run()
     assert not figures(at)
 
 
 def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
-    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", 1e6)
+    monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", 1e6)
     first = figures(open_view(monkeypatch, tmp_path, "overview"))
     shutil.rmtree(run_dir / "journal")
     assert figures(open_view(monkeypatch, tmp_path, "overview")) == first
@@ -289,13 +287,13 @@ def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_pa
     runs.make_run(tmp_path, runs.LIVE)
     build, waited = refresh.build, []
     monkeypatch.setattr(refresh, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
-    open_view(monkeypatch, tmp_path, "overview")
-    assert [*refresh._contents.values()][-1].cost_ns < 0.5e9 * len(waited)
+    _, content, _ = open_view(monkeypatch, tmp_path, "overview").session_state["tidegauge-content"]
+    assert content.cost_ns < 0.5e9 * len(waited)
 
 
 def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
-    monkeypatch.setattr("app.runtime.refresh.REST_PER_COST", -1)
+    monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", -1)
     built, build = [], refresh.build
     monkeypatch.setattr(refresh, "build", lambda one, moment: built.append(one.name) or build(one, moment))
 
@@ -308,7 +306,7 @@ def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkey
     assert sorted(second[0] + third[0]) == sorted(first[0])
     assert "Step time" in third[0]
     assert first[1] == second[1] == third[1] == 2
-    monkeypatch.setattr(refresh, "REUSE_LIMIT_NS", 0)
+    monkeypatch.setattr(drawing, "REUSE_LIMIT_NS", 0)
     assert look() == first
 
 

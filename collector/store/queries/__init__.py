@@ -1,14 +1,90 @@
 """Named queries over a snapshot of a run, one module per subject."""
 
+from collector.store.queries.collector_health import agent_summary, collector_lines
+from collector.store.queries.gpu_memory import cache_flushes, cuda_errors, device_grid, device_lines, devices
 from collector.store.queries.lines import Lines
-from collector.store.queries.spans import Extent, Queryable, Span, Window
+from collector.store.queries.loading import (
+    batch_lines,
+    fetch_heat,
+    loaders,
+    starts,
+    throughput,
+    used_loaders,
+    worker_split,
+)
+from collector.store.queries.moments import epoch_starts, events, step_clock, steps_elapsed
+from collector.store.queries.process_memory import (
+    host_limits,
+    host_lines,
+    last_alive,
+    memory_by_role,
+    open_files,
+    process_lines,
+    process_metric,
+    processes,
+    tightest_limit,
+    training,
+)
+from collector.store.queries.spans import (
+    WINDOWS,
+    Extent,
+    Memo,
+    Queryable,
+    Span,
+    Window,
+    extent,
+    origin_ns,
+    span,
+    wall_ns,
+    whole,
+)
+from collector.store.queries.training_steps import rank_steps, step_samples, step_summary, steps
 from collector.store.rollups.tables import EXACT_QUANTILE_ROWS
 
 __all__ = [
     "EXACT_QUANTILE_ROWS",
+    "WINDOWS",
     "Extent",
     "Lines",
+    "Memo",
     "Queryable",
     "Span",
     "Window",
+    "agent_summary",
+    "batch_lines",
+    "cache_flushes",
+    "collector_lines",
+    "cuda_errors",
+    "device_grid",
+    "device_lines",
+    "devices",
+    "epoch_starts",
+    "events",
+    "extent",
+    "fetch_heat",
+    "host_limits",
+    "host_lines",
+    "last_alive",
+    "loaders",
+    "memory_by_role",
+    "open_files",
+    "origin_ns",
+    "process_lines",
+    "process_metric",
+    "processes",
+    "rank_steps",
+    "span",
+    "starts",
+    "step_clock",
+    "step_samples",
+    "step_summary",
+    "steps",
+    "steps_elapsed",
+    "throughput",
+    "tightest_limit",
+    "training",
+    "used_loaders",
+    "wall_ns",
+    "whole",
+    "worker_split",
 ]

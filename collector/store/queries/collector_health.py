@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from collector.store.queries.lines import Lines, lines
 from collector.store.queries.spans import Queryable, Span, only
 from collector.store.rollups import tables
 
@@ -49,3 +50,9 @@ def agent_summary(snapshot: Queryable, within: Span) -> pd.DataFrame:
         "FROM agent WHERE time_ns BETWEEN $from_ns AND $to_ns GROUP BY host ORDER BY host",
         only(within.params, "from_ns", "to_ns"),
     )
+
+
+def collector_lines(snapshot: Queryable, within: Span) -> dict[str, Lines]:
+    """Return sampling interval and lag (seconds), and resident memory (`rss`, bytes), one line per host."""
+    values = {"interval": "interval_ns / 1e9", "lag": "ingest_lag_ns / 1e9", "rss": "rss_bytes"}
+    return lines(snapshot, within, "agent", values, series="host")

@@ -74,10 +74,10 @@ def _charts():
     fold = pd.DataFrame({"position": [0, 1], "worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0})
     costs = pd.DataFrame({"stage": ["decode", "other"], "batch_ms": [30.0, 2.0], "cpu_ratio": [0.9, np.nan]})
     return {
-        "lanes": workers.lanes(_lanes(), LIGHT, begin_seconds=7.0, revision="r1"),
-        "fold": workers.waits_by_position(fold.assign(ratio=[0.1, 0.9]), LIGHT, revision="r1"),
-        "costs": workers.costs(costs, LIGHT, batches_count=1200, revision="r1"),
-        "exposed": workers.awaited_stages(_STALL, LIGHT, revision="r1"),
+        "lanes": workers.lanes(_lanes(), LIGHT, begin_seconds=7.0),
+        "fold": workers.waits_by_position(fold.assign(ratio=[0.1, 0.9]), LIGHT),
+        "costs": workers.costs(costs, LIGHT, batches_count=1200),
+        "exposed": workers.awaited_stages(_STALL, LIGHT),
         "by role": memory.by_role(
             table,
             LIGHT,
@@ -85,23 +85,24 @@ def _charts():
             capacity_bytes=8 * GIB,
             capacity_name="cgroup limit",
             title="Who holds it?",
-            revision="r1",
         ),
         "limit": memory.against_limit(
-            {"used": _lines([1.0 * GIB, 2.0 * GIB])}, DARK, name="/dev/shm", capacity_bytes=4 * GIB, revision="r1"
+            {"used": _lines([1.0 * GIB, 2.0 * GIB])},
+            DARK,
+            name="/dev/shm",
+            capacity_bytes=4 * GIB,
         ),
         "processes": memory.per_process(
             _lines([1.0, 2.0], series="main"),
             _places(),
             LIGHT,
             metric="private_dirty_bytes",
-            revision="r1",
         ),
-        "steps": steps.split(step, LIGHT, revision="r1"),
-        "stages": workers.stages(_split(), LIGHT, revision="r1"),
-        "causes": workers.causes(_split(), LIGHT, revision="r1"),
-        "heat": workers.heat(heat, LIGHT, revision="r1"),
-        "waits": workers.waits(queue, LIGHT, inline=False, revision="r1"),
+        "steps": steps.split(step, LIGHT),
+        "stages": workers.stages(_split(), LIGHT),
+        "causes": workers.causes(_split(), LIGHT),
+        "heat": workers.heat(heat, LIGHT),
+        "waits": workers.waits(queue, LIGHT, inline=False),
     }
 
 
@@ -153,9 +154,8 @@ def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waite
     assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
 
 
-def test_every_figure_keeps_the_readers_zoom_for_its_run_and_asks_a_question():
+def test_every_figure_asks_a_question():
     for name, chart in _charts().items():
-        assert chart.figure.layout.uirevision == "r1", name
         assert chart.title.endswith("?"), name
         assert chart.caption in chart.alt
 
@@ -179,7 +179,12 @@ def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
     assert near.figure.layout.shapes[0].y0 == 8
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [0.1 * GIB]})
     far = memory.by_role(
-        table, LIGHT, metric="pss_bytes", capacity_bytes=8 * GIB, capacity_name="limit", title="?", revision="r"
+        table,
+        LIGHT,
+        metric="pss_bytes",
+        capacity_bytes=8 * GIB,
+        capacity_name="limit",
+        title="?",
     )
     assert not far.figure.layout.shapes
     assert far.figure.layout.yaxis.title.text == "PSS (MiB)"
@@ -190,7 +195,12 @@ def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
 def test_rss_is_called_rss():
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [GIB]})
     chart = memory.by_role(
-        table, LIGHT, metric="rss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+        table,
+        LIGHT,
+        metric="rss_bytes",
+        capacity_bytes=None,
+        capacity_name="",
+        title="?",
     )
     assert chart.figure.layout.yaxis.title.text == "RSS (GiB)"
     assert "shared pages" in chart.caption
@@ -203,7 +213,6 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
         places,
         LIGHT,
         metric="private_dirty_bytes",
-        revision="r",
     )
     line, mark = chart.figure.data
     assert np.isnan(line.x[2])
@@ -214,7 +223,7 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
 def test_a_line_has_a_gap_where_nobody_sampled():
     x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]  # the collector was down for 70 s
     lines = Lines(points=pd.DataFrame({"series": "", "elapsed_seconds": x, "value": 1.0}), samples_count=len(x))
-    figure = memory.against_limit({"used": lines}, LIGHT, name="x", capacity_bytes=None, revision="r").figure
+    figure = memory.against_limit({"used": lines}, LIGHT, name="x", capacity_bytes=None).figure
     drawn = figure.data[0]
     assert np.flatnonzero(np.isnan(drawn.y)).tolist() == [50]
     assert (drawn.x[49], drawn.x[51]) == (49.0, 120.0)
@@ -239,7 +248,12 @@ def test_a_stack_says_nothing_of_the_time_when_nobody_sampled():
     x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]
     table = pd.DataFrame({"elapsed_seconds": x, "main": 1.0 * GIB, "worker": 2.0 * GIB})
     figure = memory.by_role(
-        table, LIGHT, metric="pss_bytes", capacity_bytes=None, capacity_name="", title="?", revision="r"
+        table,
+        LIGHT,
+        metric="pss_bytes",
+        capacity_bytes=None,
+        capacity_name="",
+        title="?",
     ).figure
     assert [(part.name, len(part.x), part.showlegend) for part in figure.data] == [
         ("main", 50, True),
@@ -254,7 +268,7 @@ def test_a_pause_is_empty_between_the_cells_of_the_workers():
     fetches = pd.DataFrame(
         {"rank": np.nan, "worker": 0, "elapsed_seconds": [5.0, 5.5, 6.0, 9.0], "fetch_ms": 7.0, "n": 1}
     )
-    (cells,) = workers.heat(fetches, LIGHT, revision="r").figure.data
+    (cells,) = workers.heat(fetches, LIGHT).figure.data
     assert list(cells.x) == [5.0, 5.5, 6.0, 6.5, 7.0, 7.5, 8.0, 8.5, 9.0]
     assert np.flatnonzero(np.isfinite(cells.z[0])).tolist() == [0, 1, 2, 8]
 
@@ -266,7 +280,10 @@ def test_no_figure_has_a_template_which_plotly_takes_long_for():
 
 def test_a_thinned_line_says_so():
     chart = memory.against_limit(
-        {"used": _lines([1.0] * 10, samples=5000)}, LIGHT, name="x", capacity_bytes=None, revision="r"
+        {"used": _lines([1.0] * 10, samples=5000)},
+        LIGHT,
+        name="x",
+        capacity_bytes=None,
     )
     assert "min-max of 5,000 samples" in chart.caption
     assert "limit is not known" in chart.caption
@@ -275,17 +292,17 @@ def test_a_thinned_line_says_so():
 def test_one_slow_first_step_does_not_press_the_others_flat():
     table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0, "slowest_ms": 10.0})
     table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
-    chart = steps.split(table, LIGHT, revision="r")
+    chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range[1] < 100
     assert "3 s, at step 0" in chart.caption
 
 
 def test_inline_loading_is_called_inline_and_has_no_queue():
     split = _split().iloc[:1].assign(worker=-1)
-    assert list(workers.stages(split, LIGHT, revision="r").figure.data[0].y) == ["inline"]
+    assert list(workers.stages(split, LIGHT).figure.data[0].y) == ["inline"]
     empty = _lines([])
     queue = {"wait": _lines([1.0]), "parked": empty, "ready": empty, "outstanding": empty}
-    chart = workers.waits(queue, LIGHT, inline=True, revision="r")
+    chart = workers.waits(queue, LIGHT, inline=True)
     assert len(chart.figure.data) == 1
     assert "inline" in chart.caption
 
@@ -297,9 +314,9 @@ def test_no_trace_exceeds_the_budget_of_points():
 
 
 def _used(seconds=30.0):
-    figure = base.blank(LIGHT, x_title=base.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure = base.over_time(LIGHT, y_title="used (GiB)")
     figure.add_trace(base.line("used", np.linspace(0.0, seconds, 7), [1.0] * 7, "#000000", "GiB"))
-    return base.Chart(title="", figure=figure, caption="")
+    return base.TimeChart(title="", figure=figure, caption="")
 
 
 def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
@@ -352,17 +369,17 @@ def test_marks_of_a_figure_over_steps_stand_at_their_steps():
 
 
 def test_a_figure_over_steps_of_a_run_that_made_none_is_not_marked():
-    steps_of = base.blank(LIGHT, x_title="step", y_title="ms", revision="r1")
+    steps_of = base.over_time(LIGHT, y_title="ms", axis="step")
     steps_of.add_trace(base.line("step", [0.0], [1.0], "#000000", "ms"))
-    chart = base.Chart(title="", figure=steps_of, caption="")
+    chart = base.TimeChart(title="", figure=steps_of, caption="", axis="step")
     assert not _marked(chart, epochs=[0.0], clock=CLOCK[:0])[1]
 
 
 def test_a_chart_over_time_moves_to_steps():
-    figure = base.blank(LIGHT, x_title=base.ELAPSED, y_title="used (GiB)", revision="r1")
+    figure = base.over_time(LIGHT, y_title="used (GiB)")
     figure.add_trace(base.line("used", [0.0, 10.0, 15.0, 20.0, 30.0], [1.0] * 5, "#000000", "GiB"))
     base.limit(figure, 4.0, "limit 4 GiB", LIGHT)
-    moved = axis.convert_axis(base.Chart(title="", figure=figure, caption=""), "step", CLOCK).figure
+    moved = axis.convert_axis(base.TimeChart(title="", figure=figure, caption=""), "step", CLOCK).figure
     assert np.array_equal(moved.data[0].x, [np.nan, 0.0, 5.0, 10.0, np.nan], equal_nan=True)
     assert moved.layout.xaxis.title.text == "step"
     assert (moved.layout.shapes[0].x0, moved.layout.shapes[0].x1) == (0, 1)  # the limit spans the figure

@@ -18,7 +18,7 @@ def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
 
 
 def _compared(**runs):
-    return steps.step_times(runs, DARK, axis="elapsed", revision="r")
+    return steps.step_times(runs, DARK, axis="elapsed")
 
 
 def _highest(figure):
@@ -32,7 +32,7 @@ def _stacked(figure):
 @pytest.mark.parametrize("n", [1, 12])
 def test_many_slow_steps_are_drawn_whole(n):
     slow = _steps(slow=range(0, 380, 20), n=n)
-    chart = steps.split(slow, LIGHT, revision="r")
+    chart = steps.split(slow, LIGHT)
     assert chart.figure.layout.yaxis.range is None
     assert max(_stacked(chart.figure), _highest(chart.figure)) == pytest.approx(1000)
     assert "cut" not in chart.caption
@@ -44,7 +44,7 @@ def test_many_slow_steps_are_drawn_whole(n):
 
 
 def test_each_point_above_the_end_of_the_axis_is_named():
-    chart = steps.split(_steps(slow=(1, 300)), LIGHT, revision="r")
+    chart = steps.split(_steps(slow=(1, 300)), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 12.5)
     assert chart.caption.endswith(
         " The axis is cut at 12.5 ms. Above it: 2 of 400 points (1 s, at step 1; 1 s, at step 300)."
@@ -52,7 +52,7 @@ def test_each_point_above_the_end_of_the_axis_is_named():
 
 
 def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
-    chart = steps.split(_steps(slow=(1,), n=12), LIGHT, revision="r")
+    chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
     assert "mean of up to 12 steps, the dotted line the slowest of them" in chart.caption
     assert "Above it: 1 of 400 points (1 s, about step 12)." in chart.caption
@@ -60,7 +60,7 @@ def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
 
 @pytest.mark.parametrize("table", [_steps(slow=(0,), slow_ms=35.0), _steps(5, slow=(0,))])
 def test_a_step_that_presses_little_flat_is_drawn_whole(table):
-    chart = steps.split(table, LIGHT, revision="r")
+    chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range is None
     assert "cut" not in chart.caption
 
@@ -100,7 +100,7 @@ def test_where_each_step_is_drawn_there_is_no_band():
 
 def test_steps_without_a_loader_show_no_data_wait_instead_of_none():
     unknown = _steps().assign(wait_ms=np.nan, rest_ms=10.0)
-    chart = steps.split(unknown, LIGHT, revision="r")
+    chart = steps.split(unknown, LIGHT)
     assert [trace.name for trace in chart.figure.data] == ["step"]
     assert chart.caption == "10 ms on average of 400 steps. No DataLoader was seen in them."
     compared = _compared(own=unknown, loaded=_steps())
