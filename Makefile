@@ -9,7 +9,7 @@ PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup demo test lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
+.PHONY: setup demo test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
 
 setup: $(STAMP)
 
@@ -25,7 +25,10 @@ demo: setup
 	@$(BIN)/tidegauge job images --epochs 1
 	@if [ "$(SERVE)" = 1 ]; then $(BIN)/tidegauge dashboard --port $(PORT); fi
 
-test: lint types layers browser prometheus postgres compiler unit
+test: static browser prometheus postgres compiler unit
+
+static: setup
+	@$(MAKE) --no-print-directory -j2 -O lint types layers
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -55,8 +58,9 @@ postgres:
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql openssl iproute2; } \
 		|| echo "postgresql is missing and can't be installed here: the tests of the shared store will be skipped" >&2
 
+# Three at once on two cores: a third of their time, tests wait for trainings that sleep.
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 # The random kills of tests/integration/test_kills.py, 50 times (about 8 minutes).

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import pandas as pd
 import pytest
 
+from collector import cli
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
+from tests.warm import WarmPython
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -23,6 +29,27 @@ SHIM = REPOSITORY / "training_harness" / "bootstrap"
 TRAIN = REPOSITORY / "tests" / "scripts" / "train.py"
 #: The interpreter of the scripts; `make versions` names those with other versions of torch.
 PYTHON = os.environ.get("TIDEGAUGE_TEST_PYTHON", sys.executable)
+WARM_PYTHON = WarmPython(PYTHON)
+
+# What the tests start inherits which signals are ignored: nothing of a nohup or of a shell's background job.
+for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
+
+#: Files that take longest, in that order: begun last, one of them would keep a single core busy at the end.
+LONGEST_FIRST = (
+    *("test_foreign_code", "test_jobs", "test_tiles", "test_golden", "test_shared_store", "test_loaders"),
+    *("test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent", "test_two_nodes"),
+    *("test_fail_open", "test_attach", "test_views", "test_store_kill", "test_stages_of_runs", "test_store_reader"),
+    *("test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations", "test_parallel"),
+    *("test_requests", "test_watch", "test_gpu_runs"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 T = TypeVar("T")
@@ -40,6 +67,26 @@ def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
 def bare_environment() -> dict[str, str]:
     """This process's environment without anything of Tidegauge's."""
     return {key: value for key, value in os.environ.items() if not key.startswith("TIDEGAUGE")}
+
+
+def run_bare(script: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script without Tidegauge."""
+    return WARM_PYTHON.run(script, *map(str, arguments), env=bare_environment(), timeout=120)
+
+
+def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line on a home in this process, which has loaded its modules."""
+    argv = ["tidegauge", *map(str, words)]
+    variables = bare_environment() | {layout.HOME_VARIABLE: str(home)} | environ
+    with (
+        mock.patch.dict(os.environ, variables, clear=True),
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    return subprocess.CompletedProcess(argv, ended.value.code or 0, output.getvalue(), errors.getvalue())
 
 
 @dataclass(frozen=True)
@@ -66,23 +113,28 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def attached(home: Path) -> Iterator[Callable[..., Attached]]:
-    """Runs a Python command under the shim, without a collector, and returns its run."""
+def attached(home: Path) -> Callable[..., Attached]:
+    """Runs a Python command under the shim, without a collector, and returns its run.
+
+    A script begins in a warm Python, unless a new one is asked for; options of Python need a new one.
+    """
 
     def start(
-        *command: str | Path, environ: Mapping[str, str] | None = None, run_dir: Path | None = None
+        *command: str | Path,
+        environ: Mapping[str, str] | None = None,
+        run_dir: Path | None = None,
+        in_new_python: bool = False,
     ) -> Attached:
-        directory = run_dir or layout.create_run(home, name="test", argv=[str(part) for part in command])
-        done = subprocess.run(
-            [PYTHON, *map(str, command)],
-            env=bare_environment()
-            | {layout.RUN_DIR_VARIABLE: str(directory), "PYTHONPATH": str(SHIM)}
-            | dict(environ or {}),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        words = [str(part) for part in command]
+        directory = run_dir or layout.create_run(home, name="test", argv=words)
+        env = bare_environment() | {layout.RUN_DIR_VARIABLE: str(directory), "PYTHONPATH": str(SHIM)}
+        env |= environ or {}
+        if in_new_python or words[0].startswith("-"):
+            done = subprocess.run(
+                [PYTHON, *words], env=env, capture_output=True, text=True, timeout=120, check=False
+            )
+        else:
+            done = WARM_PYTHON.run(*words, env=env, timeout=120)
         return Attached(done, Run(directory))
 
     return start

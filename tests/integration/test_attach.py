@@ -9,24 +9,25 @@ import sys
 
 import pytest
 
-from tests.conftest import TRAIN, bare_environment
+from tests.conftest import TRAIN, bare_environment, run_bare
 from training_harness import layout
 
 
-def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, TRAIN, *arguments], env=bare_environment(), capture_output=True, text=True, check=True
-    )
+@pytest.fixture(scope="module")
+def bare_losses() -> str:
+    """Output of the script without Tidegauge."""
+    return run_bare(TRAIN).stdout
 
 
 def test_spawned_workers_report_when_the_script_drops_pythonpath(attached):
-    run = attached(TRAIN, "--num-workers=2", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
+    options = ("--num-workers=2", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
+    run = attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("fetch")) == 16
 
 
 def test_inline_loading_is_recorded_as_inline(attached):
-    run = attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1")
+    run = attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1", in_new_python=True)
     batch, fetch = run.table("batch"), run.table("fetch")
     assert set(batch.worker) == set(fetch.worker) == {-1}
     assert batch.outstanding_count.isna().all(), "there is no queue to look at"
@@ -44,7 +45,8 @@ def test_a_loader_inside_a_dataset_is_part_of_the_fetch(attached):
 
 
 def test_a_killed_worker_is_named(attached):
-    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
+    options = ("--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
+    run = attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 1
     assert "killed by signal" in run.done.stderr
     (died,) = map(json.loads, run.events("worker-died").body)
@@ -99,7 +101,7 @@ def test_an_exception_in_a_dataset_reaches_the_script_unchanged(attached):
 
 
 def test_disabled_leaves_no_trace(attached):
-    run = attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"})
+    run = attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"}, in_new_python=True)
     assert run.done.returncode == 0
     assert list(run.run.journal_dir.iterdir()) == []
     assert list(run.run.events_dir.iterdir()) == []
@@ -110,12 +112,12 @@ def test_the_users_own_sitecustomize_runs(attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, sitecustomize; print(mine, sitecustomize.__file__)\n")
     path = f"{layout.Path(layout.__file__).parent / 'bootstrap'}:{tmp_path}"
-    run = attached(script, environ={"PYTHONPATH": path})
+    run = attached(script, environ={"PYTHONPATH": path}, in_new_python=True)
     assert run.done.stdout.split() == ["was", "here", str(tmp_path / "sitecustomize.py")]
 
 
 @pytest.mark.parametrize("stream", ["batch", "step"])
-def test_a_failing_hook_says_so_once_and_training_goes_on(attached, tmp_path, stream):
+def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses, tmp_path, stream):
     script = tmp_path / "script.py"
     script.write_text(
         "import runpy, torch.utils.data\n"
@@ -125,7 +127,7 @@ def test_a_failing_hook_says_so_once_and_training_goes_on(attached, tmp_path, st
     )
     run = attached(script)
     assert run.done.returncode == 0, run.done.stderr
-    assert run.done.stdout == bare().stdout
+    assert run.done.stdout == bare_losses
     (disabled,) = map(json.loads, run.events("hook-disabled").body)
     assert disabled["hook"] == stream
     assert {name: len(run.table(name)) for name in ("batch", "step")} == {"batch": 32, "step": 32, stream: 0}
@@ -150,7 +152,7 @@ def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
     directory = layout.create_run(tmp_path, name="kept", argv=[])
-    run = attached(script, run_dir=directory, environ={"KEPT": str(directory)})
+    run = attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("batch")) == 16
     (start,) = map(json.loads, run.events("process-start").body)
@@ -197,7 +199,7 @@ def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
         "torch.compile(lambda: parameter.sum().backward(), backend='eager')()\n"
         "print(parameter.tolist(), dict(counters['graph_break']), counters['frames']['total'])\n"
     )
-    run = attached(script)
+    run = attached(script, in_new_python=True)
     done = subprocess.run(
         [sys.executable, script], env=bare_environment(), capture_output=True, text=True, check=True
     )
@@ -241,7 +243,7 @@ def test_a_journal_that_cannot_be_written_does_not_stop_training(attached, home)
     run = attached(TRAIN, "--num-workers=2", "--start-method=fork", run_dir=directory)
     assert run.done.returncode == 0
     assert run.done.stderr == ""
-    assert run.done.stdout == bare("--num-workers=2", "--start-method=fork").stdout
+    assert run.done.stdout == run_bare(TRAIN, "--num-workers=2", "--start-method=fork").stdout
 
 
 def test_attach_and_detach_from_code(home, tmp_path):

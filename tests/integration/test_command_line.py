@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import tidegauge
 from training_harness import layout
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ TRAINING = [sys.executable, "examples/plain_train.py", "--steps", "150", "--num-
 
 
 class Home:
-    """A Tidegauge home and its command line."""
+    """A Tidegauge home and its command line, in a process of its own or, with `ask`, in this one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,6 +37,9 @@ class Home:
             cwd=ROOT,
             env={**clean, "TIDEGAUGE_HOME": str(self.path), "OMP_NUM_THREADS": "1", **environment},
         )
+
+    def ask(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return tidegauge(self.path, *arguments)
 
     @property
     def newest(self) -> Path:
@@ -83,7 +87,7 @@ def test_the_report_is_json_for_programs(trained):
 def test_a_run_is_found_by_prefix_and_path(trained):
     home, _ = trained
     for spec in (home.newest.name[:-2], home.newest):
-        done = home("report", spec)
+        done = home.ask("report", spec)
         assert done.returncode == 0, done.stderr
         assert home.newest.name in done.stdout
         assert "\x1b[" not in done.stdout
@@ -92,10 +96,10 @@ def test_a_run_is_found_by_prefix_and_path(trained):
 def test_a_report_goes_to_a_file(trained, tmp_path):
     home, _ = trained
     card, body = tmp_path / "card.txt", tmp_path / "report.json"
-    assert home("report", "--output", card).stdout == ""
+    assert home.ask("report", "--output", card).stdout == ""
     assert home.newest.name in card.read_text()
     assert max(map(len, card.read_text().splitlines())) <= 80
-    home("report", "--format", "json", "--output", body)
+    home.ask("report", "--format", "json", "--output", body)
     assert json.loads(body.read_text())["run"]["steps"] == 150
     refused = home("report", "--output", tmp_path / "no" / "card.txt")
     assert refused.returncode == 2
@@ -108,13 +112,15 @@ def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_pa
     shutil.copytree(home.newest, other)
     manifest = json.loads((other / "run.json").read_text())
     (other / "run.json").write_text(json.dumps({**manifest, "run_id": "other", "tags": {"lr": "0.2"}}))
-    done = home("compare", "latest", other, "--fail-on", "step_p50>5")
+    done = home.ask("compare", "latest", other, "--fail-on", "step_p50>5")
     assert (done.returncode, done.stderr) == (0, "")
     same = r"Step p50 +step_p50 +(\S+ \w+) \(n = \d+\) +\1 \(\+0\.0%, n = \d+\)"
     assert re.search(same, done.stdout), done.stdout
     assert re.search(r"tag lr +0\.1 +0\.2", done.stdout)
     assert "git commit" not in done.stdout, "it is the same in both"
-    done = home("compare", "latest", other, "--format", "json", "--fail-on", "batches<5%", "--fail-on", "steps>1")
+    done = home.ask(
+        "compare", "latest", other, "--format", "json", "--fail-on", "batches<5%", "--fail-on", "steps>1"
+    )
     assert done.returncode == 3
     measured = json.loads(done.stdout)["runs"][1]["measures"]
     assert measured["step_p95"]["change_ratio"] == 0
@@ -127,7 +133,7 @@ def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
     copy = tmp_path / "elsewhere"
     home.newest.rename(copy)
     try:
-        done = Home(tmp_path / "other")("report", copy, "--format", "json")
+        done = Home(tmp_path / "other").ask("report", copy, "--format", "json")
     finally:
         copy.rename(home.path / "runs" / json.loads((copy / "run.json").read_text())["run_id"])
     assert done.returncode == 0, done.stderr
@@ -136,7 +142,7 @@ def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
 
 def test_the_list_shows_what_the_report_found(trained):
     home, _ = trained
-    done = home("runs")
+    done = home.ask("runs")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
 
@@ -147,7 +153,7 @@ def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monke
     monkeypatch.setenv("TIDEGAUGE_HOME", str(home.path))
     page = QUERYING.read_text()
     [words] = re.findall(r"^tidegauge (export .*)$", page, re.MULTILINE)
-    done = home(*[str(tmp_path / word) if word == "exported" else word for word in words.split()])
+    done = home.ask(*[str(tmp_path / word) if word == "exported" else word for word in words.split()])
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^batch\.parquet +150 +[\d.]+ KiB$", done.stdout, re.MULTILINE)
     assert done.stdout.endswith(f"{home.newest.name} is in {tmp_path / 'exported'}\n")

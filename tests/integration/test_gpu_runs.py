@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from collector.diagnosis.deaths.cuda_oom import message_figures
 from collector.diagnosis.verdict import diagnose
 from collector.store.allocator_snapshots import newest_allocator_snapshot
 from collector.store.runs.run import Run
+from tests.conftest import tidegauge
 from tests.recorded_runs import recorded, unpack, unpacked
 
 WARNED = {
@@ -72,7 +70,7 @@ def test_each_of_two_devices_is_judged_by_itself():
 )
 def test_every_page_shows_the_gpu(tmp_path, name, titles):
     page = tmp_path / "report.html"
-    command = [sys.executable, "-P", "-m", "collector", "report", str(unpack(name, tmp_path))]
-    subprocess.run([*command, "--format", "html", "--output", str(page)], check=True)
+    done = tidegauge(tmp_path, "report", unpack(name, tmp_path), "--format", "html", "--output", page)
+    assert done.returncode == 0, done.stderr
     told = page.read_text()
     assert [title for title in titles if f"<h3>{title}</h3>" not in told] == []

@@ -23,7 +23,7 @@ def example(attached, tmp_path, monkeypatch):
         script = tmp_path / "train.py"
         script.write_text(re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)[1])
         monkeypatch.chdir(tmp_path)
-        made = attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"})
+        made = attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}, in_new_python=True)
         assert made.done.returncode == 0, made.done.stderr
         return made
 

@@ -26,7 +26,7 @@ from collector.store.journals.arrow import read_records
 from collector.store.journals.segments import list_segments, read_header
 from collector.store.lake import lake
 from collector.store.runs.run import Run
-from tests.conftest import TRAIN, bare_environment, wait_for
+from tests.conftest import TRAIN, bare_environment, tidegauge, wait_for
 from training_harness.records import STREAMS
 
 VICTIMS = ("training", "worker", "collector", "all")
@@ -65,16 +65,10 @@ def kill(pids: list[int]) -> None:
 
 
 def verdict(home: Path, run: Run) -> dict:
-    def tidegauge(*arguments: str) -> str:
-        done = subprocess.run(
-            [*TIDEGAUGE, *arguments, "--home", str(home)], env=bare_environment(), capture_output=True, text=True,
-            timeout=120, check=False,
-        )  # fmt: skip
+    for words in (("collect", run.path.name), ("report", run.path.name, "--format", "json")):
+        done = tidegauge(home, *words)
         assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    tidegauge("collect", run.path.name)
-    return json.loads(tidegauge("report", run.path.name, "--format", "json"))
+    return json.loads(done.stdout)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from collector.store.cluster import mirror, postgres as shared
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.conftest import TRAIN, wait_for
+from tests.conftest import TRAIN, tidegauge, wait_for
 from training_harness import layout
 from training_harness.journal import EventLog
 
@@ -68,7 +68,7 @@ def environment(variables, monkeypatch):
 
 def node(host: str, home: Path, variables: dict[str, str], *command: object) -> subprocess.CompletedProcess[str]:
     """Run `tidegauge` on a machine of that name, with a home of its own."""
-    inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host] if host else []
+    inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host]
     return subprocess.run(
         [*inside, sys.executable, "-m", "collector", *map(str, command)],
         env={**os.environ, **variables, "TIDEGAUGE_HOME": str(home)},
@@ -91,17 +91,17 @@ def test_two_nodes_are_one_run_for_a_third_machine_and_no_secret_is_told(variabl
         said += done.stdout + done.stderr
         assert not list((home / "runs" / "exp-1").rglob("*.parquet")), "its files are in the store"
     viewer = tmp_path / "viewer"
-    listed = node("", viewer, variables, "runs")
-    report = node("", viewer, variables, "report", "exp-1", "--format", "json")
+    listed = tidegauge(viewer, "runs", **variables)
+    report = tidegauge(viewer, "report", "exp-1", "--format", "json", **variables)
     assert "exp-1" in listed.stdout
     verdict = json.loads(report.stdout)
     assert verdict["run"]["status"] == "finished"
-    exported = node("", viewer, variables, "export", "exp-1", "--to", tmp_path / "out", "--format", "csv")
+    exported = tidegauge(viewer, "export", "exp-1", "--to", tmp_path / "out", "--format", "csv", **variables)
     assert exported.returncode == 0, exported.stderr
     text = (tmp_path / "out" / "step.csv").read_text()
     assert text.count("node-a") == text.count("node-b") > 0
     said += listed.stdout + report.stdout + listed.stderr + report.stderr
-    doctor = node("", viewer, variables, "doctor").stdout
+    doctor = tidegauge(viewer, "doctor", **variables).stdout
     assert "the shared store and its files can be read, " in " ".join(doctor.split())
     for secret in (PASSWORD, SECRET_KEY, PASSWORD.partition("@")[0]):
         assert secret not in said
@@ -318,10 +318,10 @@ def test_what_is_over_on_all_nodes_can_be_deleted_from_the_store_with_all_its_fi
     shared.retire("prune-interrupted", ".pruned-prune-interrupted")
     shared.retire("prune-going-on", ".pruned-prune-going-on")  # it is not over, so nothing happens
 
-    shown = node("", home, variables, "prune", "--store", "--keep", "0", "--dry-run")
+    shown = tidegauge(home, "prune", "--store", "--keep", "0", "--dry-run", **variables)
     assert "its part on" in shown.stdout
     assert len(shared.nodes()["prune-over"]) == 1
-    done = node("", home, variables, "prune", "--store", "--keep", "0", "--yes")
+    done = tidegauge(home, "prune", "--store", "--keep", "0", "--yes", **variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert "and the rest of 1 whose deletion was interrupted" in done.stdout
 

@@ -17,8 +17,10 @@ from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "two_nodes.py"
 STEPS = 120
-NODES = {"tg-node-a": "10.77.0.2", "tg-node-b": "10.77.0.3"}
-STORE_ADDRESS, BRIDGE = "10.77.0.1", "tg-bridge"
+#: Names and addresses are those of this process: another suite may run on the machine.
+_NAME, _NET = f"tg{os.getpid()}", f"10.77.{os.getpid() % 254}"
+NODES = {f"{_NAME}-a": f"{_NET}.2", f"{_NAME}-b": f"{_NET}.3"}
+STORE_ADDRESS, BRIDGE = f"{_NET}.1", f"{_NAME}-c"
 
 
 def ip(*words: str, check: bool = True) -> None:
@@ -28,8 +30,8 @@ def ip(*words: str, check: bool = True) -> None:
 def can_make_networks() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None or postgres_programs() is None:
         return False
-    made = subprocess.run(["ip", "netns", "add", "tg-try"], capture_output=True, check=False).returncode == 0
-    ip("netns", "del", "tg-try", check=False)
+    made = subprocess.run(["ip", "netns", "add", _NAME], capture_output=True, check=False).returncode == 0
+    ip("netns", "del", _NAME, check=False)
     return made
 
 
@@ -58,7 +60,6 @@ def network():
     take_down()
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not can_make_networks(), reason="needs root, network namespaces and PostgreSQL")
 def test_a_link_that_is_cut_and_healed_in_the_middle_costs_no_record(network, tmp_path, monkeypatch):
     postgres = Postgres(STORE_ADDRESS)

@@ -12,34 +12,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, bare_environment
+from tests.conftest import REPOSITORY, bare_environment, tidegauge
 
 pytestmark = pytest.mark.alone
 TIDEGAUGE = (sys.executable, "-P", "-m", "collector")
 JOB = (sys.executable, "-P", "-m", "training_harness.jobs")
+#: More samples than by default, in a shorter training.
+SAMPLED = ("--interval", "0.25")
 GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
-        "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "600"),
-        "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "600"),
+        "slow-worker": (*JOB, "fault", "slow-worker", "--steps", "400"),
+        "workers-too-slow": (*JOB, "fault", "workers-too-slow", "--steps", "400"),
     },
     {  # shares are of the run's time, so they are small while most of it is the import of torch
         "sampler-bound": (*JOB, "fault", "sampler-bound", "--steps", "150"),
-        "epoch-refill": (*JOB, "fault", "epoch-refill", "--steps", "450"),
+        "epoch-refill": (*JOB, "fault", "epoch-refill", "--steps", "300"),
     },
     {
-        "copy-on-read": (*JOB, "fault", "copy-on-read", "--steps", "1150"),
-        "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "1150"),
-        "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "1000"),
-        "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "1000"),
+        "copy-on-read": (*JOB, "fault", "copy-on-read", "--steps", "700"),
+        "copy-on-read-fixed": (*JOB, "fault", "copy-on-read", "--fixed", "--steps", "700"),
+        "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "600"),
+        "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "600"),
     },
     {  # apart from the healthy: what they take from the host is a risk to whatever runs beside them
-        "main-leak": (*JOB, "fault", "main-leak", "--steps", "1400"),
-        "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "1000"),
-        "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "1000"),
+        "main-leak": (*JOB, "fault", "main-leak", "--steps", "900"),
+        "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "600"),
+        "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "600"),
     },
     {
         "two ranks": (
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29511"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
             *(str(REPOSITORY / "examples" / "plain_train.py"), "--steps", "200"),
         ),
     },
@@ -62,7 +64,7 @@ def reports(tmp_path_factory) -> dict[str, dict]:
 
 def start(home: Path, name: str, command: tuple[str, ...]) -> subprocess.Popen:
     return subprocess.Popen(
-        [*TIDEGAUGE, "run", "--name", name.replace(" ", "-"), "--home", str(home), "--", *command],
+        [*TIDEGAUGE, "run", "--name", name.replace(" ", "-"), "--home", str(home), *SAMPLED, "--", *command],
         env=bare_environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -71,13 +73,8 @@ def start(home: Path, name: str, command: tuple[str, ...]) -> subprocess.Popen:
 
 
 def report(home: Path) -> dict:
-    done = subprocess.run(
-        [*TIDEGAUGE, "report", "--home", str(home), "--format", "json"],
-        env=bare_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = tidegauge(home, "report", "--format", "json")
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

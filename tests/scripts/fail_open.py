@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+#: More than a run tells of.
+LOADERS = 2_500
 #: These stand in the place of a function of torch's or the user's and call it, or are a guard themselves: what they
 #: call is made to fail instead of them.
 STAND_INS = {
@@ -86,7 +88,7 @@ def odd() -> None:
     os.waitpid(child, 0)
     print(losses())
     total = 0
-    for number in range(10_000):
+    for number in range(LOADERS):
         for (batch,) in DataLoader(TensorDataset(torch.full((2,), number)), batch_size=2):
             total += int(batch.sum())
     print(total)
