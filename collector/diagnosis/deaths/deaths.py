@@ -17,7 +17,7 @@ import numpy as np
 from collector.diagnosis.deaths.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import end_window, oom_kill, oom_victims
-from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
+from collector.diagnosis.deaths.victims import WENT_ON, Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.memory.shared_memory import (
     ROOM_ADVICE,
     largest_batch_bytes,
@@ -52,14 +52,14 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
-    findings += [_kill(tables, victim) for victim in merge_workers([v for v in victims if v not in (*oom, *bus)])]
+    findings += [_kill(victim) for victim in merge_workers([v for v in victims if v not in (*oom, *bus)])]
     findings += find_cuda_ooms(tables)
     findings += _crashes(tables, life, victims)
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
 
 
-def _kill(tables: RunTables, victim: Victim) -> Finding:
+def _kill(victim: Victim) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without farewell, as by SIGKILL or os._exit"
     if name is None and victim.exit_code is not None:
@@ -68,15 +68,17 @@ def _kill(tables: RunTables, victim: Victim) -> Finding:
     crashed = not is_worker and victim.signal in _CRASH_SIGNALS
     kind = "worker-killed" if is_worker else "crashed" if crashed else "killed"
     severity: Severity = "critical"
-    if not is_worker and victim.signal not in (None, SIGKILL) and not crashed:
+    if victim.went_on:
+        severity = "warning"
+    elif not is_worker and victim.signal not in (None, SIGKILL) and not crashed:
         severity = "info" if victim.signal == SIGINT else "warning"
     return Finding(
         kind=kind,
         severity=severity,
         confidence=0.97 if victim.signal is not None else 0.85,
-        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.",
+        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.{WENT_ON if victim.went_on else ''}",
         locus=victim.locus,
-        since_step=last_step(tables, victim.main),
+        since_step=victim.since_step,
         evidence=victim.evidence,
         advice=_kill_advice(victim, crashed),
     )
@@ -98,7 +100,9 @@ def _kill_advice(victim: Victim, crashed: bool) -> tuple[Advice, ...]:
                 text="No out-of-memory kill was counted: look for who sent the signal (a job scheduler, "
                 "an operator, "
                 "a memory guard such as earlyoom or systemd-oomd in the system log)",
-                expected="the cause; the training ended because this worker did",
+                expected="the cause; the training lost the rest of its epoch"
+                if victim.went_on
+                else "the cause; the training ended because this worker did",
             ),
         )
     return (
@@ -289,14 +293,14 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
     batch = largest_batch_bytes(tables, host)
     return Finding(
         kind="shm-bus-error",
-        severity="critical",
+        severity="warning" if victim.went_on else "critical",
         confidence=0.95,
         summary=(
             f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
-            f"{size(used)} of {size(total)} were in use at the tick before."
+            f"{size(used)} of {size(total)} were in use at the tick before." + (WENT_ON if victim.went_on else "")
         ),
         locus=victim.locus,
-        since_step=last_step(tables, victim.main),
+        since_step=victim.since_step,
         evidence=(
             fact("shm_used_bytes", used, "around its end", unit="bytes"),
             fact("shm_filled_per_tick_bytes", increase, "around its end", unit="bytes"),

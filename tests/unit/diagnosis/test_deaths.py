@@ -8,6 +8,7 @@ from simulated_runs import (
     Script,
     finished,
     jittered,
+    ns,
     sample_host,
     sample_process,
     simulate,
@@ -141,6 +142,21 @@ def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_
     if message:
         exception(script, "RuntimeError", message)
     assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+
+
+@pytest.mark.parametrize(("kills", "kind"), [([3, 3, 3], "worker-killed"), ([3, 3, 4], "host-oom-kill")])
+def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, kind):
+    script = with_memory(training(), kills)
+    gone = script.now_seconds + 1
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": -9, "last_index": 7}
+    script.event(gone, "worker-died", loader=0, epoch=0, **died)
+    script.event(gone + 0.1, "epoch-start", loader=0, epoch=1, worker_pids=[1002, 1003])
+    script.add("step", [{"time_ns": ns(gone + second), "step": 1000 + second} for second in range(-1, 4)])
+    script.now_seconds = gone + 5
+    found = [f for f in diagnose(over(farewell(script), 0).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.severity, f.since_step) for f in found] == [(kind, "warning", 1000)]
+    assert found[0].summary.endswith("The training caught the error and went on.")
+    assert "ended because" not in found[0].advice[0].expected
 
 
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
