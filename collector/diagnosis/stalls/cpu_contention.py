@@ -29,11 +29,11 @@ from collector.units import duration, number, percent
 _MIN_SAMPLES = 3
 
 
-def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+def find_contention(tables: RunTables, loop: Loop, steady: Pace, *, keeps_up: bool) -> list[Finding]:
     """Find a training process that loses time by waiting for a core.
 
     It is `workers-too-slow (oversubscribed)` if the run itself fills the cores and its fetches wait for them too;
-    else `compute-bound (oversubscribed)`, as information.
+    else `compute-bound (oversubscribed)`, as information. `keeps_up` is true if no other time is lost.
     """
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
     share, n = queued_ratio(tables, main, begin_ns, end_ns)
@@ -52,7 +52,8 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         severity=loss.severity if crowd_out else "info",
         confidence=confidence(n, _MIN_SAMPLES),
         summary=f"The training process waits for a core {percent(share)} of its time: {duration(seconds)}. "
-        + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others)),
+        + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others))
+        + (" Data loading keeps up." if keeps_up and not crowd_out else ""),
         locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
         since_step=step_at(tables, main, begin_ns),
         evidence=(
@@ -74,7 +75,7 @@ def _crowded_out(used: float, cores: float) -> str:
 
 def _crowded(used: float, cores: float, others: bool) -> str:
     rest = "others use the rest" if others else "its own processes use them"
-    return f"The run's processes get {number(used)} of {number(cores)} usable cores; {rest}. Data loading keeps up."
+    return f"The run's processes get {number(used)} of {number(cores)} usable cores; {rest}."
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:

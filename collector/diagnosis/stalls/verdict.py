@@ -94,7 +94,7 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
     others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        contention = find_contention(tables, loop, steady)
+        contention = find_contention(tables, loop, steady, keeps_up=healthy and not others)
         if others or contention or not healthy:
             return [*others, *contention]
         is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval
