@@ -69,6 +69,11 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace, *, keeps_up: bo
     return [contention]
 
 
+def is_contention(finding: Finding) -> bool:
+    """Return whether `find_contention` made the finding."""
+    return finding.value_of("training_run_queue_ratio") is not None
+
+
 def _crowded_out(used: float, cores: float) -> str:
     return f"The workers take it: the run's own processes use {number(used)} of {number(cores)} usable cores."
 
