@@ -10,8 +10,8 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace
-from collector.diagnosis.loading.worker_limit import CORES_FILLED, usable_cores, worker_limit
-from collector.diagnosis.run.columns import floats, origin_ns, sampled, sampled_on, step_at, window_text
+from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores, worker_limit
+from collector.diagnosis.run.columns import floats, origin_ns, sampled, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_crowded
 from collector.diagnosis.stalls.cost import (
@@ -101,12 +101,3 @@ def _advice(others: bool, share: float) -> Advice:
     else:
         text = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
     return Advice(text=text, expected=expected)
-
-
-def cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
-    """Return the cores that all processes of the run on a host used in a window."""
-    process = sampled_on(tables, host)
-    times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
-    rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
-    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
-    return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)
