@@ -17,7 +17,7 @@ import numpy as np
 from collector.diagnosis.deaths.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
 from collector.diagnosis.deaths.host_oom_kill import end_window, oom_kill, oom_victims
-from collector.diagnosis.deaths.victims import WENT_ON, Victim, main_victim, merge_workers, worker_victim
+from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.memory.shared_memory import (
     ROOM_ADVICE,
     largest_batch_bytes,
@@ -47,7 +47,12 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     mains = [main_victim(tables, life, key, signal) for key, signal in life.killed_mains.items()]
     victims = [*workers, *mains]
     # No process recorded how these ended; the kernel's count of kills may explain it.
-    gone = [key for key in (*life.watched, *life.replaced) if life.is_dead(key) and key not in life.recorded_exits]
+    survived = life.mains if life.exit_status == 0 else ()  # by the command, as a sweep survives one of its trials
+    gone = [
+        key
+        for key in (*life.watched, *life.replaced, *survived)
+        if life.is_dead(key) and key not in life.recorded_exits
+    ]
     oom = oom_victims(tables, [*victims, *(main_victim(tables, life, key, None) for key in gone)])
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
@@ -67,16 +72,14 @@ def _kill(victim: Victim) -> Finding:
     is_worker = victim.locus.role == "worker"
     crashed = not is_worker and victim.signal in _CRASH_SIGNALS
     kind = "worker-killed" if is_worker else "crashed" if crashed else "killed"
-    severity: Severity = "critical"
-    if victim.went_on:
-        severity = "warning"
-    elif not is_worker and victim.signal not in (None, SIGKILL) and not crashed:
+    severity: Severity = "warning" if victim.went_on else "critical"
+    if not is_worker and victim.signal not in (None, SIGKILL) and not crashed:
         severity = "info" if victim.signal == SIGINT else "warning"
     return Finding(
         kind=kind,
         severity=severity,
         confidence=0.97 if victim.signal is not None else 0.85,
-        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.{WENT_ON if victim.went_on else ''}",
+        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.{victim.went_on}",
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=victim.evidence,
@@ -297,7 +300,7 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
         confidence=0.95,
         summary=(
             f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
-            f"{size(used)} of {size(total)} were in use at the tick before." + (WENT_ON if victim.went_on else "")
+            f"{size(used)} of {size(total)} were in use at the tick before." + victim.went_on
         ),
         locus=victim.locus,
         since_step=victim.since_step,

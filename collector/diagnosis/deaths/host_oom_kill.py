@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.deaths.victims import WENT_ON, Victim
+from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.run.columns import floats, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import SIGKILL
@@ -118,7 +118,7 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
             f"The kernel killed {victim.what} for lack of memory"
             + (f"; it last held {size(held)}" if held else "")
             + (f", the limit is {size(limit)}." if math.isfinite(limit) else ".")
-            + (WENT_ON if victim.went_on else "")
+            + victim.went_on
         ),
         locus=victim.locus,
         since_step=victim.since_step,

@@ -17,8 +17,6 @@ from training_harness.events import EventKind
 
 #: Killed workers of one loader above which they share one finding.
 _MAX_SEPARATE = 3
-#: End of a summary, if the training caught the error of its worker.
-WENT_ON = " The training caught the error and went on."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +24,7 @@ class Victim:
     """A training process or worker (or several of one loader) that was ended from outside.
 
     `last_seen_ns` is its last sign of life, `gone_ns` the time at which it was first known to be gone. `went_on` is
-    true if the training caught the error of its worker and began another epoch.
+    a sentence on what went on without it, empty if that was nothing.
     """
 
     what: str
@@ -38,7 +36,7 @@ class Victim:
     last_seen_ns: float
     gone_ns: float
     since_step: int | None
-    went_on: bool = False
+    went_on: str
     evidence: tuple[Evidence, ...]
 
 
@@ -70,7 +68,9 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
         since_step=step_at(tables, worker.main, gone_ns),
-        went_on=worker.message is None and _has_epoch_after(tables, worker.main, gone_ns),
+        went_on=" The training caught the error and went on."
+        if worker.message is None and _has_epoch_after(tables, worker.main, gone_ns)
+        else "",
         evidence=(*evidence, *last_memory(tables, worker.key)),
     )
 
@@ -95,6 +95,7 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
         since_step=last_step(tables, key),
+        went_on=" The command went on, and ended with exit status 0." if life.exit_status == 0 else "",
         evidence=(*evidence, *last_memory(tables, key)),
     )
 
@@ -120,7 +121,7 @@ def _merge(group: Sequence[Victim]) -> Victim:
         key=None,
         last_seen_ns=min(victim.last_seen_ns for victim in group),
         gone_ns=max(victim.gone_ns for victim in group),
-        went_on=all(victim.went_on for victim in group),
+        went_on=example.went_on if all(victim.went_on for victim in group) else "",
         evidence=(fact("victims_count", len(group), "workers of this loader"), *example.evidence),
     )
 

@@ -383,6 +383,24 @@ def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup
     assert killed_after(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
 
 
+@pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
+def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kills, kinds):
+    script, sweep = Script(), ("node", 99, 4000)
+    script.manifest["command"].update(pid=sweep[1], start_ticks=sweep[2])
+    seconds = [START_SECONDS + second for second in range(10)]
+    counts = [0] * 6 + [kills] * 4
+    sample_host(script, seconds, demand=[900 * MIB] * 10, limit=1024 * MIB, cgroup_oom_kill_count=counts)
+    for trial, died in ((("node", 200, 8000), 5), (("node", 201, 8001), 9)):
+        script.event(START_SECONDS, "process-start", trial, parent_pid=sweep[1])
+        held = [300 * MIB] * died
+        sample_process(script, seconds[:died], trial, ROLE_MAIN, private=held, rss=held)
+    script.now_seconds = START_SECONDS + 10
+    script.event(START_SECONDS + 9, "process-exit", ("node", 201, 8001), lost_count=0)
+    found = [f for f in diagnose(over(script, 0).tables()).findings if f.kind in DEATHS]
+    assert [f.kind for f in found] == kinds
+    assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
+
+
 def test_the_farewell_in_the_evidence_is_counted():
     script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
     found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
