@@ -47,19 +47,24 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     mains = [main_victim(tables, life, key, signal) for key, signal in life.killed_mains.items()]
     victims = [*workers, *mains]
     # No process recorded how these ended; the kernel's count of kills may explain it.
-    gone = [key for key in (*life.watched, *life.replaced) if life.is_dead(key) and key not in life.recorded_exits]
+    survived = life.mains if life.exit_status == 0 else ()  # by the command, as a sweep survives one of its trials
+    gone = [
+        key
+        for key in (*life.watched, *life.replaced, *survived)
+        if life.is_dead(key) and key not in life.recorded_exits
+    ]
     oom = oom_victims(tables, [*victims, *(main_victim(tables, life, key, None) for key in gone)])
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
-    findings += [_kill(tables, victim) for victim in merge_workers([v for v in victims if v not in (*oom, *bus)])]
+    findings += [_kill(victim) for victim in merge_workers([v for v in victims if v not in (*oom, *bus)])]
     findings += find_cuda_ooms(tables)
     findings += _crashes(tables, life, victims)
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
 
 
-def _kill(tables: RunTables, victim: Victim) -> Finding:
+def _kill(victim: Victim) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without farewell, as by SIGKILL or os._exit"
     if name is None and victim.exit_code is not None:
@@ -67,16 +72,16 @@ def _kill(tables: RunTables, victim: Victim) -> Finding:
     is_worker = victim.locus.role == "worker"
     crashed = not is_worker and victim.signal in _CRASH_SIGNALS
     kind = "worker-killed" if is_worker else "crashed" if crashed else "killed"
-    severity: Severity = "critical"
+    severity: Severity = "warning" if victim.went_on else "critical"
     if not is_worker and victim.signal not in (None, SIGKILL) and not crashed:
         severity = "info" if victim.signal == SIGINT else "warning"
     return Finding(
         kind=kind,
         severity=severity,
         confidence=0.97 if victim.signal is not None else 0.85,
-        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.",
+        summary=f"{victim.what[0].upper()}{victim.what[1:]} ended {by}.{victim.went_on}",
         locus=victim.locus,
-        since_step=last_step(tables, victim.main),
+        since_step=victim.since_step,
         evidence=victim.evidence,
         advice=_kill_advice(victim, crashed),
     )
@@ -98,7 +103,9 @@ def _kill_advice(victim: Victim, crashed: bool) -> tuple[Advice, ...]:
                 text="No out-of-memory kill was counted: look for who sent the signal (a job scheduler, "
                 "an operator, "
                 "a memory guard such as earlyoom or systemd-oomd in the system log)",
-                expected="the cause; the training ended because this worker did",
+                expected="the cause; the training lost the rest of its epoch"
+                if victim.went_on
+                else "the cause; the training ended because this worker did",
             ),
         )
     return (
@@ -289,14 +296,14 @@ def bus_error(tables: RunTables, victim: Victim) -> Finding:
     batch = largest_batch_bytes(tables, host)
     return Finding(
         kind="shm-bus-error",
-        severity="critical",
+        severity="warning" if victim.went_on else "critical",
         confidence=0.95,
         summary=(
             f"{victim.what[0].upper()}{victim.what[1:]} was killed by SIGBUS when /dev/shm was full: "
-            f"{size(used)} of {size(total)} were in use at the tick before."
+            f"{size(used)} of {size(total)} were in use at the tick before." + victim.went_on
         ),
         locus=victim.locus,
-        since_step=last_step(tables, victim.main),
+        since_step=victim.since_step,
         evidence=(
             fact("shm_used_bytes", used, "around its end", unit="bytes"),
             fact("shm_filled_per_tick_bytes", increase, "around its end", unit="bytes"),

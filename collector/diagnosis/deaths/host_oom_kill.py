@@ -13,7 +13,7 @@ from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.run.columns import floats, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import SIGKILL
-from collector.diagnosis.run.processes import last_bytes, last_step
+from collector.diagnosis.run.processes import last_bytes
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Advice, Evidence, Finding, Limit
 from collector.units import size
@@ -112,15 +112,16 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     )
     return Finding(
         kind="host-oom-kill",
-        severity="critical",
+        severity="warning" if victim.went_on else "critical",
         confidence=0.97 if in_cgroup else 0.85,
         summary=(
             f"The kernel killed {victim.what} for lack of memory"
             + (f"; it last held {size(held)}" if held else "")
             + (f", the limit is {size(limit)}." if math.isfinite(limit) else ".")
+            + victim.went_on
         ),
         locus=victim.locus,
-        since_step=last_step(tables, victim.main),
+        since_step=victim.since_step,
         evidence=(
             *(
                 Evidence(name=name, value=count, unit="count", n=len(samples), window="around its end")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collector.diagnosis.deaths.dead_workers import DeadWorker
-from collector.diagnosis.run.columns import floats, key_of, sampled, whole, written
+from collector.diagnosis.run.columns import floats, key_of, sampled, step_at, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
-from collector.diagnosis.run.processes import fact, last_memory, rank_of
+from collector.diagnosis.run.processes import fact, last_memory, last_step, rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus
 from collector.store import ProcessKey
@@ -23,7 +23,8 @@ _MAX_SEPARATE = 3
 class Victim:
     """A training process or worker (or several of one loader) that was ended from outside.
 
-    `last_seen_ns` is its last sign of life, `gone_ns` the time at which it was first known to be gone.
+    `last_seen_ns` is its last sign of life, `gone_ns` the time at which it was first known to be gone. `went_on` is
+    a sentence on what went on without it, empty if that was nothing.
     """
 
     what: str
@@ -34,6 +35,8 @@ class Victim:
     exit_code: int | None = None
     last_seen_ns: float
     gone_ns: float
+    since_step: int | None
+    went_on: str
     evidence: tuple[Evidence, ...]
 
 
@@ -64,6 +67,10 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
         exit_code=worker.exit_code,
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
+        since_step=step_at(tables, worker.main, gone_ns),
+        went_on=" The training caught the error and went on."
+        if worker.message is None and _has_epoch_after(tables, worker.main, gone_ns)
+        else "",
         evidence=(*evidence, *last_memory(tables, worker.key)),
     )
 
@@ -87,6 +94,8 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int
         signal=signal,
         last_seen_ns=last_seen_ns,
         gone_ns=gone_ns,
+        since_step=last_step(tables, key),
+        went_on=" The command went on, and ended with exit status 0." if life.exit_status == 0 else "",
         evidence=(*evidence, *last_memory(tables, key)),
     )
 
@@ -112,8 +121,13 @@ def _merge(group: Sequence[Victim]) -> Victim:
         key=None,
         last_seen_ns=min(victim.last_seen_ns for victim in group),
         gone_ns=max(victim.gone_ns for victim in group),
+        went_on=example.went_on if all(victim.went_on for victim in group) else "",
         evidence=(fact("victims_count", len(group), "workers of this loader"), *example.evidence),
     )
+
+
+def _has_epoch_after(tables: RunTables, main: ProcessKey, time_ns: float) -> bool:
+    return any(e["time_ns"] > time_ns and key_of(e) == main for e in tables.events_of("epoch-start"))
 
 
 def _events_count(tables: RunTables, kind: EventKind, key: ProcessKey | None) -> int:

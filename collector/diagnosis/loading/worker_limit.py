@@ -8,7 +8,7 @@ reads do not show it: they may come from the page cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, sampled_on
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence
@@ -140,7 +140,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
     others = False
     if queued >= _QUEUED:
-        in_use = _cores_in_use(rows)
+        in_use = _cores_of_run(tables, loop, rows)
         by, because = _limit_by_cores(queued, in_use, cores, _allowed_cores(tables, loop))
         others = by == "oversubscribed" and in_use < CORES_FILLED * cores
         waits_for = None
@@ -198,7 +198,7 @@ def _limit_by_cores(queued: float, in_use: float, cores: float, allowed: float) 
         allows = f"the workers' affinity allows {number(allowed)} of {number(cores)} usable cores"
         return "affinity", f"{waiting}: {allows}"
     if in_use < CORES_FILLED * cores:
-        get = f"the workers get {number(in_use)} of {number(cores)}"
+        get = f"the run's processes get {number(in_use)} of {number(cores)}"
         return "oversubscribed", f"{waiting} while {get}: others use the rest"
     return "oversubscribed", waiting
 
@@ -263,6 +263,30 @@ def _share(rows: pd.DataFrame, column: str, wall: float) -> float:
     if not known.any():
         return float("nan")
     return float(np.nansum(values)) / max(float(np.nansum(floats(rows, "fetch_ns")[known])), 1.0)
+
+
+def cores_used(
+    tables: RunTables, host: str, begin_ns: float, end_ns: float, *, without: Collection[int] = ()
+) -> float:
+    """Return the cores that the processes of the run on a host used in a window, without those of some pids."""
+    process = sampled_on(tables, host)
+    process = process[~process["process_pid"].isin(without)]
+    times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
+    rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
+    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
+    return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)
+
+
+def _cores_of_run(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
+    """Return the cores that the run used while these fetches were made: its training computes beside its workers.
+
+    Workers count by their own records, since a short-lived one is sampled too seldom.
+    """
+    times, own = floats(rows, "time_ns"), _cores_in_use(rows)
+    window = loop.main[0], float(times.min()), float(times.max())
+    if not loop.num_workers:
+        return float(np.maximum(own, cores_used(tables, *window)))
+    return own + cores_used(tables, *window, without=set(rows["pid"]))
 
 
 def _cores_in_use(rows: pd.DataFrame) -> float:

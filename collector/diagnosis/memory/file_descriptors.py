@@ -135,7 +135,7 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     steps = step_numbers(tables, process.stepping or process.key[0], times)
     usual = _has_usual_processes(tables, process)
     trend = growth(times[usual], counts[usual], negligible=BLOCK_COUNTS[0], steps=steps[usual])
-    if trend is None:
+    if trend is None or _rests_since(trend, times if np.isnan(steps).any() else steps, times, counts, usual):
         if used_ratio >= FULL_RATIO:
             yield used_ratio, _by_level(process, used, n, bound)
         return
@@ -160,6 +160,16 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
             key=process.stepping,
         )
         yield used_ratio, risk
+
+
+def _rests_since(trend: Growth, clock: Floats, times: Floats, counts: Floats, usual: npt.NDArray[np.bool_]) -> bool:
+    """Return whether what grew rests since other processes live, as a cache does that the first epoch filled."""
+    growing = usual & (times >= trend.since_seconds)
+    since = np.isfinite(counts) & (times > times[usual][-1])
+    if not since.any():
+        return False
+    expected = trend.rise / float(np.ptp(clock[growing])) * float(np.ptp(clock[since]))
+    return expected >= BLOCK_COUNTS[0] and counts[since][-1] - counts[since][0] < CONFIRMED * expected
 
 
 def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]:

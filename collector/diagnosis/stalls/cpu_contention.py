@@ -10,8 +10,8 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace
-from collector.diagnosis.loading.worker_limit import CORES_FILLED, usable_cores, worker_limit
-from collector.diagnosis.run.columns import floats, origin_ns, sampled, sampled_on, step_at, window_text
+from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores, worker_limit
+from collector.diagnosis.run.columns import floats, origin_ns, sampled, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_crowded
 from collector.diagnosis.stalls.cost import (
@@ -29,11 +29,11 @@ from collector.units import duration, number, percent
 _MIN_SAMPLES = 3
 
 
-def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+def find_contention(tables: RunTables, loop: Loop, steady: Pace, *, keeps_up: bool) -> list[Finding]:
     """Find a training process that loses time by waiting for a core.
 
     It is `workers-too-slow (oversubscribed)` if the run itself fills the cores and its fetches wait for them too;
-    else `compute-bound (oversubscribed)`, as information.
+    else `compute-bound (oversubscribed)`, as information. `keeps_up` is true if no other time is lost.
     """
     main, begin_ns, end_ns = loop.main, steady.first_ns, steady.last_ns
     share, n = queued_ratio(tables, main, begin_ns, end_ns)
@@ -52,7 +52,8 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
         severity=loss.severity if crowd_out else "info",
         confidence=confidence(n, _MIN_SAMPLES),
         summary=f"The training process waits for a core {percent(share)} of its time: {duration(seconds)}. "
-        + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others)),
+        + (_crowded_out(used, cores) if crowd_out else _crowded(used, cores, others))
+        + (" Data loading keeps up." if keeps_up and not crowd_out else ""),
         locus=Locus(host=main[0], rank=loop.rank, role="main", loader=loop.loader, pid=main[1]),
         since_step=step_at(tables, main, begin_ns),
         evidence=(
@@ -68,13 +69,18 @@ def find_contention(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding
     return [contention]
 
 
+def is_contention(finding: Finding) -> bool:
+    """Return whether `find_contention` made the finding."""
+    return finding.value_of("training_run_queue_ratio") is not None
+
+
 def _crowded_out(used: float, cores: float) -> str:
     return f"The workers take it: the run's own processes use {number(used)} of {number(cores)} usable cores."
 
 
 def _crowded(used: float, cores: float, others: bool) -> str:
     rest = "others use the rest" if others else "its own processes use them"
-    return f"The run's processes get {number(used)} of {number(cores)} usable cores; {rest}. Data loading keeps up."
+    return f"The run's processes get {number(used)} of {number(cores)} usable cores; {rest}."
 
 
 def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
@@ -95,12 +101,3 @@ def _advice(others: bool, share: float) -> Advice:
     else:
         text = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
     return Advice(text=text, expected=expected)
-
-
-def cores_used(tables: RunTables, host: str, begin_ns: float, end_ns: float) -> float:
-    """Return the cores that all processes of the run on a host used in a window."""
-    process = sampled_on(tables, host)
-    times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
-    rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
-    spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
-    return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)

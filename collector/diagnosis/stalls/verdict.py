@@ -15,7 +15,7 @@ from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.cpu_contention import find_contention
+from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
 from collector.diagnosis.stalls.epoch_start import find_epoch_costs
 from collector.diagnosis.stalls.findings import (
     collate_bound,
@@ -65,7 +65,14 @@ def find_stalls(tables: RunTables) -> list[Finding]:
             batches = 0 if steady is None else steady.batches
             too_short_loops.append(too_short(tables, loop, missing or "no batch after the ramp-up", batches))
         findings += at_epochs
-    return findings or too_short_loops[:1]
+    return without_repeats(findings) or too_short_loops[:1]
+
+
+def without_repeats(findings: list[Finding]) -> list[Finding]:
+    """Keep the costliest finding on each process's wait for a core: all its loops lose the same time."""
+    ordered = sorted(findings, key=lambda f: (f.severity != "warning", -(f.value_of("lost_seconds") or 0.0)))
+    waits = {(f.locus.host, f.locus.pid): f for f in reversed(ordered) if is_contention(f)}
+    return [f for f in findings if not is_contention(f) or f in waits.values()]
 
 
 def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
@@ -94,7 +101,7 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
     others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        contention = find_contention(tables, loop, steady)
+        contention = find_contention(tables, loop, steady, keeps_up=healthy and not others)
         if others or contention or not healthy:
             return [*others, *contention]
         is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval

@@ -4,11 +4,12 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MIB, Script, finished, jittered, ns, simulate, started
+from simulated_runs import MAIN, MIB, Script, finished, jittered, ns, sample_process, simulate, started
 
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import recorded
+from training_harness.records import ROLE_MAIN
 
 STEADY = {"workers": 4, "prefetch": 2, "service": jittered(0.02), "consumer": jittered(0.04), "batches": 300}
 
@@ -46,6 +47,16 @@ def test_a_slow_sampler_is_told_from_slow_workers():
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
     assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
     assert told(waiting_longer(simulate(**STEADY), 0.001, blocked=False))[0] == []
+
+
+@pytest.mark.parametrize(("sampler_seconds", "keeps_up"), [(0.0, True), (0.024, False)])
+def test_a_loop_whose_sampler_is_slow_does_not_keep_up_while_it_waits_for_a_core(sampler_seconds, keeps_up):
+    script, seconds = waiting_longer(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
+    used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+    (found,) = [f for f in diagnose(finished(script).tables()).findings if f.limited_by == "oversubscribed"]
+    assert found.kind == "compute-bound"
+    assert ("Data loading keeps up" in found.summary) == keeps_up
 
 
 def test_a_wait_that_was_not_split_is_blamed_on_neither():

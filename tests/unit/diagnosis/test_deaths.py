@@ -8,6 +8,7 @@ from simulated_runs import (
     Script,
     finished,
     jittered,
+    ns,
     sample_host,
     sample_process,
     simulate,
@@ -141,6 +142,21 @@ def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_
     if message:
         exception(script, "RuntimeError", message)
     assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+
+
+@pytest.mark.parametrize(("kills", "kind"), [([3, 3, 3], "worker-killed"), ([3, 3, 4], "host-oom-kill")])
+def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, kind):
+    script = with_memory(training(), kills)
+    gone = script.now_seconds + 1
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": -9, "last_index": 7}
+    script.event(gone, "worker-died", loader=0, epoch=0, **died)
+    script.event(gone + 0.1, "epoch-start", loader=0, epoch=1, worker_pids=[1002, 1003])
+    script.add("step", [{"time_ns": ns(gone + second), "step": 1000 + second} for second in range(-1, 4)])
+    script.now_seconds = gone + 5
+    found = [f for f in diagnose(over(farewell(script), 0).tables()).findings if f.kind in DEATHS]
+    assert [(f.kind, f.severity, f.since_step) for f in found] == [(kind, "warning", 1000)]
+    assert found[0].summary.endswith("The training caught the error and went on.")
+    assert "ended because" not in found[0].advice[0].expected
 
 
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
@@ -365,6 +381,24 @@ def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup
     assert killed_after(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
     assert killed_after(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
     assert killed_after(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
+
+
+@pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
+def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kills, kinds):
+    script, sweep = Script(), ("node", 99, 4000)
+    script.manifest["command"].update(pid=sweep[1], start_ticks=sweep[2])
+    seconds = [START_SECONDS + second for second in range(10)]
+    counts = [0] * 6 + [kills] * 4
+    sample_host(script, seconds, demand=[900 * MIB] * 10, limit=1024 * MIB, cgroup_oom_kill_count=counts)
+    for trial, died in ((("node", 200, 8000), 5), (("node", 201, 8001), 9)):
+        script.event(START_SECONDS, "process-start", trial, parent_pid=sweep[1])
+        held = [300 * MIB] * died
+        sample_process(script, seconds[:died], trial, ROLE_MAIN, private=held, rss=held)
+    script.now_seconds = START_SECONDS + 10
+    script.event(START_SECONDS + 9, "process-exit", ("node", 201, 8001), lost_count=0)
+    found = [f for f in diagnose(over(script, 0).tables()).findings if f.kind in DEATHS]
+    assert [f.kind for f in found] == kinds
+    assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
 
 
 def test_the_farewell_in_the_evidence_is_counted():

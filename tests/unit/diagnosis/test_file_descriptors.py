@@ -126,6 +126,16 @@ def test_what_grows_while_as_many_workers_live_is_a_leak():
     assert leak.rate.value == pytest.approx(6, rel=0.1)
 
 
+@pytest.mark.parametrize(("later", "kinds_found"), [(0, []), (1, ["fd-leak", "fd-exhaustion-risk"])])
+def test_batches_that_are_kept_in_the_first_epoch_alone_are_no_leak(later, kinds_found):
+    filled = COUNT * 11 // 20
+    script = training(main=40 + 3 * np.minimum(AT, filled) + 3 * later * np.maximum(AT - filled, 0))
+    held = np.full(filled, MIB)
+    who = ("node", 1001, 7001)  # lives as long as the first epoch
+    sample_process(script, SECONDS[:filled], who, ROLE_WORKER, private=held, rss=held, worker=1, loader=0)
+    assert kinds(script) == kinds_found
+
+
 def test_a_stair_in_each_of_many_epochs_is_a_leak():
     assert "fd-leak" in kinds(training(main=40 + 8 * (AT // 10)))
 

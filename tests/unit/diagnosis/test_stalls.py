@@ -76,6 +76,44 @@ def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
 
 
+def test_two_loops_of_a_training_that_waits_for_a_core_lose_that_time_once():
+    script, seconds = None, 1000 + np.arange(12.0)
+    for loader, batches in enumerate((300, 200)):
+        script = simulate(
+            workers=4,
+            prefetch=2,
+            service=jittered(0.02),
+            consumer=jittered(0.04),
+            batches=batches,
+            script=script,
+            loader=loader,
+        )
+    used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
+    assert [finding.limited_by for finding in find_stalls(script.tables())] == ["oversubscribed"]
+
+
+@pytest.mark.parametrize(("workers", "fetch"), [(2, 0.08), (0, 0.02)])
+@pytest.mark.parametrize(("training_cores", "others"), [(1.9, False), (0.1, True)])
+def test_cores_that_the_training_itself_fills_are_used_by_no_others(workers, fetch, training_cores, others):
+    script = simulate(
+        workers=workers,
+        prefetch=2,
+        service=jittered(fetch),
+        consumer=jittered(0.02),
+        batches=300,
+        split=(0.2, 0.8, 0.0),
+        cores=2.0,
+    )
+    seconds = 1000 + np.arange(15.0)
+    used = {"cpu_ns": training_cores * 1e9 * seconds, "run_queue_ns": 0.0 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(15), rss=np.ones(15), **used)
+    (found,) = find_stalls(script.tables())
+    assert found.limited_by == "oversubscribed"
+    assert ("others use the rest" in found.summary) == others
+    assert ("what else uses the cores" in found.advice[0].text) == others
+
+
 def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wait_for_them():
     queueing = (0.5, 0.5, 0.0)
     found = crowded(split=queueing)
