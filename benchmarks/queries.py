@@ -189,7 +189,7 @@ def insert(
             value = "random() * 8"
         values.append(f'({value})::{kind} AS "{name}"')
     places_count = places_of(table, ranks=ranks, workers=workers)
-    places = f", range({places_count}) u(place) ORDER BY i" if places_count > 1 else ""
+    places = f", range({places_count}) u(place) ORDER BY i" if is_sampled else ""
     rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}"
     connection.execute(f"INSERT INTO {lake.LAKE}.{table} BY NAME {rows}")
 
