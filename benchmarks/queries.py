@@ -151,6 +151,7 @@ def insert(
         "worker": f"CASE WHEN {place_role} = 1 THEN {worker} END" if of_process else f"i // {ranks} % {workers}",
         "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
+        "unit": "2",
         "host": "'node'",
         "pid": "1" if is_sampled else main_pid(f"i % {ranks}", workers),
         "start_ticks": "1",
