@@ -55,7 +55,7 @@ class Export:
     problems: tuple[str, ...]
 
 
-def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
+def export_run(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
     """Write all records and events of a run to a new or empty directory.
 
     Args:

@@ -14,8 +14,7 @@ from typing import Any
 
 from collector.errors import TidegaugeError
 from collector.report import wording
-from collector.store import ProcessKey, Run, living_processes
-from collector.store.journals import list_event_logs, read_events, size_bytes
+from collector.store import ProcessKey, Run, list_event_logs, living_processes, read_events, size_bytes
 from collector.units import duration
 from training_harness.layout import REQUESTS
 
@@ -157,7 +156,7 @@ def _lines(run: Run, name: str, answer: dict[str, Any]) -> Iterator[str]:
     yield f"{name}, step {answer['step']}, the training waited {held}: {'  '.join(paths)}"
     if answer["what"] == "growth":
         from collector.diagnosis import rank_sites
-        from collector.store.allocator_snapshots import read_growth
+        from collector.store import read_growth
 
         grown = read_growth(run, answer)
         largest_first = sorted(grown.held_bytes, key=lambda device: -grown.held_bytes[device])
