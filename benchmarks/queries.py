@@ -39,6 +39,7 @@ from collector.store.duck import quote
 from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import Snapshot, read
+from collector.store.lake.store import store_of
 from collector.store.queries import spans
 from collector.store.runs.run import Run
 from training_harness import layout
@@ -69,7 +70,7 @@ def make(
         begin_earlier(run, batches * every_ns)
     origin_ns = spans.origin_ns(run.manifest) or 0
     many = {"ranks": ranks, "workers": workers}
-    with lake.open_writable(run) as connection:
+    with store_of(run).open_writable() as connection:
         for name in STREAMS:
             rows_every_ns = SAMPLED_NS.get(name, every_ns)
             times, at_once = batches * every_ns // rows_every_ns, INSERT_ROWS // places_of(name, **many)

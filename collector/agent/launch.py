@@ -121,7 +121,7 @@ def run_command(
         if run is None:
             child.wait()
         else:
-            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.is_shared
+            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.awaits_store
     return RunOutcome(run=run, exit_status=_exit_code(child.wait()), is_stored=is_stored)
 
 

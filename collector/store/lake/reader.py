@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -24,19 +22,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store.duck import ERRORS, open_connection, quote, short_error
+from collector.store.duck import ERRORS, open_connection, quote
 from collector.store.journals import arrow, segments
 from collector.store.journals.segments import damaged_lines
-from collector.store.lake import lake, read_session
+from collector.store.lake import lake
+from collector.store.lake.read_session import ReadSession
+from collector.store.lake.store import Store, store_of
 from collector.store.rollups import tables
 from collector.store.rollups.facts import SAMPLE_EVERY
-from collector.store.runs.run import Run, of_this_boot
+from collector.store.runs.run import Run
 from training_harness.records import STREAMS
 
-#: Suffix of the view with the number of a stream's rows, and their first and last time.
-_REACH_VIEW = "_reach"
-_VIEW_SUFFIX = re.compile(f"({_REACH_VIEW}|{tables.ROW_VIEW}|{tables.ROLLUP_VIEW})$")
-#: Names that a query reads from.
+#: Names that a query reads from. DuckDB itself tells them only of SQL without parameters.
 _SOURCES = re.compile(r'\b(?:FROM|JOIN) "?(\w+)')
 #: Streams that are mostly queried over the whole run.
 _WHOLE_RUN_STREAMS = ("event", "host", "device")
@@ -71,19 +68,28 @@ class Snapshot:
 
     def __init__(
         self,
-        run: Run,
+        store: Store,
         connection: duckdb.DuckDBPyConnection,
         *,
-        session: read_session.ReadSession | None,
+        session: ReadSession | None,
         problems: Sequence[str],
     ) -> None:
-        self._run = run
+        self._run = store.run
+        self._store = store
         self._connection = connection
         self._session = session
-        self._behind_ns = _clocks_behind_ns(run)
+        self._behind_ns = store.clocks_behind_ns()
         self._open_problems = problems
-        # In the shared store, hosts have different clocks: no common time says where rollups end.
-        self._uses_rollups = session is not None and not run.is_shared
+        self._uses_rollups = session is not None and store.has_one_clock
+        #: Name of a view -> its SQL, made when a query first names it: most pages need two or three streams.
+        self._view_sql: dict[str, Callable[[], str]] = {}
+        for name in (*STREAMS, *tables.ROLLUPS, "event"):
+            self._view_sql[name] = functools.partial(self._rows, name)
+            self._view_sql[f"{name}_reach"] = functools.partial(self._reach_sql, name)
+        for name in tables.ROLLUPS:
+            for view in (tables.ROLLUP_VIEW, tables.ROW_VIEW):
+                may_be_stored = view == tables.ROLLUP_VIEW
+                self._view_sql[name + view] = functools.partial(self._rollups, name, may_be_stored=may_be_stored)
         self._begin()
 
     def _begin(self) -> None:
@@ -113,11 +119,9 @@ class Snapshot:
     @functools.cached_property
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC now on the run's host; for a run that ended elsewhere, the time of its last record."""
-        if of_this_boot(self._run):
-            return time.monotonic_ns()
-        if self._run.is_shared and self._run.manifest["end_time_ns"] is None:
-            return time.time_ns() - _wall_offset_ns(self._run.anchors[self._run.manifest["host"]])
-        sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}{_REACH_VIEW}" for name in ("event", *STREAMS))
+        if (now_ns := self._store.now_ns()) is not None:
+            return now_ns
+        sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}_reach" for name in ("event", *STREAMS))
         with self._intact():
             last = self._execute(f"SELECT max(last_ns) FROM ({sources})", None).fetchone()
         return int(last[0]) if last and last[0] is not None else 0
@@ -199,14 +203,7 @@ class Snapshot:
         except ERRORS as error:
             if writing is not None and str(writing) in str(error):
                 raise
-            if self._run.is_shared:
-                raise TidegaugeError(
-                    f"the shared store does not give its files ({short_error(error)}): try again"
-                ) from None
-            raise TidegaugeError(
-                f"{self._run.data_dir} is damaged ({short_error(error)}): move it and {self._run.catalog_path} "
-                "away and run `tidegauge collect`, for what the journals still hold"
-            ) from None
+            raise self._store.damaged(error) from None
 
     def _execute(
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
@@ -216,20 +213,9 @@ class Snapshot:
         return self._connection.execute(sql, params)
 
     def _add_view(self, name: str) -> None:
-        """Create a view when a query first names it: most pages need the journals of two or three streams."""
-        stream = _VIEW_SUFFIX.sub("", name)
-        if name in self._views or stream not in {*STREAMS, *tables.ROLLUPS, "event"}:
-            return
-        if name == stream:
-            sql = self._rows(stream)
-        elif name.endswith(_REACH_VIEW):
-            sql = self._reach(stream).sql
-        elif stream in tables.ROLLUPS:
-            sql = self._rollups(stream, may_be_stored=name.endswith(tables.ROLLUP_VIEW))
-        else:
-            return
-        self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {sql}')
-        self._views.add(name)
+        if name in self._view_sql and name not in self._views:
+            self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {self._view_sql[name]()}')
+            self._views.add(name)
 
     def _rows(self, stream: str) -> str:
         """Return SQL for a stream, or the several of a rollup, from the lake and the journals beyond it."""
@@ -239,7 +225,7 @@ class Snapshot:
         parts = [f"FROM tail_{stream}"]
         if stream in self._stored:  # an empty table of the lake would cost as much as a full one
             assert self._session is not None
-            is_whole = stream in _WHOLE_RUN_STREAMS and not self._run.is_shared
+            is_whole = stream in _WHOLE_RUN_STREAMS and self._store.has_one_clock
             parts.append(self._session.whole_stream(stream) if is_whole else f"FROM {lake.LAKE}.{stream}")
         source = f"({' UNION ALL BY NAME '.join(parts)})"
         if self._behind_ns:  # records of a node whose clock is not known yet are left out
@@ -247,6 +233,9 @@ class Snapshot:
             on_own_clock = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({on_own_clock} WHERE host IN ({', '.join(map(quote, self._behind_ns))}))"
         return f"SELECT {columns} FROM {source}"
+
+    def _reach_sql(self, name: str) -> str:
+        return self._reach(name).sql
 
     def _reach(self, name: str) -> tables.Reach:
         """Return the reach of a stream or rollup; the lake's part comes from its catalog."""
@@ -370,35 +359,14 @@ def read(run: Run) -> Iterator[Snapshot]:
         stack.enter_context(lake.lock_files(run, exclusive=False))
         if not run.path.exists():
             raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
-        session, problems = None, []
-        if lake.exists(run):
-            for _ in range(_OPEN_ATTEMPTS):
-                try:
-                    session = stack.enter_context(read_session.open_session(run))
-                except (*ERRORS, OSError) as error:
-                    why = short_error(error)
-                    if run.is_shared and "does not exist" in str(error):  # no collector has opened it yet
-                        break
-                else:
+        store, session, problem = store_of(run), None, None
+        for _ in range(_OPEN_ATTEMPTS if store.exists else 0):
+            try:
+                session, problem = ReadSession(*stack.enter_context(store.open_readable())), None
+                break
+            except (*ERRORS, OSError) as error:
+                problem = store.unreadable(error)
+                if problem is None:
                     break
-            else:
-                where = "of this machine alone" if run.is_shared else "alone"
-                problems.append(
-                    f"{lake.title(run)} cannot be opened ({why}): the journals {where} are shown, "
-                    "which lack what is in the lake alone"
-                )
         connection = session.connection if session else stack.enter_context(open_connection())
-        yield Snapshot(run, connection, session=session, problems=problems)
-
-
-def _clocks_behind_ns(run: Run) -> dict[str, int]:
-    """Return host -> ns that its CLOCK_MONOTONIC is behind the run's own host, for runs of the shared store."""
-    if not run.is_shared:
-        return {}
-    offsets_ns = {host: _wall_offset_ns(anchor) for host, anchor in run.anchors.items()}
-    own_offset_ns = offsets_ns[run.manifest["host"]]
-    return {host: offset_ns - own_offset_ns for host, offset_ns in offsets_ns.items()}
-
-
-def _wall_offset_ns(anchor: Mapping[str, Any]) -> int:
-    return int(anchor["wall_ns"]) - int(anchor["time_ns"])
+        yield Snapshot(store, connection, session=session, problems=[problem] if problem else [])

@@ -90,7 +90,7 @@ def keep_reason(run: Run) -> str | None:
         return f"it cannot be read: {error}"
     if writing or living_processes(run, keys):
         return "it is running"
-    if run.is_shared and not manifest.get("is_stored"):
+    if run.awaits_store:
         return f"its records wait for the store: `tidegauge collect {run.run_id}`"
     if manifest["end_time_ns"] is not None:
         return None
