@@ -111,12 +111,7 @@ def _describe(table: str) -> dict[str, Any]:
 
 @contextmanager
 def _all_or_nothing(directory: Path) -> Iterator[Path]:
-    """Yield a folder inside `directory`; its files move there at the end, unless something fails.
-
-    Raises:
-        TidegaugeError: the directory is not empty, or it cannot be written.
-
-    """
+    """Yield a folder inside `directory`; its files move there at the end, unless something fails."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)

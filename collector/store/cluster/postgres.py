@@ -25,7 +25,7 @@ from typing import Any
 
 import duckdb
 
-from collector.errors import TidegaugeError
+from collector.errors import TidegaugeError, one_line
 from collector.store.duck import Place, open_connection, prepare, quote, short_error
 from training_harness.layout import DATA_VARIABLE, MIRROR, STORE_VARIABLE
 
@@ -219,8 +219,8 @@ def _registry() -> Iterator[psycopg.Connection]:
     try:
         with psycopg.connect(store.conninfo, password=store.password, autocommit=True) as connection:
             yield connection
-    except psycopg.Error as error:
-        raise TidegaugeError(f"the shared store cannot be reached ({short_error(error)})") from None
+    except psycopg.Error as error:  # with a line for each address of the host that was tried
+        raise TidegaugeError(f"the shared store cannot be reached ({one_line(str(error))})") from None
 
 
 def _read_url(url: str) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,18 @@ from collector.store.rollups.facts import SAMPLE_EVERY
 from collector.store.runs.run import Run
 from training_harness.records import STREAMS
 
+#: Suffix of the view with the number of a stream's rows, and their first and last time.
+_REACH_VIEW = "_reach"
+#: View -> the stream or rollup that it shows, and the suffix that says how.
+_VIEWS = {
+    name + suffix: (name, suffix)
+    for names, suffixes in (
+        ((*STREAMS, *tables.ROLLUPS, "event"), ("", _REACH_VIEW)),
+        (tables.ROLLUPS, (tables.ROW_VIEW, tables.ROLLUP_VIEW)),
+    )
+    for name in names
+    for suffix in suffixes
+}
 #: Names that a query reads from. DuckDB itself tells them only of SQL without parameters.
 _SOURCES = re.compile(r'\b(?:FROM|JOIN) "?(\w+)')
 #: Streams that are mostly queried over the whole run.
@@ -81,15 +93,6 @@ class Snapshot:
         self._behind_ns = store.clocks_behind_ns()
         self._open_problems = problems
         self._uses_rollups = session is not None and store.has_one_clock
-        #: Name of a view -> its SQL, made when a query first names it: most pages need two or three streams.
-        self._view_sql: dict[str, Callable[[], str]] = {}
-        for name in (*STREAMS, *tables.ROLLUPS, "event"):
-            self._view_sql[name] = functools.partial(self._rows, name)
-            self._view_sql[f"{name}_reach"] = functools.partial(self._reach_sql, name)
-        for name in tables.ROLLUPS:
-            for view in (tables.ROLLUP_VIEW, tables.ROW_VIEW):
-                may_be_stored = view == tables.ROLLUP_VIEW
-                self._view_sql[name + view] = functools.partial(self._rollups, name, may_be_stored=may_be_stored)
         self._begin()
 
     def _begin(self) -> None:
@@ -121,7 +124,7 @@ class Snapshot:
         """CLOCK_MONOTONIC now on the run's host; for a run that ended elsewhere, the time of its last record."""
         if (now_ns := self._store.now_ns()) is not None:
             return now_ns
-        sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}_reach" for name in ("event", *STREAMS))
+        sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}{_REACH_VIEW}" for name in ("event", *STREAMS))
         with self._intact():
             last = self._execute(f"SELECT max(last_ns) FROM ({sources})", None).fetchone()
         return int(last[0]) if last and last[0] is not None else 0
@@ -213,9 +216,18 @@ class Snapshot:
         return self._connection.execute(sql, params)
 
     def _add_view(self, name: str) -> None:
-        if name in self._view_sql and name not in self._views:
-            self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {self._view_sql[name]()}')
-            self._views.add(name)
+        """Create a view when a query first names it: most pages need the journals of two or three streams."""
+        if name in self._views or name not in _VIEWS:
+            return
+        stream, suffix = _VIEWS[name]
+        if suffix == "":
+            sql = self._rows(stream)
+        elif suffix == _REACH_VIEW:
+            sql = self._reach(stream).sql
+        else:
+            sql = self._rollups(stream, may_be_stored=suffix == tables.ROLLUP_VIEW)
+        self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {sql}')
+        self._views.add(name)
 
     def _rows(self, stream: str) -> str:
         """Return SQL for a stream, or the several of a rollup, from the lake and the journals beyond it."""
@@ -233,9 +245,6 @@ class Snapshot:
             on_own_clock = f"SELECT * REPLACE (time_ns + CASE host {cases} END AS time_ns) FROM {source}"
             source = f"({on_own_clock} WHERE host IN ({', '.join(map(quote, self._behind_ns))}))"
         return f"SELECT {columns} FROM {source}"
-
-    def _reach_sql(self, name: str) -> str:
-        return self._reach(name).sql
 
     def _reach(self, name: str) -> tables.Reach:
         """Return the reach of a stream or rollup; the lake's part comes from its catalog."""

@@ -145,12 +145,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 def _retire(run: Run) -> None:
-    """Rename a run, so that it is a leftover to delete.
-
-    Raises:
-        TidegaugeError: there is a reason to keep it, or it cannot be renamed.
-
-    """
+    """Rename a run, so that it is a leftover to delete; raise a TidegaugeError if it stays."""
     with ExitStack() as stack:
         stack.callback(os.close, locks.follow(run))
         try:
