@@ -40,6 +40,7 @@ from collector.store.duck import quote
 from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import Snapshot, read
+from collector.store.lake.store import store_of
 from collector.store.queries import spans
 from collector.store.runs.run import Run
 from training_harness import layout
@@ -70,7 +71,7 @@ def make(
         begin_earlier(run, batches * every_ns)
     origin_ns = spans.origin_ns(run.manifest) or 0
     many = {"ranks": ranks, "workers": workers}
-    with lake.open_writable(run) as connection:
+    with store_of(run).open_writable() as connection:
         for name in STREAMS:
             rows_every_ns = SAMPLED_NS.get(name, every_ns)
             times, at_once = batches * every_ns // rows_every_ns, INSERT_ROWS // places_of(name, **many)
@@ -152,6 +153,7 @@ def insert(
         "worker": f"CASE WHEN {place_role} = 1 THEN {worker} END" if of_process else f"i // {ranks} % {workers}",
         "loader": f"CASE WHEN {place_role} = 1 THEN 0 END" if of_process else "0",
         "samples_count": "64",
+        "unit": "2",
         "host": "'node'",
         "pid": "1" if is_sampled else main_pid(f"i % {ranks}", workers),
         "start_ticks": "1",
@@ -190,7 +192,7 @@ def insert(
             value = "random() * 8"
         values.append(f'({value})::{kind} AS "{name}"')
     places_count = places_of(table, ranks=ranks, workers=workers)
-    places = f", range({places_count}) u(place) ORDER BY i" if places_count > 1 else ""
+    places = f", range({places_count}) u(place) ORDER BY i" if is_sampled else ""
     rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}"
     connection.execute(f"INSERT INTO {lake.LAKE}.{table} BY NAME {rows}")
 

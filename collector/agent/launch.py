@@ -110,7 +110,7 @@ def run_command(
         if run is None:
             child.wait()
         else:
-            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.is_shared
+            is_stored = _follow_child(run, child, interval_seconds, on_ready, outlets) or not run.awaits_store
     status = child.wait()
     exit_status = EXIT_SIGNAL_BASE - status if status < 0 else status
     return RunOutcome(run=run, exit_status=exit_status, is_stored=is_stored)

@@ -139,9 +139,8 @@ class Agent:
         )
         with self._problems.guard("devices"):
             self._devices.close()
-        if self._run.is_shared:
-            with self._problems.guard("manifest"):
-                update_manifest(self._run, is_stored=is_stored)
+        with self._problems.guard("manifest"):
+            _note_stored(self._run, is_stored=is_stored)
         if self._outlets is not None:
             self._outlets.run_ended()
         return is_stored
@@ -269,8 +268,7 @@ def collect(
     if not is_of_this_boot and ingester is not None:
         result = ingester.step()
         ingester.close()
-        if run.is_shared:
-            update_manifest(run, is_stored=result.is_whole)
+        _note_stored(run, is_stored=result.is_whole)
         return result.is_whole
     manifest = run.manifest
     agent = Agent(run, command=_local_command(manifest), resumed=True, ingester=ingester, outlets=outlets)
@@ -311,6 +309,11 @@ def manifest_process(key: LocalProcess) -> dict[str, Any]:
 def update_manifest(run: Run, **fields: object) -> None:
     """Change fields of the manifest."""
     write_manifest(run.path, {**read_manifest(run.path), **fields})
+
+
+def _note_stored(run: Run, *, is_stored: bool) -> None:
+    if run.is_shared:
+        update_manifest(run, is_stored=is_stored)
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -226,7 +226,7 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
 
 def check_lake() -> Check:
     """Check that DuckDB's extensions load from the installed packages."""
-    from collector.store.duck import open_connection
+    from collector.store import open_connection
 
     try:
         with open_connection(threads=1):
@@ -238,13 +238,12 @@ def check_lake() -> Check:
 
 def check_store() -> Check:
     """Check that the shared store, if one is named, can be read."""
-    from collector.store.cluster import postgres
-
     if not os.environ.get(STORE_VARIABLE):
         return Check(name="store", detail="each run has its own; no shared store is named")
     try:
-        runs_count = len(postgres.nodes())
-        postgres.check_data()
+        from collector.store import check_shared_store
+
+        runs_count = check_shared_store()
         return Check(
             name="store", detail=f"the shared store and its files can be read, {runs_count} runs are in it"
         )

@@ -205,9 +205,9 @@ def _run(
 
     disabled = os.environ.get(DISABLED_VARIABLE) == "1"
     if os.environ.get(STORE_VARIABLE) and not disabled:
-        from collector.store.cluster import postgres
+        from collector.store import store_address
 
-        postgres.store_from_environment()  # A wrong setting is reported before the command starts.
+        store_address()  # A wrong setting is reported before the command starts.
     outlets = None if disabled else _open_outlets(live, investigate=investigate)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets

@@ -36,8 +36,7 @@ def export(spec: str, directory: Path, form: str, home: Path) -> None:
     """Write a run as one file per stream, for pandas, Polars, DuckDB and their like."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
-    from collector.store import find_run
-    from collector.store.export import export as export_run
+    from collector.store import export_run, find_run
 
     run = find_run(home, spec)
     with Terminal(stderr=True).status("exporting") as status:

@@ -17,7 +17,7 @@ from collector.units import MISSING, duration, is_known, number, size
 from training_harness.layout import read_plain
 
 if TYPE_CHECKING:
-    from collector.store.export import ExportedFile
+    from collector.store import ExportedFile
     from collector.store.prune.home import StoredRun
 
 #: File of the last report on an ended run, so that a list of runs need not diagnose them all again.

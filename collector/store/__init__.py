@@ -1,8 +1,7 @@
 """Runs on disk: find them, ingest their journals into the lake, and read both together.
 
-Other packages import from here, from the faces of `queries`, `journals`, `prune` and `cluster`, or from the modules
-of this folder. Each name is looked up when it is first used: the collector process, which only ingests, never loads
-pandas.
+Other packages import from here, and from the faces `queries` and `prune`. Each name is looked up when it is first
+used: the collector process, which only ingests, never loads pandas.
 """
 
 from __future__ import annotations
@@ -11,8 +10,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.store.allocator_snapshots import newest_allocator_snapshot as newest_allocator_snapshot
+    from collector.store.allocator_snapshots import (
+        ProcessGrowth as ProcessGrowth,
+        SiteGrowth as SiteGrowth,
+        newest_allocator_snapshot as newest_allocator_snapshot,
+        read_growth as read_growth,
+        read_growths as read_growths,
+    )
     from collector.store.catalogue import LATEST as LATEST, find_run as find_run, list_runs as list_runs
+    from collector.store.cluster.postgres import (
+        check_shared_store as check_shared_store,
+        store_address as store_address,
+    )
+    from collector.store.duck import open_connection as open_connection
+    from collector.store.export import ExportedFile as ExportedFile, export_run as export_run
+    from collector.store.journals.growing_files import GrowingFiles as GrowingFiles
+    from collector.store.journals.segments import (
+        EVENT_LOG_SUFFIX as EVENT_LOG_SUFFIX,
+        JournalError as JournalError,
+        list_event_logs as list_event_logs,
+        read_events as read_events,
+        size_bytes as size_bytes,
+    )
     from collector.store.lake.counters import Counts as Counts, Totals as Totals
     from collector.store.lake.ingest import Ingester as Ingester, IngestResult as IngestResult
     from collector.store.lake.reader import Snapshot as Snapshot, read as read
@@ -24,18 +43,23 @@ if TYPE_CHECKING:
         of_this_boot as of_this_boot,
     )
 
-_MODULES = {
-    "collector.store.allocator_snapshots": ("newest_allocator_snapshot",),
-    "collector.store.catalogue": ("LATEST", "find_run", "list_runs"),
-    "collector.store.lake.counters": ("Counts", "Totals"),
-    "collector.store.lake.ingest": ("Ingester", "IngestResult"),
-    "collector.store.lake.reader": ("Snapshot", "read"),
-    "collector.store.runs.run": ("ProcessKey", "Run", "command_and_collector", "living_processes", "of_this_boot"),
+_NAMES = {
+    "allocator_snapshots": "ProcessGrowth SiteGrowth newest_allocator_snapshot read_growth read_growths",
+    "catalogue": "LATEST find_run list_runs",
+    "cluster.postgres": "check_shared_store store_address",
+    "duck": "open_connection",
+    "export": "ExportedFile export_run",
+    "journals.growing_files": "GrowingFiles",
+    "journals.segments": "EVENT_LOG_SUFFIX JournalError list_event_logs read_events size_bytes",
+    "lake.counters": "Counts Totals",
+    "lake.ingest": "Ingester IngestResult",
+    "lake.reader": "Snapshot read",
+    "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot",
 }
 
 
 def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
+    module = next((module for module, names in _NAMES.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

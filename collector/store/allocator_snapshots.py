@@ -6,6 +6,7 @@ They are JSON in gzip, which holds nothing but plain values. Torch's pickles in 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,19 +216,11 @@ def _load(path: Path) -> dict[str, Any]:
 def _parse(name: str, document: dict[str, Any]) -> AllocatorSnapshot:
     rows = []
     for segment in document["segments"]:
-        blocks, offset = [], 0
-        for block in segment["blocks"]:
-            size = int(block["size"])
-            blocks.append((offset, size, _in_use(block)))
-            offset += size
+        sizes = [int(block["size"]) for block in segment["blocks"]]
+        offsets = itertools.accumulate(sizes[:-1], initial=0)
+        blocks = [*zip(offsets, sizes, map(_in_use, segment["blocks"]), strict=False)]
         rows.append(
-            {
-                "device": int(segment["device"]),
-                "address": int(segment["address"]),
-                "total_bytes": int(segment["total_size"]),
-                "allocated_bytes": int(segment["allocated_size"]),
-                "blocks": blocks,
-            }
+            [*(int(segment[name]) for name in ("device", "address", "total_size", "allocated_size")), blocks]
         )
     columns = ["device", "address", "total_bytes", "allocated_bytes", "blocks"]
     segments = pd.DataFrame(rows, columns=columns).sort_values("total_bytes", ascending=False, ignore_index=True)
@@ -250,7 +243,7 @@ def _sites(document: dict[str, Any]) -> list[tuple[int, str, int, int]]:
         for block in segment["blocks"]:
             if _in_use(block) and "stack" in block:
                 stack = int(block["stack"])
-                site = names[stack] if stack in names else names.setdefault(stack, _site(document, stack))
+                site = names[stack] if stack in names else names.setdefault(stack, _user_lines(document, stack)[0])
                 count_and_bytes = totals.setdefault((int(segment["device"]), site), [0, 0])
                 count_and_bytes[0] += 1
                 count_and_bytes[1] += int(block["size"])
@@ -259,10 +252,6 @@ def _sites(document: dict[str, Any]) -> list[tuple[int, str, int, int]]:
 
 def _in_use(block: dict[str, Any]) -> bool:
     return bool(block["state"] == "active_allocated")
-
-
-def _site(document: dict[str, Any], stack: int) -> str:
-    return _user_lines(document, stack)[0]
 
 
 def _user_lines(document: dict[str, Any], stack: int, run: Run | None = None) -> list[str]:

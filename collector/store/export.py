@@ -55,7 +55,7 @@ class Export:
     problems: tuple[str, ...]
 
 
-def export(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
+def export_run(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
     """Write all records and events of a run to a new or empty directory.
 
     Args:
@@ -111,12 +111,7 @@ def _describe(table: str) -> dict[str, Any]:
 
 @contextmanager
 def _all_or_nothing(directory: Path) -> Iterator[Path]:
-    """Yield a folder inside `directory`; its files move there at the end, unless something fails.
-
-    Raises:
-        TidegaugeError: the directory is not empty, or it cannot be written.
-
-    """
+    """Yield a folder inside `directory`; its files move there at the end, unless something fails."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ ZYGOTE = """
 import functools, mmap, os, sys
 from pathlib import Path
 from store_crashes import _NAMES
-from collector.store.lake import lake
+from collector.store.lake.own_store import OwnStore
 from collector.store.lake.ingest import Ingester
 from collector.store.runs.run import Run
 with open(sys.argv[1], "r+b") as file:
@@ -76,7 +76,7 @@ class Watched:
         execute = self._connection.execute
         return within(part, execute)(sql, *args) if part else execute(sql, *args)
 
-lake._create = within("creation", lake._create)
+OwnStore._create = within("creation", OwnStore._create)
 Ingester._commit = within("commit", Ingester._commit)
 Ingester._delete_ingested = within("journal deletion", Ingester._delete_ingested)
 Ingester.step = within("ingest", Ingester.step)

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from collector.store.journals.segments import list_segments
-from collector.store.lake import lake
 from collector.store.lake.reader import read
+from collector.store.lake.store import store_of
 from collector.store.runs.run import Run
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
@@ -99,5 +99,5 @@ def in_the_lake(run, table="step"):
 
 
 def ask_the_lake(run, sql):
-    with lake.attach(lake.lake_place(run), read_only=True) as connection:
+    with store_of(run).open_readable() as (connection, _):
         return connection.execute(sql).fetchone()[0]

@@ -12,7 +12,7 @@ import pytest
 from store_world import Writer, journalled, make_run
 
 from collector.errors import TidegaugeError
-from collector.store.export import export
+from collector.store import export_run as export
 from collector.store.lake.ingest import Ingester
 from training_harness.records import IDENTITY, STREAMS
 

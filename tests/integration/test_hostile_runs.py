@@ -14,9 +14,9 @@ from store_world import HOST, Writer, ask_the_lake, make_run
 from collector import cli
 from collector.errors import TidegaugeError
 from collector.store.catalogue import list_runs
-from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
+from collector.store.lake.store import store_of
 from collector.store.prune.home import delete
 from collector.store.runs.run import Run
 from tests.conftest import PYTHON, REPOSITORY
@@ -121,7 +121,7 @@ def test_a_catalog_that_cannot_be_read_is_told_and_the_journals_are_shown(run, t
 
 
 def test_tables_and_columns_of_a_newer_tidegauge_are_left_alone(run):
-    with lake.open_writable(run) as connection:
+    with store_of(run).open_writable() as connection:
         connection.execute("CREATE TABLE lake.dream (time_ns BIGINT)")
         connection.execute("ALTER TABLE lake.step ADD COLUMN mood VARCHAR")
     with Ingester(run) as ingester:

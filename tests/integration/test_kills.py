@@ -25,6 +25,7 @@ from collector.store.catalogue import list_runs
 from collector.store.journals.arrow import read_records
 from collector.store.journals.segments import list_segments, read_header
 from collector.store.lake import lake
+from collector.store.lake.store import store_of
 from collector.store.runs.run import Run
 from tests.conftest import TRAIN, bare_environment, tidegauge, wait_for
 from training_harness.records import STREAMS
@@ -106,7 +107,7 @@ def assert_every_record_is_in_the_lake_once(run: Run, kept: Run) -> None:
             continue
         table = read_records(segment, header, header.header_bytes).to_pandas()
         journalled[header.stream].update(zip(table.pid, table.time_ns, strict=True))
-    with lake.attach(lake.lake_place(run), read_only=True) as connection:
+    with store_of(run).open_readable() as (connection, _):
         for name, expected in journalled.items():
             rows = connection.execute(f'SELECT pid, time_ns FROM {lake.LAKE}."{name}"').fetchall()
             assert Counter(rows) == expected, name

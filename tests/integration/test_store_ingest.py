@@ -17,6 +17,7 @@ from collector.store import duck
 from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
+from collector.store.lake.store import store_of
 from training_harness.journal import MAGIC, EventLog, Identity
 
 
@@ -287,7 +288,7 @@ def test_a_lake_of_an_older_version_gets_the_columns_and_tables_that_it_lacks(tm
     writer.write(30)
     with Ingester(run) as ingester:
         ingester.step()
-    with lake.open_writable(run) as connection:
+    with store_of(run).open_writable() as connection:
         connection.execute("ALTER TABLE lake.step DROP COLUMN h2d_ns")
         connection.execute("DROP TABLE lake.agent")
     with read(run) as snapshot:

@@ -23,6 +23,7 @@ from collector.errors import TidegaugeError
 from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
+from collector.store.lake.store import store_of
 from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import IDENTITY, STREAMS
@@ -394,6 +395,6 @@ def test_nothing_is_kept_of_the_files_of_a_lake(run):
     with read(run) as snapshot:
         assert len(snapshot.query("FROM step")) == 150
         assert snapshot.query(kept)["n"][0] == 0
-    with lake.open_writable(run) as connection:
+    with store_of(run).open_writable() as connection:
         assert len(connection.execute(f"FROM {lake.LAKE}.step").fetchall()) == 150
         assert connection.execute(kept).fetchall() == [(0,)]

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from store_world import ask_the_lake, in_the_lake, make_run
 
-from collector.store.lake import lake
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
+from collector.store.lake.store import store_of
 from collector.store.queries import gpu_memory, loading, moments, process_memory, spans, training_steps
 from collector.store.rollups import tables as tiles
 from tests.recorded_runs import recorded
@@ -319,7 +319,7 @@ def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = look(training.run)
-    with lake.open_writable(training.run) as connection:
+    with store_of(training.run).open_writable() as connection:
         for table in tiles.TABLES:
             connection.execute(f"DROP TABLE lake.{table}")
     assert_same(look(training.run), raw)

@@ -146,7 +146,7 @@ def _lines(run: Run, name: str, answer: dict[str, Any]) -> Iterator[str]:
     yield f"{name}, step {answer['step']}, the training waited {held}: {'  '.join(paths)}"
     if answer["what"] == "growth":
         from collector.diagnosis import rank_sites
-        from collector.store.allocator_snapshots import read_growth
+        from collector.store import read_growth
 
         grown = read_growth(run, answer)
         largest_first = sorted(grown.held_bytes, key=lambda device: -grown.held_bytes[device])

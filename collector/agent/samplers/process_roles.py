@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers.procfs import LocalProcess
-from collector.store.journals import EVENT_LOG_SUFFIX, GrowingFiles, JournalError, read_events, size_bytes
+from collector.store import EVENT_LOG_SUFFIX, GrowingFiles, JournalError, read_events, size_bytes
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

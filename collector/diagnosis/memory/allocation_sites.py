@@ -13,7 +13,7 @@ from dataclasses import replace
 from collector.diagnosis.memory.leak import CONFIRMED
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import TRACEABLE_LEAKS, Advice, AllocationSite, Finding
-from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
+from collector.store import ProcessGrowth, SiteGrowth
 from collector.units import size
 
 _NO_LINE = "no line"

@@ -11,8 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.store import ProcessKey as ProcessKey, Run, Snapshot, command_and_collector, living_processes, read
-from collector.store.allocator_snapshots import ProcessGrowth, read_growths
+from collector.store import (
+    ProcessGrowth,
+    ProcessKey as ProcessKey,
+    Run,
+    Snapshot,
+    command_and_collector,
+    living_processes,
+    read,
+    read_growths,
+)
 from collector.store.queries import Queryable
 from training_harness.events import EventKind
 from training_harness.records import IDENTITY, STREAMS, UNIT_BATCH, UNIT_OPTIMIZER

@@ -7,6 +7,8 @@ finds runs that it took no part in.
 
 Credentials stay where they are: PostgreSQL's in the URL or in libpq's own sources (`~/.pgpass`, `PGPASSWORD`,
 `PGSSLMODE`, …), those of the S3 service where the AWS tools look for them. They are in no manifest and no message.
+
+Every function raises a TidegaugeError if the environment names no valid store, or if that cannot be reached.
 """
 
 from __future__ import annotations
@@ -23,11 +25,21 @@ from typing import Any
 
 import duckdb
 
-from collector.errors import TidegaugeError
-from collector.store.duck import Place, load_extension, open_connection, prepare, quote, short_error
+from collector.errors import TidegaugeError, one_line
+from collector.store.duck import Place, open_connection, prepare, quote, short_error
 from training_harness.layout import DATA_VARIABLE, MIRROR, STORE_VARIABLE
 
-_SCHEMES = ("postgresql", "postgres")
+try:
+    import psycopg
+    from psycopg import conninfo, sql
+except ImportError:
+    raise TidegaugeError("the shared store needs psycopg: pip install 'tidegauge[cluster]'") from None
+
+#: The shape of a URL whose parts are kept apart: a password has special characters as %XX.
+_HOST = r"(?:\[[^\]]*\]|[^/@:#?,\[]*)(?::\d+)?"
+_URL = re.compile(
+    rf"postgres(?:ql)?://(?:[^/@:#\[]*(?::[^/@:#\[]*)?@)?(?=[^/?]){_HOST}(?:,{_HOST})*(?:/[^/@:#?]*)?(?:\?[^#]*)?"
+)
 #: PostgreSQL cuts names at 63 bytes.
 _SCHEMA_PREFIX = "tg_"
 #: The client gives up an unreachable store after some seconds, and tries again with the next commit. The server
@@ -49,7 +61,7 @@ _LIBPQ_DEFAULTS = {
     "options": " ".join(f"-c {name}={value}" for name, value in _SERVER_SETTINGS.items()),
 }
 _HTTP_TIMEOUT_SECONDS, _HTTP_RETRIES = 10, 2
-_PASSWORD_SECRET, _S3_SECRET, _REGISTRY = "tidegauge_postgres", "tidegauge_s3", "registry"
+_PASSWORD_SECRET, _S3_SECRET = "tidegauge_postgres", "tidegauge_s3"
 _MAKE_NODES = (
     "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.node "
     "(run_id text, host text, manifest text NOT NULL, PRIMARY KEY (run_id, host))"
@@ -57,8 +69,8 @@ _MAKE_NODES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """The shared store that the environment names.
+class Address:
+    """The address of the shared store that the environment names.
 
     Attributes:
         conninfo: libpq connection string of the database, without the password.
@@ -72,17 +84,12 @@ class Store:
     data: str
 
 
-def store_from_environment() -> Store:
-    """Return the shared store that the environment names.
-
-    Raises:
-        TidegaugeError: it names none, or an invalid one.
-
-    """
+def store_address() -> Address:
+    """Return the shared store that the environment names."""
     url, data = os.environ.get(STORE_VARIABLE, ""), os.environ.get(DATA_VARIABLE, "")
     if not url:
         raise TidegaugeError(f"the run is in a shared store: set {STORE_VARIABLE} and {DATA_VARIABLE} to find it")
-    conninfo, password = _read_url(url)
+    words, password = _read_url(url)
     if not data:
         raise TidegaugeError(
             f"{DATA_VARIABLE} is not set: give s3://BUCKET/PREFIX, or a folder that every node has"
@@ -92,24 +99,23 @@ def store_from_environment() -> Store:
             f"{DATA_VARIABLE}={data!r} is no place for a shared store's files: give s3://BUCKET/PREFIX, "
             "or the absolute path of a folder that every node has"
         )
-    return Store(conninfo=conninfo, password=password, data=data.rstrip("/") + "/")
+    return Address(conninfo=words, password=password, data=data.rstrip("/") + "/")
 
 
 def place(run_id: str) -> Place:
-    """Return the place of a run's lake in the shared store.
-
-    Raises:
-        TidegaugeError: the environment names no store, or an invalid one.
-
-    """
-    store = store_from_environment()
+    """Return the place of a run's lake in the shared store."""
+    store = store_address()
     on_s3 = store.data.startswith("s3://")
+    password = f", PASSWORD {quote(store.password)}" if store.password else ""
     return Place(
         catalog=f"postgres:{store.conninfo}",
         data=f"{store.data}{run_id}/",
         options=f"METADATA_SCHEMA {quote(_SCHEMA_PREFIX + run_id)}, META_SECRET '{_PASSWORD_SECRET}'",
         extensions=("postgres_scanner", *(("httpfs", "aws") if on_s3 else ())),
-        prepare=(_password_secret(store), *(_s3_settings(os.environ) if on_s3 else ())),
+        prepare=(
+            f"CREATE OR REPLACE SECRET {_PASSWORD_SECRET} (TYPE postgres{password})",
+            *(_s3_settings(os.environ) if on_s3 else ()),
+        ),
     )
 
 
@@ -127,100 +133,77 @@ def register(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     if manifest.get(MIRROR):
         raise TidegaugeError(f"run {manifest['run_id']} is of other nodes: collect it there")
     run_id, host = str(manifest["run_id"]), str(manifest["host"])
-    key = f"run_id = {quote(run_id)} AND host = {quote(host)}"
-    text = quote(json.dumps(manifest))
-    with _registry() as connection:
-        _run(connection, _MAKE_NODES)
-        _run(
-            connection,
-            f"INSERT INTO tidegauge.node VALUES ({quote(run_id)}, {quote(host)}, {text}) ON CONFLICT DO NOTHING",
+    of_node, row = "run_id = %s AND host = %s", (run_id, host)
+    with _registry() as registry:
+        registry.execute(_MAKE_NODES)
+        registry.execute(
+            "INSERT INTO tidegauge.node VALUES (%s, %s, %s) ON CONFLICT DO NOTHING", (*row, json.dumps(manifest))
         )
-        if _ask(
-            connection,
-            f"SELECT 1 FROM tidegauge.node WHERE lower(run_id) = lower({quote(run_id)}) "
-            f"AND run_id < {quote(run_id)} LIMIT 1",
-        ):
-            _run(connection, f"DELETE FROM tidegauge.node WHERE {key}")
+        same_letters = "SELECT 1 FROM tidegauge.node WHERE lower(run_id) = lower(%s) AND run_id < %s LIMIT 1"
+        if registry.execute(same_letters, (run_id, run_id)).fetchone():
+            registry.execute(f"DELETE FROM tidegauge.node WHERE {of_node}", row)
             raise TidegaugeError(f"a run has the id {run_id} in other capitals: give another --run-id")
-        rows = _ask(connection, f"SELECT manifest FROM tidegauge.node WHERE {key}")
-        if json.loads(rows[0][0])["anchors"].get(host) != manifest["anchors"][host]:
+        [(stored,)] = registry.execute(f"SELECT manifest FROM tidegauge.node WHERE {of_node}", row).fetchall()
+        if json.loads(stored)["anchors"].get(host) != manifest["anchors"][host]:
             raise TidegaugeError(
                 f"another node {host!r} takes part in run {run_id}: give each node its own host name, "
                 "or the run another --run-id"
             )
-        _run(connection, f"UPDATE tidegauge.node SET manifest = {text} WHERE {key}")
-        return _manifests(connection, run_id).get(run_id, [])
+        registry.execute(f"UPDATE tidegauge.node SET manifest = %s WHERE {of_node}", (json.dumps(manifest), *row))
+    return nodes(run_id).get(run_id, [])
 
 
 def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Return, by run id, the manifests of all nodes of one run, or of all runs in the store.
-
-    Raises:
-        TidegaugeError: the store cannot be reached.
-
-    """
-    with _registry() as connection:
-        if not _ask(connection, "SELECT 1 FROM pg_tables WHERE schemaname = 'tidegauge' AND tablename = 'node'"):
-            return {}
-        return _manifests(connection, run_id)
+    """Return, by run id, the manifests of all nodes of one run, or of all runs in the store."""
+    manifests: dict[str, list[dict[str, Any]]] = {}
+    with _registry() as registry, contextlib.suppress(psycopg.errors.UndefinedTable):  # no node registered yet
+        of_run = "WHERE %(run_id)s::text IS NULL OR run_id = %(run_id)s"
+        for key, text in registry.execute(
+            f"SELECT run_id, manifest FROM tidegauge.node {of_run}", {"run_id": run_id}
+        ):
+            manifests.setdefault(key, []).append(json.loads(text))
+    return manifests
 
 
 def sizes_bytes() -> dict[str, int]:
-    """Return run id -> size of its files in bytes.
-
-    Raises:
-        TidegaugeError: the store cannot be reached.
-
-    """
-    with _registry() as connection:
-        schemas = _ask(connection, "SELECT schemaname FROM pg_tables WHERE tablename = 'ducklake_data_file'")
-        parts = [
-            f"SELECT {quote(schema.removeprefix(_SCHEMA_PREFIX))}, coalesce(sum(file_size_bytes), 0)::bigint "
-            f'FROM "{schema}".ducklake_data_file'
-            for (schema,) in schemas
-            if schema.startswith(_SCHEMA_PREFIX)
+    """Return run id -> size of its files in bytes."""
+    with _registry() as registry:
+        lakes = "SELECT schemaname FROM pg_tables WHERE tablename = 'ducklake_data_file'"
+        schemas = [name for (name,) in registry.execute(lakes).fetchall() if name.startswith(_SCHEMA_PREFIX)]
+        size = sql.SQL("SELECT {}, coalesce(sum(file_size_bytes), 0)::bigint FROM {}.ducklake_data_file")
+        sizes = [
+            size.format(sql.Literal(name.removeprefix(_SCHEMA_PREFIX)), sql.Identifier(name)) for name in schemas
         ]
-        return dict(_ask(connection, " UNION ALL ".join(parts))) if parts else {}
+        return dict(registry.execute(sql.SQL(" UNION ALL ").join(sizes)).fetchall()) if sizes else {}
 
 
 def retire(run_id: str, name: str) -> None:
-    """Rename a run in the table of nodes if the parts of all its nodes have ended; otherwise do nothing.
-
-    Raises:
-        TidegaugeError: the store cannot be reached.
-
-    """
-    is_run = f"WHERE run_id = {quote(run_id)}"
-    with _registry() as connection:
-        _run(
-            connection,
-            f"UPDATE tidegauge.node SET run_id = {quote(name)} {is_run} AND NOT EXISTS "
-            f"(SELECT 1 FROM tidegauge.node {is_run} AND manifest::json->>'end_time_ns' IS NULL)",
+    """Rename a run in the table of nodes if the parts of all its nodes have ended; otherwise do nothing."""
+    goes_on = "SELECT 1 FROM tidegauge.node WHERE run_id = %(id)s AND manifest::json->>'end_time_ns' IS NULL"
+    with _registry() as registry:
+        registry.execute(
+            f"UPDATE tidegauge.node SET run_id = %(name)s WHERE run_id = %(id)s AND NOT EXISTS ({goes_on})",
+            {"id": run_id, "name": name},
         )
 
 
 def forget(run_id: str, name: str) -> None:
-    """Delete the schema of a run, and the rows in the table of nodes under `name`.
+    """Delete the schema of a run, and the rows in the table of nodes under `name`."""
+    schema = sql.Identifier(f"{_SCHEMA_PREFIX}{run_id}")
+    with _registry() as registry:
+        registry.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(schema))
+        registry.execute("DELETE FROM tidegauge.node WHERE run_id = %s", (name,))
 
-    Raises:
-        TidegaugeError: the store cannot be reached.
 
-    """
-    schema = f"{_SCHEMA_PREFIX}{run_id}".replace('"', '""')
-    with _registry() as connection:
-        _run(
-            connection,
-            f'DROP SCHEMA IF EXISTS "{schema}" CASCADE; DELETE FROM tidegauge.node WHERE run_id = {quote(name)}',
-        )
+def check_shared_store() -> int:
+    """Return the number of runs in the store, if its files can be listed too."""
+    runs_count = len(nodes())
+    check_data()
+    return runs_count
 
 
 def check_data() -> None:
-    """Check that the files of the store can be listed.
-
-    Raises:
-        TidegaugeError: they cannot.
-
-    """
+    """Check that the files of the store can be listed."""
     root = place("")
     try:
         with open_connection(threads=1) as connection:
@@ -231,81 +214,36 @@ def check_data() -> None:
 
 
 @contextlib.contextmanager
-def _registry() -> Iterator[duckdb.DuckDBPyConnection]:
-    store = store_from_environment()
+def _registry() -> Iterator[psycopg.Connection]:
+    store = store_address()
     try:
-        with open_connection(threads=1) as connection:
-            load_extension(connection, "postgres_scanner")
-            connection.execute(_password_secret(store))
-            connection.execute(
-                f"ATTACH {quote(store.conninfo)} AS {_REGISTRY} (TYPE postgres, SECRET {_PASSWORD_SECRET})"
-            )
-            try:
-                yield connection
-            finally:
-                connection.execute(f"DETACH {_REGISTRY}")
-    except duckdb.Error as error:
-        raise TidegaugeError(f"the shared store cannot be reached ({short_error(error)})") from None
-
-
-def _run(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    connection.execute(f"CALL postgres_execute('{_REGISTRY}', {quote(sql)})")
-
-
-def _ask(connection: duckdb.DuckDBPyConnection, sql: str) -> list[tuple[Any, ...]]:
-    return connection.execute(f"FROM postgres_query('{_REGISTRY}', {quote(sql)})").fetchall()
-
-
-def _manifests(connection: duckdb.DuckDBPyConnection, run_id: str | None) -> dict[str, list[dict[str, Any]]]:
-    where = "" if run_id is None else f"WHERE run_id = {quote(run_id)}"
-    manifests: dict[str, list[dict[str, Any]]] = {}
-    for key, text in _ask(connection, f"SELECT run_id, manifest FROM tidegauge.node {where}"):
-        manifests.setdefault(key, []).append(json.loads(text))
-    return manifests
+        with psycopg.connect(store.conninfo, password=store.password, autocommit=True) as connection:
+            yield connection
+    except psycopg.Error as error:  # with a line for each address of the host that was tried
+        raise TidegaugeError(f"the shared store cannot be reached ({one_line(str(error))})") from None
 
 
 def _read_url(url: str) -> tuple[str, str | None]:
     """Return libpq's connection string for a PostgreSQL URL, and the password.
 
-    The format is that of postgresql.org/docs/current/libpq-connect.html. Errors do not quote the URL: it may hold a
-    password.
+    Errors do not quote the URL: it may hold a password.
     """
     try:
-        parts = urllib.parse.urlsplit(url)
-    except ValueError:
-        parts = urllib.parse.SplitResult("", "", "", "", "")
-    login, _, hosts = parts.netloc.rpartition("@")
-    addresses = [re.fullmatch(r"(?:\[(.*)\]|([^:]*))(?::(\d+))?", host) for host in hosts.split(",")]
-    options = dict(urllib.parse.parse_qsl(parts.query))
-    if parts.scheme not in _SCHEMES or not parts.netloc or parts.fragment or None in addresses or ":" in parts.path:
+        parsed = conninfo.conninfo_to_dict(url) if _URL.fullmatch(url) else {}
+    except psycopg.ProgrammingError:
+        parsed = {}
+    words = {name: str(value) for name, value in parsed.items()}
+    if not words:
         raise TidegaugeError(
             f"{STORE_VARIABLE} is no URL of a database: give postgresql://USER@HOST:PORT/DATABASE, and in a "
             "password write /, @, : and # as %2F, %40, %3A and %23"
         )
-    if "sslpassword" in options:
+    if "sslpassword" in words:
         raise TidegaugeError(f"{STORE_VARIABLE} has a sslpassword: give a key without one, readable for you alone")
-    user, _, password = login.partition(":")
-    in_query = options.pop("password", "")
-    if "options" in options:
-        options["options"] = f"{_LIBPQ_DEFAULTS['options']} {options['options']}"
-    words = {
-        "host": ",".join(address[1] or address[2] for address in addresses if address),
-        "port": ",".join(address[3] or "" for address in addresses if address).strip(","),
-        "user": urllib.parse.unquote(user),
-        "dbname": urllib.parse.unquote(parts.path.lstrip("/")),
-    }
-    words = {**_LIBPQ_DEFAULTS, **{name: value for name, value in words.items() if value}, **options}
-    conninfo = " ".join(f"{name}={_libpq_value(value)}" for name, value in words.items())
-    return conninfo, urllib.parse.unquote(password) or in_query or None
-
-
-def _libpq_value(value: str) -> str:
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _password_secret(store: Store) -> str:
-    password = f", PASSWORD {quote(store.password)}" if store.password else ""
-    return f"CREATE OR REPLACE SECRET {_PASSWORD_SECRET} (TYPE postgres{password})"
+    password = words.pop("password", None)
+    if "options" in words:
+        words["options"] = f"{_LIBPQ_DEFAULTS['options']} {words['options']}"
+    return conninfo.make_conninfo(**{**_LIBPQ_DEFAULTS, **words}), password
 
 
 def _s3_settings(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -248,13 +248,6 @@ def read_error(path: Path, error: OSError) -> JournalError:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a journal or event log for reading.
-
-    Raises:
-        OSError: it cannot be opened.
-        JournalError: a writer cannot have made it.
-
-    """
     file = open(os.open(path, os.O_RDONLY | _OPEN_FLAGS), "rb")  # noqa: SIM115 - the caller closes it
     try:
         _check_size_bytes(path, os.fstat(file.fileno()))

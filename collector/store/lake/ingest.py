@@ -15,34 +15,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store.cluster import mirror
-from collector.store.duck import ERRORS, ask_over, quote, short_error
+from collector.store.duck import ERRORS, ask_over, short_error
 from collector.store.journals import arrow, segments
 from collector.store.journals.growing_files import GrowingFiles
 from collector.store.journals.segments import damaged_lines
-from collector.store.lake import compaction, lake, parquet_files
+from collector.store.lake import lake
 from collector.store.lake.counters import COLUMNS, Counts
-from collector.store.lake.fsync import DataFiles
+from collector.store.lake.store import store_of
 from collector.store.runs import locks
 from collector.store.runs.run import Run, refuse_links
 
 #: Records per transaction: a bound on memory (about 120 bytes each in Arrow, several copies).
 CHUNK_RECORDS = 100_000
-_OFFSET_SCHEMA = pa.schema(
-    [
-        ("path", pa.string()),
-        ("end_bytes", pa.int64()),
-        ("writer", pa.string()),
-        ("lost_count", pa.int64()),
-        ("damaged_count", pa.int64()),
-    ]
-)
+_OFFSET_TYPES = {"VARCHAR": pa.string(), "BIGINT": pa.int64()}
+_OFFSET_SCHEMA = pa.schema([(name, _OFFSET_TYPES[kind]) for name, kind in lake.TABLES["journal_offset"]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +63,7 @@ class _Chunk:
     """The records, events and offsets of one transaction."""
 
     tables: dict[str, list[pa.Table]] = field(default_factory=dict)
-    offsets: dict[str, dict[str, object]] = field(default_factory=dict)
+    offsets: dict[str, dict[str, Any]] = field(default_factory=dict)
     losses: dict[str, int] = field(default_factory=dict)
     read_paths: list[Path] = field(default_factory=list)
     records_count: int = 0
@@ -81,6 +74,10 @@ class _Chunk:
 
     def lose(self, writer: str, count: int) -> None:
         self.losses[writer] = max(self.losses.get(writer, 0), count)
+
+    def move(self, path: Path, end_bytes: int, writer: str | None, lost_count: int, damaged_count: int) -> None:
+        row = (path.name, end_bytes, writer, lost_count, damaged_count)
+        self.offsets[path.name] = dict(zip(_OFFSET_SCHEMA.names, row, strict=True))
 
     @property
     def oldest_ns(self) -> int | None:
@@ -116,7 +113,7 @@ class Ingester:
         self._counts = counts
         self._chunk_records = chunk_records
         self._host = socket.gethostname()
-        self._data_files = DataFiles(run.data_dir)
+        self._store = store_of(run)
         self._headers: dict[Path, segments.SegmentHeader] = {}
         self._segments = GrowingFiles(run.journal_dir, segments.SEGMENT_SUFFIX)
         self._event_logs = GrowingFiles(run.events_dir, segments.EVENT_LOG_SUFFIX)
@@ -169,7 +166,7 @@ class Ingester:
         """
         with lake.private_files():
             try:
-                return compaction.tidy(self._run, self._open(), self._data_files)
+                return self._store.maintain(self._open())
             except (*ERRORS, TidegaugeError, OSError) as error:
                 self._release()
                 return (f"the lake was not tidied up: {short_error(error)}",)
@@ -178,21 +175,17 @@ class Ingester:
         """Maintain a last time, close the lake and release the lock; return the problems."""
         if self._lock < 0:
             return ()
-        problems: tuple[str, ...] = ()
+        problems: list[str] = []
         if self._connection is not None:  # else it could not be opened just now
-            problems = (*self._register_end(), *self.maintain())
+            try:
+                self._store.take_part()
+            except TidegaugeError as error:
+                problems.append(str(error))
+            problems += self.maintain()
         self._release()
         os.close(self._lock)
         self._lock = -1
-        return problems
-
-    def _register_end(self) -> tuple[str, ...]:
-        try:
-            if self._run.is_shared:
-                mirror.take_part(self._run)
-        except TidegaugeError as error:
-            return (str(error),)
-        return ()
+        return tuple(problems)
 
     def __enter__(self) -> Ingester:
         return self
@@ -207,9 +200,8 @@ class Ingester:
         if self._connection is None:
             refuse_links(self._run)
             with lake.private_files(), contextlib.ExitStack() as stack:
-                if self._run.is_shared:
-                    mirror.take_part(self._run)
-                connection = stack.enter_context(lake.open_writable(self._run))
+                self._store.take_part()
+                connection = stack.enter_context(self._store.open_writable())
                 # This lake may lack records of files that were read to their end for the one before.
                 self._segments.recheck_all()
                 self._event_logs.recheck_all()
@@ -219,12 +211,10 @@ class Ingester:
                     for writer, count in segments.reported_losses(reported.to_arrow_table()).items():
                         self._progress.note_loss(writer, count)
                     if self._counts is not None:
-                        self._counts.restart(
-                            _counted_records(connection, self._host if self._run.is_shared else None),
-                            self._progress.offsets,
-                        )
+                        records = _counted_records(connection, self._store.counted_rows)
+                        self._counts.restart(records, self._progress.offsets)
                 except ERRORS as error:
-                    raise TidegaugeError(f"{lake.title(self._run)} cannot be read: {short_error(error)}") from None
+                    raise TidegaugeError(f"{self._store.title} cannot be read: {short_error(error)}") from None
                 self._lake = stack.pop_all()
             self._connection = connection
         return self._connection
@@ -273,13 +263,7 @@ class Ingester:
         chunk.add("event", lines.table)
         for writer, count in segments.reported_losses(lines.table).items():
             chunk.lose(writer, count)
-        chunk.offsets[path.name] = {
-            "path": path.name,
-            "end_bytes": lines.end_bytes,
-            "writer": None,
-            "lost_count": 0,
-            "damaged_count": damaged_count,
-        }
+        chunk.move(path, lines.end_bytes, None, 0, damaged_count)
 
     def _add_records(self, chunk: _Chunk, path: Path) -> bool:
         """Fill the chunk from a segment; return True if the chunk is full and there may be more."""
@@ -298,13 +282,7 @@ class Ingester:
             chunk.add(header.stream, table)
             chunk.records_count += table.num_rows
             chunk.lose(header.writer, header.lost_before_count)
-            chunk.offsets[path.name] = {
-                "path": path.name,
-                "end_bytes": end,
-                "writer": header.writer,
-                "lost_count": header.lost_before_count,
-                "damaged_count": 0,
-            }
+            chunk.move(path, end, header.writer, header.lost_before_count, 0)
         return count == room
 
     def _delete_ingested(self, problems: list[str]) -> None:
@@ -344,29 +322,20 @@ class Ingester:
     def _commit(self, connection: duckdb.DuckDBPyConnection, chunk: _Chunk) -> None:
         tables = {name: pa.concat_tables(parts) for name, parts in chunk.tables.items()}
         tables["journal_offset"] = pa.Table.from_pylist(list(chunk.offsets.values()), schema=_OFFSET_SCHEMA)
-        data = lake.lake_place(self._run).data if self._run.is_shared else None
-        with self._data_files.transaction(connection):
-            for name, table in tables.items():
-                connection.register("moving", table)
-                if data is None:
-                    connection.execute(f"INSERT INTO {lake.LAKE}.{name} BY NAME SELECT * FROM moving")
-                else:
-                    parquet_files.insert(connection, data, name, "moving", table.column_names)
-                connection.unregister("moving")
+        self._store.commit(connection, tables)
         for name, row in chunk.offsets.items():
-            self._progress.offsets[name] = int(str(row["end_bytes"]))
+            self._progress.offsets[name] = row["end_bytes"]
             if row["damaged_count"]:
-                self._progress.damaged[name] = int(str(row["damaged_count"]))
+                self._progress.damaged[name] = row["damaged_count"]
         for writer, count in chunk.losses.items():
             self._progress.note_loss(writer, count)
         if self._counts is not None:
             self._counts.add(tables, {name: self._progress.offsets[name] for name in chunk.offsets})
 
 
-def _counted_records(connection: duckdb.DuckDBPyConnection, host: str | None) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the lake's records of the streams with totals, for one node or all, in batches of a bounded size."""
-    where = "" if host is None else f" WHERE host = {quote(host)}"
+def _counted_records(connection: duckdb.DuckDBPyConnection, where: str) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the lake's records of the streams with totals, in batches of a bounded size."""
     for name, columns in COLUMNS.items():
-        rows = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}"{where}')
+        rows = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}" WHERE {where}')
         for batch in rows.to_arrow_reader(CHUNK_RECORDS):
             yield name, pa.Table.from_batches([batch])

@@ -12,17 +12,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import random
-import shutil
 import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import duckdb
 
-from collector.errors import TidegaugeError
-from collector.store.cluster import postgres
 from collector.store.duck import ERRORS, Ask, Instance, Place, borrow_instance, prepare, quote, short_error
 from collector.store.rollups import tables
 from collector.store.runs.run import Run
@@ -70,8 +65,6 @@ _OPTIONS = {
 _LOCK_TIMEOUT_SECONDS = 1.0
 #: A file, not a directory: NFS grants an exclusive lock only on a file that is open for writing.
 _READERS_LOCK = "readers.lock"
-#: Seconds between attempts to open a lake of the shared store that other nodes are creating too.
-_OPENING_PAUSES_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass(slots=True)
@@ -97,28 +90,6 @@ class Progress:
     def lost_count(self) -> int:
         """Number of records that writers could not write."""
         return sum(self.lost.values())
-
-
-def lake_place(run: Run) -> Place:
-    """Return the place of a run's lake: in its own directory, or in the shared store.
-
-    Raises:
-        TidegaugeError: it is in the shared store, and the environment does not say where that is.
-
-    """
-    if run.is_shared:
-        return postgres.place(run.run_id)
-    return _embedded(run.catalog_path, run)
-
-
-def exists(run: Run) -> bool:
-    """Return True if the run has a lake; for the shared store always, since only the store knows."""
-    return run.is_shared or run.catalog_path.exists()
-
-
-def title(run: Run) -> str:
-    """Return the name of the run's lake for a message."""
-    return "the shared store" if run.is_shared else str(run.catalog_path)
 
 
 @contextlib.contextmanager
@@ -167,65 +138,6 @@ def _attach(instance: Instance, connection: duckdb.DuckDBPyConnection, place: Pl
         f"ATTACH {quote(f'ducklake:{place.catalog}')} AS {LAKE} (DATA_PATH {quote(place.data)}, "
         f"OVERRIDE_DATA_PATH true, {place.options}{', READ_ONLY' if read_only else ''})"
     )
-
-
-@contextlib.contextmanager
-def open_writable(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection for writing, with the run's lake as `lake`; create the lake if there is none.
-
-    Only the holder of the run's lock may use this; in the shared store each node has one holder.
-
-    Raises:
-        TidegaugeError: it is damaged or of a newer version, or cannot be reached or written.
-
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            if not exists(run):
-                _create(run)
-            connection = stack.enter_context(_open_shared(run) if run.is_shared else _open_embedded(run))
-        except (*ERRORS, OSError) as error:
-            remedy = f"make room, or move it and {run.data_dir} away and collect again what the journals still hold"
-            if "version mismatch" in str(error):
-                remedy = "use the Tidegauge that wrote it, or a newer one"
-            elif run.is_shared:
-                remedy = f"the records wait in {run.journal_dir} until it can"
-            raise TidegaugeError(f"{title(run)} cannot be opened ({short_error(error)}): {remedy}") from None
-        yield connection
-
-
-@contextlib.contextmanager
-def _open_embedded(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
-    with attach(lake_place(run), read_only=False, threads=1) as connection:
-        _add_missing(connection)
-        yield connection
-
-
-@contextlib.contextmanager
-def _open_shared(run: Run) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open the lake in the shared store, where collectors of other nodes may be creating it too."""
-    with contextlib.ExitStack() as stack:
-        for pause in (*_OPENING_PAUSES_SECONDS, None):
-            try:
-                connection = stack.enter_context(attach(lake_place(run), read_only=False, threads=1))
-                if not _columns(connection):
-                    _set_options(connection)
-                connection.begin()
-                _add_missing(connection)
-                connection.commit()
-                break
-            except duckdb.Error as error:
-                stack.close()
-                if pause is None or not _is_race(error):
-                    raise
-                time.sleep(pause * random.uniform(0.5, 1.5))
-        yield connection
-
-
-def _is_race(error: duckdb.Error) -> bool:
-    """Return True if another node created the same thing at the same time."""
-    text = str(error).lower()
-    return any(word in text for word in ("already exists", "duplicate key", "conflict", "concurrent"))
 
 
 @contextlib.contextmanager
@@ -286,59 +198,63 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _create(run: Run) -> None:
-    """Create the lake under another name, then rename it: no process ever sees half a catalog."""
-    scratch = run.path / "lake.new"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    run.data_dir.mkdir(mode=0o700, exist_ok=True)
-    catalog = scratch / run.catalog_path.name
-    try:
-        with attach(_embedded(catalog, run), read_only=False, threads=1) as connection:
-            connection.begin()
-            _add_missing(connection)
-            connection.commit()
-            _set_options(connection)
-        os.replace(catalog, run.catalog_path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _embedded(catalog: Path, run: Run) -> Place:
-    return Place(
-        catalog=f"sqlite:{catalog}",
-        data=f"{run.data_dir}/",
-        options="META_JOURNAL_MODE 'WAL', META_BUSY_TIMEOUT 1000",
-    )
-
-
-def _set_options(connection: duckdb.DuckDBPyConnection) -> None:
+def set_options(connection: duckdb.DuckDBPyConnection) -> None:
+    """Set the options of a new lake."""
     for option, value in _OPTIONS.items():
         connection.execute(f"CALL {LAKE}.set_option({quote(option)}, {quote(value)})")
 
 
-def _create_table(connection: duckdb.DuckDBPyConnection, table: str) -> None:
-    columns = ", ".join(f'"{name}" {kind}' for name, kind in TABLES[table])
-    connection.execute(f"CREATE TABLE {LAKE}.{table} ({columns})")
-
-
-def _add_missing(connection: duckdb.DuckDBPyConnection) -> None:
+def add_missing(connection: duckdb.DuckDBPyConnection) -> None:
     """Add the tables and columns that a new lake, or one of an older Tidegauge, lacks."""
-    present = _columns(connection)
+    present = columns(connection)
     present_tables = {table for table, _ in present}
-    for table, columns in TABLES.items():
+    for table, declared in TABLES.items():
         if table not in present_tables:
-            _create_table(connection, table)
+            names = ", ".join(f'"{name}" {kind}' for name, kind in declared)
+            connection.execute(f"CREATE TABLE {LAKE}.{table} ({names})")
             continue
-        for name, kind in columns:
+        for name, kind in declared:
             if (table, name) not in present:
                 connection.execute(f'ALTER TABLE {LAKE}.{table} ADD COLUMN "{name}" {kind}')
 
 
-def _columns(connection: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
+def columns(connection: duckdb.DuckDBPyConnection) -> list[tuple[str, str]]:
+    """Return (table, column) of all tables of the attached lake."""
     return connection.execute(
         "SELECT table_name, column_name FROM duckdb_columns() WHERE database_name = ?", [LAKE]
     ).fetchall()
+
+
+def delete_unneeded(
+    connection: duckdb.DuckDBPyConnection,
+    *,
+    snapshots: str = "older_than => TIMESTAMP '9999-01-01'",
+    files: str = "cleanup_all => true",
+    orphans: str = "cleanup_all => true",
+) -> None:
+    """Expire snapshots, except the newest one, and delete files that no snapshot needs; by default all of them."""
+    call(connection, "ducklake_expire_snapshots", snapshots)
+    call(connection, "ducklake_cleanup_old_files", files)
+    call(connection, "ducklake_delete_orphaned_files", orphans)
+
+
+def call(connection: duckdb.DuckDBPyConnection, function: str, *arguments: str) -> None:
+    """Call a function of DuckLake on the attached lake."""
+    # Counted, not fetched: fetching a TIMESTAMPTZ needs pytz.
+    words = ", ".join((f"'{LAKE}'", *arguments))
+    connection.execute(f"SELECT count(*) FROM {function}({words})").fetchall()
+
+
+@contextlib.contextmanager
+def collect_problem(problems: list[str], connection: duckdb.DuckDBPyConnection, table: str) -> Iterator[None]:
+    """Turn an error of one table into a problem line, so that the others go on; the catalog must still answer."""
+    try:
+        yield
+    except ERRORS as error:
+        with contextlib.suppress(duckdb.Error):  # none is open
+            connection.rollback()
+        call(connection, "ducklake_table_info")
+        problems.append(f"the lake's table {table} was not tidied up: {short_error(error)}")
 
 
 def _lock_exclusively(descriptor: int) -> None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import numpy as np
@@ -24,19 +22,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store.duck import ERRORS, open_connection, quote, short_error
+from collector.store.duck import ERRORS, open_connection, quote
 from collector.store.journals import arrow, segments
 from collector.store.journals.segments import damaged_lines
-from collector.store.lake import lake, read_session
+from collector.store.lake import lake
+from collector.store.lake.read_session import ReadSession
+from collector.store.lake.store import Store, store_of
 from collector.store.rollups import tables
 from collector.store.rollups.facts import SAMPLE_EVERY
-from collector.store.runs.run import Run, of_this_boot
+from collector.store.runs.run import Run
 from training_harness.records import STREAMS
 
 #: Suffix of the view with the number of a stream's rows, and their first and last time.
 _REACH_VIEW = "_reach"
-_VIEW_SUFFIX = re.compile(f"({_REACH_VIEW}|{tables.ROW_VIEW}|{tables.ROLLUP_VIEW})$")
-#: Names that a query reads from.
+#: View -> the stream or rollup that it shows, and the suffix that says how.
+_VIEWS = {
+    name + suffix: (name, suffix)
+    for names, suffixes in (
+        ((*STREAMS, *tables.ROLLUPS, "event"), ("", _REACH_VIEW)),
+        (tables.ROLLUPS, (tables.ROW_VIEW, tables.ROLLUP_VIEW)),
+    )
+    for name in names
+    for suffix in suffixes
+}
+#: Names that a query reads from. DuckDB itself tells them only of SQL without parameters.
 _SOURCES = re.compile(r'\b(?:FROM|JOIN) "?(\w+)')
 #: Streams that are mostly queried over the whole run.
 _WHOLE_RUN_STREAMS = ("event", "host", "device")
@@ -71,19 +80,19 @@ class Snapshot:
 
     def __init__(
         self,
-        run: Run,
+        store: Store,
         connection: duckdb.DuckDBPyConnection,
         *,
-        session: read_session.ReadSession | None,
+        session: ReadSession | None,
         problems: Sequence[str],
     ) -> None:
-        self._run = run
+        self._run = store.run
+        self._store = store
         self._connection = connection
         self._session = session
-        self._behind_ns = _clocks_behind_ns(run)
+        self._behind_ns = store.clocks_behind_ns()
         self._open_problems = problems
-        # In the shared store, hosts have different clocks: no common time says where rollups end.
-        self._uses_rollups = session is not None and not run.is_shared
+        self._uses_rollups = session is not None and store.has_one_clock
         self._begin()
 
     def _begin(self) -> None:
@@ -113,10 +122,8 @@ class Snapshot:
     @functools.cached_property
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC now on the run's host; for a run that ended elsewhere, the time of its last record."""
-        if of_this_boot(self._run):
-            return time.monotonic_ns()
-        if self._run.is_shared and self._run.manifest["end_time_ns"] is None:
-            return time.time_ns() - _wall_offset_ns(self._run.anchors[self._run.manifest["host"]])
+        if (now_ns := self._store.now_ns()) is not None:
+            return now_ns
         sources = " UNION ALL ".join(f"SELECT last_ns FROM {name}{_REACH_VIEW}" for name in ("event", *STREAMS))
         with self._intact():
             last = self._execute(f"SELECT max(last_ns) FROM ({sources})", None).fetchone()
@@ -199,14 +206,7 @@ class Snapshot:
         except ERRORS as error:
             if writing is not None and str(writing) in str(error):
                 raise
-            if self._run.is_shared:
-                raise TidegaugeError(
-                    f"the shared store does not give its files ({short_error(error)}): try again"
-                ) from None
-            raise TidegaugeError(
-                f"{self._run.data_dir} is damaged ({short_error(error)}): move it and {self._run.catalog_path} "
-                "away and run `tidegauge collect`, for what the journals still hold"
-            ) from None
+            raise self._store.damaged(error) from None
 
     def _execute(
         self, sql: str, params: Mapping[str, object] | Sequence[object] | None
@@ -217,17 +217,15 @@ class Snapshot:
 
     def _add_view(self, name: str) -> None:
         """Create a view when a query first names it: most pages need the journals of two or three streams."""
-        stream = _VIEW_SUFFIX.sub("", name)
-        if name in self._views or stream not in {*STREAMS, *tables.ROLLUPS, "event"}:
+        if name in self._views or name not in _VIEWS:
             return
-        if name == stream:
+        stream, suffix = _VIEWS[name]
+        if suffix == "":
             sql = self._rows(stream)
-        elif name.endswith(_REACH_VIEW):
+        elif suffix == _REACH_VIEW:
             sql = self._reach(stream).sql
-        elif stream in tables.ROLLUPS:
-            sql = self._rollups(stream, may_be_stored=name.endswith(tables.ROLLUP_VIEW))
         else:
-            return
+            sql = self._rollups(stream, may_be_stored=suffix == tables.ROLLUP_VIEW)
         self._connection.execute(f'CREATE TEMP VIEW "{name}" AS {sql}')
         self._views.add(name)
 
@@ -239,7 +237,7 @@ class Snapshot:
         parts = [f"FROM tail_{stream}"]
         if stream in self._stored:  # an empty table of the lake would cost as much as a full one
             assert self._session is not None
-            is_whole = stream in _WHOLE_RUN_STREAMS and not self._run.is_shared
+            is_whole = stream in _WHOLE_RUN_STREAMS and self._store.has_one_clock
             parts.append(self._session.whole_stream(stream) if is_whole else f"FROM {lake.LAKE}.{stream}")
         source = f"({' UNION ALL BY NAME '.join(parts)})"
         if self._behind_ns:  # records of a node whose clock is not known yet are left out
@@ -370,35 +368,14 @@ def read(run: Run) -> Iterator[Snapshot]:
         stack.enter_context(lake.lock_files(run, exclusive=False))
         if not run.path.exists():
             raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
-        session, problems = None, []
-        if lake.exists(run):
-            for _ in range(_OPEN_ATTEMPTS):
-                try:
-                    session = stack.enter_context(read_session.open_session(run))
-                except (*ERRORS, OSError) as error:
-                    why = short_error(error)
-                    if run.is_shared and "does not exist" in str(error):  # no collector has opened it yet
-                        break
-                else:
+        store, session, problem = store_of(run), None, None
+        for _ in range(_OPEN_ATTEMPTS if store.exists else 0):
+            try:
+                session, problem = ReadSession(*stack.enter_context(store.open_readable())), None
+                break
+            except (*ERRORS, OSError) as error:
+                problem = store.unreadable(error)
+                if problem is None:
                     break
-            else:
-                where = "of this machine alone" if run.is_shared else "alone"
-                problems.append(
-                    f"{lake.title(run)} cannot be opened ({why}): the journals {where} are shown, "
-                    "which lack what is in the lake alone"
-                )
         connection = session.connection if session else stack.enter_context(open_connection())
-        yield Snapshot(run, connection, session=session, problems=problems)
-
-
-def _clocks_behind_ns(run: Run) -> dict[str, int]:
-    """Return host -> ns that its CLOCK_MONOTONIC is behind the run's own host, for runs of the shared store."""
-    if not run.is_shared:
-        return {}
-    offsets_ns = {host: _wall_offset_ns(anchor) for host, anchor in run.anchors.items()}
-    own_offset_ns = offsets_ns[run.manifest["host"]]
-    return {host: offset_ns - own_offset_ns for host, offset_ns in offsets_ns.items()}
-
-
-def _wall_offset_ns(anchor: Mapping[str, Any]) -> int:
-    return int(anchor["wall_ns"]) - int(anchor["time_ns"])
+        yield Snapshot(store, connection, session=session, problems=[problem] if problem else [])

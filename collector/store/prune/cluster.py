@@ -35,7 +35,7 @@ def stored_runs(home: Path) -> list[StoredRun]:
     return [
         StoredRun(run=run, size_bytes=sizes_bytes.get(run.run_id, 0), keep_reason=_keep_reason(parts[run.run_id]))
         for run in reversed(runs)
-        if run.is_shared and run.run_id in parts
+        if run.is_shared and run.run_id in parts  # a local run may have the same id
     ]
 
 
@@ -88,14 +88,8 @@ def _empty(run_id: str) -> None:
     """Delete the files of a run. If its lake is gone already, this creates an empty one."""
     place = postgres.place(run_id)
     with lake.attach(place, read_only=False, threads=1) as connection:
-        tables = "SELECT table_name FROM duckdb_tables() WHERE database_name = ?"
-        for (table,) in connection.execute(tables, [lake.LAKE]).fetchall():
+        for table in {table for table, _ in lake.columns(connection)}:
             connection.execute(f"DROP TABLE {lake.LAKE}.{table}")
-        for function, arguments in (
-            ("ducklake_expire_snapshots", "older_than => TIMESTAMP '9999-01-01'"),
-            ("ducklake_cleanup_old_files", "cleanup_all => true"),
-            ("ducklake_delete_orphaned_files", "cleanup_all => true"),
-        ):
-            connection.execute(f"SELECT count(*) FROM {function}('{lake.LAKE}', {arguments})").fetchall()
+        lake.delete_unneeded(connection)
     if place.data.startswith("/"):  # and the folders
         shutil.rmtree(place.data, ignore_errors=True)

@@ -90,7 +90,7 @@ def keep_reason(run: Run) -> str | None:
         return f"it cannot be read: {error}"
     if writing or living_processes(run, keys):
         return "it is running"
-    if run.is_shared and not manifest.get("is_stored"):
+    if run.awaits_store:
         return f"its records wait for the store: `tidegauge collect {run.run_id}`"
     if manifest["end_time_ns"] is not None:
         return None
@@ -145,12 +145,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 def _retire(run: Run) -> None:
-    """Rename a run, so that it is a leftover to delete.
-
-    Raises:
-        TidegaugeError: there is a reason to keep it, or it cannot be renamed.
-
-    """
+    """Rename a run, so that it is a leftover to delete; raise a TidegaugeError if it stays."""
     with ExitStack() as stack:
         stack.callback(os.close, locks.follow(run))
         try:

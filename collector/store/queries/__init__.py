@@ -1,4 +1,4 @@
-"""Named queries over a snapshot of a run, one module per subject."""
+"""Named queries over a snapshot of a run, one module per subject, and the words that they share."""
 
 from collector.store.queries.collector_health import agent_summary, collector_lines
 from collector.store.queries.gpu_memory import cache_flushes, cuda_errors, device_grid, device_lines, devices

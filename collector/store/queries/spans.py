@@ -171,7 +171,7 @@ def quantile_source(within: Span, stream: str, where: str, rows_count: int) -> s
     of rows. With a million rows its median has a standard error of 0.2 % of the rows; in each of four groups, 0.4
     %.
     """
-    rollup = tables.STREAM_ROLLUPS[stream]
+    rollup = tables.ROLLUPS[stream]
     keys = ", ".join(name for name, _ in rollup.keys)
     if _is_sampled(within, rows_count):
         return f"(SELECT {keys}, unnest(sample) AS value FROM {rollup_view(within, stream)} WHERE {where})"

@@ -14,14 +14,10 @@ from typing import Any
 from collector.store.duck import Ask, parquet_rows
 from collector.store.rollups.facts import (
     WIDE_ROLLUP_NS,
-    Fact,
     Rollup,
-    StreamRollup,
-    allocator_peak,
+    aggregate,
     counter,
     extremes,
-    maximum,
-    minimum,
     newest,
     regression,
     total,
@@ -38,31 +34,26 @@ TABLE_SUFFIX = "_tile"
 ROLLUP_VIEW, ROW_VIEW = "_tiled", "_rows"
 
 _RANK, _LOADER, _WORKER = (("rank", "INTEGER"), ("loader", "INTEGER"), ("worker", "INTEGER"))
-_FETCH_SUMS = ("idle_ns", "getitem_ns", "collate_ns", "cpu_ns", "run_queue_ns", "blocked_ns")
 #: A step without a duration is not timed; the first one has none.
 _IS_TIMED = "duration_ns IS NOT NULL"
-_REST = "greatest(duration_ns - coalesce(data_wait_ns, 0), 0)"
 _DEVICE = (("host", "VARCHAR"), ("device", "SMALLINT"))
-_PROCESS = (("pid", "INTEGER"), ("start_ticks", "BIGINT"))
 _STREAM_ROLLUPS = (
-    StreamRollup(
+    Rollup(
         stream="step",
         keys=(_RANK,),
         facts=(
-            maximum("step_high", "max(step)", "step"),
-            minimum("timed_step_low", f"min(step) FILTER ({_IS_TIMED})", f"CASE WHEN {_IS_TIMED} THEN step END"),
-            Fact("timed_n", "count(duration_ns)", f"({_IS_TIMED})::INTEGER", "INTEGER"),
+            aggregate("step_high", "max", "step"),
+            aggregate("timed_step_low", "min", f"CASE WHEN {_IS_TIMED} THEN step END"),
+            aggregate("timed_n", "count", "duration_ns", "INTEGER"),
             total("duration_ns"),
-            maximum("slowest_ns", "max(duration_ns)", "duration_ns"),
-            Fact(
-                "wait_ns", f"sum(data_wait_ns) FILTER ({_IS_TIMED})", f"CASE WHEN {_IS_TIMED} THEN data_wait_ns END"
-            ),
-            Fact("rest_ns", f"sum({_REST})", _REST),
+            aggregate("slowest_ns", "max", "duration_ns"),
+            aggregate("wait_ns", "sum", f"CASE WHEN {_IS_TIMED} THEN data_wait_ns END"),
+            aggregate("rest_ns", "sum", "greatest(duration_ns - coalesce(data_wait_ns, 0), 0)"),
         ),
         sample="duration_ns",
         most_buckets=1000,
     ),
-    StreamRollup(
+    Rollup(
         stream="batch",
         keys=(_RANK, _LOADER),
         facts=(
@@ -71,61 +62,50 @@ _STREAM_ROLLUPS = (
             *extremes("ready_count"),
             *extremes("outstanding_count"),
             total("samples_count"),
-            Fact(
-                "samples_count_first",
-                "arg_min(samples_count, time_ns)",
-                "samples_count",
-                of_rollups="arg_min(samples_count_first, time_ns)",
-            ),
+            aggregate("samples_count_first", "first", "samples_count"),
         ),
         most_buckets=500,
     ),
-    StreamRollup(
+    Rollup(
         stream="fetch",
         keys=(_RANK, _LOADER, _WORKER),
         facts=(
-            *map(total, _FETCH_SUMS),
-            maximum(
-                "longest_ns",
-                "max(getitem_ns + coalesce(collate_ns, 0))",
-                "getitem_ns + coalesce(collate_ns, 0)",
-            ),
+            *map(total, ("idle_ns", "getitem_ns", "collate_ns", "cpu_ns", "run_queue_ns", "blocked_ns")),
+            aggregate("longest_ns", "max", "getitem_ns + coalesce(collate_ns, 0)"),
         ),
         sample="getitem_ns + collate_ns",
         most_buckets=200,
         width_ns=WIDE_ROLLUP_NS,
     ),
-    StreamRollup(
+    Rollup(
         stream="device_memory",
-        keys=(*_DEVICE, _RANK, *_PROCESS),
+        keys=(*_DEVICE, _RANK, ("pid", "INTEGER"), ("start_ticks", "BIGINT")),
         facts=(
             *extremes("allocated_bytes"),
             *extremes("reserved_bytes"),
             newest("reserved_bytes"),
-            *map(allocator_peak, ("allocated", "reserved")),
+            # Each record has the highest value so far, and the present one may be higher.
+            aggregate("allocated_peak_bytes", "max", "greatest(allocated_bytes, allocated_peak_bytes)"),
+            aggregate("reserved_peak_bytes", "max", "greatest(reserved_bytes, reserved_peak_bytes)"),
             *counter("alloc_retry_count"),
             *counter("oom_count"),
         ),
         most_buckets=500,
         width_ns=WIDE_ROLLUP_NS,
     ),
-    StreamRollup(
+    Rollup(
         stream="device",
         keys=_DEVICE,
-        facts=(
-            *extremes("used_bytes"),
-            newest("used_bytes"),
-            maximum("total_bytes", "max(total_bytes)", "total_bytes"),
-        ),
+        facts=(*extremes("used_bytes"), newest("used_bytes"), aggregate("total_bytes", "max", "total_bytes")),
         most_buckets=500,
         width_ns=WIDE_ROLLUP_NS,
     ),
-    StreamRollup(
+    Rollup(
         stream="process",
         keys=(("host", "VARCHAR"), ("process_pid", "INTEGER"), ("process_start_ticks", "BIGINT")),
         facts=(
             *map(newest, ("role", "loader", "worker", "process_rank")),
-            minimum("alive_low", "min(alive)", "alive"),
+            aggregate("alive_low", "min", "alive"),
             *extremes("private_dirty_bytes"),
             *extremes("pss_bytes"),
             *extremes("rss_bytes"),
@@ -138,9 +118,8 @@ _STREAM_ROLLUPS = (
         width_ns=WIDE_ROLLUP_NS,
     ),
 )
-STREAM_ROLLUPS = {rollup.stream: rollup for rollup in _STREAM_ROLLUPS}
 #: Name -> rollup: the streams that pages query most over whole runs, and the GPUs' peaks.
-ROLLUPS: dict[str, Rollup] = {**STREAM_ROLLUPS, "gpu": GpuPeakRollup(most_buckets=500)}
+ROLLUPS = {rollup.stream: rollup for rollup in (*_STREAM_ROLLUPS, GpuPeakRollup(stream="gpu", most_buckets=500))}
 #: table -> ((column, SQL type), ...), as in the lake.
 TABLES = {f"{name}{TABLE_SUFFIX}": rollup.columns for name, rollup in ROLLUPS.items()}
 
@@ -166,6 +145,11 @@ class Reach:
         return cls(
             rows_count=sum(counts), first_ns=min(times_ns, default=None), last_ns=max(times_ns, default=None)
         )
+
+    @classmethod
+    def of_lake(cls, ask: Ask, lake: str, streams: Iterable[str]) -> Reach:
+        """Return the reach of streams in a lake; the catalog alone answers it."""
+        return cls.merge(ask(reach_sql(f"{lake}.{stream}"))[0] for stream in streams)
 
     @property
     def sql(self) -> str:
@@ -195,10 +179,6 @@ def find_rollups(ask: Ask, lake: str, name: str) -> StoredRollups | None:
 
     The catalog knows the number of all rows, so only the newest are counted. The SQL names the files themselves:
     they stay while a read session lasts, and DuckLake would take 4 ms per query to find them again.
-
-    Raises:
-        duckdb.Error: the rollups cannot be read.
-
     """
     rollup = ROLLUPS[name]
     width_ns, table = rollup.width_ns, f"{lake}.{name}{TABLE_SUFFIX}"
@@ -213,7 +193,7 @@ def find_rollups(ask: Ask, lake: str, name: str) -> StoredRollups | None:
         rows_of_files = f"({parquet_rows([file for file, _ in newer_files])} {since})"
         newer_rows[stream] = rows_of_files if newer_files else f"(FROM {lake}.{stream} LIMIT 0)"
         rows_count += sum(count for _, count in newer_files)
-    whole = Reach.merge(ask(reach_sql(f"{lake}.{stream}"))[0] for stream in rollup.stream_columns)
+    whole = Reach.of_lake(ask, lake, rollup.stream_columns)
     if rows_count != whole.rows_count or whole.first_ns is None:
         return None
     return StoredRollups(

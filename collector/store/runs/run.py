@@ -83,6 +83,11 @@ class Run:
             return False
 
     @property
+    def awaits_store(self) -> bool:
+        """True if the shared store may still lack records of this node; False if the manifest cannot be read."""
+        return self.is_shared and not self.manifest.get("is_stored")
+
+    @property
     def journal_dir(self) -> Path:
         """The directory of the journals."""
         return self.path / "journal"
