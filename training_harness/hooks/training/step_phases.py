@@ -35,7 +35,7 @@ from training_harness.hooks.training.devices import (
 from training_harness.hooks.training.heap import HeapGauge
 from training_harness.records import MISSING_INT32, MISSING_INT64, UNIT_BATCH, UNIT_PASS, UNIT_SCRIPT
 
-#: Nothing ends a step yet; later one of `records.STEP_UNITS` does, and a higher one takes over from a lower one.
+#: No unit ends the steps yet. Later one of `records.STEP_UNITS` does, and a higher one takes over from a lower one.
 NOTHING = -1
 #: Stand-in for the thread's CPU clock where it was not read.
 UNREAD = -1

@@ -25,6 +25,10 @@ from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 FASTAI = "fastai.optimizer"
 
 
+def _no_optimizer() -> None:
+    """Stand in for a weak reference to no optimizer."""
+
+
 class _PickledAsNothing:
     """Hook of torch's that does nothing in the process that unpickles it.
 
@@ -56,8 +60,8 @@ class StepHook(Hook):
     def __init__(self, progress: Progress) -> None:
         super().__init__("step")
         self._progress = progress
-        self._leader: Callable[[], Any] = lambda: None
-        self._follower: Callable[[], Any] = lambda: None
+        self._leader: Callable[[], Any] = _no_optimizer
+        self._follower: Callable[[], Any] = _no_optimizer
 
     def on_step_begin(self, now_ns: int, thread: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
         """Mark the start of an optimizer's step: the fixed phase at which device memory is read."""
@@ -78,7 +82,7 @@ class StepHook(Hook):
         progress.mark(OPTIMIZE, now_ns, cpu_ns)
         if progress.ended_by == UNIT_OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
-            self._follower = lambda: None
+            self._follower = _no_optimizer
 
     def _take_lead(self, optimizer: Callable[[], Any]) -> bool:
         if self._leader() is None or self._follower is optimizer:
