@@ -14,45 +14,19 @@ from typing import Any, Literal
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
-#: Kind of finding -> its group. There are no other kinds.
-KINDS: dict[str, str] = {
-    **dict.fromkeys(
-        ("gpu-oom-risk", "host-oom-risk", "shm-exhaustion-risk", "fd-exhaustion-risk"), "memory forecast"
-    ),
-    **dict.fromkeys(
-        (
-            "gpu-tensor-leak",
-            "gpu-non-pytorch-growth",
-            "gpu-fragmentation",
-            "pinned-cache-growth",
-            "main-heap-leak",
-            "worker-heap-leak",
-            "copy-on-read-growth",
-            "fd-leak",
-            "shm-leak",
-        ),
-        "memory leak",
-    ),
-    **dict.fromkeys(
-        (
-            "workers-too-slow",
-            "slow-worker",
-            "straggler-samples",
-            "collate-bound",
-            "copy-bound",
-            "pin-bound",
-            "sampler-bound",
-            "worker-startup",
-            "epoch-refill",
-            "inline-loading",
-            "shard-skew",
-        ),
-        "data loading",
-    ),
-    **dict.fromkeys(("main-thread-pause", "rank-straggler", "compute-bound"), "training"),
-    **dict.fromkeys(("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "crashed", "killed"), "death"),
-    **dict.fromkeys(("workers-not-reporting", "samples-lost", "cannot-tell"), "trust"),
+#: Group of findings -> its kinds. There are no other kinds.
+_GROUPS = {
+    "memory forecast": "gpu-oom-risk host-oom-risk shm-exhaustion-risk fd-exhaustion-risk",
+    "memory leak": "gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation pinned-cache-growth main-heap-leak "
+    "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
+    "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
+    "sampler-bound worker-startup epoch-refill inline-loading shard-skew",
+    "training": "main-thread-pause rank-straggler compute-bound",
+    "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed",
+    "trust": "workers-not-reporting samples-lost cannot-tell",
 }
+#: Kind of finding -> its group.
+KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
 
 #: Leaks whose allocating lines a process can report.
 TRACEABLE_LEAKS = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
@@ -67,6 +41,17 @@ class Evidence:
     unit: str
     n: int
     window: str
+
+
+def measurements(n: int, window: str, seconds_digits: int = 4, /, **values: float) -> tuple[Evidence, ...]:
+    """Return numbers as evidence, rounded; a name ends in its unit, or else it is a count."""
+    found = []
+    for name, value in values.items():
+        word = name.rpartition("_")[2]
+        unit = word if word in ("seconds", "bytes", "ratio", "sigmas") else "count"
+        rounded = round(float(value), seconds_digits if unit == "seconds" else 4)
+        found.append(Evidence(name=name, value=rounded, unit=unit, n=n, window=window))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

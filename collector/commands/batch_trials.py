@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
-from collector.agent.trial import json_text, training_error, try_once
-from collector.commands.options import say, show_table
+from collector.agent.trial import json_text, training_error
+from collector.commands.options import say
+from collector.commands.trials import Trials, change_text, show_trials
 from collector.diagnosis import RunTables
 from collector.diagnosis.tuning import BatchSizeRun, batch_size_run, line_through, micro_batch, next_size
 from collector.errors import one_line
@@ -76,37 +76,36 @@ class Search:
         return None if size in {row.size for row in self.rows} else size
 
 
-def try_sizes(
-    command: tuple[str, ...],
-    home: Path,
-    *,
-    seconds: float,
-    trials: int,
-    effective: int | None,
-    form: str,
-    signals: list[int],
-) -> int:
-    """Try batch sizes, show the results in the end or after a signal, and return the exit status."""
-    say(f"the script's own batch size, {seconds:g} s of training")
-    base = _trial(command, home, None, seconds, signals)
+def try_sizes(trials: Trials, effective: int | None) -> int:
+    """Try batch sizes, show the results in the end or after a signal, and return the exit status.
+
+    Args:
+        trials: what is tried.
+        effective: samples of an effective batch, which is to be accumulated; None if none is asked for.
+
+    """
+    say(f"the script's own batch size, {trials.seconds:g} s of training")
+    signals = trials.signals
+    base = _trial(trials, None, trials.seconds)
     if signals:
         return 128 + signals[0]
     if not base.size > 0 or (base.measured is None and not base.ran_out):
         failure = base.failure or "how many samples a batch has is not known"
         own_size = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
         no_result = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
-        click.echo(json_text({"trials": [own_size], **no_result}) if form == "json" else f"as it is: {failure}")
+        click.echo(json_text({"trials": [own_size], **no_result}) if trials.as_json else f"as it is: {failure}")
         return 1
     say(f"  {_words(base)}")
     search = Search(rows=[base])
-    while len(search.rows) <= trials and not signals:
+    while len(search.rows) <= trials.most and not signals:
         size = search.next_size()
         if size is None:
             search.is_complete = True
             break
-        trial_seconds = max(seconds, min(_BATCHES * size / search.samples_per_second, _LONGEST * seconds))
+        longest = min(_BATCHES * size / search.samples_per_second, _LONGEST * trials.seconds)
+        trial_seconds = max(trials.seconds, longest)
         say(f"batch size {count(size)}, {trial_seconds:.3g} s of training")
-        row = _trial(command, home, size / base.size, trial_seconds, signals)
+        row = _trial(trials, size / base.size, trial_seconds)
         if signals:
             break
         line = line_through(search.measurements)
@@ -116,18 +115,18 @@ def try_sizes(
         # The dataset has no more samples, or the loader makes its own batches.
         if row.measured is None and not row.ran_out:
             break
-    if form == "json":
+    if trials.as_json:
         click.echo(json_text(as_json(search, effective)))
     else:
         _show(search, effective)
     return 128 + signals[0] if signals else 0
 
 
-def _trial(command: tuple[str, ...], home: Path, factor: float | None, seconds: float, signals: list[int]) -> Row:
+def _trial(trials: Trials, factor: float | None, seconds: float) -> Row:
     """Run a trial; return its measurement and what went wrong. A trial that failed has no measurement."""
     loader = None if factor is None else f"{BATCH_TIMES}{factor!r}"
     name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:.3g}"
-    tables, busiest, error = try_once(command, home, name=name, loader=loader, seconds=seconds, signals=signals)
+    tables, busiest, error = trials.once(name, loader, seconds)
     ran_out = bool(tables.events_of("cuda-oom"))
     failure = "CUDA memory ran out" if ran_out else training_error(tables) or _hook_failure(tables) or error
     if busiest is None:
@@ -178,28 +177,26 @@ def _split(search: Search, effective: int | None) -> tuple[int, int] | None:
 
 
 def _show(search: Search, effective: int | None) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
-    for row in sorted(search.rows, key=lambda row: row.size):
-        cells = ["—"] * 4
-        if row.measured is not None:
-            if math.isfinite(row.measured.samples_per_second):
-                cells[0] = number(round(row.measured.samples_per_second, 1))
-            cells[2] = size(row.measured.memory_bytes)
-        if row.predicted_bytes is not None:
-            cells[1] = size(row.predicted_bytes)
-            if row.measured is not None and row.measured.memory_bytes > 0:
-                cells[3] = f"{row.predicted_bytes / row.measured.memory_bytes - 1:+.0%}"
-        table.add_row(count(row.size), *cells)
-    show_table(table)
+    rows = sorted(search.rows, key=lambda row: row.size)
+    show_trials(_COLUMNS, map(_cells, rows), names="right")
     for row in search.rows:
         if row.failure:
             click.echo(f"batch size {count(row.size)}: {row.failure}")
     for text in _conclusion(search, effective):
         click.echo(text)
+
+
+def _cells(row: Row) -> list[str]:
+    cells = ["—"] * 4
+    if row.measured is not None:
+        if math.isfinite(row.measured.samples_per_second):
+            cells[0] = number(round(row.measured.samples_per_second, 1))
+        cells[2] = size(row.measured.memory_bytes)
+    if row.predicted_bytes is not None:
+        cells[1] = size(row.predicted_bytes)
+        if row.measured is not None and row.measured.memory_bytes > 0:
+            cells[3] = change_text(row.predicted_bytes, row.measured.memory_bytes)
+    return [count(row.size), *cells]
 
 
 def _conclusion(search: Search, effective: int | None) -> list[str]:
@@ -213,7 +210,7 @@ def _conclusion(search: Search, effective: int | None) -> list[str]:
         fastest = min(size for size, rate in rates.items() if rate >= _AS_FAST * max(rates.values()))
         text = f"Fastest, within 5%: batch_size={count(fastest)}"
         if base is not None and base.batch_size in rates:
-            text += f", {rates[fastest] / rates[base.batch_size] - 1:+.0%} samples/s against its own"
+            text += f", {change_text(rates[fastest], rates[base.batch_size])} samples/s against its own"
         lines.append(f"{text}.")
     if line := line_through(search.measurements):
         base_bytes, sample_bytes, room_bytes = map(size, (line.base_bytes, line.sample_bytes, largest.room_bytes))

@@ -25,7 +25,7 @@ from collector.agent.samplers.host import HostSampler
 from collector.agent.samplers.procfs import read_rollup
 from collector.agent.samplers.samples import Sample
 from collector.errors import TidegaugeError
-from collector.units import percent, quantity
+from collector.units import percent, size
 from training_harness.layout import STORE_VARIABLE, create_run
 
 _TRAINING_TIMEOUT_SECONDS = 120
@@ -61,7 +61,7 @@ _HOOK_POINTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check; it has a remedy if something is wrong."""
 
@@ -74,7 +74,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
     """Run every check on this machine and this home, for trainings that run with `python`."""
     host = HostSampler(os.getpid()).sample()
     checks: list[Callable[[], Iterable[Check]]] = [
-        lambda: [Check(name="python", detail=f"{sys.version.split()[0]}, {sys.executable}")],
+        lambda: [Check("python", f"{sys.version.split()[0]}, {sys.executable}")],
         lambda: check_hooks(python),
         lambda: [check_memory_limit(host)],
         lambda: [check_shm(host)],
@@ -120,14 +120,10 @@ def check_hooks(python: str = sys.executable) -> Iterator[Check]:
                 check=False,
             )
         except OSError as error:
-            yield Check(
-                name="torch", detail=f"{python} cannot be run ({error.strerror})", remedy="give another --python"
-            )
+            yield Check("torch", f"{python} cannot be run ({error.strerror})", "give another --python")
             return
         except subprocess.TimeoutExpired:
-            yield Check(
-                name="torch", detail="a training of two steps did not end", remedy="see if torch works alone"
-            )
+            yield Check("torch", "a training of two steps did not end", "see if torch works alone")
             return
         events = list(_events(run_dir / "events"))
     yield from judge_hooks(result.returncode, result.stderr, events)
@@ -138,59 +134,57 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
     if exit_status != 0:
         last = stderr.strip().splitlines()[-1] if stderr.strip() else f"exit status {exit_status}"
         remedy = "install torch here, or run doctor with the Python of your training"
-        yield Check(name="torch", detail=f"a training of two steps failed, {last}", remedy=remedy)
+        yield Check("torch", f"a training of two steps failed, {last}", remedy)
         return
     start = next((event for event in events if event["kind"] == "process-start"), None)
     if start is None:
         remedy = "see that TIDEGAUGE_DISABLED is not set and that python is not started with -I, -E or -S"
-        yield Check(name="hooks", detail="a training of two steps reported nothing", remedy=remedy)
+        yield Check("hooks", "a training of two steps reported nothing", remedy)
         return
-    yield Check(name="torch", detail=str(start["torch"]))
+    yield Check("torch", str(start["torch"]))
     errors = {event["hook"]: event["error"] for event in events if event["kind"] == "hook-disabled"}
     capabilities = start["capabilities"] | dict.fromkeys(errors, False)
     for name in sorted(capabilities, key=[*_HOOK_POINTS, *capabilities].index):
         measurements = _HOOK_POINTS.get(name, f"stages of {name.removeprefix('stage:')}")
         if capabilities[name]:
-            yield Check(name=f"hook {name}", detail=measurements)
+            yield Check(f"hook {name}", measurements)
         else:
             reason = errors.get(name, "this torch has no such thing")
             detail = f"not known: {measurements} ({reason})"
-            yield Check(name=f"hook {name}", detail=detail, remedy="upgrade Tidegauge, or torch")
+            yield Check(f"hook {name}", detail, "upgrade Tidegauge, or torch")
     if not any(event["kind"] == "worker-start" for event in events):
-        yield Check(name="workers", detail="the worker did not report", remedy="upgrade Tidegauge, or torch")
+        yield Check("workers", "the worker did not report", "upgrade Tidegauge, or torch")
 
 
 def check_memory_limit(host: Sample) -> Check:
     """Check the limit that a training would meet first."""
     limit, total = host.get("cgroup_limit_bytes"), host.get("memory_total_bytes")
     if total is None:
-        return Check(name="memory", detail="unknown", remedy="mount /proc; forecasts of memory need MemTotal")
+        return Check("memory", "unknown", "mount /proc; forecasts of memory need MemTotal")
     if limit is None:
-        return Check(name="memory", detail=f"{quantity(total, 'bytes')}, no control group limits it")
-    used = quantity(host.get("cgroup_usage_bytes"), "bytes")
-    return Check(name="memory", detail=f"a control group allows {quantity(limit, 'bytes')}, {used} in use")
+        return Check("memory", f"{size(total)}, no control group limits it")
+    used = size(host.get("cgroup_usage_bytes"))
+    return Check("memory", f"a control group allows {size(limit)}, {used} in use")
 
 
 def check_shm(host: Sample) -> Check:
     """Check /dev/shm, through which workers hand over their batches."""
     total = host.get("shm_total_bytes")
     if total is None:
-        return Check(
-            name="/dev/shm", detail="not there", remedy="mount it; DataLoader workers hand batches over in it"
-        )
-    detail = f"{quantity(total, 'bytes')}, {quantity(host['shm_used_bytes'], 'bytes')} in use"
+        return Check("/dev/shm", "not there", "mount it; DataLoader workers hand batches over in it")
+    detail = f"{size(total)}, {size(host['shm_used_bytes'])} in use"
     if total < _SMALL_SHM_BYTES:
-        return Check(name="/dev/shm", detail=detail, remedy="small for workers; in Docker give --shm-size=8g")
-    return Check(name="/dev/shm", detail=detail)
+        return Check("/dev/shm", detail, "small for workers; in Docker give --shm-size=8g")
+    return Check("/dev/shm", detail)
 
 
 def check_pressure(host: Sample) -> Check:
     """Check the kernel's pressure stall information."""
     if host.get("memory_some_avg10_ratio") is None:
         remedy = "boot with psi=1; without it memory pressure is not shown"
-        return Check(name="pressure", detail="/proc/pressure is not there", remedy=remedy)
+        return Check("pressure", "/proc/pressure is not there", remedy)
     cpu = percent(host.get("cpu_some_avg10_ratio"))
-    return Check(name="pressure", detail=f"/proc/pressure can be read, cpu {cpu} in the last 10 s")
+    return Check("pressure", f"/proc/pressure can be read, cpu {cpu} in the last 10 s")
 
 
 def check_smaps(proc: str, pid: int) -> Check:
@@ -198,8 +192,8 @@ def check_smaps(proc: str, pid: int) -> Check:
     rollup = read_rollup(proc, pid)
     if rollup is None or rollup.pss_bytes is None:
         remedy = "needs Linux 4.14 and ptrace rights; without it leaks are judged by RSS, which is blind to some"
-        return Check(name="smaps_rollup", detail="cannot be read", remedy=remedy)
-    return Check(name="smaps_rollup", detail=f"can be read, this process has {_size(rollup.pss_bytes)} PSS")
+        return Check("smaps_rollup", "cannot be read", remedy)
+    return Check("smaps_rollup", f"can be read, this process has {size(rollup.pss_bytes)} PSS")
 
 
 def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
@@ -208,19 +202,19 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
     A machine without a GPU passes.
     """
     if sampler.reason:
-        return Check(name="NVML", detail=sampler.reason)
+        return Check("NVML", sampler.reason)
     totals = [sample["total_bytes"] for sample in sampler.sample(set())]
-    sizes = ", ".join("size unknown" if total is None else _size(total) for total in totals)
+    sizes = ", ".join("size unknown" if total is None else size(total) for total in totals)
     gpus = f"{len(totals)} GPU{'s' if len(totals) > 1 else ''} ({sizes})"
     pids = sampler.user_pids()
     if not pids:
-        return Check(name="NVML", detail=f"{gpus}; no process uses them now, or NVML hides it, as in a container")
+        return Check("NVML", f"{gpus}; no process uses them now, or NVML hides it, as in a container")
     if any((proc / str(pid)).exists() for pid in pids):
-        return Check(name="NVML", detail=f"{gpus}; it names the processes that use them")
+        return Check("NVML", f"{gpus}; it names the processes that use them")
     return Check(
-        name="NVML",
-        detail=f"{gpus}; the processes that it names are not of this container",
-        remedy="memory of the run and of other jobs can't be told apart; start the container with --pid=host",
+        "NVML",
+        f"{gpus}; the processes that it names are not of this container",
+        "memory of the run and of other jobs can't be told apart; start the container with --pid=host",
     )
 
 
@@ -230,27 +224,23 @@ def check_lake() -> Check:
 
     try:
         with open_connection(threads=1):
-            return Check(name="lake", detail="DuckDB's extensions load")
+            return Check("lake", "DuckDB's extensions load")
     except TidegaugeError as error:
         remedy = "pip install 'tidegauge[collector]'; until then the journals keep everything"
-        return Check(name="lake", detail=str(error), remedy=remedy)
+        return Check("lake", str(error), remedy)
 
 
 def check_store() -> Check:
     """Check that the shared store, if one is named, can be read."""
     if not os.environ.get(STORE_VARIABLE):
-        return Check(name="store", detail="each run has its own; no shared store is named")
+        return Check("store", "each run has its own; no shared store is named")
     try:
         from collector.store import check_shared_store
 
         runs_count = check_shared_store()
-        return Check(
-            name="store", detail=f"the shared store and its files can be read, {runs_count} runs are in it"
-        )
+        return Check("store", f"the shared store and its files can be read, {runs_count} runs are in it")
     except TidegaugeError as error:
-        return Check(
-            name="store", detail=str(error), remedy=f"see docs/cluster.md; unset {STORE_VARIABLE} to do without"
-        )
+        return Check("store", str(error), f"see docs/cluster.md; unset {STORE_VARIABLE} to do without")
 
 
 def check_home(home: Path) -> Check:
@@ -261,8 +251,8 @@ def check_home(home: Path) -> Check:
             free_bytes = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     except OSError as error:
         remedy = "give --home or TIDEGAUGE_HOME a directory that can be written"
-        return Check(name="home", detail=f"{home} cannot be written ({error.strerror})", remedy=remedy)
-    return Check(name="home", detail=f"{home} can be written, {_size(free_bytes)} free")
+        return Check("home", f"{home} cannot be written ({error.strerror})", remedy)
+    return Check("home", f"{home} can be written, {size(free_bytes)} free")
 
 
 def check_latest_run(home: Path) -> Check:
@@ -273,13 +263,13 @@ def check_latest_run(home: Path) -> Check:
     try:
         runs = list_runs(home)
         if not runs:
-            return Check(name=name, detail="none yet")
+            return Check(name, "none yet")
         with read(runs[0]) as snapshot:
             lags = snapshot.query("SELECT ingest_lag_ns FROM agent ORDER BY time_ns DESC LIMIT 1")["ingest_lag_ns"]
             bodies = snapshot.query("SELECT body FROM event WHERE kind = 'collector-problem' ORDER BY time_ns DESC")
             problems = snapshot.problems
     except TidegaugeError as error:
-        return Check(name=name, detail=str(error), remedy="mend it, or look at another run")
+        return Check(name, str(error), "mend it, or look at another run")
     lag_ns = max((lag for lag in lags if lag == lag), default=0)
     recorded = [json.loads(body) for body in bodies["body"]]
     upkeep_error = next((problem["error"] for problem in recorded if problem["part"] == "upkeep"), None)
@@ -288,30 +278,24 @@ def check_latest_run(home: Path) -> Check:
             remedy = (
                 "it is tried again every five minutes and by `tidegauge collect`; a damaged file stays as it is"
             )
-            return Check(name=name, detail=f"{runs[0].run_id}: {upkeep_error}", remedy=remedy)
-        return Check(name=name, detail=f"{runs[0].run_id} can be read")
+            return Check(name, f"{runs[0].run_id}: {upkeep_error}", remedy)
+        return Check(name, f"{runs[0].run_id} can be read")
     reason = problems[0] if problems else recorded[0]["error"] if recorded else "its collector is slow"
     waiting = f"records wait outside its lake since {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
     remedy = "mend it; what is not in the lake stays in the journals, and goes in when it can"
-    return Check(name=name, detail=f"{runs[0].run_id}: {waiting}{reason}", remedy=remedy)
+    return Check(name, f"{runs[0].run_id}: {waiting}{reason}", remedy)
 
 
 def check_streamlit() -> Check:
     """Check that the dashboard's library is installed."""
     if importlib.util.find_spec("streamlit") is None:
-        return Check(
-            name="streamlit", detail="not installed", remedy="pip install 'tidegauge[app]' for the dashboard"
-        )
+        return Check("streamlit", "not installed", "pip install 'tidegauge[app]' for the dashboard")
     from importlib.metadata import version
 
-    return Check(name="streamlit", detail=version("streamlit"))
+    return Check("streamlit", version("streamlit"))
 
 
 def _events(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             yield json.loads(line)
-
-
-def _size(value_bytes: float) -> str:
-    return quantity(value_bytes, "bytes")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from collector.commands.options import format_option, home_option, show_table
+from collector.commands.report import judge
 from collector.errors import TidegaugeError
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
 
 
 def _measure(run: Run) -> tuple[dict[str, Measure], dict[str, str]]:
-    from collector.commands.verdict import judge
     from collector.report import comparison
     from collector.store import read
     from collector.store.queries import spans

@@ -1,9 +1,10 @@
-"""Commands that show runs: report, runs, snapshot."""
+"""Commands that show runs (report, runs, snapshot), and the verdict on a run: made, saved, shown."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -11,14 +12,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from collector.commands.options import format_option, home_option, show_table, tag_option
-from collector.commands.verdict import as_report, card_text, judge, show_card
 from collector.errors import TidegaugeError, one_line
-from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS
+from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
 if TYPE_CHECKING:
     from collector.diagnosis import Verdict
@@ -42,14 +42,14 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
     run = find_run(home, spec)
     verdict = judge(run)
     if form == "json":
-        text = json.dumps(as_report(run, verdict), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(_as_report(run, verdict), indent=1, allow_nan=False) + "\n"
         _write(text, output)
     elif form == "html":
         _write(_html(run, verdict), output)
     elif output is None:
         show_card(run, verdict, home=home, to_stderr=False)
     else:
-        _write(card_text(run, verdict, home=home), output)
+        _write(_card_text(run, verdict, home=home), output)
 
 
 @click.command()
@@ -95,6 +95,50 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
         click.echo(one_line(line))
     if failures:
         raise TidegaugeError("; ".join(failures))
+
+
+def judge(run: Run) -> Verdict:
+    """Return the verdict on a run; save it for `tidegauge runs` if the run has ended and was read without fault."""
+    from collector.diagnosis import diagnose, load_tables
+    from collector.report.listing import save_report
+
+    tables = load_tables(run)
+    for problem in tables.problems[:5]:
+        click.echo(f"tidegauge: {one_line(problem)}", err=True)
+    verdict = diagnose(tables)
+    if verdict.status != "running" and not tables.problems and not run.is_shared:  # Other nodes may go on.
+        save_report(run, _as_report(run, verdict))
+    return verdict
+
+
+def _as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
+    from collector.report import card
+
+    return card.report(verdict, run_id=run.run_id, name=run.manifest["name"])
+
+
+def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool) -> None:
+    """Print the card."""
+    from collector.report.terminal import Terminal
+
+    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home))
+
+
+def _card_text(run: Run, verdict: Verdict, *, home: Path) -> str:
+    """Return the card as plain text of 80 columns."""
+    from collector.report.terminal import Terminal
+
+    stream = io.StringIO()
+    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home))
+    return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
+
+
+def _card(run: Run, verdict: Verdict, home: Path) -> Any:
+    from collector.report.card import card, dashboard_command
+
+    return card(
+        verdict, run_id=run.run_id, name=run.manifest["name"], dashboard=dashboard_command(home, home_path())
+    )
 
 
 def _html(run: Run, verdict: Verdict) -> str:

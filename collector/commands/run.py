@@ -19,7 +19,7 @@ from collector.commands.options import (
     outlet_options,
     run_options,
 )
-from collector.commands.verdict import judge, show_card
+from collector.commands.report import judge, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
     DISABLED_VARIABLE,

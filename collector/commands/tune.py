@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import PASS_ON, format_option, home_option, say, show_table
+from collector.commands.options import PASS_ON, format_option, home_option, say
+from collector.commands.trials import Trials, change_text, interruptible, show_trials
 from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
@@ -50,7 +47,9 @@ class Row:
 
 @click.command(context_settings=PASS_ON)
 @click.option("--trial-seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True, metavar="S")
-@click.option("--trials", type=click.IntRange(1, 50), metavar="N", help="[default: 4, with --batch-size 10]")
+@click.option(
+    "--trials", "trials_count", type=click.IntRange(1, 50), metavar="N", help="[default: 4, with --batch-size 10]"
+)
 @click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
 @click.option("--batch-size", is_flag=True, help="Try batch sizes: their memory, and the largest that fits.")
 @click.option("--effective-batch", type=click.IntRange(1), metavar="N", help="With --batch-size: split N samples.")
@@ -59,7 +58,7 @@ class Row:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def tune(
     trial_seconds: float,
-    trials: int | None,
+    trials_count: int | None,
     ceiling: bool,
     batch_size: bool,
     effective_batch: int | None,
@@ -76,42 +75,21 @@ def tune(
         raise TidegaugeError(f"{command[0]}: command not found; give the command that trains, as in a shell")
     for variable in (STORE_VARIABLE, RUN_ID_VARIABLE):  # Trials belong to this machine alone.
         os.environ.pop(variable, None)
-    if batch_size:
-        from collector.commands.batch_trials import try_sizes
+    with interruptible() as signals:
+        trials = Trials(
+            command=command,
+            home=home,
+            seconds=trial_seconds,
+            most=trials_count or (_BATCH_TRIALS if batch_size else _TRIALS),
+            as_json=form == "json",
+            signals=signals,
+        )
+        if batch_size:
+            from collector.commands.batch_trials import try_sizes
 
-        with _interruptible() as signals:
-            status = try_sizes(
-                command,
-                home,
-                seconds=trial_seconds,
-                trials=trials or _BATCH_TRIALS,
-                effective=effective_batch,
-                form=form,
-                signals=signals,
-            )
-        sys.exit(status)
-    rows: list[Row] = []
-    with _interruptible() as signals:
-        plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
-        plan += [(_PERFECT, CEILING, None)] if ceiling else []
-        while plan and not signals:
-            title, loader, option = plan.pop(0)
-            say(f"{title}, {trial_seconds:g} s of training")
-            row, outlook = _trial(command, home, title, loader, option, trial_seconds, signals)
-            if signals:
-                break
-            rows.append(row)
-            say(f"  {row.failure or _rate(row)}")
-            if title == _AS_IT_IS:
-                if row.failure:
-                    break
-                plan += [
-                    (_title(setting), _loader(setting), prediction)
-                    for setting, prediction in _choose(outlook, row)[: trials or _TRIALS]
-                ]
-                if not isinstance(outlook, str):
-                    rows = [dataclasses.replace(row, predicted=outlook.current)]
-    if form == "json":
+            sys.exit(try_sizes(trials, effective_batch))
+        rows = _try_settings(trials, ceiling=ceiling)
+    if trials.as_json:
         from collector.agent.trial import json_text
 
         click.echo(json_text({"trials": _as_json(rows)}))
@@ -122,21 +100,34 @@ def tune(
     sys.exit(1 if rows[0].failure else 0)
 
 
-def _trial(
-    command: tuple[str, ...],
-    home: Path,
-    title: str,
-    loader: str | None,
-    option: Option | None,
-    seconds: float,
-    signals: list[int],
-) -> tuple[Row, Forecast | str]:
-    from collector.agent.trial import training_error, try_once
+def _try_settings(trials: Trials, *, ceiling: bool) -> list[Row]:
+    """Try the training as it is, with a perfect loader if asked to, and in the settings that promise most."""
+    rows: list[Row] = []
+    plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
+    plan += [(_PERFECT, CEILING, None)] if ceiling else []
+    while plan and not trials.signals:
+        title, loader, option = plan.pop(0)
+        say(f"{title}, {trials.seconds:g} s of training")
+        row, outlook = _trial(trials, title, loader, option)
+        if trials.signals:
+            break
+        rows.append(row)
+        say(f"  {row.failure or _rate(row)}")
+        if title == _AS_IT_IS:
+            if row.failure:
+                break
+            chosen = _choose(outlook, row)[: trials.most]
+            plan += [(_title(setting), _loader(setting), prediction) for setting, prediction in chosen]
+            if not isinstance(outlook, str):
+                rows = [dataclasses.replace(row, predicted=outlook.current)]
+    return rows
+
+
+def _trial(trials: Trials, title: str, loader: str | None, option: Option | None) -> tuple[Row, Forecast | str]:
+    from collector.agent.trial import training_error
     from collector.diagnosis.tuning import calibrate, forecast, held_memory
 
-    tables, busiest, trial_failure = try_once(
-        command, home, name=f"tune-{title}", loader=loader, seconds=seconds, signals=signals
-    )
+    tables, busiest, trial_failure = trials.once(f"tune-{title}", loader, trials.seconds)
     measured = "no batch" if busiest is None else calibrate(tables, busiest)
     failure = trial_failure or training_error(tables)
     if isinstance(measured, str):
@@ -174,22 +165,6 @@ def _choose(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | 
     return [(option.setting, option) for option in options]
 
 
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Collect the signals that ask for an end, so that the results so far are still shown."""
-    signals: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
-
-    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield signals
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
     """Return the rows in their JSON form (docs/cli.md)."""
     trials = []
@@ -214,30 +189,7 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[Row]) -> None:
-    from rich.table import Table
-
-    from collector.units import number, size
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == _COLUMNS[0] else "right")
-    for row in rows:
-        option = row.predicted
-        cells = ["—"] * 6
-        if option is not None:
-            rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
-            other = option.if_shared or option.if_apart
-            or_else = "" if other is None else f"\nor {number(other.batches_per_second)}"
-            cells[0] = f"{rate} ({low}-{high}){or_else}"
-            cells[4] = size(option.memory_bytes)
-        if row.measured is not None:
-            cells[1] = number(row.measured.batches_per_second)
-            cells[3] = f"{row.measured.wait_ratio:.0%}"
-            cells[5] = size(row.memory_bytes)
-            if option is not None:
-                cells[2] = f"{option.batches_per_second / row.measured.batches_per_second - 1:+.0%}"
-        table.add_row(_short_title(row), *cells)
-    show_table(table)
+    show_trials(_COLUMNS, map(_cells, rows), names="left")
     if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
         click.echo("or: if it is the other way round whether workers share what they wait for")
     if words := _conclusion(rows):
@@ -245,6 +197,25 @@ def _show(rows: list[Row]) -> None:
     for row in rows:
         if row.failure:
             click.echo(f"{row.title}: {row.failure}")
+
+
+def _cells(row: Row) -> list[str]:
+    from collector.units import number, size
+
+    option, cells = row.predicted, ["—"] * 6
+    if option is not None:
+        rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
+        other = option.if_shared or option.if_apart
+        or_else = "" if other is None else f"\nor {number(other.batches_per_second)}"
+        cells[0] = f"{rate} ({low}-{high}){or_else}"
+        cells[4] = size(option.memory_bytes)
+    if row.measured is not None:
+        cells[1] = number(row.measured.batches_per_second)
+        cells[3] = f"{row.measured.wait_ratio:.0%}"
+        cells[5] = size(row.memory_bytes)
+        if option is not None:
+            cells[2] = change_text(option.batches_per_second, row.measured.batches_per_second)
+    return [_short_title(row), *cells]
 
 
 def _conclusion(rows: list[Row]) -> str:
@@ -255,8 +226,8 @@ def _conclusion(rows: list[Row]) -> str:
     base, best = measurements[0], max(measurements, key=lambda measured: measured.batches_per_second)
     if best is base:
         return f"The script's own {_title(base.setting)} was the fastest of those tried."
-    faster = best.batches_per_second / base.batches_per_second - 1
-    return f"Fastest: DataLoader(…, {_title(best.setting)}), {faster:+.0%} batches/s against the script's own."
+    faster = change_text(best.batches_per_second, base.batches_per_second)
+    return f"Fastest: DataLoader(…, {_title(best.setting)}), {faster} batches/s against the script's own."
 
 
 def _rate(row: Row) -> str:

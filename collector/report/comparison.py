@@ -65,13 +65,24 @@ def measures(snapshot: spans.Queryable, span: spans.Span, verdict: Verdict | Non
     step = training_steps.step_summary(snapshot, span)
     summary = verdict.summary if verdict else None
     rates = loading.throughput(snapshot, span, summary["throughput"]["training_loaders"] if summary else None)
-    values = {
+    values: dict[str, float | None] = {
+        **dict.fromkeys(FIGURES),
         "step_p50": step["p50_ms"],
         "step_p95": step["p95_ms"],
         "samples": rates["samples_per_second"],
         "batches": rates["batches_per_second"],
-        **_whole_run(verdict),
     }
+    if verdict is not None:  # It has the figures of the whole run.
+        peak = verdict.summary["peak"]
+        values |= {
+            "data_wait": verdict.summary["data_wait_ratio"],
+            "host_peak": peak["run_pss_bytes"],
+            "shm_peak": peak["shm_used_bytes"],
+            "allocated_peak": peak["device_allocated_bytes"],
+            "reserved_peak": peak["device_reserved_bytes"],
+            "steps": verdict.steps,
+            "lasted": verdict.duration_seconds,
+        }
     in_span = {"step": int(step["n"]), "batch": int(rates["n"])}
     in_run = {**collector_health.sample_counts(snapshot, ROWS_PER_STREAM), "lasted": 1}
     return {
@@ -83,22 +94,6 @@ def measures(snapshot: spans.Queryable, span: spans.Span, verdict: Verdict | Non
         )
         for name, (label, unit, scope) in FIGURES.items()
     }
-
-
-def _whole_run(verdict: Verdict | None) -> dict[str, float | None]:
-    """Return the figures that a verdict has of the whole run; none of them before it is there."""
-    names = ("data_wait", "host_peak", "shm_peak", "allocated_peak", "reserved_peak", "steps", "lasted")
-    if verdict is None:
-        return dict.fromkeys(names)
-    peak = verdict.summary["peak"]
-    peaks = (
-        peak["run_pss_bytes"],
-        peak["shm_used_bytes"],
-        peak["device_allocated_bytes"],
-        peak["device_reserved_bytes"],
-    )
-    values = (verdict.summary["data_wait_ratio"], *peaks, verdict.steps, verdict.duration_seconds)
-    return dict(zip(names, values, strict=True))
 
 
 def change_ratio(measure: Measure, first: Measure) -> float | None:

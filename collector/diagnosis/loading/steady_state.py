@@ -87,10 +87,7 @@ def steady_fetches(loop: Loop) -> pd.DataFrame:
     rows = loop.fetches
     first = ~rows.duplicated(["epoch", "pid"])
     rows = rows[~first & (floats(rows, "index") >= (loop.ramp if loop.num_workers else 1))]
-    return rows.assign(
-        fetch_ns=fetch_ns(rows),
-        idle_ns=floats(rows, "idle_ns"),
-    )
+    return rows.assign(fetch_ns=fetch_ns(rows), idle_ns=floats(rows, "idle_ns"))
 
 
 def fetch_ns(fetches: pd.DataFrame) -> Floats:

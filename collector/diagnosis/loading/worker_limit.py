@@ -35,39 +35,17 @@ _STORAGE_SHARE = 0.5  # share of the blocked time that storage must explain
 _MIN_WAITS = 4  # samples of a waiting thread
 _MAIN_SHARE = 0.5  # share of the samples that makes a wait the main one
 #: Kinds of waits, and how the names of their kernel functions begin; the first match counts.
-_CHANNELS = (
-    ("child", ("do_wait", "kernel_wait", "wait_consider", "__do_sys_wait")),
-    ("sleep", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep", "__x64_sys_clock_nano")),
-    (
-        "lock",
-        (
-            "futex",
-            "do_futex",
-            "fcntl_setlk",
-            "flock_lock",
-            "posix_lock",
-            "locks_",
-            "do_semtimedop",
-            "rwsem",
-            "down_",
-        ),
-    ),
-    ("pipe", ("pipe_", "anon_pipe", "fifo_pipe", "wait_for_partner")),
-    (
-        "network",
-        ("sk_wait", "inet", "tcp", "udp", "wait_woken", "skb_", "__skb", "unix_", "sock_", "vsock", "rds_"),
-    ),
-    ("service", ("poll_schedule", "do_poll", "do_sys_poll", "ep_poll", "do_epoll", "do_select", "io_cqring")),
-    (
-        "storage",
-        (
-            *("io_schedule", "folio_wait", "wait_on_page", "filemap", "bit_wait", "blk", "__bio", "submit_bio"),
-            *("blkdev", "nfs", "rpc_wait", "fuse", "request_wait_answer", "p9_", "v9fs", "ceph", "netfs", "cifs"),
-            *("smb", "wait_for_response", "cl_", "ll_", "ext4", "xfs", "btrfs", "jbd2", "__lock_page", "do_swap"),
-            *("iomap", "zfs", "cv_wait", "dio_", "__iomap"),
-        ),
-    ),
-)
+_CHANNELS = {
+    "child": "do_wait kernel_wait wait_consider __do_sys_wait",
+    "sleep": "hrtimer_nanosleep do_nanosleep common_nsleep __x64_sys_clock_nano",
+    "lock": "futex do_futex fcntl_setlk flock_lock posix_lock locks_ do_semtimedop rwsem down_",
+    "pipe": "pipe_ anon_pipe fifo_pipe wait_for_partner",
+    "network": "sk_wait inet tcp udp wait_woken skb_ __skb unix_ sock_ vsock rds_",
+    "service": "poll_schedule do_poll do_sys_poll ep_poll do_epoll do_select io_cqring",
+    "storage": "io_schedule folio_wait wait_on_page filemap bit_wait blk __bio submit_bio blkdev nfs rpc_wait "
+    "fuse request_wait_answer p9_ v9fs ceph netfs cifs smb wait_for_response cl_ ll_ ext4 xfs btrfs jbd2 "
+    "__lock_page do_swap iomap zfs cv_wait dio_ __iomap",
+}
 #: Kinds of waits that are for data.
 READS = ("storage", "pipe", "network")
 #: Each kind of wait in words.
@@ -89,7 +67,6 @@ class WorkerLimit:
     Attributes:
         by: `limited_by` of the findings, None if it is none of those.
         because: the same in words.
-        usable_cores: cores that affinity and quota leave, NaN if unknown.
         evidence: the shares of a fetch's time.
         others: whether processes outside the run use the cores.
         waits_for: a key of `WAITS`, where fetches are mostly blocked and the cause is known.
@@ -99,7 +76,6 @@ class WorkerLimit:
 
     by: str | None
     because: str
-    usable_cores: float
     evidence: tuple[Evidence, ...]
     others: bool = False
     waits_for: str | None = None
@@ -113,18 +89,14 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     rows = steady_fetches(loop)
     if worker is not None:
         rows = rows[rows["worker"] == worker]
-    wall = float(np.nansum(floats(rows, "fetch_ns")))
     cores = usable_cores(tables, loop.main[0])
-    if not wall or not np.isfinite(floats(rows, "cpu_ns")).any():
-        return WorkerLimit(
-            by=None, because="the CPU time of the fetches is not known", usable_cores=cores, evidence=()
-        )
-    threads, process = _share(rows, "cpu_ns", wall), _share(rows, "process_cpu_ns", wall)
-    children = float(np.nan_to_num(_share(rows, "children_cpu_ns", wall)))
+    if not np.nansum(floats(rows, "fetch_ns")) or not np.isfinite(floats(rows, "cpu_ns")).any():
+        return WorkerLimit(by=None, because="the CPU time of the fetches is not known", evidence=())
+    threads, process = _share(rows, "cpu_ns"), _share(rows, "process_cpu_ns")
+    children = float(np.nan_to_num(_share(rows, "children_cpu_ns")))
     helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
     helpers_ratio = helpers if helpers >= _LEAST_PART else 0.0
-    queued = _share(rows, "run_queue_ns", wall)
-    blocked = _share(rows, "blocked_ns", wall)
+    queued, blocked = _share(rows, "run_queue_ns"), _share(rows, "blocked_ns")
     waiting = float(np.clip(blocked - children - helpers, 0.0, None))  # not for children or helpers, which compute
     shares = (
         ("fetch_cpu_ratio", threads),
@@ -147,7 +119,6 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     return WorkerLimit(
         by=by,
         because=because,
-        usable_cores=cores,
         others=others,
         waits_for=waits_for,
         cpu_ratio=float(np.nan_to_num(threads)) + helpers_ratio,
@@ -257,7 +228,7 @@ def _pressure(tables: RunTables, loop: Loop, rows: pd.DataFrame) -> float:
     return float(np.nan_to_num(mean(floats(samples[inside], "cpu_some_avg10_ratio"))))
 
 
-def _share(rows: pd.DataFrame, column: str, wall: float) -> float:
+def _share(rows: pd.DataFrame, column: str) -> float:
     values = floats(rows, column)
     known = np.isfinite(values)
     if not known.any():
@@ -317,4 +288,4 @@ def main_wait(channels: Iterable[object]) -> str | None:
 
 
 def _kind(channel: str) -> str:
-    return next((kind for kind, begins in _CHANNELS if channel.startswith(begins)), "other")
+    return next((kind for kind, begins in _CHANNELS.items() if channel.startswith(tuple(begins.split()))), "other")

@@ -1,18 +1,17 @@
-"""Advice for a loop that waits for its data, with the effect that the measured pace predicts."""
+"""Advice for a loop whose fetches take too long: another setting by the replay, or less time per fetch."""
 
 from __future__ import annotations
 
 import math
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit
 from collector.diagnosis.tuning.what_if import Forecast, Option, option_text
 from collector.findings import Advice
-from collector.units import duration, number, percent, size
+from collector.units import number, percent, size
 
-#: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
-HAND_OVER_SECONDS = 1e-3
+#: Advice where processes outside the run use the cores.
+FREE_CORES = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
 _LESS_COMPUTING = (
@@ -34,58 +33,39 @@ _LESS_WAITING_FOR_ANYTHING = (
 )
 
 
-def advise_inline(
-    steady: Pace, limit: WorkerLimit, cores: float, outlook: Forecast | str
-) -> tuple[bool, tuple[Advice, ...]]:
-    """Return (batch is too cheap for workers, advice)."""
-    if steady.fetch_mean < HAND_OVER_SECONDS:
-        return True, (
-            Advice(
-                text="Keep num_workers=0 and make the batch cheaper: hold the data as one tensor and "
-                "index whole batches "
-                "(`__getitems__` or your own slicing), or use a larger batch",
-                expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
-                f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
-            ),
-        )
-    if limit.by in ("oversubscribed", "affinity"):
-        return False, _advise_cores(limit, 0, cores)
-    if limit.by == "cpu" and cores < 2:
-        return False, less_per_fetch(limit)
-    also = " (and persistent_workers=True if there are several epochs)"
-    return False, _by_replay(outlook, less_per_fetch(limit), also=also)
-
-
-def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
+def advise_fetches(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and advice to shorten a fetch, by its cause."""
+    less = _less_per_fetch(limit)
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(limit, loop.num_workers, cores)
+    if not loop.num_workers:
+        also = " (and persistent_workers=True if there are several epochs)"
+        return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also)
     if isinstance(outlook, Forecast) and outlook.measured.shared:
-        rate = outlook.measured.batches_per_second
-        measure = Advice(
-            text="Measure more workers: `tidegauge tune -- COMMAND`",
-            expected="they help if a part of the waiting is each worker's own, which one setting does not rule out",
-        )
         return (
-            *(_by_replay(outlook, less_per_fetch(limit)) if outlook.best else ()),
+            *(_by_replay(outlook, less) if outlook.best else ()),
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
                 expected=f"more workers only lengthen the wait for it: it gives all of them about "
-                f"{number(rate)} batches/s",
+                f"{number(outlook.measured.batches_per_second)} batches/s",
             ),
-            measure,
+            Advice(
+                text="Measure more workers: `tidegauge tune -- COMMAND`",
+                expected="they help if a part of the waiting is each worker's own, which one setting does not rule "
+                "out",
+            ),
         )
     if limit.waits_for == "lock":
         measure = Advice(
             text="Measure other settings before you add workers: `tidegauge tune -- COMMAND`",
             expected="workers that wait for one lock only wait longer if there are more of them",
         )
-        return (*less_per_fetch(limit), measure)
-    return _by_replay(outlook, less_per_fetch(limit))
+        return (*less, measure)
+    return _by_replay(outlook, less)
 
 
-def less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
+def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     """Return advice to shorten the measured parts of a fetch, the largest part first."""
     waiting = _LESS_WAITING_FOR_ANYTHING if limit.waits_for is None else _LESS_WAITING[limit.waits_for]
     parts = (
@@ -118,7 +98,7 @@ def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[A
     if limit.others:
         return (
             Advice(
-                text="Find what else uses the cores of this host (`top`), and stop it, or give this job its own",
+                text=FREE_CORES,
                 expected="fetches no longer wait for a core; other numbers of workers change little until then",
             ),
         )
@@ -175,42 +155,3 @@ def _expected(outlook: Forecast, option: Option) -> str:
     if math.isfinite(now):
         return f"{words}; host memory {size(now)} and what each worker takes, which is not known yet"
     return words
-
-
-def advise_slow_worker(loop: Loop, steady: Pace, worker: int, usual_seconds: float) -> tuple[Advice, ...]:
-    """Return advice to speed up the slow worker, or to let the others overtake it."""
-    interval = max(steady.consumer, usual_seconds / loop.num_workers)
-    rates = f"about {number(1 / max(interval, 1e-6))} batches/s instead of {number(1 / steady.interval)}"
-    return (
-        Advice(
-            text=f"Look at what worker {worker} alone does: its shard or files, its mount, its CPU "
-            "affinity, code that "
-            "depends on get_worker_info().id",
-            expected=f"{rates} when it is as fast as the others",
-        ),
-        Advice(
-            text="If the order of batches does not matter, set in_order=False (torch >= 2.7)",
-            expected="the others no longer wait for it: throughput follows the sum of the workers, not the slowest",
-        ),
-        Advice(text="Do not add workers for this", expected="the slowest worker sets the pace at any num_workers"),
-    )
-
-
-def advise_tail(loop: Loop, steady: Pace) -> tuple[Advice, ...]:
-    """Return advice against a tail of slow batches: deeper prefetch, or more even samples."""
-    slots = max(loop.num_workers, 1)
-    depth = max(
-        loop.prefetch_factor + 1, math.ceil(steady.fetch_p99 / (slots * max(steady.consumer, HAND_OVER_SECONDS)))
-    )
-    return (
-        Advice(
-            text=f"Set prefetch_factor={depth}",
-            expected=f"a batch may then take {duration(depth * slots * steady.consumer)} before the loop waits "
-            f"(now {duration(loop.prefetch_factor * slots * steady.consumer)}); host memory holds up to "
-            f"{depth * slots + 1} batches",
-        ),
-        Advice(
-            text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
-            expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting goes",
-        ),
-    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, origin_ns, written
+from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, origin_ns, window_text, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence, Severity
+from collector.findings import Evidence, Severity, measurements
 from collector.store import ProcessKey
 
 #: Share of the run's time that a cause must cost to be reported.
@@ -21,41 +21,46 @@ class Loss:
     """Time that a cause costs the training.
 
     Attributes:
-        ratio: share of the run's time (`lost_ratio`).
         seconds: the lost time.
+        ratio: its share of the run's wall time, so that a short process weighs little.
         n: number of observations.
         window: the time of the observations, in words.
 
     """
 
-    ratio: float
     seconds: float
+    ratio: float
     n: int
     window: str
+
+    @classmethod
+    def of(cls, tables: RunTables, seconds: float, n: int, span_ns: tuple[float, float]) -> Loss:
+        """Return the loss of these seconds, from `n` observations between two times."""
+        ratio = float(seconds / max(_wall_seconds(tables), seconds, 1e-9))
+        return cls(seconds=seconds, ratio=ratio, n=n, window=window_text(*span_ns, origin_ns(tables)))
 
     @property
     def severity(self) -> Severity:
         """Severity that follows from the share of the run's time."""
-        return severity(self.ratio)
+        return "warning" if self.ratio >= _WARNING_RATIO else "info"
 
-    @property
-    def evidence(self) -> tuple[Evidence, Evidence]:
-        """Lost share of the run's time, and lost seconds."""
-        return (
-            measurement("lost_wall_ratio", self.ratio, "ratio", self.n, self.window),
-            measurement("lost_seconds", self.seconds, "seconds", self.n, self.window),
-        )
+    def confidence(self, enough: int) -> float:
+        """Return the confidence that the observations give; see `confidence`."""
+        return confidence(self.n, enough)
+
+    def evidence(self, **values: float) -> tuple[Evidence, ...]:
+        """Return the loss as evidence, and other values from the same observations."""
+        return measurements(self.n, self.window, lost_wall_ratio=self.ratio, lost_seconds=self.seconds, **values)
 
 
-def wall_seconds(tables: RunTables) -> float:
+def _wall_seconds(tables: RunTables) -> float:
     """Return how long the run has lasted in seconds, 0 if nothing was recorded.
 
     The tables of a long run hold only its last batches and steps. Then it is the time since the first of those.
     """
 
     def find() -> float:
-        life = Lifecycle(tables)
-        seconds = life.wall_seconds or 0.0
+        seconds = Lifecycle(tables).wall_seconds or 0.0
         skipped = [
             (floats(rows, "time_ns")[0] - origin_ns(tables)) / SECOND_NS
             for name in ITERATIONS
@@ -68,26 +73,10 @@ def wall_seconds(tables: RunTables) -> float:
 
 def recorded_seconds(tables: RunTables, main: ProcessKey) -> float:
     """Return the seconds from the first batch or step of a training process to its last, 0 if it recorded none."""
-    times = [floats(written(tables, name, main), "time_ns") for name in ("batch", "step")]
-    times = [series for series in times if len(series)]
+    times = [series for name in ITERATIONS if len(series := floats(written(tables, name, main), "time_ns"))]
     if not times:
         return 0.0
     return float(max(series[-1] for series in times) - min(series[0] for series in times)) / SECOND_NS
-
-
-def lost_ratio(tables: RunTables, seconds: float) -> float:
-    """Return lost seconds as a share of the run's wall time, so that a short process weighs little."""
-    return float(seconds / max(wall_seconds(tables), seconds, 1e-9))
-
-
-def severity(ratio: float) -> Severity:
-    """Return the severity of losing this share of the run's time."""
-    return "warning" if ratio >= _WARNING_RATIO else "info"
-
-
-def measurement(name: str, value: float, unit: str, n: int, window: str) -> Evidence:
-    """Return one number as evidence, rounded to four decimals."""
-    return Evidence(name=name, value=round(float(value), 4), unit=unit, n=n, window=window)
 
 
 def confidence(observations: int, enough: int) -> float:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, median, origin_ns, whole, window_text, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.cost import Loss, confidence, lost_ratio, measurement
+from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.stalls.cpu_contention import queued_ratio
-from collector.findings import Advice, Finding, Locus
+from collector.findings import Advice, Finding, Locus, measurements
 from collector.store import ProcessKey
 from collector.units import count, duration, percent
 
@@ -53,43 +53,36 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     distance = float(np.median(np.diff(at)))
     regular = float(np.mean(np.abs(np.diff(at) - distance) <= max(0.1 * distance, 1.0)))
     seconds = float((work[at] - usual).sum()) / SECOND_NS
-    ratio = lost_ratio(tables, seconds)
-    phase, share = _phase(steps, at, seconds)
-    if regular < _REGULAR or share < _ONE_PHASE or ratio < _LEAST_LOST or distance < 1 / _MOST_PAUSES:
-        return []
     times = floats(steps, "time_ns")
+    loss = Loss.of(tables, seconds, len(at), (times[0], times[-1]))
+    phase, share = _phase(steps, at, seconds)
+    if regular < _REGULAR or share < _ONE_PHASE or loss.ratio < _LEAST_LOST or distance < 1 / _MOST_PAUSES:
+        return []
     if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
         return []  # the process waited for a core
-    window = window_text(times[0], times[-1], origin_ns(tables))
     pause_seconds = seconds / len(at)
-    loss = Loss(ratio=ratio, seconds=seconds, n=len(at), window=window)
+    advice = Advice(
+        text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
+        "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
+        ".item() or .cpu() on the device; do it less often, or in another thread or process",
+        expected=f"up to {percent(loss.ratio)} less time",
+    )
     return [
         Finding(
             kind="main-thread-pause",
             severity=loss.severity,
-            confidence=confidence(len(at), _MIN_PAUSES),
-            summary=(
-                f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} phase; "
-                f"a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
-                f"{percent(ratio)} of the run."
-            ),
+            confidence=loss.confidence(_MIN_PAUSES),
+            summary=f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} "
+            f"phase; a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
+            f"{percent(loss.ratio)} of the run.",
             locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
-                *loss.evidence,
-                measurement("pause_seconds", pause_seconds, "seconds", len(at), window),
-                measurement("pause_distance_count", distance, "count", len(at), window),
-                measurement("regular_ratio", regular, "ratio", len(at) - 1, window),
-                measurement("usual_step_seconds", usual / SECOND_NS, "seconds", len(steps) - len(at), window),
+                *loss.evidence(pause_seconds=pause_seconds, pause_distance_count=distance),
+                *measurements(len(at) - 1, loss.window, regular_ratio=regular),
+                *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
             ),
-            advice=(
-                Advice(
-                    text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
-                    "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
-                    ".item() or .cpu() on the device; do it less often, or in another thread or process",
-                    expected=f"up to {percent(ratio)} less time",
-                ),
-            ),
+            advice=(advice,),
         )
     ]
 

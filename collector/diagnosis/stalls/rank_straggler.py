@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, origin_ns, whole, window_text, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence, lost_ratio, measurement
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Advice, Finding, Locus
 from collector.store import ProcessKey
@@ -58,9 +58,10 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     waits = _excess({key: -floats(rows, "backward_ns") for key, rows in steps.items()}, straggler)
     rows = steps[straggler]
     lost = min(lateness.seconds, waits.seconds) * len(written(tables, "step", straggler))
-    ratio = lost_ratio(tables, max(lost, 0.0))
+    times = floats(rows, "time_ns")
+    loss = Loss.of(tables, max(lost, 0.0), len(rows), (times[0], times[-1]))
     certain = lateness.seconds > 3 * lateness.error and waits.seconds > 3 * waits.error
-    if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or ratio < LEAST_LOST_RATIO:
+    if not certain or waits.seconds < _MATCHED_RATIO * lateness.seconds or loss.ratio < LEAST_LOST_RATIO:
         return []
     by_phase = {name: hosts if name in _HOST_PHASES and straggler in hosts else steps for name in _PHASES}
     phases = {
@@ -74,30 +75,25 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
     by, why = ("data" if phase == "data_wait_ns" else "compute"), _PHASES[phase]
     if by == "compute" and retries[straggler] > max(count for key, count in retries.items() if key != straggler):
         by, why = "memory", f"{why}, while its allocator flushed its cache {count(retries[straggler])} times"
-    times = floats(rows, "time_ns")
-    window = window_text(times[0], times[-1], origin_ns(tables))
     rank = whole(rows["rank"].iloc[-1])
-    loss = Loss(ratio=ratio, seconds=lost, n=len(rows), window=window)
+    excess = {f"{phase.removesuffix('_ns')}_excess_seconds": phases[phase].seconds}
     return [
         Finding(
             kind="rank-straggler",
             severity=loss.severity,
-            confidence=confidence(len(rows), _BLOCK_STEPS),
-            summary=(
-                f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
-                f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where "
-                f"gradients are summed; {why}. That costs {duration(lost)}, {percent(ratio)} of the run."
-            ),
+            confidence=loss.confidence(_BLOCK_STEPS),
+            summary=f"The other ranks wait for rank {rank}: by itself it takes {duration(lateness.seconds)} longer "
+            f"per step, and they wait {duration(waits.seconds)} longer in their backward pass, where gradients are "
+            f"summed; {why}. That costs {duration(lost)}, {percent(loss.ratio)} of the run.",
             locus=Locus(
                 host=straggler[0], rank=rank, role="main", pid=straggler[1], stage=phase.removesuffix("_ns")
             ),
             since_step=whole(rows["step"].iloc[0]),
-            evidence=(
-                *loss.evidence,
-                measurement("own_time_excess_seconds", lateness.seconds, "seconds", len(rows), window),
-                measurement("others_backward_excess_seconds", waits.seconds, "seconds", len(rows), window),
-                measurement(f"{phase[:-3]}_excess_seconds", phases[phase].seconds, "seconds", len(rows), window),
-                measurement("alloc_retry_count", retries[straggler], "count", len(rows), window),
+            evidence=loss.evidence(
+                own_time_excess_seconds=lateness.seconds,
+                others_backward_excess_seconds=waits.seconds,
+                **excess,
+                alloc_retry_count=retries[straggler],
             ),
             advice=(_advice(by, rank, lateness.seconds),),
             limited_by=by,

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loader_settings
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, origin_ns, step_at, window_text
-from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence, lost_ratio, measurement
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean
 from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS
-from collector.findings import Advice, Finding, Locus
-from collector.units import duration, number, percent
 
 
-def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
-    """Find time that a loop over an iterable dataset loses after some of its workers have run out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSkew:
+    """Epochs of a loop in which some workers ran out of samples before the others.
+
+    Attributes:
+        seconds: time that the loop waited longer than usual after a worker had run out.
+        epochs: number of such epochs.
+        tail_batches: number of batches after a worker had run out, in all of them.
+        share: samples of the worker with most, over an even share; mean.
+        worker: the worker that mostly has most; None if that changes.
+
+    """
+
+    seconds: float
+    epochs: int
+    tail_batches: int
+    share: float
+    worker: int | None
+
+
+def shard_skew(loop: Loop) -> ShardSkew | None:
+    """Measure what a loop over an iterable dataset loses after some of its workers have run out.
 
     With even shards, at most `ramp` batches come after a worker's last one.
     """
-    setting = loader_settings(tables).get((loop.main, loop.loader), {})
-    if loop.num_workers < 2 or not setting.get("iterable"):
-        return []
     lost, tail_count, largest_shares, largest_workers = 0.0, 0, [], []
     fetches_of = dict(iter(loop.fetches.groupby("epoch")))
     epochs = np.unique(floats(loop.batches, "epoch"))
@@ -28,8 +43,8 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
     for epoch, rows in recent.groupby("epoch"):
         if epoch not in fetches_of:
             continue
-        ends = fetches_of[epoch].groupby("worker")["time_ns"].max()
-        counts = fetches_of[epoch].groupby("worker").size()
+        workers = fetches_of[epoch].groupby("worker")
+        ends, counts = workers["time_ns"].max(), workers.size()
         from_ns = float(ends.min()) if len(ends) == loop.num_workers else 0.0
         times, waits, index = (floats(rows, name) for name in ("time_ns", "wait_ns", "index"))
         tail = (times > from_ns) & (index >= loop.ramp)
@@ -40,46 +55,13 @@ def shard_skew(tables: RunTables, loop: Loop) -> list[Finding]:
         tail_count += int(tail.sum())
         largest_shares.append(float(counts.max()) * loop.num_workers / float(counts.sum()))
         largest_workers.append(int(counts.index[int(np.argmax(counts))]))
-    lost *= len(epochs) / len(epochs[-RECENT_EPOCHS:])
-    ratio = lost_ratio(tables, max(lost, 0.0))
-    if not largest_shares or ratio < LEAST_LOST_RATIO:
-        return []
-    epochs_count, share = len(largest_shares), mean(np.array(largest_shares))
+    if not largest_shares:
+        return None
     worker = max(set(largest_workers), key=largest_workers.count)
-    same = largest_workers.count(worker) > epochs_count / 2
-    times = floats(loop.batches, "time_ns")
-    window = window_text(times[0], times[-1], origin_ns(tables))
-    loss = Loss(ratio=ratio, seconds=lost, n=epochs_count, window=window)
-    return [
-        Finding(
-            kind="shard-skew",
-            severity=loss.severity,
-            confidence=confidence(tail_count, 10 * loop.ramp),
-            summary=(
-                f"The dataset of loader {loop.loader} is shared out unevenly: "
-                + (f"worker {worker} has " if same else "one worker has ")
-                + f"{number(share)} times its even share, and works on when others are done. "
-                f"That costs {duration(lost)} in {epochs_count} epochs, {percent(ratio)} of the run."
-            ),
-            locus=Locus(
-                host=loop.main[0],
-                rank=loop.rank,
-                role="worker",
-                loader=loop.loader,
-                worker=worker if same else None,
-            ),
-            since_step=step_at(tables, loop.main, times[0]),
-            evidence=(
-                *loss.evidence,
-                measurement("largest_share_ratio", share, "ratio", epochs_count, window),
-                measurement("tail_batches_count", tail_count / epochs_count, "count", epochs_count, window),
-            ),
-            advice=(
-                Advice(
-                    text="Share the samples out evenly over get_worker_info().num_workers: by sample (every "
-                    "n-th), or in shards of equal size whose number is a multiple of the workers",
-                    expected=f"all workers end together: about {duration(lost / epochs_count)} less per epoch",
-                ),
-            ),
-        )
-    ]
+    return ShardSkew(
+        seconds=lost * len(epochs) / len(epochs[-RECENT_EPOCHS:]),
+        epochs=len(largest_shares),
+        tail_batches=tail_count,
+        share=mean(np.array(largest_shares)),
+        worker=worker if largest_workers.count(worker) > len(largest_workers) / 2 else None,
+    )

@@ -13,23 +13,16 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
-from collector.diagnosis.run.columns import floats
+from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls import catalogue
+from collector.diagnosis.stalls.case import MIN_PASSES, EpochStarts, LoadingCase
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
-from collector.diagnosis.stalls.epoch_start import find_epoch_costs
-from collector.diagnosis.stalls.findings import (
-    collate_bound,
-    compute_bound,
-    inline_loading,
-    no_cause,
-    slow_transfer,
-    slow_worker,
-    straggler_samples,
-    too_short,
-    too_slow,
-)
-from collector.diagnosis.stalls.hand_over import find_hand_overs
+from collector.diagnosis.stalls.epoch_start import passes
+from collector.diagnosis.stalls.hand_over import hand_over
 from collector.diagnosis.stalls.shard_skew import shard_skew
+from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding
 from collector.units import duration, percent
 
@@ -44,6 +37,7 @@ _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like
 _REGIME_RATIO = 1.5  # of fetch times in the first epoch and since, beyond the error
 _MOST_TAIL = 0.2  # share of the batches that may be slow ones
 _LEAST_TAIL_WAIT = 0.5  # share of the starving that the slow batches must cause
+_MIN_STARTS = 2  # epochs that show that starts recur; each start is measured, a refill only inferred
 
 
 def find_stalls(tables: RunTables) -> list[Finding]:
@@ -54,16 +48,16 @@ def find_stalls(tables: RunTables) -> list[Finding]:
         loop, change = without_odd_first_epoch(whole_loop)
         steady = pace(loop)
         missing = _missing(loop, steady)
-        at_epochs = find_epoch_costs(tables, whole_loop, None if missing else steady)
+        at_epochs = _epoch_costs(tables, whole_loop, None if missing else steady)
         if steady is not None and not missing:
             healthy = all(finding.severity == "info" for finding in at_epochs)
             findings += [
                 dataclasses.replace(finding, summary=f"{finding.summary}{change}")
-                for finding in _judge(tables, loop, steady, healthy=healthy)
+                for finding in _judge(LoadingCase.of(tables, loop, steady), healthy=healthy)
             ]
         elif not at_epochs:
             batches = 0 if steady is None else steady.batches
-            too_short_loops.append(too_short(tables, loop, missing or "no batch after the ramp-up", batches))
+            too_short_loops.append(catalogue.too_short(tables, loop, missing, batches))
         findings += at_epochs
     return without_repeats(findings) or too_short_loops[:1]
 
@@ -97,38 +91,103 @@ def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
     )
 
 
-def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> list[Finding]:
+def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
-    others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
+    steady, skews = case.steady, _shard_skew(case)
+    others = [*skews, *_hand_overs(case)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        contention = find_contention(tables, loop, steady, keeps_up=healthy and not others)
+        contention = find_contention(case, keeps_up=healthy and not others)
         if others or contention or not healthy:
             return [*others, *contention]
         is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval
-        return [(slow_transfer if is_transfer else compute_bound)(tables, loop, steady)]
-    skews = (finding for finding in others if finding.kind == "shard-skew")
+        return [catalogue.slow_transfer(case) if is_transfer else catalogue.compute_bound(case)]
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
-    return [*_starving(tables, loop, steady), *others]
+    return [*_starving(case), *others]
 
 
-def _starving(tables: RunTables, loop: Loop, steady: Pace) -> list[Finding]:
+def _starving(case: LoadingCase) -> list[Finding]:
+    loop, steady = case.loop, case.steady
     if loop.num_workers == 0:
-        return [inline_loading(tables, loop, steady)]
+        return [catalogue.inline_loading(case)]
     slow = slow_workers(steady)
     if slow:
-        return [slow_worker(tables, loop, steady, worker) for worker in slow]
+        return [catalogue.slow_worker(case, worker) for worker in slow]
     if steady.idle_ratio <= BUSY_IDLE or steady.capacity_ratio >= 1.0:
-        return [(collate_bound if _is_collate_bound(loop, steady) else too_slow)(tables, loop, steady)]
+        is_collate = _is_collate_bound(loop, steady)
+        return [catalogue.collate_bound(case) if is_collate else catalogue.workers_too_slow(case)]
     if steady.tail_ratio <= _MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
-        return [straggler_samples(tables, loop, steady)]
+        return [catalogue.straggler_samples(case)]
     missing = (
         f"it starves {percent(steady.starved_ratio)} of its time, yet the workers idle "
         f"{percent(steady.idle_ratio)} and no worker or sample stands out; a longer run or a larger "
         "prefetch_factor would tell"
     )
-    return [no_cause(tables, loop, steady, missing)]
+    return [catalogue.no_cause(case, missing)]
+
+
+def _shard_skew(case: LoadingCase) -> list[Finding]:
+    skew = shard_skew(case.loop) if case.loop.num_workers >= 2 and case.setting.get("iterable") else None
+    if skew is None:
+        return []
+    times = floats(case.loop.batches, "time_ns")
+    loss = Loss.of(case.tables, skew.seconds, skew.epochs, (times[0], times[-1]))
+    return [catalogue.shard_skew(case, skew, loss)] if loss.ratio >= LEAST_LOST_RATIO else []
+
+
+def _hand_overs(case: LoadingCase) -> list[Finding]:
+    """Find `sampler-bound`, and `copy-bound` or `pin-bound`, in a loop with workers.
+
+    A sampler that runs while all workers are busy costs nothing: the batch would not come earlier without it.
+    """
+    if not case.loop.num_workers:
+        return []
+    waits, findings = hand_over(case.loop), []
+    workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.setting.get("iterable")
+    if workers_idle and waits.sampler_seconds >= LEAST_LOST_RATIO * case.steady.interval:
+        findings.append(catalogue.sampler_bound(case, waits))
+    if waits.copy_seconds >= LEAST_LOST_RATIO * case.steady.interval:
+        pinned = floats(written(case.tables, "device_memory", case.loop.main), "pinned_allocated_bytes")
+        pinned_bytes = float(np.nanmax(pinned, initial=0.0))
+        if not (case.setting.get("pin_memory") and pinned_bytes > 0):
+            findings.append(catalogue.copy_bound(case, waits))
+        elif case.setting.get("collate") == "default_collate":
+            findings.append(catalogue.pin_bound(case, waits, pinned_bytes))
+        else:
+            findings.append(catalogue.copy_or_pin_bound(case, waits))
+    return findings
+
+
+def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
+    """Find time that this loop loses at the starts of epochs, the most expensive first."""
+    if not loop.num_workers:
+        return []
+    epochs = passes(tables, loop, steady)
+    later, epochs_count = epochs.iloc[1:], len(np.unique(floats(loop.batches, "epoch"))) - 1
+    costs: list[tuple[float, Finding]] = []
+    for finding_of, column, least, rows in (
+        (catalogue.worker_startup, "startup", _MIN_STARTS, later[later["ready"].notna()]),
+        (catalogue.epoch_refill, "refill", MIN_PASSES, later),
+    ):
+        seconds = floats(rows, column)
+        if len(rows) >= least and _is_certain(seconds):
+            starts = EpochStarts.of(tables, loop, rows, float(seconds.sum()) * epochs_count / len(later))
+            if starts.loss.ratio >= LEAST_LOST_RATIO:
+                costs.append((starts.loss.ratio, finding_of(starts)))
+    starting = epochs[epochs["ready"].notna()]
+    if len(starting) and not any(finding.kind == "worker-startup" for _, finding in costs):
+        starts = EpochStarts.of(tables, loop, starting, sum(starting["startup"]))
+        if starts.loss.ratio >= LEAST_LOST_RATIO:
+            workers_stay = len(epochs) > len(starting) == 1
+            finding = catalogue.startup_of_short_run(starts, workers_stay=workers_stay)
+            costs.append((starts.loss.ratio, finding))
+    return [finding for _, finding in sorted(costs, key=lambda ranked: -ranked[0])]
+
+
+def _is_certain(seconds: Floats) -> bool:
+    """Return whether the mean is more than twice its standard error."""
+    return float(seconds.mean()) > 2 * float(seconds.std(ddof=1)) / math.sqrt(len(seconds))
 
 
 def _is_collate_bound(loop: Loop, steady: Pace) -> bool:

@@ -1,10 +1,4 @@
-"""Calibration of the replay on a recorded loop: the costs of its batches, without waits for a core.
-
-Passing indices and batches costs time too. One thread of a worker sends a batch. Another one passes the file
-descriptors of the batch's tensors when the loop unpickles them (torch.multiprocessing, `file_descriptor` strategy).
-Both need the worker's GIL. If the worker computes in Python meanwhile, they wait up to 5 ms for it each time
-(`sys.getswitchinterval`). So taking a batch from a busy worker takes several times as long as from an idle one.
-"""
+"""Calibration of the replay on a recorded loop: the costs of its batches, without waits for a core."""
 
 from __future__ import annotations
 
@@ -16,11 +10,12 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.loading.steady_state import without_pauses
+from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
 from collector.diagnosis.loading.worker_limit import cores_per_rank
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, sampled
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, peak, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.tuning.overheads import Overheads, assumed_overheads, overheads
 from collector.diagnosis.tuning.replay import Setting, Trace, slowdown, throughputs
 from collector.diagnosis.tuning.shared_resource import Sharing, measure_sharing
 
@@ -35,13 +30,6 @@ _COMPUTES_RATIO = 0.1
 _UNEXPLAINED = 1.15
 _CORE_SHARES = np.linspace(1.0, 0.2, 17)
 _ROUNDS = 4  # of the search for the measured throughput
-_READY_NS = 1e6  # a batch that was made this long before it was asked for only had to be taken
-_SATURATED_NS = 2e6  # a worker that waits less for an index had it already
-_MIN_SAMPLES = 5
-#: Seconds where they were not measured: values of small batches of two tensors.
-_ASSUMED_GAP, _ASSUMED_DISPATCH, _ASSUMED_TRANSFER, _ASSUMED_HAND_OVER = 2e-4, 3e-4, 4e-4, 1.2e-3
-#: Seconds for one thread to get the GIL from another that computes, where they were not measured.
-_ASSUMED_SWITCH = 5e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +95,9 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     setting = Setting(
         num_workers=loop.num_workers, prefetch_factor=max(loop.prefetch_factor, 1), in_order=loop.in_order
     )
-    trace = _trace(tables, loop, rows, costs, total_seconds=total, creation=creation, recurs=recurs)
+    epochs = tuple(np.diff([*np.flatnonzero(rows["first"]), len(rows)]).tolist()) if recurs else ()
+    trace = _trace(tables, loop, rows, costs, total)
+    trace = dataclasses.replace(trace, epochs=epochs, creation=creation)
     if costs.has_children and math.isfinite(cores):
         trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
     cores, slowdowns = _cores(trace, setting, cores, costs.slowdown)
@@ -116,7 +106,6 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     alternative = _shared_trace(trace, sharing, setting, rate)
     if alternative is not None and sharing is not None and sharing.is_shared:
         trace, alternative = alternative, trace
-    samples, payload = floats(rows, "samples_count"), floats(rows, "payload_bytes")
     return Calibration(
         trace=trace,
         alternative=alternative,
@@ -126,26 +115,17 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
         slowdowns=slowdowns,
         batches_per_second=rate,
         wait_ratio=float(waited.sum()) / total,
-        samples_per_batch=float(np.nanmean(samples)) if np.isfinite(samples).any() else math.nan,
-        payload_bytes=float(np.nanmax(payload)) if np.isfinite(payload).any() else math.nan,
+        samples_per_batch=mean(floats(rows, "samples_count")),
+        payload_bytes=peak(floats(rows, "payload_bytes")),
     )
 
 
-def _trace(
-    tables: RunTables,
-    loop: Loop,
-    rows: pd.DataFrame,
-    costs: _FetchCosts,
-    *,
-    total_seconds: float,
-    creation: float,
-    recurs: bool,
-) -> Trace:
-    """Return the costs of a stretch of `total_seconds` as if every thread had a core."""
+def _trace(tables: RunTables, loop: Loop, rows: pd.DataFrame, costs: _FetchCosts, seconds: float) -> Trace:
+    """Return the costs of a stretch, which took `seconds`, as if every thread had a core."""
     cpu, blocked, slow = costs.cpu, costs.blocked, costs.slowdown
     took = rows["loop_ns"].to_numpy() / SECOND_NS
     usual = float(np.nanmean(took))
-    computing = _computing_ratio(tables, loop, rows) * total_seconds / len(rows)
+    computing = _computing_ratio(tables, loop, rows) * seconds / len(rows)
     computing -= 0 if loop.num_workers else cpu.mean()
     share = min(1.0, max(0.0, computing * slow / max(usual, 1e-9)))
     unslowed = 1 - share * (1 - 1 / slow)  # share of the loop's time that is left without waits for a core
@@ -161,13 +141,13 @@ def _trace(
         threads=costs.threads,
         loop_cpu_ratio=share / slow / unslowed,
         loop_threads=max(1.0, computing * slow / max(usual, 1e-9)),
-        gap=passing.gap / slow,
-        dispatch=passing.dispatch / slow,
-        transfer=passing.transfer / slow,
-        hand_over=passing.hand_over / slow,
-        busy_hand_over=passing.busy_hand_over,
-        epochs=tuple(np.diff([*np.flatnonzero(rows["first"]), len(rows)]).tolist()) if recurs else (),
-        creation=creation,
+        overheads=Overheads(
+            gap=passing.gap / slow,
+            dispatch=passing.dispatch / slow,
+            transfer=passing.transfer / slow,
+            hand_over=passing.hand_over / slow,
+            busy_hand_over=passing.busy_hand_over,
+        ),
         start=start,
         start_each=start_each,
     )
@@ -192,7 +172,7 @@ def _stretch(loop: Loop) -> tuple[pd.DataFrame, bool]:
     spent = ["cpu_ns", "process_cpu_ns", "children_cpu_ns", "run_queue_ns", "idle_ns"]
     made = fetches.assign(
         made_ns=floats(fetches, "time_ns"),
-        fetch_ns=floats(fetches, "getitem_ns") + np.nan_to_num(floats(fetches, "collate_ns")),
+        fetch_ns=fetch_ns(fetches),
         **{name: floats(fetches, name) for name in spent},
     ).drop_duplicates(["epoch", "index"])
     made = made[["epoch", "index", "worker", "made_ns", "fetch_ns", *spent]]
@@ -349,99 +329,3 @@ def _cores(trace: Trace, setting: Setting, cores: float, measured: float) -> tup
     enough = modelled[0] * _UNEXPLAINED >= measured
     at = int(enough.argmax()) if enough.any() else len(shares) - 1
     return float(shares[at]), modelled[:, at]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overheads:
-    """Costs of passing batches and indices, in seconds, named as in `replay.Trace`."""
-
-    gap: float = _ASSUMED_GAP
-    dispatch: float = _ASSUMED_DISPATCH
-    transfer: float = _ASSUMED_TRANSFER
-    hand_over: float = _ASSUMED_HAND_OVER
-    busy_hand_over: float
-
-
-def overheads(rows: pd.DataFrame, *, prefetch_factor: int, computing_ratio: float) -> Overheads:
-    """Measure the costs of passing batches that workers made.
-
-    Args:
-        rows: batches with their fetches in the order of yields: epoch, worker and times (`_ns`).
-        prefetch_factor: prefetch factor of the run.
-        computing_ratio: share of the fetch time that computes.
-
-    """
-    gap, dispatch = _before_fetches(rows, prefetch_factor)
-    made, asked, yields = (rows[name].to_numpy(dtype=float) for name in ("made_ns", "asked_ns", "yield_ns"))
-    drained = np.concatenate([[-np.inf], np.maximum.accumulate(np.where(made > asked, yields, -np.inf))[:-1]])
-    is_taken = made > drained  # the loop took the others while it waited for an earlier batch
-    begun = np.maximum(asked, made)
-    took, busy = yields - begun, np.zeros_like(made)
-    if prefetch_factor > 1:  # else a worker has no index until its batch is yielded
-        busy = _busy_ns(rows, begun)
-    is_idle = is_taken & (busy == 0)
-    waiting, ready = took[is_idle & (made > asked)], took[is_idle & (made < asked - _READY_NS)]
-    crossing = _usual(waiting, math.nan)
-    hand_over = _usual(ready, _ASSUMED_HAND_OVER if math.isnan(crossing) else crossing)
-    transfer = _ASSUMED_TRANSFER if math.isnan(crossing) else max(0.0, crossing - hand_over)
-    is_busy = is_taken & (busy > 0)
-    switching = assumed_overheads(computing_ratio).busy_hand_over
-    if is_busy.sum() >= _MIN_SAMPLES:
-        base = np.where(made > asked, transfer + hand_over, hand_over) * SECOND_NS
-        switching = _cap_for_mean(busy[is_busy], (took - base)[is_busy]) / SECOND_NS
-    return Overheads(gap=gap, dispatch=dispatch, transfer=transfer, hand_over=hand_over, busy_hand_over=switching)
-
-
-def assumed_overheads(computing_ratio: float) -> Overheads:
-    """Return the overheads of workers that have not run yet; see `overheads`."""
-    return Overheads(busy_hand_over=_ASSUMED_SWITCH * computing_ratio)
-
-
-def _before_fetches(rows: pd.DataFrame, prefetch_factor: int) -> tuple[float, float]:
-    """Return the seconds between the fetches of a worker that has its next index, and from a yield to a fetch.
-
-    A worker gets an index when one of its own batches is yielded, the one `prefetch_factor` before.
-    """
-    ordered = rows.sort_values("made_ns")
-    of_worker = ordered.groupby(["epoch", "worker"])
-    begun, free = ordered["made_ns"] - ordered["fetch_ns"], of_worker["made_ns"].shift()
-    sent = of_worker["yield_ns"].shift(prefetch_factor)
-    has_index = ((sent < free) & (ordered["idle_ns"] < _SATURATED_NS)).to_numpy()
-    waited = (sent > free).to_numpy()
-    gap = _usual((begun - free).to_numpy(dtype=float)[has_index], _ASSUMED_GAP)
-    return gap, _usual((begun - sent).to_numpy(dtype=float)[waited], _ASSUMED_DISPATCH)
-
-
-def _busy_ns(rows: pd.DataFrame, moments: Floats) -> Floats:
-    """Return the ns that the worker of each batch still needs for its current fetch at a moment; 0 if it idles.
-
-    The current fetch is the last one that began before the batch was yielded.
-    """
-    by = ["epoch", "worker"]
-    fetches = rows[[*by, "made_ns"]].assign(begun_ns=(rows["made_ns"] - rows["fetch_ns"]).astype(float))
-    yields = rows[by].assign(yield_ns=rows["yield_ns"].astype(float), row=np.arange(len(rows)))
-    current = pd.merge_asof(
-        yields.sort_values("yield_ns"),
-        fetches.sort_values("begun_ns"),
-        left_on="yield_ns",
-        right_on="begun_ns",
-        by=by,
-        allow_exact_matches=False,
-    ).sort_values("row")
-    left: Floats = np.maximum(np.nan_to_num(current["made_ns"].to_numpy(dtype=float)) - moments, 0.0)
-    return left
-
-
-def _cap_for_mean(values: Floats, wanted: Floats) -> float:
-    """Return x such that min(x, values) has the mean of `wanted` without pauses; at most the largest value."""
-    mean, low, high = float(without_pauses(wanted).mean()), 0.0, float(values.max())
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(values, middle).mean() < mean else (low, middle)
-    return (low + high) / 2
-
-
-def _usual(durations_ns: Floats, default: float) -> float:
-    """Return the mean in seconds without the rare long durations; `default` if there are few."""
-    known = durations_ns[np.isfinite(durations_ns)]
-    return max(0.0, float(without_pauses(known).mean())) / SECOND_NS if len(known) >= _MIN_SAMPLES else default

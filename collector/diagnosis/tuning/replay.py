@@ -28,6 +28,7 @@ import numpy.typing as npt
 from scipy.special import binom
 
 from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.tuning.overheads import NO_OVERHEADS, Overheads
 
 _ROUNDS = 8  # of the fixed point; each halves its error
 _FIXED_POINT_BATCHES = 400
@@ -60,13 +61,7 @@ class Trace:
         cpu, blocked: parts of a fetch. While a fetch computes, `threads` threads do.
         in_turn: whether `blocked` is the service time of a shared resource, which serves one fetch at a time.
         loop: time of the loop after a batch. `loop_cpu_ratio` of it is computing, in `loop_threads` threads.
-        gap: time between two fetches of a worker that has its next index.
-        dispatch: time from a yield until a worker that waits for an index begins its next fetch.
-        transfer: time from the end of a fetch until the loop can take the batch.
-        hand_over: time that the loop needs to take a batch. While it waits for a batch, it takes batches that come
-            out of order, so they cost nothing later (torch parks them in `_task_info`).
-        busy_hand_over: how much longer taking takes, at most, while the worker that made the batch computes its
-            next one: threads of that worker send the batch and its file descriptors, and wait for its GIL.
+        overheads: costs of passing batches and indices.
         epochs: number of batches of each epoch; empty if the stretch is a part of one epoch, in its steady state.
         creation: time to create each worker at the beginning of an epoch, before any gets an index; 0 if workers
             stay.
@@ -82,16 +77,17 @@ class Trace:
     threads: float = 1.0
     loop_cpu_ratio: float = 0.0
     loop_threads: float = 1.0
-    gap: float = 0.0
-    dispatch: float = 0.0
-    transfer: float = 0.0
-    hand_over: float = 0.0
-    busy_hand_over: float = 0.0
+    overheads: Overheads = NO_OVERHEADS
     epochs: tuple[int, ...] = ()
     creation: float = 0.0
     start: float = 0.0
     start_each: float = 0.0
     cores: float = np.inf
+
+    @property
+    def apart(self) -> Floats:
+        """Part of a fetch that takes no turns."""
+        return self.cpu if self.in_turn else self.cpu + self.blocked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,13 +267,7 @@ def _replay_slowed(
             if not group.any():
                 continue
             chosen = [setting for setting, in_group in zip(settings, group, strict=True) if in_group]
-            worker_slowdown, loop_slowdown = (slowdown[group][:, np.newaxis] for slowdown in slowdowns)
-            loop, cpu, blocked = (cost[part][:, np.newaxis] for cost in (trace.loop, trace.cpu, trace.blocked))
-            loop = loop + loop * trace.loop_cpu_ratio * (loop_slowdown - 1)
-            apart = cpu * worker_slowdown + (0 if trace.in_turn else blocked)
-            in_turn = np.broadcast_to(blocked if trace.in_turn else 0.0, apart.shape)
-            overheads = _Overheads.of(trace, worker_slowdown, loop_slowdown)
-            yields, waits, ready_seconds = replay(trace, chosen, apart, in_turn, loop, overheads)
+            yields, waits, ready_seconds = replay(chosen, _slowed(trace, part, slowdowns[:, group]))
             # Leave out the first batches: the replay begins with empty queues, the stretch does not.
             first = np.array([min(setting.in_flight, len(part) // 3) for setting in chosen])
             rows, lanes = np.arange(len(part))[:, np.newaxis], np.arange(len(chosen))
@@ -292,59 +282,55 @@ def _replay_slowed(
     return batches / seconds, np.clip(waited / seconds, 0.0, 1.0), ready / seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Overheads:
-    """Costs of passing batches and indices by setting, with the slowdown."""
-
-    gap: Floats
-    dispatch: Floats
-    transfer: Floats
-    hand_over: Floats
-
-    @classmethod
-    def of(cls, trace: Trace, worker_slowdown: Floats, loop_slowdown: Floats) -> _Overheads:
-        """Return the costs of a trace, those of workers and of the loop scaled by their slowdowns."""
-        return cls(
-            trace.gap * worker_slowdown,
-            trace.dispatch * worker_slowdown,
-            trace.transfer * worker_slowdown,
-            trace.hand_over * loop_slowdown,
-        )
+def _slowed(trace: Trace, part: npt.NDArray[np.intp], slowdowns: Floats) -> Trace:
+    """Return a part of `order` with its costs by batch, setting and column, where computing takes longer."""
+    worker, looping = slowdowns[:, :, np.newaxis]
+    loop, cpu, blocked = (cost[part][:, np.newaxis] for cost in (trace.loop, trace.cpu, trace.blocked))
+    cpu = cpu * worker
+    overheads = Overheads(
+        gap=trace.overheads.gap * worker,
+        dispatch=trace.overheads.dispatch * worker,
+        transfer=trace.overheads.transfer * worker,
+        hand_over=trace.overheads.hand_over * looping,
+        busy_hand_over=trace.overheads.busy_hand_over,
+    )
+    loop = loop + loop * trace.loop_cpu_ratio * (looping - 1)
+    blocked = np.broadcast_to(blocked, cpu.shape)
+    return dataclasses.replace(trace, cpu=cpu, blocked=blocked, loop=loop, overheads=overheads)
 
 
-def _replay_inline(
-    trace: Trace, settings: Sequence[Setting], apart: Floats, in_turn: Floats, loop: Floats, overheads: _Overheads
-) -> _Timeline:
+def _replay_inline(_settings: Sequence[Setting], costs: Trace) -> _Timeline:
     """Replay a loop that makes each batch itself."""
-    fetch = apart + in_turn
-    asked = np.concatenate([np.zeros_like(loop[:1]), loop[:-1]]) + fetch
+    fetch = costs.cpu + costs.blocked
+    asked = np.concatenate([np.zeros_like(costs.loop[:1]), costs.loop[:-1]]) + fetch
     return np.cumsum(asked, axis=0), fetch, np.zeros_like(fetch)
 
 
-def _replay_in_order(
-    trace: Trace, settings: Sequence[Setting], apart: Floats, in_turn: Floats, loop: Floats, overheads: _Overheads
-) -> _Timeline:
+def _replay_in_order(settings: Sequence[Setting], costs: Trace) -> _Timeline:
     """Replay workers whose batches are yielded in order."""
+    apart, overheads = costs.apart, costs.overheads
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
     lanes, count = np.arange(len(settings)), len(apart)
     # One row per batch and lane, and results go into existing arrays: a batch costs two dozen calls for all lanes.
     made = np.zeros((count + int(places.max()), *apart.shape[1:]))
-    made_rows, apart_rows, in_turn_rows = (table.reshape(-1, apart.shape[2]) for table in (made, apart, in_turn))
+    made_rows, apart_rows, blocked_rows = (
+        table.reshape(-1, apart.shape[2]) for table in (made, apart, costs.blocked)
+    )
     yields, waits = np.empty_like(apart), np.empty_like(apart)
     asked, drained, begun, free, available, taking, turn = (np.zeros_like(apart[0]) for _ in range(7))
 
     def fetch(batch: npt.NDArray[np.intp], of_lanes: npt.NDArray[np.intp]) -> None:
         """Make a batch in each of the lanes, from `begun` on."""
         rows = np.minimum(batch, count - 1) * len(settings) + of_lanes
-        if trace.in_turn:
-            begun[of_lanes] = turn[of_lanes] = np.maximum(begun, turn)[of_lanes] + in_turn_rows[rows]
+        if costs.in_turn:
+            begun[of_lanes] = turn[of_lanes] = np.maximum(begun, turn)[of_lanes] + blocked_rows[rows]
         made[batch, of_lanes] = begun[of_lanes] + apart_rows[rows]
 
     for first in range(min(count, int(places.max()))):
         is_new, is_next = (workers > first)[:, np.newaxis], (workers <= first)[:, np.newaxis]
         made_rows.take((np.maximum(first - workers, 0)) * len(settings) + lanes, axis=0, out=free, mode="clip")
-        begun[:] = is_new * (trace.start + first * trace.start_each) + is_next * (free + overheads.gap)
+        begun[:] = is_new * (costs.start + first * costs.start_each) + is_next * (free + overheads.gap)
         dispatched = lanes[places > first]
         fetch(np.full(len(dispatched), first), dispatched)
     for k in range(count):
@@ -353,13 +339,13 @@ def _replay_in_order(
         np.maximum(asked, available, out=yielded)
         made_rows.take((k + places - workers) * len(settings) + lanes, axis=0, out=free, mode="clip")
         np.subtract(free, yielded, out=taking)
-        np.clip(taking, 0.0, trace.busy_hand_over, out=taking)
+        np.clip(taking, 0.0, overheads.busy_hand_over, out=taking)
         taking += overheads.hand_over
         np.multiply(available > drained, taking, out=taking)
         yielded += taking
         np.copyto(drained, yielded, where=available > asked)
         np.subtract(yielded, asked, out=waits[k])
-        np.add(yielded, loop[k], out=asked)
+        np.add(yielded, costs.loop[k], out=asked)
         free += overheads.gap
         np.add(yielded, overheads.dispatch, out=begun)
         np.maximum(begun, free, out=begun)
@@ -367,17 +353,17 @@ def _replay_in_order(
     return yields, waits, yields - made[:count]
 
 
-def _replay_out_of_order(
-    trace: Trace, settings: Sequence[Setting], apart: Floats, in_turn: Floats, loop: Floats, overheads: _Overheads
-) -> _Timeline:
+def _replay_out_of_order(settings: Sequence[Setting], costs: Trace) -> _Timeline:
     """Replay workers whose batches are yielded as they are made."""
+    apart, overheads = costs.apart, costs.overheads
+    gap, sending = (np.broadcast_to(cost, (len(settings), 1)) for cost in (overheads.gap, overheads.dispatch))
     workers = np.array([setting.num_workers for setting in settings])
     places = np.array([setting.in_flight for setting in settings])
     count, shape = len(apart), apart.shape[1:]
     lanes, columns = np.arange(shape[0])[:, np.newaxis], np.arange(shape[1])[np.newaxis, :]
     most, depth = int(workers.max()), max(setting.prefetch_factor for setting in settings)
     # By worker: when it is free, and when its dispatched batches are made, oldest first.
-    free = np.broadcast_to(trace.start + trace.start_each * np.arange(most), (*shape, most)).copy()
+    free = np.broadcast_to(costs.start + costs.start_each * np.arange(most), (*shape, most)).copy()
     made_at = np.full((*shape, most, depth + 1), np.inf)
     queued = np.zeros((*shape, most), dtype=np.intp)
     sent, turn = np.zeros(shape, dtype=np.intp), np.zeros(shape)
@@ -385,10 +371,10 @@ def _replay_out_of_order(
     def dispatch(to: npt.NDArray[np.intp], now: Floats, where: npt.NDArray[np.bool_]) -> None:
         lane, column = np.nonzero(where)
         worker = to[where]
-        earliest = free[lane, column, worker] + overheads.gap[lane, 0]
-        begun = np.maximum(now[where] + overheads.dispatch[lane, 0], earliest)
-        if trace.in_turn:
-            begun = turn[where] = np.maximum(begun, turn[where]) + in_turn[sent[where], lane, column]
+        earliest = free[lane, column, worker] + gap[lane, 0]
+        begun = np.maximum(now[where] + sending[lane, 0], earliest)
+        if costs.in_turn:
+            begun = turn[where] = np.maximum(begun, turn[where]) + costs.blocked[sent[where], lane, column]
         done = begun + apart[sent[where], lane, column]
         free[lane, column, worker] = done
         made_at[lane, column, worker, queued[lane, column, worker]] = done
@@ -405,9 +391,9 @@ def _replay_out_of_order(
         made_at[lanes, columns, first, :-1] = made_at[lanes, columns, first, 1:]
         queued[lanes, columns, first] -= 1
         taken = np.maximum(asked, made + overheads.transfer)
-        busy = np.clip(free[lanes, columns, first] - taken, 0.0, trace.busy_hand_over)
+        busy = np.clip(free[lanes, columns, first] - taken, 0.0, overheads.busy_hand_over)
         yields[k] = taken + overheads.hand_over + busy
         waits[k], ready[k] = yields[k] - asked, yields[k] - made
         dispatch(first, yields[k], sent < count)
-        asked = yields[k] + loop[k]
+        asked = yields[k] + costs.loop[k]
     return yields, waits, ready

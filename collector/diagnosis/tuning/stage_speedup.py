@@ -7,7 +7,6 @@ The replay of the run with shorter stages does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -24,14 +23,29 @@ HEALTHY_WAIT_RATIO = 0.05
 _REMAINDERS = np.linspace(0.95, 0.0, 20)  # shares of a stage's time that are left after a speed-up
 
 
-class WaitedStage(TypedDict):
-    """A stage that a loop waited for; seconds of the wait, and what a faster stage would do (see `SpeedUp`)."""
+class SpeedUp(TypedDict):
+    """Effect of a faster stage; seconds are per batch, None where they are not known.
 
-    stage: str
-    seconds: float
+    Attributes:
+        batch_seconds: time of the stage now.
+        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
+        free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
+
+    """
+
     batch_seconds: float | None
     enough_seconds: float | None
     free_wait_ratio: float | None
+
+
+class WaitedStage(SpeedUp):
+    """A stage that a loop waited for, seconds of the wait, and what a faster stage would do."""
+
+    stage: str
+    seconds: float
+
+
+_UNKNOWN = SpeedUp(batch_seconds=None, enough_seconds=None, free_wait_ratio=None)
 
 
 class WaitSummary(TypedDict):
@@ -44,22 +58,6 @@ class WaitSummary(TypedDict):
     wait_ratio: float
     head_of_line_seconds: float
     stages: list[WaitedStage]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedUp:
-    """Effect of a faster stage; seconds are per batch.
-
-    Attributes:
-        batch_seconds: time of the stage now.
-        enough_seconds: time of the stage at which the loop hardly waits, None if even 0 is not enough.
-        free_wait_ratio: share of its time that the loop would still wait if the stage took no time.
-
-    """
-
-    batch_seconds: float
-    enough_seconds: float | None
-    free_wait_ratio: float
 
 
 def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]:
@@ -78,14 +76,14 @@ def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]
     if abs(math.log(rates[0] / calibration.batches_per_second)) > CURRENT_ERROR:
         return {}
     unavoidable = waits[1]
-    busy = waits[2:].reshape(len(names), -1) <= unavoidable + HEALTHY_WAIT_RATIO
-    busy &= unavoidable <= HEALTHY_WAIT_RATIO
+    shorter_waits = waits[2:].reshape(len(names), -1)
+    busy = (shorter_waits <= unavoidable + HEALTHY_WAIT_RATIO) & (unavoidable <= HEALTHY_WAIT_RATIO)
     seconds = costs.mean(axis=0) / SECOND_NS
     return {
         name: SpeedUp(
             batch_seconds=float(seconds[at]),
             enough_seconds=float(_REMAINDERS[busy[at].argmax()] * seconds[at]) if busy[at].any() else None,
-            free_wait_ratio=float(waits[2:].reshape(len(names), -1)[at, -1]),
+            free_wait_ratio=float(shorter_waits[at, -1]),
         )
         for at, name in enumerate(names)
     }
@@ -107,15 +105,8 @@ def summarize_waits(tables: RunTables, breakdown: WaitBreakdown) -> WaitSummary:
         "wait_seconds": breakdown.wait_seconds,
         "wait_ratio": breakdown.wait_ratio,
         "head_of_line_seconds": breakdown.head_of_line_seconds,
-        "stages": [_stage(name, seconds, gains.get(name)) for name, seconds in breakdown.by_part.items()],
-    }
-
-
-def _stage(name: str, seconds: float, gain: SpeedUp | None) -> WaitedStage:
-    return {
-        "stage": name,
-        "seconds": seconds,
-        "batch_seconds": gain.batch_seconds if gain else None,
-        "enough_seconds": gain.enough_seconds if gain else None,
-        "free_wait_ratio": gain.free_wait_ratio if gain else None,
+        "stages": [
+            {"stage": name, "seconds": seconds, **gains.get(name, _UNKNOWN)}
+            for name, seconds in breakdown.by_part.items()
+        ],
     }

@@ -161,7 +161,7 @@ def _grid(measured: Calibration) -> Iterator[Setting]:
     current, trace = measured.setting, measured.trace
     traces = [trace] if measured.alternative is None else [trace, measured.alternative]
     fetch = max(float((of_trace.cpu + of_trace.blocked).mean()) for of_trace in traces)
-    wanted = _MARGIN * fetch / max(float(trace.loop.mean()) + trace.hand_over, 1e-6)
+    wanted = _MARGIN * fetch / max(float(trace.loop.mean()) + trace.overheads.hand_over, 1e-6)
     most = max(current.num_workers, min(math.ceil(wanted), _WORKERS[-1]), _USUAL_PREFETCH)
     yield current
     for workers in sorted({current.num_workers, *_WORKERS}):
@@ -171,31 +171,26 @@ def _grid(measured: Calibration) -> Iterator[Setting]:
                 yield setting
 
 
-def _with_equal_shares(
-    measured: Calibration, settings: list[Setting], cores: float
-) -> tuple[list[Prediction], ...]:
-    """Predict settings for threads that share the cores equally with other processes; none if there are no others.
-
-    The kernel may also share the cores between groups of processes (cgroups, autogroup). Which of the two it does
-    is not known.
-    """
-    if not measured.trace.cores < cores:
-        return ()
-    threads = np.array([setting.num_workers + 1 for setting in settings], dtype=float)
-    others = (measured.setting.num_workers + 1) * (cores / measured.trace.cores - 1)
-    return (predict(measured.trace, settings, cores=cores * threads / (threads + others)),)
-
-
 def _options(
     measured: Calibration, memory: LoaderMemory, error: float, cores: float, settings: Sequence[Setting]
 ) -> list[Option]:
-    predictions = predict(measured.trace, settings)
-    variants = zip(predictions, *_with_equal_shares(measured, list(settings), cores), strict=True)
+    """Predict settings.
+
+    If other processes use the cores too, the kernel may share the cores equally between all threads, or between
+    groups of processes (cgroups, autogroup). Which of the two it does is not known.
+    """
+    variants = [predict(measured.trace, settings)]
+    if measured.trace.cores < cores:
+        threads = np.array([setting.num_workers + 1 for setting in settings], dtype=float)
+        others = (measured.setting.num_workers + 1) * (cores / measured.trace.cores - 1)
+        variants.append(predict(measured.trace, settings, cores=cores * threads / (threads + others)))
     alternative = measured.alternative
-    others = [None] * len(settings) if alternative is None else predict(alternative, settings)
+    otherwise: Sequence[Prediction | None] = [None] * len(settings)
+    if alternative is not None:
+        otherwise = predict(alternative, settings)
     return [
         _option(measured, memory, error, list(of_setting), other)
-        for of_setting, other in zip(variants, others, strict=True)
+        for of_setting, other in zip(zip(*variants, strict=True), otherwise, strict=True)
     ]
 
 
@@ -210,21 +205,17 @@ def _option(
     prediction, current = variants[0], measured.setting
     setting = prediction.setting
     rates = [_rate(variant, current, error) for variant in variants]
-    main = Rate(
-        batches_per_second=prediction.batches_per_second,
-        low=min(rate.low for rate in rates),
-        high=max(rate.high for rate in rates),
-    )
+    low, high = min(rate.low for rate in rates), max(rate.high for rate in rates)
     other_rate = None if alternative is None else _rate(alternative, current, error)
-    if other_rate is not None and main.low <= other_rate.batches_per_second <= main.high:
+    if other_rate is not None and low <= other_rate.batches_per_second <= high:
         other_rate = None  # the same, within the interval
     more = memory.most(prediction) - memory.held
     more_shm = memory.prefetched(setting) - memory.prefetched(current)
     return Option(
         setting=setting,
-        batches_per_second=main.batches_per_second,
-        low=main.low,
-        high=main.high,
+        batches_per_second=prediction.batches_per_second,
+        low=low,
+        high=high,
         if_shared=None if measured.trace.in_turn else other_rate,
         if_apart=other_rate if measured.trace.in_turn else None,
         wait_ratio=prediction.wait_ratio,

@@ -9,6 +9,7 @@ from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.tuning.calibration import calibrate
 from collector.diagnosis.tuning.loader_memory import LoaderMemory, PrivateMemory, held_memory
+from collector.diagnosis.tuning.overheads import Overheads
 from collector.diagnosis.tuning.replay import Setting, Trace, predict
 from collector.diagnosis.tuning.what_if import forecast, option_text
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -150,8 +151,8 @@ def test_no_prediction_exceeds_what_the_cores_give(fetch, loop, busy, threads, w
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_taking_a_batch_is_slow_only_while_its_worker_computes_the_next(in_order):
-    quick = constant(fetch_cpu=0.02, loop=0.004, hand_over=0.001)
-    slow = constant(fetch_cpu=0.02, loop=0.004, hand_over=0.001, busy_hand_over=0.01)
+    quick = constant(fetch_cpu=0.02, loop=0.004, overheads=Overheads(hand_over=0.001))
+    slow = constant(fetch_cpu=0.02, loop=0.004, overheads=Overheads(hand_over=0.001, busy_hand_over=0.01))
 
     def ratio(workers, prefetch):
         asked = [Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)]

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from collector.diagnosis.tuning.calibration import assumed_overheads, overheads
+from collector.diagnosis.tuning.overheads import assumed_overheads, overheads
 
 MS = 1e6
 

@@ -133,13 +133,13 @@ def test_what_is_said_to_be_enough_is_enough():
     """The stage at the length that the table names, in another simulation: the loop no longer waits."""
     script = in_stages(simulate(collate_share=0.0, **SLOW), decode=0.7, read=0.1)
     gains = speed_ups(script.tables(), only(script))
-    assert gains["decode"].batch_seconds == pytest.approx(0.042, rel=0.05)
-    shorter = 0.06 - gains["decode"].batch_seconds + gains["decode"].enough_seconds
+    assert gains["decode"]["batch_seconds"] == pytest.approx(0.042, rel=0.05)
+    shorter = 0.06 - gains["decode"]["batch_seconds"] + gains["decode"]["enough_seconds"]
     assert only(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
     longer = shorter + 0.01
     assert only(simulate(**{**SLOW, "service": jittered(longer)})).wait_ratio > 0.1
-    assert gains["read"].enough_seconds is None
-    assert gains["read"].free_wait_ratio == pytest.approx(
+    assert gains["read"]["enough_seconds"] is None
+    assert gains["read"]["free_wait_ratio"] == pytest.approx(
         only(simulate(**{**SLOW, "service": jittered(0.054)})).wait_ratio, abs=0.03
     )
 

@@ -1,0 +1,78 @@
+"""Short trials of a training: what `tidegauge tune` is asked for, with its settings and with its batch sizes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal
+
+from collector.commands.options import show_table
+
+if TYPE_CHECKING:
+    from collector.diagnosis import RunTables
+    from collector.diagnosis.loading import Loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """The trials that a user asked for.
+
+    Attributes:
+        command: the command that trains.
+        home: Tidegauge home.
+        seconds: duration of a trial.
+        most: number of trials besides the one of the script as it is.
+        as_json: whether the results are printed as JSON.
+        signals: signals that asked for an end; then there is no further trial.
+
+    """
+
+    command: tuple[str, ...]
+    home: Path
+    seconds: float
+    most: int
+    as_json: bool
+    signals: list[int]
+
+    def once(self, name: str, loader: str | None, seconds: float) -> tuple[RunTables, Loop | None, str]:
+        """Run one trial; return its tables, the loop with most batches, and its failure (`trial.try_once`)."""
+        from collector.agent.trial import try_once
+
+        return try_once(self.command, self.home, name=name, loader=loader, seconds=seconds, signals=self.signals)
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """Collect the signals that ask for an end, so that the results so far are still shown."""
+    signals: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield signals
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def show_trials(columns: Sequence[str], rows: Iterable[Sequence[str]], *, names: Literal["left", "right"]) -> None:
+    """Print a table with a row per trial: its name, on that side of the first column, and numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name, justify=names if name == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    show_table(table)
+
+
+def change_text(after: float, before: float) -> str:
+    """Return a change in percent: `+5%`."""
+    return f"{after / before - 1:+.0%}"

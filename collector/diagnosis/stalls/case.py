@@ -1,0 +1,165 @@
+"""A loading loop in its steady state, as all stall rules see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import pandas as pd
+
+from collector.diagnosis.loading.loaders import Loop, loader_settings
+from collector.diagnosis.loading.names import pid_if_shared
+from collector.diagnosis.loading.steady_state import Pace
+from collector.diagnosis.run.columns import floats, mean, median, step_at
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
+from collector.findings import Evidence, Locus, Severity, measurements
+
+#: Epochs that the error of a mean refill needs.
+MIN_PASSES = 3
+
+
+class Facts(TypedDict):
+    """Fields of a finding that do not depend on its kind."""
+
+    severity: Severity
+    confidence: float
+    locus: Locus
+    since_step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingCase:
+    """One loop, and what is the same in all findings on its steady state.
+
+    Attributes:
+        tables: the tables of the run.
+        loop: the loop, without a first epoch of another pace.
+        steady: its pace.
+        setting: its `loader` event, empty without one.
+        waited: the loss by all of its waits.
+        since_step: step at the first steady batch.
+
+    """
+
+    tables: RunTables
+    loop: Loop
+    steady: Pace
+    setting: Mapping[str, Any]
+    waited: Loss
+    since_step: int | None
+
+    @classmethod
+    def of(cls, tables: RunTables, loop: Loop, steady: Pace) -> LoadingCase:
+        """Return the case of a loop with this pace."""
+        span_ns = steady.first_ns, steady.last_ns
+        waited = Loss.of(tables, steady.wait * len(loop.batches), steady.batches, span_ns)
+        return cls(
+            tables=tables,
+            loop=loop,
+            steady=steady,
+            setting=loader_settings(tables).get((loop.main, loop.loader), {}),
+            waited=waited,
+            since_step=step_at(tables, loop.main, steady.first_ns),
+        )
+
+    @property
+    def pace_evidence(self) -> tuple[Evidence, ...]:
+        """Parts of the loop's time per batch."""
+        return self.measured(
+            starved_ratio=self.steady.starved_ratio,
+            data_wait_ratio=self.steady.wait_ratio,
+            hand_over_seconds=self.steady.transfer,
+            consumer_seconds=self.steady.consumer,
+        )
+
+    @property
+    def waiting_evidence(self) -> tuple[Evidence, ...]:
+        """Parts of the loop's time per batch, and what its waits cost the run."""
+        return (*self.pace_evidence, *self.waited.evidence())
+
+    def measured(self, **values: float) -> tuple[Evidence, ...]:
+        """Return means over the steady batches as evidence."""
+        return measurements(self.waited.n, self.waited.window, 6, **values)
+
+    def loss(self, seconds: float) -> Loss:
+        """Return the loss by a part of the waits, from its seconds per batch."""
+        span_ns = self.steady.first_ns, self.steady.last_ns
+        return Loss.of(self.tables, seconds * len(self.loop.batches), self.steady.batches, span_ns)
+
+    def facts(self, role: str | None, loss: Loss | None = None, *, worker: int | None = None) -> Facts:
+        """Return the facts of a finding on the steady state; without a loss it is that of all waits.
+
+        A loop that hardly starves loses nothing by its waits.
+        """
+        starves = self.steady.starved_ratio >= LEAST_LOST_RATIO
+        return Facts(
+            severity=loss.severity if loss else self.waited.severity if starves else "info",
+            confidence=(loss or self.waited).confidence(10),
+            locus=dataclasses.replace(loop_locus(self.tables, self.loop, role), worker=worker),
+            since_step=self.since_step,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochStarts:
+    """Starts of a loop's epochs that cost the run time.
+
+    Attributes:
+        tables: the tables of the run.
+        loop: the loop.
+        passes: the epochs that were measured (`epoch_start.passes`).
+        loss: what the starts of all of its epochs cost the run.
+
+    """
+
+    tables: RunTables
+    loop: Loop
+    passes: pd.DataFrame
+    loss: Loss
+
+    @classmethod
+    def of(cls, tables: RunTables, loop: Loop, passes: pd.DataFrame, seconds: float) -> EpochStarts:
+        """Return the starts of these epochs, and what all starts cost the run."""
+        first_ns = floats(passes, "first_ns")
+        loss = Loss.of(tables, seconds, len(passes), (first_ns[0], first_ns[-1]))
+        return cls(tables=tables, loop=loop, passes=passes, loss=loss)
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a column of the epochs."""
+        return mean(floats(self.passes, name))
+
+    @property
+    def usual_batches(self) -> float:
+        """Median number of batches of an epoch."""
+        return median(floats(self.passes, "batches"))
+
+    @property
+    def facts(self) -> Facts:
+        """Facts of a finding on these starts."""
+        return Facts(
+            severity=self.loss.severity,
+            confidence=self.loss.confidence(MIN_PASSES),
+            locus=workers_locus(self.loop),
+            since_step=step_at(self.tables, self.loop.main, floats(self.passes, "first_ns")[0]),
+        )
+
+
+def workers_locus(loop: Loop) -> Locus:
+    """Return the place of a finding on the workers of a loop."""
+    return Locus(host=loop.main[0], rank=loop.rank, role="worker", loader=loop.loader)
+
+
+def loop_locus(tables: RunTables, loop: Loop, role: str | None = None) -> Locus:
+    """Return the place of a finding on a loop: its training process, its workers, or the loop."""
+    is_main = role == "main"
+    return Locus(
+        host=loop.main[0],
+        rank=loop.rank,
+        role=role,
+        loader=loop.loader,
+        pid=loop.main[1] if is_main else None,
+        main_pid=None if is_main else pid_if_shared(tables, loop.main, loop.rank),
+    )

@@ -1,0 +1,496 @@
+"""The findings on data loading, kind by kind: sentence, evidence and advice. `verdict` decides which apply."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
+from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
+from collector.diagnosis.run.columns import floats, step_at
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.advice import advise_fetches
+from collector.diagnosis.stalls.case import EpochStarts, LoadingCase, loop_locus, workers_locus
+from collector.diagnosis.stalls.cost import Loss, confidence
+from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
+from collector.diagnosis.stalls.shard_skew import ShardSkew
+from collector.diagnosis.tuning.what_if import Forecast, forecast
+from collector.findings import Advice, Evidence, Finding, Locus, measurements
+from collector.units import count, duration, number, percent, size
+
+_SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
+_LISTED_BATCHES = 50
+_TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
+_HOUR_SECONDS = 3600.0
+
+
+def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) -> Finding:
+    """Return a finding for a loop with too few records to judge."""
+    evidence = (
+        *measurements(len(loop.batches), "after the ramp-up", steady_batches=steady_batches),
+        *measurements(len(loop.batches), "whole loop", fetches=len(loop.fetches)),
+    )
+    return _cannot_tell(loop, missing, loop_locus(tables, loop), evidence)
+
+
+def no_cause(case: LoadingCase, missing: str) -> Finding:
+    """Return a finding for measured waits without a known cause; `missing` says why the cause is not known."""
+    evidence = (*case.pace_evidence, *case.measured(worker_idle_ratio=case.steady.idle_ratio))
+    return _cannot_tell(case.loop, missing, loop_locus(case.tables, case.loop), evidence)
+
+
+def slow_transfer(case: LoadingCase) -> Finding:
+    """Return a finding for waits between worker and loop that neither sampler nor the bytes of a batch explain."""
+    steady = case.steady
+    missing = (
+        f"it waits {percent(steady.wait_ratio)} of its time for batches that the workers have made already "
+        f"({duration(steady.transfer)} per batch between worker and loop), and the bytes of a batch do not "
+        f"explain that; a fetch takes {duration(steady.fetch_mean)}"
+    )
+    finding = no_cause(case, missing)
+    return dataclasses.replace(
+        finding,
+        evidence=(*finding.evidence, *case.measured(fetch_seconds=steady.fetch_mean)),
+        advice=_if_inline(steady, duration(steady.transfer), steady.transfer),
+    )
+
+
+def _cannot_tell(loop: Loop, missing: str, locus: Locus, evidence: tuple[Evidence, ...]) -> Finding:
+    return Finding(
+        kind="cannot-tell",
+        severity="info",
+        confidence=1.0,
+        summary=f"Whether loader {loop.loader} keeps up cannot be told: {missing}.",
+        locus=locus,
+        evidence=evidence,
+    )
+
+
+def _if_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:
+    """Return the advice to do without workers, if making a batch takes less time than its transfer."""
+    if not steady.fetch_mean < transfer_seconds:
+        return ()
+    expected = f"about {duration(steady.fetch_mean)} per batch instead of {instead_of}"
+    return (Advice(text="Set num_workers=0", expected=expected),)
+
+
+def compute_bound(case: LoadingCase) -> Finding:
+    """Return a finding for a loop that does not starve, with the time of its transfers."""
+    steady = case.steady
+    if case.loop.num_workers:
+        spare = "have time to spare" if not steady.idle_ratio < _SPARE_IDLE_RATIO else "just keep up"
+        how = f"its workers {spare} ({percent(steady.idle_ratio)} idle)"
+        second = case.measured(worker_idle_ratio=steady.idle_ratio)
+    else:
+        how = f"a batch is made in {duration(steady.fetch_mean)}"
+        second = case.measured(fetch_seconds=steady.fetch_mean)
+    transfer_ratio = steady.wait_ratio - steady.starved_ratio
+    if transfer_ratio >= _TRANSFER_RATIO:
+        how += (
+            f". Another {percent(transfer_ratio)} goes into their transfer: {duration(steady.transfer)} per batch"
+        )
+    return Finding(
+        kind="compute-bound",
+        summary=f"Data loading keeps up: {percent(steady.starved_ratio)} of the loop's time goes into waiting "
+        f"for batches of loader {case.loop.loader} that are not made yet, and {how}.",
+        evidence=(*case.pace_evidence, *second),
+        **case.facts(None),
+    )
+
+
+def inline_loading(case: LoadingCase) -> Finding:
+    """Return a finding for a training process that makes its batches itself."""
+    tables, loop, steady = case.tables, case.loop, case.steady
+    limit, facts = worker_limit(tables, loop), case.facts("main")
+    if steady.fetch_mean < HAND_OVER_SECONDS:
+        facts["severity"] = "info"
+        what = ". Workers would not help: handing a batch over costs as much."
+        advice: tuple[Advice, ...] = (
+            Advice(
+                text="Keep num_workers=0 and make the batch cheaper: hold the data as one tensor and index whole "
+                "batches (`__getitems__` or your own slicing), or use a larger batch",
+                expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
+                f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
+            ),
+        )
+    else:
+        what = f", while the model computes nothing; {limit.because}."
+        advice = advise_fetches(loop, limit, cores_per_rank(tables, loop.main[0]), forecast(tables, loop))
+    return Finding(
+        kind="inline-loading",
+        summary=f"The training process makes its batches itself (num_workers=0): {percent(steady.wait_ratio)} of "
+        f"the loop's time, {duration(steady.fetch_mean)} per batch{what}",
+        evidence=(*case.waiting_evidence, *case.measured(fetch_seconds=steady.fetch_mean), *limit.evidence),
+        advice=advice,
+        limited_by=limit.by if limit.by in ("oversubscribed", "affinity") else None,
+        **facts,
+    )
+
+
+def workers_too_slow(case: LoadingCase) -> Finding:
+    """Return a finding for workers that together cannot keep up."""
+    loop, steady = case.loop, case.steady
+    limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
+    shared = outlook.measured.shared if isinstance(outlook, Forecast) else None
+    in_common, tests = "", {}
+    if shared:
+        likely = "" if shared.is_sure else " most likely"
+        in_common = f" They{likely} wait for one thing in common: {shared.because}."
+        tests = {
+            "fetches_alike_sigmas": shared.correlation_sigmas,
+            "fetches_beside_sigmas": shared.slowdown_sigmas,
+            "fetches_turn_sigmas": shared.queue_sigmas,
+        }
+    return Finding(
+        kind="workers-too-slow",
+        summary=f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
+        f"{_waits(steady)} and the workers idle {percent(steady.idle_ratio)}; {limit.because}.{in_common}",
+        evidence=(
+            *case.waiting_evidence,
+            *case.measured(
+                worker_idle_ratio=steady.idle_ratio,
+                fetch_seconds=steady.fetch_mean,
+                capacity_ratio=steady.capacity_ratio,
+            ),
+            *limit.evidence,
+            *(measurements(len(shared.service), "recent fetches", **tests) if shared else ()),
+        ),
+        advice=advise_fetches(loop, limit, cores_per_rank(case.tables, loop.main[0]), outlook),
+        limited_by=limit.by,
+        **case.facts("worker"),
+    )
+
+
+def collate_bound(case: LoadingCase) -> Finding:
+    """Return a finding for workers that are too slow because of `collate_fn`."""
+    finding, limit, steady = workers_too_slow(case), worker_limit(case.tables, case.loop), case.steady
+    interval = max(steady.consumer, (steady.fetch_mean - steady.collate_mean) / case.loop.num_workers)
+    now = number(1 / steady.interval)
+    return dataclasses.replace(
+        finding,
+        kind="collate-bound",
+        summary=f"Putting the samples of a batch together (collate_fn) takes the workers of loader "
+        f"{case.loop.loader} {duration(steady.collate_mean)} of {duration(steady.fetch_mean)} per batch, and the "
+        f"loop waits {_waits(steady)}; {limit.because}.",
+        evidence=(
+            *case.waiting_evidence,
+            *case.measured(
+                collate_ratio=steady.collate_mean / steady.fetch_mean,
+                collate_seconds=steady.collate_mean,
+                worker_idle_ratio=steady.idle_ratio,
+            ),
+            *limit.evidence,
+        ),
+        advice=(
+            Advice(
+                text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of "
+                "like length, call torch.stack once instead of loops over samples",
+                expected=f"up to {_batches_per_second(interval)} instead of {now} without it",
+            ),
+            *finding.advice,
+        ),
+    )
+
+
+def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
+    """Return a finding for one worker that holds up the others."""
+    loop, steady, name = case.loop, case.steady, worker.worker
+    others = [other for other in steady.workers if other is not worker]
+    usual = float(np.median([other.fetch_median for other in others]))
+    idle = float(np.median([other.idle_ratio for other in others]))
+    limit, ratio = worker_limit(case.tables, loop, name), worker.fetch_median / usual
+    interval = max(steady.consumer, usual / loop.num_workers)
+    fetches, window = worker.fetches, case.waited.window
+    return Finding(
+        kind="slow-worker",
+        summary=f"Worker {name} of loader {loop.loader} holds up the training: its fetch takes {number(ratio)} "
+        f"times the others' ({duration(worker.fetch_median)} against {duration(usual)}), which idle "
+        f"{percent(idle)}; {limit.because}.",
+        evidence=(
+            *case.waiting_evidence,
+            *measurements(fetches, window, worker_fetch_ratio=ratio, worker_idle_ratio=worker.idle_ratio),
+            *case.measured(other_workers_idle_ratio=idle),
+            *measurements(fetches, window, worker_blame_ratio=worker.blame_ratio),
+            *limit.evidence,
+        ),
+        advice=(
+            Advice(
+                text=f"Look at what worker {name} alone does: its shard or files, its mount, its CPU affinity, "
+                "code that depends on get_worker_info().id",
+                expected=f"about {_batches_per_second(interval)} instead of {number(1 / steady.interval)} when it "
+                "is as fast as the others",
+            ),
+            Advice(
+                text="If the order of batches does not matter, set in_order=False (torch >= 2.7)",
+                expected="the others no longer wait for it: throughput follows the sum of the workers, not the "
+                "slowest",
+            ),
+            Advice(
+                text="Do not add workers for this", expected="the slowest worker sets the pace at any num_workers"
+            ),
+        ),
+        limited_by=limit.by,
+        **case.facts("worker", worker=name),
+    )
+
+
+def straggler_samples(case: LoadingCase) -> Finding:
+    """Return a finding for a few batches that take far longer; it lists the slowest by epoch and index."""
+    loop, steady = case.loop, case.steady
+    fetches = steady_fetches(loop)
+    slow = fetches[is_tail(fetches)]
+    slowest = slow.nlargest(_LISTED_BATCHES, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
+    batches = ", ".join(f"{epoch}:{index}" for epoch, index in slowest.astype(int).itertuples(index=False))
+    listed = f"epoch:index, at most the {_LISTED_BATCHES} slowest"
+    workers, prefetch = loop.num_workers, loop.prefetch_factor
+    needed = steady.fetch_p99 / (workers * max(steady.consumer, HAND_OVER_SECONDS))
+    depth = max(prefetch + 1, math.ceil(needed))
+    return Finding(
+        kind="straggler-samples",
+        summary=f"A few batches hold up the training: {percent(steady.tail_ratio)} of the batches of loader "
+        f"{loop.loader} take over 3 times the usual and cause {percent(steady.tail_wait_ratio)} of the waiting; no "
+        "worker is slow in itself.",
+        evidence=(
+            *case.waiting_evidence,
+            *case.measured(
+                straggler_ratio=steady.tail_ratio,
+                straggler_wait_ratio=steady.tail_wait_ratio,
+                worker_idle_ratio=steady.idle_ratio,
+            ),
+            Evidence(name="straggler_batches", value=batches, unit="text", n=len(slow), window=listed),
+        ),
+        advice=(
+            Advice(
+                text=f"Set prefetch_factor={depth}",
+                expected=f"a batch may then take {duration(depth * workers * steady.consumer)} before the loop "
+                f"waits (now {duration(prefetch * workers * steady.consumer)}); host memory holds up to "
+                f"{depth * workers + 1} batches",
+            ),
+            Advice(
+                text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
+                expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting goes",
+            ),
+        ),
+        **case.facts("worker"),
+    )
+
+
+def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
+    """Return a finding for a sampler that the workers wait for."""
+    steady, sampler = case.steady, case.setting.get("sampler") or "sampler"
+    loss = case.loss(waits.sampler_seconds)
+    advice = Advice(
+        text="Make the sampler (or batch_sampler) cheap: draw the indices of a whole epoch at once, as an "
+        "array or list, and let the dataset look up what an index means",
+        expected=f"{_without(steady, waits.sampler_seconds)}; more workers do not help",
+    )
+    return Finding(
+        kind="sampler-bound",
+        summary=f"Choosing the samples of a batch takes {duration(waits.after_queue_seconds)} in the training "
+        f"process ({sampler} or the batch sampler of loader {case.loop.loader}), while the workers idle "
+        f"{percent(steady.idle_ratio)} for lack of indices: {_cost(loss)}",
+        evidence=(
+            *loss.evidence(),
+            *measurements(
+                waits.batches,
+                loss.window,
+                sampler_seconds=waits.after_queue_seconds,
+                data_wait_ratio=steady.wait_ratio,
+                worker_idle_ratio=steady.idle_ratio,
+            ),
+        ),
+        advice=(advice,),
+        **case.facts("main", loss),
+    )
+
+
+def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
+    """Return a finding for batches that are copied too slowly from the workers."""
+    loss = case.loss(waits.copy_seconds)
+    values = {
+        "hand_over_seconds": waits.transfer_seconds,
+        "made_before_asked_ratio": waits.made_ratio,
+        "ready_batches_count": waits.ready_batches,
+        "payload_bytes": waits.payload_bytes,
+    }
+    values = {name: value for name, value in values.items() if np.isfinite(value)}
+    advice = Advice(
+        text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
+        "shared memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the "
+        "device",
+        expected=f"{_without(case.steady, waits.copy_seconds)} if nothing is copied twice",
+    )
+    instead_of = f"{duration(waits.transfer_seconds)} for handing it over"
+    return Finding(
+        kind="copy-bound",
+        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {_took(waits)}: "
+        f"{_cost(loss)}",
+        evidence=(*loss.evidence(), *measurements(waits.batches, loss.window, **values)),
+        advice=(advice, *_if_inline(case.steady, instead_of, waits.transfer_seconds)),
+        **case.facts("main", loss),
+    )
+
+
+def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Finding:
+    """Return a finding for a thread that pins batches too slowly, where default_collate leaves nothing to copy."""
+    finding, loss = copy_bound(case, waits), case.loss(waits.copy_seconds)
+    pinned = measurements(waits.batches, loss.window, pinned_allocated_bytes=pinned_bytes)
+    advice = Advice(
+        text="Hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device; and "
+        "compare with a short run with pin_memory=False",
+        expected=f"{_without(case.steady, waits.copy_seconds)} if pinning costs nothing",
+    )
+    return dataclasses.replace(
+        finding,
+        kind="pin-bound",
+        summary=f"The one thread that pins the batches of loader {case.loop.loader} does not keep up: "
+        f"{_took(waits)}, and default_collate leaves nothing else to copy: {_cost(loss)}",
+        evidence=(*finding.evidence, *pinned),
+        advice=(advice,),
+    )
+
+
+def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
+    """Return a finding for batches that are copied or pinned too slowly."""
+    finding = copy_bound(case, waits)
+    return dataclasses.replace(
+        finding,
+        kind="cannot-tell",
+        severity="info",
+        summary=f"{finding.summary} Whether copying or pinning takes it cannot be told: the pinning thread lies on "
+        "the way too and has no measurement of its own.",
+        advice=(
+            Advice(
+                text="Set pin_memory=False for a short run and compare",
+                expected="if the wait goes, it was pinning",
+            ),
+            *finding.advice,
+        ),
+    )
+
+
+def worker_startup(starts: EpochStarts) -> Finding:
+    """Return a finding for workers that start again in each epoch."""
+    startup, batches = duration(starts.mean("startup")), starts.usual_batches
+    again = "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
+    keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
+    advice = Advice(
+        text=keep if batches <= 1 else again,
+        expected=f"the workers start once: about {startup} less per epoch",
+    )
+    return Finding(
+        kind="worker-startup",
+        summary=f"Starting the workers of loader {starts.loop.loader} anew for each epoch costs "
+        f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
+        f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
+        evidence=starts.loss.evidence(
+            worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
+        ),
+        advice=(advice,),
+        **starts.facts,
+    )
+
+
+def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
+    """Return what starting the workers cost a run too short to show that it recurs, and would cost a longer one."""
+    loss, starts_count, epoch_seconds = starts.loss, len(starts.passes), starts.mean("seconds")
+    facts = starts.facts
+    facts["severity"] = "info"
+    per_start = loss.seconds / starts_count
+    advice = Advice(
+        text="In runs of many epochs, set persistent_workers=True",
+        expected=f"the workers start once: about {duration(per_start)} less in each epoch after the first",
+    )
+    if workers_stay:
+        longer = "The epochs after it kept their workers, so a longer run pays no more."
+    elif starts_count > 1:
+        share = per_start / max(per_start + epoch_seconds, 1e-9)
+        longer = f"A longer run pays it in each epoch: {percent(share)} of the time at this epoch length."
+    else:
+        share = per_start / (per_start + _HOUR_SECONDS)
+        longer = f"It comes once in an epoch: {percent(share)} of an epoch that lasts an hour."
+    return Finding(
+        kind="worker-startup",
+        summary=f"Starting the workers of loader {starts.loop.loader} took {duration(loss.seconds)} of this short "
+        f"run, {percent(loss.ratio)}: {count(starts_count)} {'start' if starts_count == 1 else 'starts'}, "
+        f"{duration(per_start)} each. {longer}",
+        evidence=loss.evidence(startup_wait_seconds=per_start, epoch_seconds=epoch_seconds),
+        advice=() if workers_stay else (advice,),
+        **facts,
+    )
+
+
+def epoch_refill(starts: EpochStarts) -> Finding:
+    """Return a finding for epochs that begin with empty queues."""
+    refill, batches = duration(starts.mean("refill")), starts.usual_batches
+    advice = Advice(
+        text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
+        "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
+        expected=f"about {refill} less for each epoch that is saved",
+    )
+    return Finding(
+        kind="epoch-refill",
+        summary=f"Each epoch of loader {starts.loop.loader} begins with empty queues: that costs {refill} for each "
+        f"of {len(starts.passes)} epochs after the first ({count(batches)} batches each), "
+        f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
+        "the end of an epoch.",
+        evidence=starts.loss.evidence(
+            refill_seconds=starts.mean("refill"),
+            first_fetch_seconds=starts.mean("first_fetch"),
+            batches_per_epoch_count=batches,
+        ),
+        advice=(advice,),
+        **starts.facts,
+    )
+
+
+def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
+    """Return a finding for workers of an iterable dataset that run out of samples before the others."""
+    which = "one worker" if skew.worker is None else f"worker {skew.worker}"
+    advice = Advice(
+        text="Share the samples out evenly over get_worker_info().num_workers: by sample (every n-th), or "
+        "in shards of equal size whose number is a multiple of the workers",
+        expected=f"all workers end together: about {duration(loss.seconds / skew.epochs)} less per epoch",
+    )
+    return Finding(
+        kind="shard-skew",
+        severity=loss.severity,
+        confidence=confidence(skew.tail_batches, 10 * case.loop.ramp),
+        summary=f"The dataset of loader {case.loop.loader} is shared out unevenly: {which} has "
+        f"{number(skew.share)} times its even share, and works on when others are done. That costs "
+        f"{duration(loss.seconds)} in {skew.epochs} epochs, {percent(loss.ratio)} of the run.",
+        locus=dataclasses.replace(workers_locus(case.loop), worker=skew.worker),
+        since_step=step_at(case.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
+        evidence=loss.evidence(largest_share_ratio=skew.share, tail_batches_count=skew.tail_batches / skew.epochs),
+        advice=(advice,),
+    )
+
+
+def _waits(steady: Pace) -> str:
+    """Return the share of its time that the loop waits, in words, split at the time when the batch was made."""
+    transfer_ratio = steady.wait_ratio - steady.starved_ratio
+    if transfer_ratio < _TRANSFER_RATIO:
+        return f"{percent(steady.wait_ratio)} of its time"
+    parts = f"{percent(steady.starved_ratio)} until a batch is made, {percent(transfer_ratio)} for its transfer"
+    return f"{percent(steady.wait_ratio)} of its time ({parts})"
+
+
+def _took(waits: HandOver) -> str:
+    speed = size(waits.payload_bytes / max(waits.transfer_seconds, 1e-9))
+    return f"{size(waits.payload_bytes)} take {duration(waits.transfer_seconds)} after they are made ({speed}/s)"
+
+
+def _cost(loss: Loss) -> str:
+    return f"{duration(loss.seconds)}, {percent(loss.ratio)} of the run."
+
+
+def _without(steady: Pace, less_seconds: float) -> str:
+    """Return the throughput if a batch took less time, in words."""
+    return f"about {_batches_per_second(steady.interval - less_seconds)} instead of {number(1 / steady.interval)}"
+
+
+def _batches_per_second(interval: float) -> str:
+    return f"{number(1 / max(interval, 1e-6))} batches/s"
