@@ -101,11 +101,14 @@ def _judge(tables: RunTables, loop: Loop, steady: Pace, *, healthy: bool) -> lis
     """Find causes of waits in the steady state; call a loop healthy only if nothing else is wrong."""
     others = [*shard_skew(tables, loop), *find_hand_overs(tables, loop, steady)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        contention = find_contention(tables, loop, steady, keeps_up=healthy and not others)
-        if others or contention or not healthy:
-            return [*others, *contention]
         is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval
-        return [(slow_transfer if is_transfer else compute_bound)(tables, loop, steady)]
+        keeps_up = healthy and not others and not is_transfer
+        contention = find_contention(tables, loop, steady, keeps_up=keeps_up)
+        if others or not healthy:
+            return [*others, *contention]
+        if is_transfer:
+            return [*contention, slow_transfer(tables, loop, steady)]
+        return contention or [compute_bound(tables, loop, steady)]
     skews = (finding for finding in others if finding.kind == "shard-skew")
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
