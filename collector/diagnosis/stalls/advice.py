@@ -29,6 +29,11 @@ _LESS_WAITING = {
     "child": "Start fewer child processes: one that stays and serves many samples, or a library call instead",
     "service": "Ask for more at once, and keep connections or child processes open between samples",
 }
+#: Effect of more workers where all may wait for one thing, by what a worker waits for.
+_WAITS_IN_COMMON = {
+    "lock": "workers that wait for one lock only wait longer if there are more of them",
+    "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
+}
 _LESS_WAITING_FOR_ANYTHING = (
     "See what a worker waits for, with `py-spy dump --pid PID` of a worker, and shorten that"
 )
@@ -76,10 +81,10 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             ),
             measure,
         )
-    if limit.waits_for == "lock":
+    if limit.waits_for in _WAITS_IN_COMMON:
         measure = Advice(
             text="Measure other settings before you add workers: `tidegauge tune -- COMMAND`",
-            expected="workers that wait for one lock only wait longer if there are more of them",
+            expected=_WAITS_IN_COMMON[limit.waits_for],
         )
         return (*less_per_fetch(limit), measure)
     return _by_replay(outlook, less_per_fetch(limit))
