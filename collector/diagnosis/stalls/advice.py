@@ -13,6 +13,8 @@ from collector.units import duration, number, percent, size
 
 #: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
+#: Condition of more workers, where one at most has iterated the dataset so far.
+SHARING_OUT = ", if the dataset shares its samples out by get_worker_info(): else each worker yields all of them"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
 _LESS_COMPUTING = (
@@ -40,7 +42,7 @@ _LESS_WAITING_FOR_ANYTHING = (
 
 
 def advise_inline(
-    steady: Pace, limit: WorkerLimit, cores: float, outlook: Forecast | str
+    steady: Pace, limit: WorkerLimit, cores: float, outlook: Forecast | str, *, condition: str
 ) -> tuple[bool, tuple[Advice, ...]]:
     """Return (batch is too cheap for workers, advice)."""
     if steady.fetch_mean < HAND_OVER_SECONDS:
@@ -58,10 +60,12 @@ def advise_inline(
     if limit.by == "cpu" and cores < 2:
         return False, less_per_fetch(limit)
     also = " (and persistent_workers=True if there are several epochs)"
-    return False, _by_replay(outlook, less_per_fetch(limit), also=also)
+    return False, _by_replay(outlook, less_per_fetch(limit), also=also + condition)
 
 
-def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
+def advise_too_slow(
+    loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str, *, condition: str
+) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and advice to shorten a fetch, by its cause."""
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(limit, loop.num_workers, cores)
@@ -72,7 +76,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             expected="they help if a part of the waiting is each worker's own, which one setting does not rule out",
         )
         return (
-            *(_by_replay(outlook, less_per_fetch(limit)) if outlook.best else ()),
+            *(_by_replay(outlook, less_per_fetch(limit), also=condition) if outlook.best else ()),
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
@@ -87,7 +91,7 @@ def advise_too_slow(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forec
             expected=_WAITS_IN_COMMON[limit.waits_for],
         )
         return (*less_per_fetch(limit), measure)
-    return _by_replay(outlook, less_per_fetch(limit))
+    return _by_replay(outlook, less_per_fetch(limit), also=condition)
 
 
 def less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:

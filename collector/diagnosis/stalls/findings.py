@@ -6,13 +6,19 @@ import dataclasses
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.loaders import Loop, loader_settings
 from collector.diagnosis.loading.names import pid_if_shared
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank, worker_limit
 from collector.diagnosis.run.columns import origin_ns, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.advice import advise_inline, advise_slow_worker, advise_tail, advise_too_slow
+from collector.diagnosis.stalls.advice import (
+    SHARING_OUT,
+    advise_inline,
+    advise_slow_worker,
+    advise_tail,
+    advise_too_slow,
+)
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, confidence, lost_ratio, measurement, severity
 from collector.diagnosis.tuning.shared_resource import Sharing
 from collector.diagnosis.tuning.what_if import Forecast, forecast
@@ -105,7 +111,8 @@ def inline_loading(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     """Return a finding for a training process that makes its batches itself."""
     limit = worker_limit(tables, loop)
     cores = cores_per_rank(tables, loop.main[0])
-    small, advice = advise_inline(steady, limit, cores, forecast(tables, loop))
+    condition = _condition_of_workers(tables, loop)
+    small, advice = advise_inline(steady, limit, cores, forecast(tables, loop), condition=condition)
     return Finding(
         kind="inline-loading",
         severity="info" if small else _severity(tables, loop, steady),
@@ -157,7 +164,13 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
             *limit.evidence,
             *(_sharing_evidence(shared) if shared else ()),
         ),
-        advice=advise_too_slow(loop, limit, cores_per_rank(tables, loop.main[0]), outlook),
+        advice=advise_too_slow(
+            loop,
+            limit,
+            cores_per_rank(tables, loop.main[0]),
+            outlook,
+            condition=_condition_of_workers(tables, loop),
+        ),
         limited_by=limit.by,
     )
 
@@ -259,6 +272,12 @@ def straggler_samples(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
         ),
         advice=advise_tail(loop, steady),
     )
+
+
+def _condition_of_workers(tables: RunTables, loop: Loop) -> str:
+    """Return the condition of more workers, in words: by itself, each iterates the whole dataset."""
+    setting = loader_settings(tables).get((loop.main, loop.loader), {})
+    return SHARING_OUT if setting.get("iterable") and loop.num_workers <= 1 else ""
 
 
 def _waits(steady: Pace) -> str:
