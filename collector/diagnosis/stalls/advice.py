@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
-from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.loading.worker_limit import WorkerLimit
+from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
+from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.tuning.what_if import Forecast, Option, option_text
 from collector.findings import Advice
 from collector.units import number, percent, size
 
 #: Advice where processes outside the run use the cores.
 FREE_CORES = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
+#: Condition of more workers, where at most one has iterated the dataset so far.
+_SHARING_OUT = ", if the dataset shares its samples out by get_worker_info(): else each worker yields all of them"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
 _LESS_COMPUTING = (
@@ -28,22 +30,28 @@ _LESS_WAITING = {
     "child": "Start fewer child processes: one that stays and serves many samples, or a library call instead",
     "service": "Ask for more at once, and keep connections or child processes open between samples",
 }
+#: Effect of more workers where all may wait for one thing, by what a worker waits for.
+_WAITS_IN_COMMON = {
+    "lock": "workers that wait for one lock only wait longer if there are more of them",
+    "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
+}
 _LESS_WAITING_FOR_ANYTHING = (
     "See what a worker waits for, with `py-spy dump --pid PID` of a worker, and shorten that"
 )
 
 
-def advise_fetches(loop: Loop, limit: WorkerLimit, cores: float, outlook: Forecast | str) -> tuple[Advice, ...]:
+def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | str) -> tuple[Advice, ...]:
     """Return the setting that the replay recommends, and advice to shorten a fetch, by its cause."""
-    less = _less_per_fetch(limit)
+    loop, less, cores = case.loop, _less_per_fetch(limit), cores_per_rank(case.tables, case.loop.main[0])
+    condition = _SHARING_OUT if case.setting.get("iterable") and loop.num_workers <= 1 else ""
     if limit.by in ("oversubscribed", "affinity"):
         return _advise_cores(limit, loop.num_workers, cores)
     if not loop.num_workers:
         also = " (and persistent_workers=True if there are several epochs)"
-        return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also)
+        return less if limit.by == "cpu" and cores < 2 else _by_replay(outlook, less, also=also + condition)
     if isinstance(outlook, Forecast) and outlook.measured.shared:
         return (
-            *(_by_replay(outlook, less) if outlook.best else ()),
+            *(_by_replay(outlook, less, also=condition) if outlook.best else ()),
             Advice(
                 text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
@@ -56,13 +64,13 @@ def advise_fetches(loop: Loop, limit: WorkerLimit, cores: float, outlook: Foreca
                 "out",
             ),
         )
-    if limit.waits_for == "lock":
+    if limit.waits_for in _WAITS_IN_COMMON:
         measure = Advice(
             text="Measure other settings before you add workers: `tidegauge tune -- COMMAND`",
-            expected="workers that wait for one lock only wait longer if there are more of them",
+            expected=_WAITS_IN_COMMON[limit.waits_for],
         )
         return (*less, measure)
-    return _by_replay(outlook, less)
+    return _by_replay(outlook, less, also=condition)
 
 
 def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:

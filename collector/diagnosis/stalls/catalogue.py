@@ -9,7 +9,7 @@ import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, steady_fetches
-from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
+from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_fetches
@@ -118,7 +118,7 @@ def inline_loading(case: LoadingCase) -> Finding:
         )
     else:
         what = f", while the model computes nothing; {limit.because}."
-        advice = advise_fetches(loop, limit, cores_per_rank(tables, loop.main[0]), forecast(tables, loop))
+        advice = advise_fetches(case, limit, forecast(tables, loop))
     return Finding(
         kind="inline-loading",
         summary=f"The training process makes its batches itself (num_workers=0): {percent(steady.wait_ratio)} of "
@@ -158,7 +158,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
             *limit.evidence,
             *(measurements(len(shared.service), "recent fetches", **tests) if shared else ()),
         ),
-        advice=advise_fetches(loop, limit, cores_per_rank(case.tables, loop.main[0]), outlook),
+        advice=advise_fetches(case, limit, outlook),
         limited_by=limit.by,
         **case.facts("worker"),
     )

@@ -96,11 +96,13 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     steady, skews = case.steady, _shard_skew(case)
     others = [*skews, *_hand_overs(case)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        contention = find_contention(case, keeps_up=healthy and not others)
-        if others or contention or not healthy:
-            return [*others, *contention]
         is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval
-        return [catalogue.slow_transfer(case) if is_transfer else catalogue.compute_bound(case)]
+        contention = find_contention(case, keeps_up=healthy and not others and not is_transfer)
+        if others or not healthy:
+            return [*others, *contention]
+        if is_transfer:
+            return [*contention, catalogue.slow_transfer(case)]
+        return contention or [catalogue.compute_bound(case)]
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others

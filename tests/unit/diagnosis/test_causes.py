@@ -59,6 +59,18 @@ def test_a_loop_whose_sampler_is_slow_does_not_keep_up_while_it_waits_for_a_core
     assert ("Data loading keeps up" in found.summary) == keeps_up
 
 
+def test_a_slow_transfer_is_told_beside_the_wait_for_a_core():
+    script = waiting_longer(
+        simulate(**STEADY | {"consumer": jittered(0.06)}), 0.06, blocked=True, payload_bytes=9000
+    )
+    seconds = 1000 + np.arange(20.0)
+    used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(20), rss=np.ones(20), **used)
+    findings = {f.kind: f for f in diagnose(finished(script).tables()).findings}
+    assert findings["cannot-tell"].advice[0].text == "Set num_workers=0"
+    assert "keeps up" not in findings["compute-bound"].summary
+
+
 def test_a_wait_that_was_not_split_is_blamed_on_neither():
     script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
     seen, found = told(script)

@@ -326,3 +326,13 @@ def test_each_rank_gets_its_own_verdict():
     found = find_stalls(script.tables())
     assert {(f.kind, f.locus.rank) for f in found} == {("workers-too-slow", 0), ("compute-bound", 1)}
     assert all(f.since_step is not None for f in found)
+
+
+@pytest.mark.parametrize(
+    ("workers", "iterable", "has_condition"), [(1, True, True), (2, True, False), (1, False, False)]
+)
+def test_workers_of_an_iterable_dataset_have_to_share_it_out(workers, iterable, has_condition):
+    run = {"prefetch": 2, "consumer": jittered(0.002), "batches": 200, "split": (0.02, 0.0, 0.98)}
+    (found,) = verdict(workers=workers, service=jittered(0.06), iterable=iterable, **run)
+    assert found.advice[0].text.startswith("Set num_workers=")
+    assert ("get_worker_info()" in found.advice[0].text) == has_condition

@@ -74,6 +74,13 @@ def test_the_kernel_says_what_is_waited_for_and_the_advice_follows(channel, limi
     assert "less work per sample" not in advice(found), "fetches that wait do not compute less by less work"
 
 
+@pytest.mark.parametrize("channel", ["futex_do_wait", "anon_pipe_read"])
+def test_workers_that_may_wait_for_one_thing_are_measured_before_there_are_more(channel):
+    found = slow(channel)
+    assert "num_workers=" not in advice(found)
+    assert found.advice[-1].text.startswith("Measure other settings before you add workers")
+
+
 def test_bytes_from_the_page_cache_are_no_reading_and_bytes_from_storage_are():
     cached = slow(read_bytes=50_000_000, storage_bytes=0)
     assert cached.limited_by is None
