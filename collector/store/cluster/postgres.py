@@ -38,7 +38,7 @@ except ImportError:
 #: The shape of a URL whose parts are kept apart: a password has special characters as %XX.
 _HOST = r"(?:\[[^\]]*\]|[^/@:#?,\[]*)(?::\d+)?"
 _URL = re.compile(
-    rf"postgres(?:ql)?://(?:[^/@:#\[]*(?::[^/@:#\[]*)?@)?(?=[^/?]){_HOST}(?:,{_HOST})*(?:/[^/@:#?]*)?(?:\?[^#]*)?"
+    rf"postgres(?:ql)?://(?:[^/@:#\[]*(?::[^/@#\[]*)?@)?(?=[^/?]){_HOST}(?:,{_HOST})*(?:/[^/@:#?]*)?(?:\?[^#]*)?"
 )
 #: PostgreSQL cuts names at 63 bytes.
 _SCHEMA_PREFIX = "tg_"
