@@ -39,6 +39,10 @@ DrawGpu = Callable[[Moment, Gpu], Iterator[Block]]
 
 def gpus(moment: Moment) -> list[Gpu]:
     """Return all GPUs of the run."""
+    return moment.once("gpus", lambda: _read_gpus(moment))
+
+
+def _read_gpus(moment: Moment) -> list[Gpu]:
     table = queries.devices(moment.snapshot)
     errors = queries.cuda_errors(moment.snapshot, moment.span)
     return [
@@ -49,6 +53,10 @@ def gpus(moment: Moment) -> list[Gpu]:
 
 def drawn_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     """Return the GPUs that are drawn, and a sentence that says so if these are not all."""
+    return moment.once("drawn gpus", lambda: _select_gpus(moment))
+
+
+def _select_gpus(moment: Moment) -> tuple[list[Gpu], str]:
     all_gpus = gpus(moment)
     if not all_gpus:
         return [], ""

@@ -83,7 +83,7 @@ def _snapshot(moment: Moment) -> Iterator[Block]:
 def _parts(moment: Moment, gpu: Gpu) -> pd.DataFrame:
     """Return the known parts of a GPU's used memory over time (`diagnosis.accounts`)."""
     parts = moment.once("parts", lambda: accounts(*queries.device_grid(moment.snapshot, moment.span)))
-    return gpu.of(parts).drop(columns="gpu").dropna(axis=1, how="all")
+    return moment.once(("parts", gpu.name), lambda: gpu.of(parts).drop(columns="gpu").dropna(axis=1, how="all"))
 
 
 def _used(moment: Moment) -> list[tuple[Gpu, pd.DataFrame]]:
