@@ -1,11 +1,11 @@
 """Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
 
-from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
-from collector.diagnosis.memory.allocation_sites import rank_sites
-from collector.diagnosis.run.device_account import DEVICE_PARTS, UNATTRIBUTED, accounts
-from collector.diagnosis.run.tables import ROWS_PER_STREAM, RunTables, load_tables
+from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
+from collector.diagnosis.memory import rank_sites
+from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
+from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
-from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.verdict import Verdict, diagnose
 
 __all__ = [

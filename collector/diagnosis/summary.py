@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.deaths.last_minute import last_states, to_records
-from collector.diagnosis.run.columns import SECOND_NS, floats, last, peak, written
-from collector.diagnosis.run.lifecycle import Lifecycle, Status
+from collector.diagnosis.deaths import last_states, to_records
+from collector.diagnosis.run.columns import (
+    PROCESS,
+    SECOND_NS,
+    WRITER,
+    by_process,
+    finite,
+    floats,
+    last,
+    median,
+    peak,
+    written,
+)
+from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
 from training_harness.records import ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
-_WRITER = ["host", "pid", "start_ticks"]
 #: Share of the steps above which a loader counts as the one that feeds the training.
 _MAJORITY_RATIO = 0.5
 
@@ -125,10 +135,10 @@ def steps_count(tables: RunTables) -> int:
     Ranks step together, so the rank with the most steps counts. Trainings without ranks are independent: their
     steps add up.
     """
-    steps = Lifecycle(tables).of_last_attempt(tables.stream("step"))
+    steps = lifecycle_of(tables).of_last_attempt(tables.stream("step"))
     if steps.empty:
         return 0
-    processes = steps.groupby(_WRITER).agg(last_step=("step", "max"), rank=("rank", "first"))
+    processes = steps.groupby(WRITER).agg(last_step=("step", "max"), rank=("rank", "first"))
     counts = pd.Series(np.nan_to_num(floats(processes, "last_step") + 1))
     per_rank = counts.groupby(np.nan_to_num(floats(processes, "rank"), nan=-1.0)).sum()
     return int(per_rank.max())
@@ -143,7 +153,7 @@ def data_wait_ratio(tables: RunTables) -> float | None:
         return None
     step = tables.stream("step")
     duration, wait = floats(step, "duration_ns"), floats(step, "data_wait_ns")
-    waits = step.assign(has_wait=np.isfinite(wait)).groupby(_WRITER)["has_wait"]
+    waits = step.assign(has_wait=np.isfinite(wait)).groupby(WRITER)["has_wait"]
     has_loader = waits.transform("any").to_numpy(dtype=bool)
     timed = np.isfinite(duration) & has_loader  # before its first DataLoader a process waited for none
     if duration[timed].sum() > 0:
@@ -177,10 +187,8 @@ def outside_step(tables: RunTables) -> OutsideStep | None:
 
 def _batch_wait_ratio(batch: pd.DataFrame) -> float | None:
     """Return the DataLoader's time over the loop's time, between the first and the last batch of each epoch."""
-    if batch.empty:
-        return None
     rows = batch.assign(wait=floats(batch, "wait_ns"), time=floats(batch, "time_ns"))
-    groups = rows.groupby([*_WRITER, "loader", "epoch"])
+    groups = rows.groupby([*WRITER, "loader", "epoch"])
     waits = groups["wait"].sum() - groups["wait"].first()
     spans = groups["time"].max() - groups["time"].min()
     return float(waits.sum() / spans.sum()) if spans.sum() > 0 else None
@@ -191,22 +199,24 @@ def _peaks(tables: RunTables) -> Peaks:
     roles = floats(process, "role")
     mains, workers = process[roles == ROLE_MAIN], process[roles == ROLE_WORKER]
     device = tables.stream("device_memory")
+    used = floats(host, "memory_total_bytes") - floats(host, "memory_available_bytes")
+    demand = floats(host, "cgroup_anon_bytes") + np.nan_to_num(floats(host, "cgroup_shmem_bytes"))
     return {
-        "host_used_bytes": _finite_or_none(
-            peak(floats(host, "memory_total_bytes") - floats(host, "memory_available_bytes"))
-        ),
-        "cgroup_demand_bytes": _finite_or_none(
-            peak(floats(host, "cgroup_anon_bytes") + np.nan_to_num(floats(host, "cgroup_shmem_bytes")))
-        ),
-        "shm_used_bytes": _finite_or_none(peak(floats(host, "shm_used_bytes"))),
+        "host_used_bytes": _finite_or_none(peak(used)),
+        "cgroup_demand_bytes": _finite_or_none(peak(demand)),
+        "shm_used_bytes": _peak(host, "shm_used_bytes"),
         "run_pss_bytes": _peak_sum(process, "pss_bytes"),
-        "main_rss_bytes": _finite_or_none(peak(floats(mains, "rss_bytes"))),
-        "main_private_dirty_bytes": _finite_or_none(peak(floats(mains, "private_dirty_bytes"))),
-        "worker_rss_bytes": _finite_or_none(peak(floats(workers, "rss_bytes"))),
-        "worker_private_dirty_bytes": _finite_or_none(peak(floats(workers, "private_dirty_bytes"))),
-        "device_allocated_bytes": _finite_or_none(peak(floats(device, "allocated_peak_bytes"))),
-        "device_reserved_bytes": _finite_or_none(peak(floats(device, "reserved_peak_bytes"))),
+        "main_rss_bytes": _peak(mains, "rss_bytes"),
+        "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
+        "worker_rss_bytes": _peak(workers, "rss_bytes"),
+        "worker_private_dirty_bytes": _peak(workers, "private_dirty_bytes"),
+        "device_allocated_bytes": _peak(device, "allocated_peak_bytes"),
+        "device_reserved_bytes": _peak(device, "reserved_peak_bytes"),
     }
+
+
+def _peak(rows: pd.DataFrame, column: str) -> float | None:
+    return _finite_or_none(peak(floats(rows, column)))
 
 
 def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
@@ -219,13 +229,13 @@ def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
     rows = rows[np.isfinite(rows["value"])]
     if not (rows["value"] > 0).any():
         return None
-    per_process = rows.groupby(["host", "process_pid", "process_start_ticks"], dropna=False)["value"]
+    per_process = rows.groupby(PROCESS, dropna=False)["value"]
     changes = rows["value"] - per_process.shift().fillna(0.0)
     return float(changes.groupby(rows["time_ns"]).sum().cumsum().max())
 
 
 def _throughput(tables: RunTables) -> Throughput:
-    batch, step = (Lifecycle(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
+    batch, step = (lifecycle_of(tables).of_last_attempt(tables.stream(name)) for name in ("batch", "step"))
     loaders = training_loaders(tables)
     training_batch = _batches_of(batch, loaders)
     samples = floats(training_batch, "samples_count")
@@ -241,7 +251,7 @@ def _batches_of(batch: pd.DataFrame, loaders: set[tuple[str, int, int, int]] | N
     """Return the batches of these loaders, or of all loaders for None."""
     if loaders is None or batch.empty:
         return batch
-    keys = [*_WRITER, "loader"]
+    keys = [*WRITER, "loader"]
     wanted = pd.DataFrame(sorted(loaders), columns=keys).assign(is_wanted=True)
     merged = batch[keys].merge(wanted, how="left", on=keys)
     return batch[merged["is_wanted"].notna().to_numpy()]
@@ -257,9 +267,7 @@ def training_loaders(tables: RunTables) -> set[tuple[str, int, int, int]] | None
     if step.empty or step_units(step)[0] < UNIT_OPTIMIZER:
         return None
     loaders: set[tuple[str, int, int, int]] = set()
-    for _, steps in step.groupby(_WRITER):
-        host, pid, ticks = steps[_WRITER].iloc[0]
-        key = (str(host), int(pid), int(ticks))
+    for key, steps in by_process(step, WRITER):
         batches, ends = written(tables, "batch", key), floats(steps, "time_ns")
         places = np.searchsorted(ends, floats(batches, "time_ns"))
         rows = pd.DataFrame({"step": places, "loader": floats(batches, "loader")})[places < len(ends)]
@@ -274,12 +282,12 @@ def training_loaders(tables: RunTables) -> set[tuple[str, int, int, int]] | None
     return loaders
 
 
-def _per_second(rows: pd.DataFrame, counts: np.ndarray[Any, Any], *, per_rank: bool = False) -> float | None:
+def _per_second(rows: pd.DataFrame, counts: Floats, *, per_rank: bool = False) -> float | None:
     """Return counts per second from the first to the last record, of all processes or the fastest (`per_rank`)."""
     if len(rows) < 2:
         return None
     table = rows.assign(count=np.nan_to_num(counts), time=floats(rows, "time_ns"))
-    groups = table.groupby(_WRITER)
+    groups = table.groupby(WRITER)
     totals = (groups["count"].sum() - groups["count"].first()).to_numpy()
     begins, ends = groups["time"].first().to_numpy(), groups["time"].last().to_numpy()
     has_span = ends > begins
@@ -303,16 +311,14 @@ def _overhead(agent: pd.DataFrame) -> Overhead:
     return {
         "collector_cpu_ratio": _share(floats(agent, "cpu_ns"), span_ns),
         "smaps_cpu_ratio": _share(floats(agent, "smaps_ns"), span_ns),
-        "collector_rss_bytes": _finite_or_none(peak(floats(agent, "rss_bytes"))),
-        "interval_seconds": _finite_or_none(float(np.nanmedian(floats(agent, "interval_ns"))) / SECOND_NS)
-        if np.isfinite(floats(agent, "interval_ns")).any()
-        else None,
+        "collector_rss_bytes": _peak(agent, "rss_bytes"),
+        "interval_seconds": _finite_or_none(median(floats(agent, "interval_ns")) / SECOND_NS),
         "ingest_lag_seconds": _finite_or_none(last(floats(agent, "ingest_lag_ns")) / SECOND_NS),
     }
 
 
-def _share(spent_ns: np.ndarray[Any, Any], span_ns: float) -> float | None:
-    readings = spent_ns[np.isfinite(spent_ns)]
+def _share(spent_ns: Floats, span_ns: float) -> float | None:
+    readings = finite(spent_ns)
     return float(readings[-1] - readings[0]) / span_ns if len(readings) > 1 and span_ns > 0 else None
 
 

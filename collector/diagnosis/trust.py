@@ -5,8 +5,8 @@ Where hooks are absent, the reason comes from what the process and the collector
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders
 from collector.diagnosis.run.allocators import devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, whole, window_text
-from collector.diagnosis.run.lifecycle import Lifecycle, seen_key
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, seen_key
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Advice, Evidence, Finding, Locus
@@ -65,7 +65,10 @@ _UNKNOWN = (
     "its command line and environment do not tell why",
     "Call training_harness.attach() in the script, and look what `tidegauge doctor` says",
 )
-_EXPECTED = "steps, batches and workers are seen"
+_XID_ADVICE = Advice(
+    text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
+    expected="the driver names the reason",
+)
 
 
 def workers_reporting(tables: RunTables) -> tuple[int, int]:
@@ -91,35 +94,26 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
     findings, reports = [], tables.stream("device")
     for host, device, _, _ in devices(tables):
         samples = reports[(reports["host"] == host) & (floats(reports, "device") == device)]
-        answered = np.flatnonzero(np.isfinite(floats(samples, "used_bytes")))
-        if not len(answered) or len(samples) - 1 - answered[-1] < _LOST_SAMPLES:
+        times, answered = floats(samples, "time_ns"), np.flatnonzero(np.isfinite(floats(samples, "used_bytes")))
+        silent = len(samples) - 1 - int(answered[-1]) if len(answered) else 0
+        if silent < _LOST_SAMPLES:
             continue
-        last_ns, silent = float(floats(samples, "time_ns")[answered[-1]]), len(samples) - 1 - int(answered[-1])
-        window = window_text(last_ns, float(floats(samples, "time_ns")[-1]), origin_ns(tables))
-        findings.append(
-            Finding(
-                kind="cannot-tell",
-                severity="warning",
-                confidence=0.9,
-                summary=f"NVML stopped answering for GPU {device}: what the driver counts is not known since then. "
-                "A GPU that has fallen off the bus ends so.",
-                locus=Locus(host=host, device=device),
-                evidence=(fact("device_samples_missing_count", silent, window),),
-                advice=(
-                    Advice(
-                        text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
-                        expected="the driver names the reason",
-                    ),
-                ),
-            )
+        window = window_text(float(times[answered[-1]]), float(times[-1]), origin_ns(tables))
+        finding = _cannot_tell(
+            f"NVML stopped answering for GPU {device}: what the driver counts is not known since then. A GPU that "
+            "has fallen off the bus ends so.",
+            fact("device_samples_missing_count", silent, window),
+            locus=Locus(host=host, device=device),
+            advice=_XID_ADVICE,
         )
+        findings.append(replace(finding, severity="warning", confidence=0.9))
     return findings
 
 
 def _newest_epochs(tables: RunTables) -> dict[tuple[ProcessKey, int], Mapping[str, Any]]:
     """Return (process, loader) -> `epoch-start` event of the newest epoch with workers."""
     settings = loader_settings(tables)
-    life = Lifecycle(tables)
+    life = lifecycle_of(tables)
     one_loop = {main: recreated_loaders(tables, settings, main) for main in life.mains}
     newest: dict[tuple[ProcessKey, int], Mapping[str, Any]] = {}
     for event in tables.events_of("epoch-start"):
@@ -172,19 +166,9 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
             worker=silent[0] if len(silent) == 1 else None,
         ),
         evidence=(
-            Evidence(
-                name="workers_reporting_count", value=reporting, unit="count", n=len(pids), window="newest epoch"
-            ),
-            Evidence(
-                name="batches_of_silent_workers_count",
-                value=len(silent_rows),
-                unit="count",
-                n=len(rows),
-                window="newest epoch",
-            ),
-            Evidence(
-                name="epoch_age_seconds", value=round(age_seconds, 1), unit="seconds", n=1, window="newest epoch"
-            ),
+            fact("workers_reporting_count", reporting, "newest epoch", n=len(pids)),
+            fact("batches_of_silent_workers_count", len(silent_rows), "newest epoch", n=len(rows)),
+            fact("epoch_age_seconds", round(age_seconds, 1), "newest epoch"),
         ),
         advice=(
             Advice(
@@ -199,7 +183,7 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
 
 def _end_ns(tables: RunTables, key: ProcessKey | None) -> float:
     """Return the time up to which this process was observed."""
-    life = Lifecycle(tables)
+    life = lifecycle_of(tables)
     if life.status() == "running" and life.is_living(key):
         return float(tables.now_ns)
     batch = tables.stream("batch")
@@ -219,12 +203,8 @@ def _samples_lost(tables: RunTables) -> Finding:
         + (f" ({', '.join(streams)})" if streams else "")
         + "; the training was not affected, the verdict may be.",
         evidence=(
-            Evidence(
-                name="records_lost_count", value=tables.lost_count, unit="count", n=tables.lost_count, window="run"
-            ),
-            Evidence(
-                name="records_lost_events_count", value=len(events), unit="count", n=len(events), window="run"
-            ),
+            fact("records_lost_count", tables.lost_count, "run", n=tables.lost_count),
+            fact("records_lost_events_count", len(events), "run", n=len(events)),
         ),
         advice=tuple(
             Advice(text=text, expected="no further losses")
@@ -235,22 +215,17 @@ def _samples_lost(tables: RunTables) -> Finding:
 
 
 def _hook_disabled(event: Mapping[str, Any]) -> Finding:
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=f"The hook {event.get('hook')!r} failed in process {event.get('pid')} and was taken out "
+    return _cannot_tell(
+        f"The hook {event.get('hook')!r} failed in process {event.get('pid')} and was taken out "
         f"({event.get('error')}); what it measures is missing from then on.",
+        fact("hook_error", str(event.get("error"))[:200], "event"),
         locus=Locus(host=event.get("host"), rank=whole(event.get("rank")), pid=whole(event.get("pid"))),
-        evidence=(
-            Evidence(name="hook_error", value=str(event.get("error"))[:200], unit="text", n=1, window="event"),
-        ),
     )
 
 
 def find_attachment(tables: RunTables) -> list[Finding]:
     """Find what a run without steps and batches shows instead, and what the command left running."""
-    life = Lifecycle(tables)
+    life = lifecycle_of(tables)
     if life.watched:
         return [_watched(life)]
     return [*_left_running(life), *_no_iterations(life)]
@@ -283,9 +258,8 @@ def _attached_without_iterations(life: Lifecycle, attached: list[ProcessKey]) ->
         f"{_ended(life)}. Tidegauge was attached to {names}{'' if len(attached) <= 3 else ' and others'}, and saw "
         f"no DataLoader, no optimizer step and no repeated forward pass in {them}: there are no "
         "iterations to count. Memory, open files and limits were judged all the same.",
-        len(attached),
-        life,
-        (),
+        _attached(len(attached)),
+        *_exit_status(life),
     )
 
 
@@ -293,52 +267,51 @@ def _not_attached(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
     why, remedy = _OBSTACLES.get(str(event.get("obstacle")), _UNKNOWN)
     pid = whole(event.get("process_pid"))
     argv = " ".join(map(str, event.get("argv") or ()))[:80]
-    finding = _cannot_tell(
+    return _cannot_tell(
         f"Process {pid} ({argv}) used torch without Tidegauge's hooks: {why}. Its memory was judged from outside; "
         "its steps, batches and workers were not seen.",
-        0,
-        life,
-        (Advice(text=remedy, expected=_EXPECTED),),
+        _attached(0),
+        *_exit_status(life),
+        locus=Locus(host=str(event["host"]), role="other", pid=pid),
+        advice=Advice(text=remedy, expected="steps, batches and workers are seen"),
     )
-    return dataclasses.replace(finding, locus=Locus(host=str(event["host"]), role="other", pid=pid))
 
 
 def _no_torch(life: Lifecycle, processes: Mapping[Any, Mapping[str, Any]]) -> Finding:
-    pythons = [event for event in processes.values() if event.get("is_python")]
+    pythons = sum(bool(event.get("is_python")) for event in processes.values())
     if pythons:
-        what = (
-            f"{len(pythons)} of its processes {'is' if len(pythons) == 1 else 'are'} Python, and none loaded torch"
-        )
+        what = f"{pythons} of its processes {'is' if pythons == 1 else 'are'} Python, and none loaded torch"
     elif processes:
         what = "none of its processes is Python"
     else:
         what = "the command ended before its processes were sampled"
     return _cannot_tell(
         f"{_ended(life)}. No training was seen: {what}. Memory, open files and limits were judged.",
-        0,
-        life,
-        (),
+        _attached(0),
+        *_exit_status(life),
     )
 
 
-def _cannot_tell(summary: str, attached: int, life: Lifecycle, advice: tuple[Advice, ...]) -> Finding:
+def _cannot_tell(
+    summary: str, *evidence: Evidence, locus: Locus | None = None, advice: Advice | None = None
+) -> Finding:
     return Finding(
         kind="cannot-tell",
         severity="info",
         confidence=1.0,
         summary=summary,
-        evidence=(
-            Evidence(name="attached_processes_count", value=attached, unit="count", n=attached, window="run"),
-            *_exit_status(life),
-        ),
-        advice=advice,
+        locus=locus or Locus(),
+        evidence=evidence,
+        advice=() if advice is None else (advice,),
     )
 
 
+def _attached(count: int, n: int | None = None) -> Evidence:
+    return fact("attached_processes_count", count, "run", n=count if n is None else n)
+
+
 def _exit_status(life: Lifecycle) -> tuple[Evidence, ...]:
-    if life.exit_status is None:
-        return ()
-    return (Evidence(name="exit_status", value=life.exit_status, unit="status", n=1, window="run"),)
+    return () if life.exit_status is None else (fact("exit_status", life.exit_status, "run"),)
 
 
 def _left_running(life: Lifecycle) -> list[Finding]:
@@ -348,28 +321,17 @@ def _left_running(life: Lifecycle) -> list[Finding]:
     names = ", ".join(
         f"{key[1]} ({' '.join(map(str, process.get('argv') or ()))[:60]})" for key, process in processes[:3]
     )
-    count = len(processes)
+    (host, pid, _), count = processes[0][0], len(processes)
     return [
-        Finding(
-            kind="cannot-tell",
-            severity="info",
-            confidence=1.0,
-            summary=(
-                f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
-                f"still {'runs' if count == 1 else 'run'}: {names}. The verdict is that of this moment."
-            ),
-            locus=Locus(host=processes[0][0][0], role="other", pid=processes[0][0][1]),
-            evidence=(
-                Evidence(
-                    name="left_running_count", value=count, unit="count", n=count, window="end of the command"
-                ),
-                *_exit_status(life),
-            ),
-            advice=(
-                Advice(
-                    text="`tidegauge collect latest` follows them to their end; or let the command wait for them",
-                    expected="samples of memory go on, and the verdict covers the whole training",
-                ),
+        _cannot_tell(
+            f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
+            f"still {'runs' if count == 1 else 'run'}: {names}. The verdict is that of this moment.",
+            fact("left_running_count", count, "end of the command", n=count),
+            *_exit_status(life),
+            locus=Locus(host=host, role="other", pid=pid),
+            advice=Advice(
+                text="`tidegauge collect latest` follows them to their end; or let the command wait for them",
+                expected="samples of memory go on, and the verdict covers the whole training",
             ),
         )
     ]
@@ -378,22 +340,13 @@ def _left_running(life: Lifecycle) -> list[Finding]:
 def _watched(life: Lifecycle) -> Finding:
     samples = life.tables.rows_count("process")
     ended = " The watch ended while it went on." if life.watch_ended else ""
-    return Finding(
-        kind="cannot-tell",
-        severity="info",
-        confidence=1.0,
-        summary=(
-            "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
-            f"status are not known. The memory of its processes, the host and the devices is.{ended}"
-        ),
-        evidence=(
-            Evidence(name="attached_processes_count", value=0, unit="count", n=samples, window="run"),
-            Evidence(name="process_samples_count", value=samples, unit="count", n=samples, window="run"),
-        ),
-        advice=(
-            Advice(
-                text="Start the next training with `tidegauge run -- COMMAND`",
-                expected="steps, batches, workers and the cause of a death are seen",
-            ),
+    return _cannot_tell(
+        "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
+        f"status are not known. The memory of its processes, the host and the devices is.{ended}",
+        _attached(0, n=samples),
+        fact("process_samples_count", samples, "run", n=samples),
+        advice=Advice(
+            text="Start the next training with `tidegauge run -- COMMAND`",
+            expected="steps, batches, workers and the cause of a death are seen",
         ),
     )

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from collector.diagnosis.deaths.deaths import find_deaths
+from collector.diagnosis.deaths import find_deaths
 from collector.diagnosis.loading.names import add_loader_name
-from collector.diagnosis.memory.allocation_sites import add_allocation_sites
-from collector.diagnosis.memory.file_descriptors import find_descriptors
-from collector.diagnosis.memory.gpu_growth import find_device_growth
-from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
-from collector.diagnosis.memory.heap_leaks import find_leaks
-from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory import (
+    add_allocation_sites,
+    find_descriptors,
+    find_device_growth,
+    find_device_risk,
+    find_host_risk,
+    find_leaks,
+    find_shared_memory,
+)
 from collector.diagnosis.memory.leak import CONFIRMED
-from collector.diagnosis.memory.shared_memory import find_shared_memory
-from collector.diagnosis.run.lifecycle import Lifecycle, Status
-from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.run import RunTables, Status, lifecycle_of
 from collector.diagnosis.stalls.main_thread_pause import find_pauses
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.stalls.verdict import find_stalls
@@ -64,7 +65,7 @@ class Verdict:
 
 def diagnose(tables: RunTables) -> Verdict:
     """Return the verdict on a run. Pure: the same tables give the same verdict."""
-    life = Lifecycle(tables)
+    life = lifecycle_of(tables)
     status = life.status()
     return Verdict(
         findings=_findings(tables, running=status == "running"),

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.memory.gpu_growth import tensor_leak
-from collector.diagnosis.memory.leak import Leak
+from collector.diagnosis.memory.gpu_growth import tensors_of
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, key_of, whole, written
 from collector.diagnosis.run.processes import fact, rank_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.statistics.growth import Growth
 from collector.findings import Advice, Evidence, Finding, Limit, Locus, Severity
 from collector.store import ProcessKey
 from collector.units import plain_text, size
@@ -65,7 +66,7 @@ class _Scene:
 
     error: CudaError
     figures: Mapping[str, float]
-    growth: Leak | None
+    growth: Growth | None
     batch_bytes: tuple[float, float]
     phase: str | None
 
@@ -133,7 +134,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     return _Scene(
         error=error,
         figures=figures_at(tables, error),
-        growth=tensor_leak(own) if own is not None else None,
+        growth=tensors_of(own).growth() if own is not None else None,
         batch_bytes=(
             float(payload[-1]) if len(payload) else math.nan,
             float(np.nanmax(payload[:-1])) if np.isfinite(payload[:-1]).any() else math.nan,
@@ -176,19 +177,18 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
             if name != TOTAL or scene.is_limited
         ),
     )
-    evidence = [fact(name, value, window, unit="bytes") for name, value, window in figures if math.isfinite(value)]
+    evidence = [fact(name, value, window) for name, value, window in figures if math.isfinite(value)]
     errors = whole(scene.error.event.get("errors_count")) or 1
     evidence.append(fact("errors_count", errors, "since the last such event"))
     if scene.error.event.get("message"):
         message = plain_text(str(scene.error.event["message"]))
         message = first_sentences(message[max(message.rfind(_SENTENCE), 0) :])  # a worker's comes with a traceback
-        evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught", unit="text"))
+        evidence.append(fact("exception", message[:_MESSAGE_CHARACTERS], "uncaught"))
     else:
         went_on = "yes, the training went on" if scene.is_caught else "not known, the process ended after it"
-        evidence.append(fact("caught", went_on, "the error", unit="text"))
+        evidence.append(fact("caught", went_on, "the error"))
     if scene.growth is not None:
-        rise, n = round(scene.growth.growth.rise), scene.growth.growth.n
-        evidence.append(Evidence(name="allocated_rise_bytes", value=rise, unit="bytes", n=n, window="before it"))
+        evidence.append(fact("allocated_rise_bytes", round(scene.growth.rise), "before it", n=scene.growth.n))
     return tuple(evidence)
 
 
@@ -196,57 +196,26 @@ def _advice(scene: _Scene) -> tuple[Advice, ...]:
     """Return the advice that the figures support, by gain in bytes; a smaller step always helps, and comes last."""
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
-    options: list[tuple[float, Advice]] = []
-    if scene.growth is not None:
-        rise = scene.growth.growth.rise
-        advice = Advice(
-            text="Live tensors had been growing until then: see gpu-tensor-leak before you look at sizes",
-            expected=f"the {size(rise)} by which they grew are free",
-        )
-        options.append((rise, advice))
-    if scene.is_limited:
-        more = scene.of(TOTAL) - scene.of("limit_bytes")
-        advice = Advice(
-            text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
-            expected=f"up to {size(min(more, scene.of('free_bytes')))} become usable",
-        )
-        options.append((more, advice))
-    if scene.unallocated_bytes >= request:
-        advice = Advice(
-            text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was "
-            "asked for, in pieces that were too small",
-            expected=f"up to {size(scene.unallocated_bytes)} become usable",
-        )
-        options.append((scene.unallocated_bytes, advice))
-    if others >= request:
-        advice = Advice(
-            text="End the other processes on this device, or use another",
-            expected=f"{size(others)} become free",
-        )
-        options.append((others, advice))
-    if last > before:
-        advice = Advice(
-            text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the "
-            "last one was the largest so far",
-            expected=f"no batch above {size(before)}, which fitted",
-        )
-        options.append((last - before, advice))
-    siblings = np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes"))
-    if scene.error.slot is not None and siblings >= request:
-        advice = Advice(
-            text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the "
-            "device in the training process",
-            expected=f"no context and no cache of each worker: up to {size(siblings)} become free",
-        )
-        options.append((siblings, advice))
-    least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
-    options = sorted((option for option in options if not option[0] < least), key=lambda option: -option[0])
-    smaller = Advice(
-        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
-        "finds the largest that fits), activation checkpointing, bfloat16",
-        expected="activations shrink in proportion to the batch",
+    rise = math.nan if scene.growth is None else scene.growth.rise
+    more = scene.of(TOTAL) - scene.of("limit_bytes")
+    siblings = float(np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes")))
+    unused = scene.unallocated_bytes
+    options = (  # advice, whether the figures support it, its gain, and the memory that it names
+        (catalogue.TENSORS_GREW, scene.growth is not None, rise, rise),
+        (catalogue.LARGER_SHARE, scene.is_limited, more, min(more, scene.of("free_bytes"))),
+        (catalogue.EXPANDABLE_SEGMENTS, unused >= request, unused, unused),
+        (catalogue.END_OTHERS, others >= request, others, others),
+        (catalogue.BOUND_BATCHES, last > before, last - before, before),
+        (catalogue.NO_CUDA_IN_WORKERS, scene.error.slot is not None and siblings >= request, siblings, siblings),
     )
-    return (*(advice for _, advice in options), smaller)
+    least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
+    supported = [
+        (gain, replace(advice, expected=advice.expected.format(room=size(room))))
+        for advice, is_supported, gain, room in options
+        if is_supported and not gain < least
+    ]
+    supported.sort(key=lambda option: -option[0])
+    return (*(advice for _, advice in supported), catalogue.SMALLER_STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,12 @@ import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 from collector.diagnosis.loading.loaders import worker_slots
 from collector.diagnosis.run.columns import floats, key_of, sampled, whole
-from collector.diagnosis.run.lifecycle import SIGINT, SIGTERM, Lifecycle, is_interrupt, signal_of
+from collector.diagnosis.run.lifecycle import Lifecycle, is_interrupt, signal_of
 from collector.store import ProcessKey
 
 _WORKER_MESSAGE = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from signal import SIGKILL
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
+from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.victims import Victim
-from collector.diagnosis.run.columns import floats, peak
+from collector.diagnosis.run.columns import floats, host_samples, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.lifecycle import SIGKILL
-from collector.diagnosis.run.processes import last_bytes
+from collector.diagnosis.run.processes import fact, last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Advice, Evidence, Finding, Limit
+from collector.findings import Finding, Limit
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.
@@ -48,8 +48,7 @@ def _may_coincide(tables: RunTables, victim: Victim, other: Victim) -> bool:
 
 def end_window(tables: RunTables, victim: Victim) -> tuple[float, float]:
     """Return the window, in ns, in which samples of the host may show the victim's end."""
-    samples = tables.stream("host")
-    times = floats(samples[samples["host"] == victim.main[0]], "time_ns")
+    times = floats(host_samples(tables, victim.main[0]), "time_ns")
     margin = _MARGIN_TICKS * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
     return victim.last_seen_ns - margin, victim.gone_ns + margin
 
@@ -61,8 +60,7 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
     this job. The host's covers all programs, so it counts only if memory was short then.
     """
     host = victim.main[0]
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    samples = host_samples(tables, host)
     times = floats(samples, "time_ns")
     if len(times) < 2:
         return {}
@@ -80,8 +78,7 @@ def _oom_kills(tables: RunTables, victim: Victim) -> dict[str, int]:
 
 
 def _memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bool_]) -> bool:
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    samples = host_samples(tables, host)
     limit = binding_limit(tables, host)[1]
     demand = peak(demand_series(tables, host)[1][in_window])
     available = floats(samples, "memory_available_bytes") / floats(samples, "memory_total_bytes")
@@ -92,61 +89,28 @@ def _memory_was_short(tables: RunTables, host: str, in_window: npt.NDArray[np.bo
 def oom_kill(tables: RunTables, victim: Victim) -> Finding:
     """Return the finding on a victim that the kernel killed: the kill counters, its memory and the limit."""
     host = victim.main[0]
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
-    kills = _oom_kills(tables, victim)
-    in_cgroup = kills.get("cgroup_oom_kill_count", 0) > 0
+    samples = host_samples(tables, host)
+    kills = {name: count for name, count in _oom_kills(tables, victim).items() if count}
     name, limit = binding_limit(tables, host)
     held = last_bytes(tables, victim.key)
-    is_worker = victim.locus.role == "worker"
-    smaller = (
-        Advice(
-            text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
-            expected="each worker less saves what it held" + (f" (this one {size(held)})" if held else ""),
-        )
-        if is_worker
-        else Advice(
-            text="Hold less in the training process: look at the leak findings and the largest containers",
-            expected="demand stays below the limit",
-        )
-    )
-    return Finding(
-        kind="host-oom-kill",
-        severity="warning" if victim.went_on else "critical",
-        confidence=0.97 if in_cgroup else 0.85,
-        summary=(
-            f"The kernel killed {victim.what} for lack of memory"
-            + (f"; it last held {size(held)}" if held else "")
-            + (f", the limit is {size(limit)}." if math.isfinite(limit) else ".")
-            + victim.went_on
-        ),
+    memory = {
+        "cgroup_anon_peak_bytes": peak(floats(samples, "cgroup_anon_bytes")),
+        "memory_available_low_bytes": -peak(-floats(samples, "memory_available_bytes")),
+    }
+    death = catalogue.OOM_KILL_OF_WORKER if victim.locus.role == "worker" else catalogue.OOM_KILL
+    return death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=(
-            *(
-                Evidence(name=name, value=count, unit="count", n=len(samples), window="around its end")
-                for name, count in kills.items()
-                if count
-            ),
+            *(fact(name, count, "around its end", n=len(samples)) for name, count in kills.items()),
             *victim.evidence,
-            *_pressure(samples),
+            *(fact(name, value, "run", n=len(samples)) for name, value in memory.items() if math.isfinite(value)),
         ),
         limit=Limit(name=name, value=limit, unit="bytes") if math.isfinite(limit) else None,
-        advice=(smaller, Advice(text="Raise the memory limit of the job", expected="room for the demand above")),
+        confidence=0.97 if "cgroup_oom_kill_count" in kills else 0.85,
+        went_on=victim.went_on,
+        what=victim.what,
+        last_held=f"; it last held {size(held)}" if held else "",
+        the_limit=f", the limit is {size(limit)}" if math.isfinite(limit) else "",
+        this_one=f" (this one {size(held)})" if held else "",
     )
-
-
-def _pressure(samples: pd.DataFrame) -> tuple[Evidence, ...]:
-    anon = peak(floats(samples, "cgroup_anon_bytes"))
-    available = floats(samples, "memory_available_bytes")
-    evidence = []
-    if math.isfinite(anon):
-        evidence.append(
-            Evidence(name="cgroup_anon_peak_bytes", value=anon, unit="bytes", n=len(samples), window="run")
-        )
-    if np.isfinite(available).any():
-        low = float(np.nanmin(available))
-        evidence.append(
-            Evidence(name="memory_available_low_bytes", value=low, unit="bytes", n=len(samples), window="run")
-        )
-    return tuple(evidence)

@@ -8,15 +8,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, held_bytes, key_of, last, of_process, whole
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.columns import (
+    PROCESS,
+    SECOND_NS,
+    WRITER,
+    floats,
+    held_bytes,
+    key_of,
+    last,
+    of_process,
+    whole,
+)
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_OTHER, ROLES
 
 LAST_MINUTE_SECONDS = 60.0
-_KEY = ["host", "process_pid", "process_start_ticks"]
-_WRITER = ["host", "pid", "start_ticks"]
 _PLACE = ["role", "process_rank", "loader", "worker"]
 _MEMORY = ["held_bytes", "rss_bytes", "pss_bytes", "private_dirty_bytes", "swap_bytes"]
 _NAMES = {"process_pid": "pid", "process_start_ticks": "start_ticks", "process_rank": "rank"}
@@ -33,14 +41,14 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
     """
     process = tables.stream("process")
     has_role = np.isin(floats(process, "role"), [role for role in range(len(ROLES)) if role != ROLE_COLLECTOR])
-    rows = process[has_role & (floats(process, "alive") != 0)].dropna(subset=_KEY)
+    rows = process[has_role & (floats(process, "alive") != 0)].dropna(subset=PROCESS)
     # The last role of a process counts: the main one is an "other" until it trains.
-    rows = rows.assign(**rows.groupby(_KEY)[_PLACE].transform("last"))
-    held = [pd.Series(held_bytes(samples), samples.index) for _, samples in rows.groupby(_KEY)]
+    rows = rows.assign(**rows.groupby(PROCESS)[_PLACE].transform("last"))
+    held = [pd.Series(held_bytes(samples), samples.index) for _, samples in rows.groupby(PROCESS)]
     seconds = (floats(rows, "time_ns") - rows["host"].map(_ends_ns(tables, rows)).to_numpy(np.float64)) / SECOND_NS
     roles = [ROLES[int(role)] for role in floats(rows, "role")]
     rows = rows.assign(role=roles, seconds=seconds, held_bytes=pd.concat(held) if held else np.nan)
-    rows = rows[seconds >= -LAST_MINUTE_SECONDS][[*_KEY, *_PLACE, "time_ns", "seconds", *_MEMORY]]
+    rows = rows[seconds >= -LAST_MINUTE_SECONDS][[*PROCESS, *_PLACE, "time_ns", "seconds", *_MEMORY]]
     samples: pd.DataFrame = rows.rename(columns=_NAMES).reset_index(drop=True)
     return samples
 
@@ -54,14 +62,14 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     Unknown values are NaN or None.
     """
     samples = last_minute(tables)
-    groups = samples.groupby(_WRITER, sort=False)
+    groups = samples.groupby(WRITER, sort=False)
     states = groups[["role", "rank", "loader", "worker", "seconds", *_MEMORY]].last()
     states["held_rise_bytes"] = groups["held_bytes"].last() - groups["held_bytes"].first()
     keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
-    keys += [key for key in Lifecycle(tables).mains if key not in keys]  # they outlived the collector
-    states = states.reindex(pd.MultiIndex.from_tuples(keys, names=_WRITER)).reset_index()
+    keys += [key for key in lifecycle_of(tables).mains if key not in keys]  # they outlived the collector
+    states = states.reindex(pd.MultiIndex.from_tuples(keys, names=WRITER)).reset_index()
     streams = (*_NEXT_PHASES, "fetch")
-    newest = {name: tables.stream(name).drop_duplicates(_WRITER, keep="last") for name in streams}
+    newest = {name: tables.stream(name).drop_duplicates(WRITER, keep="last") for name in streams}
     progress = pd.DataFrame([_progress(tables, newest, key) for key in keys], columns=["step", "batch", "phase"])
     roles = [role if isinstance(role, str) else ROLES[0] for role in states["role"]]
     states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)

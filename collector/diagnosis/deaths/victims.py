@@ -47,7 +47,7 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
     if worker.exit_code is not None:
         evidence.append(fact("worker_exit_code", worker.exit_code, "seen by the training process", unit="status"))
     if worker.message is not None:
-        evidence.append(fact("exception", worker.message[:200], "raised in the training process", unit="text"))
+        evidence.append(fact("exception", worker.message[:200], "raised in the training process"))
     if worker.key is not None and life.is_dead(worker.key):
         evidence.append(fact("worker_alive", 0, "at the time of reading", unit="bool"))
     last_seen_ns, gone_ns = _end_of(tables, worker.key, worker.main, worker.pid)
@@ -79,9 +79,9 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int
     """Return a training process (or the command) that was ended by a signal, None if that is unknown."""
     evidence = [fact("farewell_count", _events_count(tables, "process-exit", key), "process-exit events")]
     if life.exit_status is not None:
-        evidence.append(fact("exit_status", life.exit_status, "of the command", unit="status"))
+        evidence.append(fact("exit_status", life.exit_status, "of the command"))
     if key in life.exceptions:
-        evidence.append(fact("exception", str(life.exceptions[key].get("type")), "uncaught", unit="text"))
+        evidence.append(fact("exception", str(life.exceptions[key].get("type")), "uncaught"))
     if life.is_dead(key):
         evidence.append(fact("alive", 0, "at the time of reading", unit="bool"))
     rank = rank_of(tables, key)

@@ -11,9 +11,12 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders, worker_slots
+from collector.diagnosis.memory import resources
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
+    by_process,
+    finite,
     floats,
     last,
     origin_ns,
@@ -23,9 +26,10 @@ from collector.diagnosis.run.columns import (
     whole,
     window_text,
 )
+from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
-from collector.findings import Advice, Evidence, Finding, Limit, Locus, Rate
+from collector.findings import Evidence, Finding, Limit, Locus, Rate
 from collector.store import ProcessKey
 from collector.units import size
 from training_harness.records import ROLE_WORKER
@@ -78,18 +82,16 @@ def find_copies(tables: RunTables) -> list[Finding]:
     workers = process[
         process["process_pid"].isin({pid for _, pid in lives}) & (floats(process, "role") == ROLE_WORKER)
     ]
-    parents = {main: sampled(tables, main) for main, _, _ in lives.values()}
     loaders: dict[tuple[ProcessKey, int], dict[int, list[_Copies]]] = {}
-    for (host, pid, _), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
-        if (str(host), int(pid)) not in lives:
+    for (host, pid, _), rows in by_process(workers):
+        if (host, pid) not in lives:
             continue
-        main, loader, worker = lives[(str(host), int(pid))]
-        rows = rows[floats(rows, "time_ns") < _end_ns(parents[main])]
+        main, loader, worker = lives[host, pid]
+        parent = sampled(tables, main)
+        rows = rows[floats(rows, "time_ns") < _end_ns(parent)]
         if rows.empty:
             continue
-        worker_fetches = fetches[(fetches["pid"] == pid) & (fetches["host"] == host)]
-        parent, times = parents[main], floats(rows, "time_ns")
-        copies = _copies(rows, worker_fetches, _parent_bytes(parent, times[0]), _released_bytes(parent, times))
+        copies = _copies(rows, fetches[(fetches["pid"] == pid) & (fetches["host"] == host)], parent)
         if copies is not None:
             loaders.setdefault((main, loader), {}).setdefault(worker, []).append(copies)
     findings = [
@@ -145,8 +147,8 @@ def _released_bytes(samples: pd.DataFrame, times: Floats) -> Floats:
     return released
 
 
-def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, released: Floats) -> _Copies | None:
-    """Return what a worker copied by its samples, None without samples or with too few batches.
+def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: pd.DataFrame) -> _Copies | None:
+    """Return what a worker copied by its samples and its parent's, None without samples or with too few batches.
 
     There are two independent estimates: the rise of private memory beyond that of resident memory, and the drop of
     shared memory below the parent's written memory at the fork, all of which was shared then. Both include what the
@@ -157,12 +159,12 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, released: 
     is_read = np.isfinite(private) & np.isfinite(resident)
     if not is_read.any() or len(fetches) < _MIN_BATCHES:
         return None
-    at_fork = float(resident[np.isfinite(resident)][0])
+    inherited, released = _parent_bytes(parent, times[0]), _released_bytes(parent, times)[is_read]
+    at_fork = float(finite(resident)[0])
     heap_growth = float(np.nanmax(resident)) - at_fork
     private, uss, times, resident = private[is_read], uss[is_read], times[is_read], resident[is_read]
-    released = released[is_read]
     unmatched = private - private[0] - np.maximum(0.0, resident - resident[0])
-    missing = min(parent, at_fork) - (resident - uss)
+    missing = min(inherited, at_fork) - (resident - uss)
     total = float(np.nanmax([np.zeros(len(times)), unmatched - released, missing - released]))
     warm_ns = np.sort(floats(fetches, "time_ns"))[_WARM_UP_BATCHES]
     private_when_warm = private[times >= warm_ns][:1]
@@ -170,7 +172,7 @@ def _copies(rows: pd.DataFrame, fetches: pd.DataFrame, parent: float, released: 
     return _Copies(
         total_bytes=total,
         resident_bytes=float(resident[-1] - at_fork),
-        inherited_bytes=min(parent, at_fork) if math.isfinite(parent) else at_fork,
+        inherited_bytes=min(inherited, at_fork) if math.isfinite(inherited) else at_fork,
         late_bytes=max(late, min(total, _late_faults(fetches) * _PAGE_BYTES - heap_growth)),
         burst_bytes=min(float(np.diff(unmatched).max(initial=0.0)), _most_faults(fetches) * _PAGE_BYTES),
         begin_ns=float(times[0]),
@@ -201,8 +203,7 @@ def _late_faults(fetches: pd.DataFrame) -> float:
 
 def _warm_faults(fetches: pd.DataFrame) -> Floats:
     """Return the minor faults of each batch after the warm-up, in order."""
-    faults = floats(fetches.sort_values("time_ns"), "minor_fault_count")
-    return faults[np.isfinite(faults)][_WARM_UP_BATCHES:]
+    return finite(floats(fetches.sort_values("time_ns"), "minor_fault_count"))[_WARM_UP_BATCHES:]
 
 
 def _judge(
@@ -228,46 +229,34 @@ def _judge(
     total = sum(slot.total_bytes for slot in copying)
     begin = min(slot.begin_ns for slot in copying)
     window = window_text(begin, max(slot.end_ns for slot in copying), origin_ns(tables))
-    resident = float(np.median([slot.resident_bytes for slot in copying]))
+    measured = {
+        "worker_copied_bytes": total,
+        "copied_after_warm_up_bytes": sum(slot.late_bytes for slot in copying),
+        "worker_rss_rise_bytes": float(np.median([slot.resident_bytes for slot in copying])),
+    }
+    words = {
+        "loader": loader,
+        "workers": workers,
+        "per_worker": size(total / len(copying)),
+        "copied": size(total),
+        "plateau": size(plateau),
+        "worker_less": size(plateau / max(workers, 1)),
+    }
     return Finding(
-        kind="copy-on-read-growth",
+        kind=resources.COPIED_PAGES.leak,
         severity="warning",
         confidence=0.95 if len(copying) > 1 else 0.8,
-        summary=(
-            f"The forked workers of loader {loader} copy their parent's Python objects by reading them: "
-            f"{size(total / len(copying))} per worker so far, while their resident size, which is "
-            "blind to it, "
-            f"stays; {workers} workers can reach {size(plateau)}."
-        ),
+        summary=resources.COPIED_PAGES.grows.format(**words),
         locus=Locus(host=main[0], rank=whole(setting.get("rank")), role="worker", loader=loader),
         since_step=step_at(tables, main, begin),
         evidence=(
-            Evidence(name="worker_copied_bytes", value=round(total), unit="bytes", n=n, window=window),
-            Evidence(
-                name="copied_after_warm_up_bytes",
-                value=round(sum(slot.late_bytes for slot in copying)),
-                unit="bytes",
-                n=n,
-                window=window,
-            ),
-            Evidence(name="worker_rss_rise_bytes", value=round(resident), unit="bytes", n=n, window=window),
-            Evidence(name="copying_workers_count", value=len(copying), unit="count", n=len(slots), window=window),
+            *(fact(name, round(value), window, n=n) for name, value in measured.items()),
+            fact("copying_workers_count", len(copying), window, n=len(slots)),
             *_main_evidence(tables, main, begin),
         ),
         rate=_rate(copying),
         limit=Limit(name="plateau: workers x inherited memory", value=round(plateau), unit="bytes"),
-        advice=(
-            Advice(
-                text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of "
-                "Python objects, "
-                "in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
-                expected=f"the workers share it: {size(total)} is saved now, up to {size(plateau)} later",
-            ),
-            Advice(
-                text="Until then: fewer workers",
-                expected=f"each one less saves up to {size(plateau / max(workers, 1))}",
-            ),
-        ),
+        advice=resources.COPIED_PAGES.advice(words),
     )
 
 
@@ -286,14 +275,8 @@ def _rate(copying: Sequence[_Copies]) -> Rate | None:
 
 def _main_evidence(tables: RunTables, main: ProcessKey, begin_ns: float) -> tuple[Evidence, ...]:
     rows = sampled(tables, main)
-    rows = rows[floats(rows, "time_ns") >= begin_ns]
-    resident = floats(rows, "rss_bytes")
-    resident = resident[np.isfinite(resident)]
+    resident = finite(floats(rows[floats(rows, "time_ns") >= begin_ns], "rss_bytes"))
     if len(resident) < 2:
         return ()
-    rise = float(resident[-1] - resident[0])
-    return (
-        Evidence(
-            name="main_rss_rise_bytes", value=round(rise), unit="bytes", n=len(resident), window="same window"
-        ),
-    )
+    rise = round(float(resident[-1] - resident[0]))
+    return (fact("main_rss_rise_bytes", rise, "same window", n=len(resident)),)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
+from collector.diagnosis.memory.leak import Use, rate
+from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import (
     SECOND_NS,
+    finite,
     key_of,
     median,
     origin_ns,
@@ -25,16 +27,19 @@ from collector.diagnosis.run.columns import (
     whole,
     window_text,
 )
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
-from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, Severity
-from collector.store import ProcessKey
+from collector.diagnosis.statistics.step_pace import StepPace
+from collector.findings import Eta, Evidence, Finding, Limit, Locus, Severity
 from collector.units import count, duration, quantity, size, until
 
+#: Share of a limit that is nearly full.
+FULL_RATIO = 0.95
 #: Time to a limit, at the present rate, above which there is no forecast.
-RELEVANT_SECONDS = 24 * 3600.0
+_RELEVANT_SECONDS = 24 * 3600.0
 _CRITICAL_SECONDS = 15 * 60.0
 #: Headroom that is critical, as a share of the limit.
 _CRITICAL_HEADROOM_RATIO = 0.05
@@ -43,17 +48,6 @@ _PERCENTILES = (5.0, 50.0, 95.0)
 _STEP_ODDS = 4.0
 #: Smaller unevenness is sampling noise.
 _LEAST_UNEVENNESS = 0.01
-_PARTS_COUNT = 4
-#: One-sided confidence that the pace has a trend.
-_CONFIDENCE = 0.975
-#: Largest error of a pace, as the logarithm of its factor.
-_MAX_LOG_ERROR = 3.0
-#: Share of the futures in which a changing pace goes on changing.
-_CHANGING_RATIO = 2 / 3
-#: Longest time for which it does, as a multiple of the time observed.
-_MAX_CHANGE_RATIO = 1.0
-#: Smallest pace in a future, as a share of the newest.
-_MIN_PACE_RATIO = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,60 +56,49 @@ class Course:
 
     Attributes:
         what: its name, at the beginning of a sentence.
-        growth: its growth, in units of `limit` per second.
-        times: times of the samples, seconds.
-        values: use at these times, in the unit of `limit`; NaN where not known.
+        resource: the resource that is used.
+        use: its use, in the unit of `limit`.
+        growth: the growth of its use.
         limit: the limit that it grows towards.
-        max_headroom_ratio: headroom above which there is no warning, as a multiple of the observed rise.
-        reserve: part of the limit that is in use and not counted in the values.
+        reserve: part of the limit that is in use and not counted in the use.
 
     """
 
     what: str
+    resource: Resource
+    use: Use
     growth: Growth
-    times: Floats
-    values: Floats
     limit: Limit
-    max_headroom_ratio: float = math.inf
     reserve: float = 0.0
 
     @property
     def headroom(self) -> float:
         """The unused part of the limit."""
-        return max(self.limit.value - current_level(self.values), 0.0)
+        return max(self.limit.value - current_level(self.use.values), 0.0)
 
     @property
     def is_far(self) -> bool:
         """True if too little of the growth was seen to warn."""
-        return self.headroom > self.max_headroom_ratio * self.growth.rise
+        return self.headroom > self.resource.max_headroom_ratio * self.growth.rise
 
     @property
     def is_relevant(self) -> bool:
-        """True if the limit is met within `RELEVANT_SECONDS` at the present rate."""
-        return self.headroom / self.growth.slope <= RELEVANT_SECONDS
+        """True if the limit is met within `_RELEVANT_SECONDS` at the present rate."""
+        return self.headroom / self.growth.slope <= _RELEVANT_SECONDS
 
 
-def exhaustion_finding(
-    tables: RunTables,
-    kind: str,
-    course: Course,
-    *,
-    locus: Locus,
-    witnesses: tuple[Evidence, ...],
-    advice: tuple[Advice, ...],
-    key: ProcessKey | None = None,
-) -> Finding:
+def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Evidence]) -> Finding:
     """Return the finding that a limit will be met, or would have been met if the run had not ended."""
-    trend, limit, headroom = course.growth, course.limit, course.headroom
-    seconds, steps = _times_to_limit(tables, course, key or str(locus.host))
+    trend, limit, use = course.growth, course.limit, course.use
+    seconds, steps = _times_to_limit(tables, course)
     eta = _eta(seconds, steps)
-    status = Lifecycle(tables).status()
+    status = lifecycle_of(tables).status()
     severity: Severity = "warning"
     if course.is_far:
         severity = "info"
     elif status != "finished" and (
         (eta is not None and eta.mid_seconds <= _CRITICAL_SECONDS)
-        or headroom < _CRITICAL_HEADROOM_RATIO * limit.value
+        or course.headroom < _CRITICAL_HEADROOM_RATIO * limit.value
     ):
         severity = "critical"
     summary = _summary(course, eta, is_running=status == "running")
@@ -123,50 +106,71 @@ def exhaustion_finding(
     for chance in chances:
         share = quantity(chance.value, chance.unit)
         summary += f" In {share} of the futures it is met before the end, {chance.window}."
-    window = window_text(trend.since_seconds * SECOND_NS, float(course.times[-1]) * SECOND_NS, origin_ns(tables))
+    begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
+    window = window_text(begin_ns, end_ns, origin_ns(tables))
+    headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(use.times))
     return Finding(
-        kind=kind,
+        kind=course.resource.risk,
         severity=severity,
         confidence=round(min(0.95, 0.6 + 0.35 * min(1.0, trend.low / trend.slope)), 2),
         summary=summary,
-        locus=locus,
-        since_step=step_at(tables, key, trend.since_seconds * SECOND_NS),
+        locus=use.locus,
+        since_step=step_at(tables, use.key, begin_ns),
         evidence=(
-            Evidence(
-                name="demand_slope", value=round(trend.slope, 3), unit=f"{limit.unit}/s", n=trend.n, window=window
-            ),
-            Evidence(
-                name=f"headroom_{limit.unit}",
-                value=round(headroom),
-                unit=limit.unit,
-                n=len(course.times),
-                window="last samples",
-            ),
+            fact("demand_slope", round(trend.slope, 3), window, unit=f"{limit.unit}/s", n=trend.n),
+            headroom,
             *chances,
             *witnesses,
         ),
         rate=rate(trend, limit.unit),
         limit=limit,
         eta=eta,
-        advice=advice,
+        advice=course.resource.risk_advice,
+    )
+
+
+def full_finding(
+    resource: Resource,
+    limit: Limit,
+    used: float,
+    locus: Locus,
+    evidence: tuple[Evidence, ...],
+    *,
+    severity: Severity = "warning",
+    **words: object,
+) -> Finding:
+    """Return the finding that a resource is nearly used up, although its use does not grow.
+
+    `words` are for the sentence `resource.full`, beside those of the level and the locus.
+    """
+    level = {"used": amount(used, limit.unit), "limit": amount(limit.value, limit.unit), "limit_name": limit.name}
+    return Finding(
+        kind=resource.risk,
+        severity=severity,
+        confidence=0.9,
+        summary=resource.full.format(**{**dataclasses.asdict(locus), **level, **words}),
+        locus=locus,
+        evidence=evidence,
+        limit=limit,
+        advice=resource.full_advice,
     )
 
 
 def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
-    left = amount(course.headroom, course.limit.unit)
-    of_limit = f"{amount(course.limit.value, course.limit.unit)} ({course.limit.name})"
+    what, limit = course.what, course.limit
+    left, of_limit = amount(course.headroom, limit.unit), f"{amount(limit.value, limit.unit)} ({limit.name})"
     if course.is_far:
-        rise = amount(course.growth.rise, course.limit.unit)
-        return f"{course.what} grew by {rise} so far; {left} are left of {of_limit}, too far away to say more."
+        rise = amount(course.growth.rise, limit.unit)
+        return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too far away to say more."
     if not is_running:
         enough = (
             "for how long is not known" if eta is None else f"enough for about {duration(eta.mid_seconds)} more"
         )
-        return f"{course.what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
+        return f"{what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
     if eta is None:
-        return f"{course.what} is running out, too unevenly to say when: {left} left of {of_limit}."
+        return f"{what} is running out, too unevenly to say when: {left} left of {of_limit}."
     low, mid, high = until(eta.low_seconds), until(eta.mid_seconds), until(eta.high_seconds)
-    return f"{course.what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
+    return f"{what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
 
 
 def _chance_before_end(tables: RunTables, steps: Floats | None) -> tuple[Evidence, ...]:
@@ -175,13 +179,7 @@ def _chance_before_end(tables: RunTables, steps: Floats | None) -> tuple[Evidenc
     if steps is None or left is None:
         return ()
     share = round(float((steps <= left).mean()), 2)
-    window = f"{count(left)} steps away"
-    return (Evidence(name="limit_met_before_end_ratio", value=share, unit="ratio", n=len(steps), window=window),)
-
-
-def rate(trend: Growth, unit: str = "bytes") -> Rate:
-    """Return the growth as a rate of `unit` per second."""
-    return Rate(value=trend.slope, low=trend.low, high=trend.high, unit=f"{unit}/s")
+    return (fact("limit_met_before_end_ratio", share, f"{count(left)} steps away", n=len(steps)),)
 
 
 def amount(value: float, unit: str) -> str:
@@ -191,24 +189,27 @@ def amount(value: float, unit: str) -> str:
 
 def current_level(values: Floats) -> float:
     """Return the median of the last three finite values, NaN if there are none."""
-    return median(values[np.isfinite(values)][-3:])
+    return median(finite(values)[-3:])
 
 
-def _times_to_limit(tables: RunTables, course: Course, where: ProcessKey | str) -> tuple[Floats, Floats | None]:
+def _times_to_limit(tables: RunTables, course: Course) -> tuple[Floats, Floats | None]:
     """Return the seconds, and steps, from now until the limit is met in each future.
 
     A leak in a step does not depend on the pace of the steps, and a leak in a thread does not depend on their
     number. So each future is simulated on one of the two clocks, more often on that with the more even growth.
     """
-    used = np.isfinite(course.values) & (course.times >= course.growth.since_seconds)
-    if used.sum() < MIN_POINTS:  # the growth began just now
-        used = np.isfinite(course.values)
-    times, values = course.times[used], course.values[used]
+    use = course.use
+    is_known = np.isfinite(use.values)
+    part = use.where(is_known & (use.times >= course.growth.since_seconds))
+    if len(part.times) < MIN_POINTS:  # the growth began just now
+        part = use.where(is_known)
+    times, values = part.times, part.values
     limit = max(course.limit.value - course.reserve, float(values.max()))  # use above it was given back
     now = max(tables.now_ns / SECOND_NS, float(times[-1])) if tables.goes_on else float(times[-1])
     seconds = first_passage_times(times, values, limit) - (now - times[-1])
-    all_steps = step_numbers(tables, where, course.times)
-    steps, pace = all_steps[used], StepPace.of(course.times, all_steps)
+    where = use.key or str(use.locus.host)
+    all_steps, steps = (step_numbers(tables, where, clock) for clock in (use.times, times))
+    pace = StepPace.of(use.times, all_steps)
     if pace is None:
         return np.maximum(seconds, 0.0), None
     step_now = float(step_numbers(tables, where, np.array([now]))[0])
@@ -257,70 +258,3 @@ def _planned_steps(values: Mapping[str, Any], phases: Sequence[Mapping[str, Any]
     if epochs is None or epochs <= 0 or not later:
         return math.nan
     return float(epochs * later[-1]["step"] / later[-1]["epoch"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPace:
-    """The pace of a training's steps, without its first ones, which are slower.
-
-    Attributes:
-        seconds: observed time.
-        steps: number of steps in that time.
-        parts: seconds per step in each quarter of these steps.
-
-    """
-
-    seconds: float
-    steps: float
-    parts: Floats
-
-    @classmethod
-    def of(cls, times: Floats, steps: Floats) -> StepPace | None:
-        """Return the pace from samples of the step number, at times in seconds; None if there are too few steps."""
-        finite = np.isfinite(steps)
-        times, steps = times[finite], steps[finite]
-        if not len(steps):
-            return None
-        begin = max(int(np.searchsorted(steps, steps[0], side="right")) - 1, 0)  # samples precede the first step
-        begin += (len(times) - begin) // 10
-        count = float(steps[-1] - steps[begin])
-        if len(times) - begin <= _PARTS_COUNT or not count > 0:
-            return None
-        moving = np.append(True, np.diff(steps[begin:]) > 0)
-        edges = np.linspace(steps[begin], steps[-1], _PARTS_COUNT + 1)
-        seconds = np.diff(np.interp(edges, steps[begin:][moving], times[begin:][moving]))
-        return cls(seconds=float(seconds.sum()), steps=count, parts=seconds / (count / _PARTS_COUNT))
-
-    def draw(self, horizons: Floats) -> Floats:
-        """Draw the mean seconds per step of each future.
-
-        If the quarters show a trend, the pace stays at its newest value or goes on changing. Otherwise it is that
-        of the whole training, of its later half or of its last quarter, or it follows the slight trend.
-
-        Args:
-            horizons: lengths of the futures, as multiples of the observed time.
-
-        """
-        generator = np.random.default_rng(0)
-        x = (np.arange(_PARTS_COUNT) + 0.5) / _PARTS_COUNT
-        slope, level = np.polyfit(x, self.parts, 1)
-        residuals = self.parts - (level + slope * x)
-        freedom = _PARTS_COUNT - 2
-        variance, x_spread = float(residuals @ residuals) / freedom, float(((x - 0.5) ** 2).sum())
-        last, overall = float(self.parts[-1]), self.seconds / self.steps
-        middle = 1 + np.minimum(horizons, _MAX_CHANGE_RATIO) / 2
-        changing = np.maximum(level + slope * middle, _MIN_PACE_RATIO * last)
-        if abs(slope) > stdtrit(freedom, _CONFIDENCE) * math.sqrt(variance / x_spread):
-            error = np.sqrt(variance * (1 + 1 / _PARTS_COUNT + (middle - 0.5) ** 2 / x_spread))
-            steady = [last]
-            changing_ratio = _CHANGING_RATIO
-        else:
-            freedom = _PARTS_COUNT - 1
-            error = np.full(FUTURES_COUNT, self.parts.std(ddof=1) * math.sqrt(1 + 1 / _PARTS_COUNT))
-            steady = [overall, float(self.parts[_PARTS_COUNT // 2 :].mean()), last]
-            changing_ratio = 1 / (len(steady) + 1)
-        is_changing = generator.random(FUTURES_COUNT) < changing_ratio
-        means = np.where(is_changing, changing, generator.choice(steady, size=FUTURES_COUNT))
-        log_errors = error / overall * generator.standard_t(freedom, size=FUTURES_COUNT)
-        paces: Floats = means * np.exp(np.clip(log_errors, -_MAX_LOG_ERROR, _MAX_LOG_ERROR))
-        return paces

@@ -7,60 +7,55 @@ training process, so more workers mean more open files. A leak is growth at time
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from collector.diagnosis.memory.exhaustion import Course, current_level, exhaustion_finding
-from collector.diagnosis.memory.host_oom_risk import FULL_RATIO
-from collector.diagnosis.memory.leak import CONFIRMED, Leak, leak_finding, rise_since
+from collector.diagnosis.memory import resources
+from collector.diagnosis.memory.exhaustion import (
+    FULL_RATIO,
+    Course,
+    current_level,
+    exhaustion_finding,
+    full_finding,
+)
+from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, rise_since
 from collector.diagnosis.run.columns import (
     SECOND_NS,
+    by_process,
     floats,
     iterates,
     last,
     sampled_on,
+    seconds,
     step_numbers,
     steps_within,
     while_running,
     while_training,
     whole,
 )
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.processes import fact, sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth, growth
-from collector.findings import Advice, Evidence, Finding, Limit, Locus
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
+from collector.findings import Evidence, Finding, Limit, Locus
 from collector.store import ProcessKey
-from collector.units import count, number
 from training_harness.records import ROLE_WORKER
 
 #: Shared memory per descriptor of a tensor that a worker handed over: at least one page.
 _SHARED_BYTES = 4096
-_ADVICE = (
-    Advice(
-        text="Look into /proc/PID/fd for what is open: what is opened per step or per item wants `with`",
-        expected="the count stays where it is",
-    ),
-    Advice(
-        text="Until then: raise the limit with `ulimit -n` before the training",
-        expected="more time, in proportion to the limit",
-    ),
-)
-_BATCHES_ADVICE = Advice(
-    text="Do not keep batches that came from workers: keep .clone() or numbers, or share them by "
-    'torch.multiprocessing.set_sharing_strategy("file_system")',
-    expected="each tensor's descriptor is closed with it",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A process with its samples while it trained, or while it ran if it did not train."""
+    """A process with its samples while it trained, or while it ran if it did not train.
+
+    `name` is for the middle of a sentence.
+    """
 
     key: ProcessKey
     name: str
@@ -68,24 +63,16 @@ class _Process:
     rows: pd.DataFrame
 
     @property
-    def stepping(self) -> ProcessKey | None:
-        """The process whose steps it is judged by: itself, or None (the whole run) for a worker."""
-        return None if self.locus.role == "worker" else self.key
-
-    @property
-    def what(self) -> str:
-        """Its name, for the middle of a sentence."""
-        if self.locus.role != "worker":
-            return self.name
-        return f"worker {self.locus.worker} of loader {self.locus.loader} (pid {self.key[1]})"
+    def is_worker(self) -> bool:
+        """True for a worker of a loader."""
+        return self.locus.role == "worker"
 
 
 def find_descriptors(tables: RunTables) -> list[Finding]:
     """Find `fd-leak` and `fd-exhaustion-risk`, once per loader: for the worker that is nearest to its limit."""
-    groups: dict[tuple[str, Locus | tuple[object, ...]], list[tuple[float, Finding]]] = {}
+    groups: dict[tuple[str, Locus], list[tuple[float, Finding]]] = {}
     for process in _processes(tables):
-        locus = process.locus
-        place = (locus.host, locus.rank, locus.loader) if locus.role == "worker" else locus
+        place = replace(process.locus, pid=None, worker=None) if process.is_worker else process.locus
         for used_ratio, finding in _judge(tables, process):
             groups.setdefault((finding.kind, place), []).append((used_ratio, finding))
     return [_nearest_to_limit(group) for group in groups.values()]
@@ -95,77 +82,62 @@ def _nearest_to_limit(group: list[tuple[float, Finding]]) -> Finding:
     """Return the finding of the process with the highest use, with the number of workers like it."""
     _, nearest = max(group, key=lambda member: member[0])
     if nearest.kind == "fd-leak" and len(group) > 1:
-        return dataclasses.replace(nearest, summary=f"{nearest.summary} Of this loader's workers {len(group)} do.")
+        return replace(nearest, summary=f"{nearest.summary} Of this loader's workers {len(group)} do.")
     return nearest
 
 
 def _processes(tables: RunTables) -> Iterator[_Process]:
-    life = Lifecycle(tables)
+    life = lifecycle_of(tables)
     for key in (*life.mains, *life.watched, *life.others):
         rows = while_running(tables, key)
         if len(rows) >= MIN_POINTS:
-            rank = whole(rows["process_rank"].iloc[-1])
-            locus = Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1])
+            locus = replace(life.locus(key), rank=whole(rows["process_rank"].iloc[-1]))
             yield _Process(key=key, name=life.name(key), locus=locus, rows=rows)
     process = while_training(tables, tables.stream("process"))
     workers = process[floats(process, "role") == ROLE_WORKER]
-    for (host, pid, ticks), rows in workers.groupby(["host", "process_pid", "process_start_ticks"]):
-        last_row = rows.iloc[-1]
+    for key, rows in by_process(workers):
         if len(rows) >= MIN_POINTS:
-            locus = Locus(
-                host=str(host),
-                rank=whole(last_row["process_rank"]),
-                role="worker",
-                pid=int(pid),
-                worker=whole(last_row["worker"]),
-                loader=whole(last_row["loader"]),
-            )
-            yield _Process(key=(str(host), int(pid), int(ticks)), name="", locus=locus, rows=rows)
+            locus = worker_locus(rows)
+            name = f"worker {locus.worker} of loader {locus.loader} (pid {locus.pid})"
+            yield _Process(key=key, name=name, locus=locus, rows=rows)
 
 
 def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
     """Yield the findings on one process, each with the used share of its limit."""
-    times, counts = floats(process.rows, "time_ns") / SECOND_NS, floats(process.rows, "fd_count")
+    times, counts = seconds(process.rows), floats(process.rows, "fd_count")
     n = int(np.isfinite(counts).sum())
     if n < MIN_POINTS:
         return
+    key = None if process.is_worker else process.key  # the steps of the run count for a worker
+    steps = step_numbers(tables, key or process.key[0], times)
+    use = Use(series="fd", locus=process.locus, key=key, times=times, values=counts, steps=steps)
     used, limit = current_level(counts), last(floats(process.rows, "fd_limit_count"))
-    used_ratio = used / limit if limit > 0 else 0.0
+    used_ratio, name = used / limit if limit > 0 else 0.0, sentence(process.name)
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
-    steps = step_numbers(tables, process.stepping or process.key[0], times)
-    usual = _has_usual_processes(tables, process)
-    trend = growth(times[usual], counts[usual], negligible=BLOCK_COUNTS[0], steps=steps[usual])
-    if trend is None or _rests_since(trend, times if np.isnan(steps).any() else steps, times, counts, usual):
+    is_usual = _has_usual_processes(tables, process)
+    usual = use.where(is_usual)
+    trend = usual.growth(BLOCK_COUNTS[0])
+    if trend is None or _rests_since(trend, use, is_usual):
         if used_ratio >= FULL_RATIO:
-            yield used_ratio, _by_level(process, used, n, bound)
+            evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit, "last sample")
+            yield used_ratio, full_finding(resources.OPEN_FILES, bound, used, process.locus, evidence, process=name)
         return
-    leak, is_batches = _leak(tables, process, trend, bound, float(times[usual][-1]))
-    advice = (_BATCHES_ADVICE, *_ADVICE) if is_batches else _ADVICE
-    yield used_ratio, _leak_finding(tables, process, leak, advice)
-    course = Course(
-        what=f"Room for open files in {process.what}",
-        growth=trend,
-        times=times,
-        values=counts,
-        limit=bound,
-    )
+    witnesses, is_batches = _witnesses(tables, process, usual, trend, limit)
+    resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
+    iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
+    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, process=name)
+    what = f"Room for open files in {process.name}"
+    course = Course(what=what, resource=resource, use=use, growth=trend, limit=bound)
     if used_ratio and course.is_relevant:
-        risk = exhaustion_finding(
-            tables,
-            "fd-exhaustion-risk",
-            course,
-            locus=process.locus,
-            witnesses=leak.witnesses,
-            advice=advice,
-            key=process.stepping,
-        )
-        yield used_ratio, risk
+        yield used_ratio, exhaustion_finding(tables, course, witnesses)
 
 
-def _rests_since(trend: Growth, clock: Floats, times: Floats, counts: Floats, usual: npt.NDArray[np.bool_]) -> bool:
-    """Return whether what grew rests since other processes live, as a cache does that the first epoch filled."""
-    growing = usual & (times >= trend.since_seconds)
-    since = np.isfinite(counts) & (times > times[usual][-1])
+def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bool:
+    """Return whether the growth stopped with the processes of its time, like a cache that the first epoch filled."""
+    times, counts = use.times, use.values
+    clock = times if np.isnan(use.steps).any() else use.steps
+    growing = is_usual & (times >= trend.since_seconds)
+    since = np.isfinite(counts) & (times > times[is_usual][-1])
     if not since.any():
         return False
     expected = trend.rise / float(np.ptp(clock[growing])) * float(np.ptp(clock[since]))
@@ -190,60 +162,21 @@ def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     return np.sort(floats(lives, "min")), np.sort(floats(lives, "max"))
 
 
-def _leak(
-    tables: RunTables, process: _Process, trend: Growth, bound: Limit, end_seconds: float
-) -> tuple[Leak, bool]:
-    """Return the leak, and whether it consists of batches from workers that are held."""
-    times, mapped = floats(process.rows, "time_ns") / SECOND_NS, floats(process.rows, "shm_bytes")
-    shared_rise = rise_since(times, mapped, trend)
+def _witnesses(
+    tables: RunTables, process: _Process, use: Use, trend: Growth, limit: float
+) -> tuple[tuple[Evidence, ...], bool]:
+    """Return what confirms a growth, and whether it consists of batches from workers that are held."""
+    shared_rise = rise_since(seconds(process.rows), floats(process.rows, "shm_bytes"), trend)
     is_batches = shared_rise >= CONFIRMED * _SHARED_BYTES * trend.rise
-    steps = steps_within(tables, process.stepping, trend.since_seconds * SECOND_NS, end_seconds * SECOND_NS)
-    witnesses = (
-        ("fd_limit_count", bound.value, "count"),
-        ("fd_per_step", trend.rise / steps, "count"),
-        ("process_shm_rise_bytes", shared_rise if is_batches else math.nan, "bytes"),
-    )
-    evidence = tuple(
-        Evidence(name=name, value=round(value, 3), unit=unit, n=trend.n, window="same window")
-        for name, value, unit in witnesses
+    steps = steps_within(tables, use.key, trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS)
+    values = {
+        "fd_limit_count": limit,
+        "fd_per_step": trend.rise / steps,
+        "process_shm_rise_bytes": shared_rise if is_batches else math.nan,
+    }
+    evidence = (
+        fact(name, round(value, 3), "same window", n=trend.n)
+        for name, value in values.items()
         if math.isfinite(value)
     )
-    return Leak.of(trend, "fd", evidence, end_seconds, "count"), is_batches
-
-
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:]
-
-
-def _leak_finding(tables: RunTables, process: _Process, leak: Leak, advice: tuple[Advice, ...]) -> Finding:
-    trend = leak.growth
-    pace = f"{count(trend.rise)} more so far, {number(trend.slope)}/s"
-    summary = f"{_sentence(process.what)} keeps opening files: {pace}."
-    if not leak.witnesses:
-        summary += " Neither the limit nor the steps are known, so nothing confirms it."
-    return leak_finding(
-        tables,
-        "fd-leak",
-        leak,
-        summary=summary,
-        locus=process.locus,
-        advice=advice,
-        key=process.stepping,
-        iterates=process.locus.role == "worker" or iterates(tables, process.key) or bool(Lifecycle(tables).watched),
-    )
-
-
-def _by_level(process: _Process, used: float, n: int, bound: Limit) -> Finding:
-    return Finding(
-        kind="fd-exhaustion-risk",
-        severity="warning",
-        confidence=0.9,
-        summary=f"{_sentence(process.what)} has {count(used)} of at most {count(bound.value)} files open.",
-        locus=process.locus,
-        evidence=(
-            Evidence(name="fd_count", value=used, unit="count", n=n, window="last samples"),
-            Evidence(name="fd_limit_count", value=bound.value, unit="count", n=1, window="last sample"),
-        ),
-        limit=bound,
-        advice=_ADVICE,
-    )
+    return tuple(evidence), is_batches

@@ -1,17 +1,20 @@
-"""A leak: a growth, and the other measurements that confirm it."""
+"""The rule for growth on a resource: its use grows without bound, and another measurement confirms it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from collector.diagnosis.memory.exhaustion import rate
-from collector.diagnosis.run.columns import MIB, SECOND_NS, origin_ns, step_at, window_text
+from collector.diagnosis.memory.resources import Resource
+from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, origin_ns, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import Floats, Growth
-from collector.findings import Advice, Evidence, Finding, Locus, Severity
+from collector.diagnosis.statistics.growth import Floats, Growth, growth
+from collector.findings import Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
+from collector.units import count, number, size
 
 #: A rise below this comes from the interpreter and the allocator themselves.
 NEGLIGIBLE_BYTES = 16 * MIB
@@ -20,41 +23,54 @@ _NEGLIGIBLE_RATIO = 0.01
 #: Share of the growth that a witness must show at least.
 CONFIRMED = 0.5
 #: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
-_MOMENT_NS = 10 * SECOND_NS
-_LOADING_NS = 120 * SECOND_NS
+_MOMENT_SECONDS = 10.0
+_LOADING_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leak:
-    """The growth of a series (of a process, a host or a device), with the evidence that confirms it."""
+class Use:
+    """The use of a resource over time: by one process, on one device or on one host.
 
-    growth: Growth
+    Attributes:
+        series: name of the measurement in the evidence.
+        locus: its place.
+        key: the process whose steps count; None for the steps of the run.
+        times: times of the samples, seconds.
+        values: the use at these times, in the unit of the resource; NaN where not known.
+        steps: the step that the training was in at these times.
+
+    """
+
     series: str
-    unit: str = "bytes"
-    witnesses: tuple[Evidence, ...]
-    begin_ns: float
-    end_ns: float
+    locus: Locus
+    key: ProcessKey | None = None
+    times: Floats
+    values: Floats
+    steps: Floats
 
-    @classmethod
-    def of(cls, trend: Growth, series: str, witnesses: tuple[Evidence, ...], end_seconds: float, unit: str) -> Leak:
-        """Return the leak with this growth, from its begin to `end_seconds`."""
-        return cls(
-            growth=trend,
-            series=series,
-            unit=unit,
-            witnesses=witnesses,
-            begin_ns=trend.since_seconds * SECOND_NS,
-            end_ns=end_seconds * SECOND_NS,
+    def where(self, mask: npt.NDArray[np.bool_]) -> Use:
+        """Return the use at some of its times."""
+        return replace(self, times=self.times[mask], values=self.values[mask], steps=self.steps[mask])
+
+    def growth(self, negligible: float | None = None) -> Growth | None:
+        """Return its growth without bound, if any; a rise below `negligible` is none."""
+        least = negligible_bytes(self.values) if negligible is None else negligible
+        return growth(self.times, self.values, negligible=least, steps=self.steps)
+
+
+def witnesses_of(trend: Growth, series: Mapping[str, tuple[Floats, Floats]]) -> tuple[Evidence, ...]:
+    """Return the rise of each other series of bytes (times, values) that confirms a growth."""
+    return tuple(
+        Evidence(
+            name=name,
+            value=round(rise_since(times, values, trend)),
+            unit="bytes",
+            n=int((np.isfinite(values) & (times >= trend.since_seconds)).sum()),
+            window="same window",
         )
-
-
-def witness_of(name: str, times: Floats, values: Floats, trend: Growth) -> Evidence | None:
-    """Return the rise of another series of bytes as evidence, if it confirms the growth."""
-    if not share_of(times, values, trend) >= CONFIRMED:
-        return None
-    n = int((np.isfinite(values) & (times >= trend.since_seconds)).sum())
-    rise = rise_since(times, values, trend)
-    return Evidence(name=name, value=round(rise), unit="bytes", n=n, window="same window")
+        for name, (times, values) in series.items()
+        if share_of(times, values, trend) >= CONFIRMED
+    )
 
 
 def share_of(times: Floats, values: Floats, trend: Growth) -> float:
@@ -67,92 +83,84 @@ def share_of(times: Floats, values: Floats, trend: Growth) -> float:
     return rise_since(times, values, trend) / expected if expected > 0 else float("nan")
 
 
-def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
-    """Join the segments of a series between restarts: a fork shares pages, so private dirty drops there."""
-    finite = np.flatnonzero(np.isfinite(values))
-    result = np.full(len(values), np.nan)
-    if not len(finite):
-        return result
-    changes = np.diff(values[finite])
-    changes[np.diff(restarts[finite]) != 0] = 0.0
-    result[finite] = values[finite[0]] + np.concatenate([[0.0], np.cumsum(changes)])
-    return result
-
-
-def rise_since(times_seconds: Floats, values: Floats, trend: Growth) -> float:
+def rise_since(times: Floats, values: Floats, trend: Growth) -> float:
     """Return the rise of another series over the window of a growth, NaN if it has too few samples."""
-    inside = values[np.isfinite(values) & (times_seconds >= trend.since_seconds)]
+    inside = finite(values[times >= trend.since_seconds])
     if len(inside) < 4:
         return float("nan")
     edge = max(1, len(inside) // 6)
     return float(np.median(inside[-edge:]) - np.median(inside[:edge]))
 
 
-def half_slopes(times_seconds: Floats, values: Floats, trend: Growth) -> tuple[float, float]:
-    """Return the slope in the first and the second half of the window of a growth, units per second."""
-    is_inside = np.isfinite(values) & (times_seconds >= trend.since_seconds)
-    times, inside = times_seconds[is_inside], values[is_inside]
-    half = len(times) // 2
-    if half < 2:
-        return float("nan"), float("nan")
-    return (
-        float(np.polyfit(times[:half] - times[0], inside[:half], 1)[0]),
-        float(np.polyfit(times[half:] - times[0], inside[half:], 1)[0]),
-    )
-
-
 def negligible_bytes(values: Floats) -> float:
     """Return the rise of this series below which it is of no interest."""
-    finite = values[np.isfinite(values)]
-    return max(NEGLIGIBLE_BYTES, _NEGLIGIBLE_RATIO * float(np.median(finite))) if len(finite) else NEGLIGIBLE_BYTES
-
-
-def rise_evidence(tables: RunTables, leak: Leak) -> Evidence:
-    """Return the rise of the leaking series as evidence."""
-    return Evidence(
-        name=f"{leak.series}_rise_{leak.unit}",
-        value=round(leak.growth.rise),
-        unit=leak.unit,
-        n=leak.growth.n,
-        window=window_text(leak.begin_ns, leak.end_ns, origin_ns(tables)),
-    )
-
-
-def severity(tables: RunTables, leak: Leak, *, iterates: bool = True) -> Severity:
-    """Return "warning", or "info" for a growth without a witness, or one that is recent while the run goes on.
-
-    Growth that ends by itself begins in the same way. A process without iterations may still be loading its data.
-    If a limit is near, the risk of meeting it is a warning of its own.
-    """
-    if not leak.witnesses:
-        return "info"
-    lasted_ns = leak.end_ns - leak.begin_ns
-    if not iterates:
-        return "info" if lasted_ns < _LOADING_NS else "warning"
-    return "info" if tables.goes_on and lasted_ns < _MOMENT_NS else "warning"
+    known = finite(values)
+    return max(NEGLIGIBLE_BYTES, _NEGLIGIBLE_RATIO * float(np.median(known))) if len(known) else NEGLIGIBLE_BYTES
 
 
 def leak_finding(
     tables: RunTables,
-    kind: str,
-    leak: Leak,
+    resource: Resource,
+    use: Use,
+    trend: Growth,
+    witnesses: tuple[Evidence, ...],
     *,
-    summary: str,
-    locus: Locus,
-    advice: tuple[Advice, ...],
-    confidence: float = 0.9,
-    key: ProcessKey | None = None,
     iterates: bool = True,
+    **words: object,
 ) -> Finding:
-    """Return the finding of a leak; without a witness it is `cannot-tell`, and `summary` names what is missing."""
-    return Finding(
-        kind=kind if leak.witnesses else "cannot-tell",
-        severity=severity(tables, leak, iterates=iterates),
-        confidence=confidence,
-        summary=summary,
-        locus=locus,
-        since_step=step_at(tables, key, leak.begin_ns),
-        evidence=(rise_evidence(tables, leak), *leak.witnesses),
-        rate=rate(leak.growth, leak.unit),
-        advice=advice if leak.witnesses else (),
+    """Return the finding that a use keeps growing; without a witness it is `cannot-tell`.
+
+    Args:
+        tables: the run.
+        resource: the resource that is used.
+        use: its use.
+        trend: the growth of the use.
+        witnesses: what confirms the growth.
+        iterates: whether the process has batches or steps: one without may still be loading its data.
+        words: for the sentences of the resource, beside those of the growth and the locus.
+
+    """
+    begin_seconds, end_seconds = trend.since_seconds, float(use.times[-1])
+    begin_ns, unit = begin_seconds * SECOND_NS, resource.unit
+    words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
+    grows = resource.grows.format(**words)
+    rise = Evidence(
+        name=f"{use.series}_rise_{unit}",
+        value=round(trend.rise),
+        unit=unit,
+        n=trend.n,
+        window=window_text(begin_ns, end_seconds * SECOND_NS, origin_ns(tables)),
     )
+    return Finding(
+        kind=resource.leak if witnesses else "cannot-tell",
+        severity=_severity(tables, end_seconds - begin_seconds, iterates=iterates) if witnesses else "info",
+        confidence=resource.confidence,
+        summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
+        locus=use.locus,
+        since_step=step_at(tables, use.key, begin_ns),
+        evidence=(rise, *witnesses),
+        rate=rate(trend, unit),
+        advice=resource.advice(words) if witnesses else (),
+    )
+
+
+def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
+    """Return the words for a growth in the sentences of a resource."""
+    if unit == "bytes":
+        return {"rise": size(trend.rise), "slope": size(trend.slope), "per_minute": size(trend.slope * 60)}
+    return {"rise": count(trend.rise), "slope": number(trend.slope), "per_minute": number(trend.slope * 60)}
+
+
+def rate(trend: Growth, unit: str) -> Rate:
+    """Return the growth as a rate of `unit` per second."""
+    return Rate(value=trend.slope, low=trend.low, high=trend.high, unit=f"{unit}/s")
+
+
+def _severity(tables: RunTables, lasted_seconds: float, *, iterates: bool) -> Severity:
+    """Return "info" for a growth that is recent while the run goes on, since growth that ends by itself begins so.
+
+    If a limit is near, the risk of meeting it is a warning of its own.
+    """
+    if not iterates:
+        return "info" if lasted_seconds < _LOADING_SECONDS else "warning"
+    return "info" if tables.goes_on and lasted_seconds < _MOMENT_SECONDS else "warning"

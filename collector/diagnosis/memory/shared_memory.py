@@ -6,38 +6,72 @@ Newer torch allocates the pages of a batch beforehand, and raises an error.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pandas as pd
 
 from collector.diagnosis.loading.loaders import loader_settings
-from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding
-from collector.diagnosis.memory.leak import Leak, leak_finding, negligible_bytes, witness_of
-from collector.diagnosis.run.columns import SECOND_NS, floats, last, peak, sampled_on, step_numbers, while_training
+from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
+from collector.diagnosis.memory.leak import Use, leak_finding, witnesses_of
+from collector.diagnosis.memory.resources import SHARED_MEMORY
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    floats,
+    host_samples,
+    last,
+    peak,
+    sampled_on,
+    seconds,
+    step_numbers,
+    while_training,
+)
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import Floats, Growth, growth
-from collector.findings import Advice, Evidence, Finding, Limit, Locus
+from collector.diagnosis.statistics.growth import Floats, Growth
+from collector.findings import Evidence, Finding, Limit, Locus
 from collector.units import size
 
+_OTHERS_TOO = " Other programs fill it too."
 _UNKNOWN = " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
-ROOM_ADVICE = (
-    Advice(
-        text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
-        expected="room for the batches that are under way",
-    ),
-    Advice(
-        text="Lower num_workers, prefetch_factor or the size of a batch",
-        expected="num_workers * prefetch_factor batches are there at a time",
-    ),
-)
-_LEAK_ADVICE = (
-    Advice(
-        text="See with `ls -l /dev/shm` and `lsof +L1 /dev/shm` what lies there and who holds it: segments want "
-        "close() and unlink(), batches from workers are to be kept as .clone()",
-        expected="what is in use stays where it is",
-    ),
-)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """The /dev/shm of a host.
+
+    Attributes:
+        times: times of the samples, seconds.
+        used: bytes in use at these times.
+        total: its size in bytes.
+        batch: size of the largest batch that a worker handed over, NaN if none is known.
+        workers: workers that may write at once: the sum, over training processes, of their largest loader's.
+
+    """
+
+    times: Floats
+    used: Floats
+    total: float
+    batch: float
+    workers: int
+
+    @classmethod
+    def of(cls, tables: RunTables, host: str, samples: pd.DataFrame | None = None) -> SharedMemory:
+        """Return that of a host, at the given samples of it or at all."""
+        samples = host_samples(tables, host) if samples is None else samples
+        batch = tables.stream("batch")
+        workers: dict[object, int] = {}
+        for (main, _), setting in loader_settings(tables).items():
+            if main is not None and main[0] == host:
+                workers[main] = max(workers.get(main, 0), int(setting.get("num_workers") or 0))
+        return cls(
+            times=seconds(samples),
+            used=floats(samples, "shm_used_bytes"),
+            total=last(floats(samples, "shm_total_bytes")),
+            batch=peak(floats(batch[(batch["host"] == host) & (floats(batch, "worker") >= 0)], "payload_bytes")),
+            workers=sum(workers.values()),
+        )
 
 
 def find_shared_memory(tables: RunTables) -> list[Finding]:
@@ -47,59 +81,47 @@ def find_shared_memory(tables: RunTables) -> list[Finding]:
 
 
 def _on_host(tables: RunTables, host: str) -> list[Finding]:
-    samples = while_training(tables, shared_memory_samples(tables, host))
-    times, used, total = shared_memory_usage(samples)
-    if not np.isfinite(used).any() or not total > 0:
+    samples = while_training(tables, host_samples(tables, host))
+    memory = SharedMemory.of(tables, host, samples)
+    if not np.isfinite(memory.used).any() or not memory.total > 0:
         return []
-    trend = growth(times, used, negligible=negligible_bytes(used), steps=step_numbers(tables, host, times))
+    use = _use(tables, host, "shm_used", memory.times, memory.used)
+    trend = use.growth()
     if trend is None:
-        return _by_level(tables, host, peak(used), total, len(used))
+        return _too_full(memory, host)
     mapped = _mapped(tables, host)
-    run_witnesses, host_witnesses = _witnesses(samples, mapped, trend)
-    witnesses, remark = (*run_witnesses, *host_witnesses), ""
-    leak = Leak.of(trend, "shm_used", witnesses, float(times[-1]), "bytes")
-    part = None if run_witnesses else _run_part(tables, samples, mapped)
-    if part is not None:
-        leak, remark = part, " Other programs fill it too."
-    elif not run_witnesses:
-        remark = _UNMAPPED if witnesses else _UNKNOWN
-    limit = Limit(name="/dev/shm", value=total, unit="bytes")
-    has_cgroup = np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
-    is_of_run, findings = bool(run_witnesses or part), []
+    of_run, of_host = _witnesses(samples, mapped, trend)
+    witnesses = (*of_run, *of_host)
+    part = None if of_run else _run_part(tables, host, memory, mapped)
+    is_of_run, has_cgroup = bool(of_run or part), np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
+    remark = "" if of_run else _OTHERS_TOO if part else _UNMAPPED if witnesses else _UNKNOWN
+    findings = []
     if is_of_run or not (witnesses and has_cgroup):  # growth that the run's cgroup does not show is another job's
-        findings = [_leak(tables, host, leak, 0.9 if is_of_run else 0.75, remark)]
-    course = Course(what="/dev/shm", growth=trend, times=times, values=used, limit=limit)
+        leak = leak_finding(tables, SHARED_MEMORY, *(part or (use, trend, witnesses)), remark=remark)
+        findings = [leak if is_of_run else replace(leak, confidence=0.75)]
+    limit = Limit(name="/dev/shm", value=memory.total, unit="bytes")
+    course = Course(what="/dev/shm", resource=SHARED_MEMORY, use=use, growth=trend, limit=limit)
     if witnesses and course.is_relevant:
-        advice = (*_LEAK_ADVICE, *ROOM_ADVICE[:1])
-        locus = Locus(host=host)
-        findings.append(
-            exhaustion_finding(
-                tables, "shm-exhaustion-risk", course, locus=locus, witnesses=witnesses, advice=advice
-            )
-        )
+        findings.append(exhaustion_finding(tables, course, witnesses))
     return findings
 
 
-def _leak(tables: RunTables, host: str, leak: Leak, confidence: float, remark: str) -> Finding:
-    rise, slope = leak.growth.rise, leak.growth.slope
-    summary = f"/dev/shm keeps filling: {size(rise)} so far, {size(slope * 60)} per minute.{remark}"
-    locus = Locus(host=host)
-    return leak_finding(
-        tables, "shm-leak", leak, summary=summary, locus=locus, advice=_LEAK_ADVICE, confidence=confidence
-    )
+def _use(tables: RunTables, host: str, series: str, times: Floats, values: Floats) -> Use:
+    steps = step_numbers(tables, host, times)
+    return Use(series=series, locus=Locus(host=host), times=times, values=values, steps=steps)
 
 
 def _witnesses(
     samples: pd.DataFrame, mapped: tuple[Floats, Floats], trend: Growth
-) -> tuple[list[Evidence], list[Evidence]]:
+) -> tuple[tuple[Evidence, ...], tuple[Evidence, ...]]:
     """Return the evidence that the run fills /dev/shm, and the evidence that it fills at all."""
-    times = floats(samples, "time_ns") / SECOND_NS
-    of_run = (
-        witness_of("cgroup_shmem_rise_bytes", times, floats(samples, "cgroup_shmem_bytes"), trend),
-        witness_of("process_shm_rise_bytes", *mapped, trend),
-    )
-    of_host = witness_of("host_shmem_rise_bytes", times, floats(samples, "memory_shmem_bytes"), trend)
-    return [witness for witness in of_run if witness is not None], [of_host] if of_host is not None else []
+    times = seconds(samples)
+    of_run = {
+        "cgroup_shmem_rise_bytes": (times, floats(samples, "cgroup_shmem_bytes")),
+        "process_shm_rise_bytes": mapped,
+    }
+    of_host = {"host_shmem_rise_bytes": (times, floats(samples, "memory_shmem_bytes"))}
+    return witnesses_of(trend, of_run), witnesses_of(trend, of_host)
 
 
 def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
@@ -109,67 +131,36 @@ def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
 
 
-def _run_part(tables: RunTables, samples: pd.DataFrame, mapped: tuple[Floats, Floats]) -> Leak | None:
+def _run_part(
+    tables: RunTables, host: str, memory: SharedMemory, mapped: tuple[Floats, Floats]
+) -> tuple[Use, Growth, tuple[Evidence, ...]] | None:
     """Return the growth of what the run's processes map, if /dev/shm shows it; other programs may add more."""
-    times, values = mapped
-    steps = step_numbers(tables, str(samples["host"].iloc[0]), times)
-    trend = growth(times, values, negligible=negligible_bytes(values), steps=steps)
-    if trend is None:
-        return None
-    used_times, used, _ = shared_memory_usage(samples)
-    witness = witness_of("shm_used_rise_bytes", used_times, used, trend)
-    return Leak.of(trend, "process_shm", (witness,), float(times[-1]), "bytes") if witness is not None else None
+    use = _use(tables, host, "process_shm", *mapped)
+    trend = use.growth()
+    witnesses = () if trend is None else witnesses_of(trend, {"shm_used_rise_bytes": (memory.times, memory.used)})
+    return (use, trend, witnesses) if trend is not None and witnesses else None
 
 
-def _by_level(tables: RunTables, host: str, highest: float, total: float, n: int) -> list[Finding]:
+def _too_full(memory: SharedMemory, host: str) -> list[Finding]:
     """Return the finding that the workers' next batches find no room, although nothing grows."""
-    batch, workers = largest_batch_bytes(tables, host), workers_count(tables, host)
-    free = total - highest
-    if not free < batch * workers:
+    highest = peak(memory.used)
+    free = memory.total - highest
+    if not free < memory.batch * memory.workers:
         return []
     return [
-        Finding(
-            kind="shm-exhaustion-risk",
-            severity="critical" if free < batch else "warning",
-            confidence=0.9,
-            summary=(
-                f"/dev/shm had {size(free)} left of {size(total)} at the peak, and each of {workers} "
-                f"workers hands over batches of {size(batch)}: who finds no room fails, or dies of SIGBUS."
+        full_finding(
+            SHARED_MEMORY,
+            Limit(name="/dev/shm", value=memory.total, unit="bytes"),
+            highest,
+            Locus(host=host),
+            (
+                fact("shm_free_low_bytes", free, "run", n=len(memory.used)),
+                fact("batch_payload_peak_bytes", memory.batch, "run"),
+                fact("workers_count", memory.workers, "of the loaders of each process the most"),
             ),
-            locus=Locus(host=host),
-            evidence=(
-                Evidence(name="shm_free_low_bytes", value=free, unit="bytes", n=n, window="run"),
-                fact("batch_payload_peak_bytes", batch, "run", unit="bytes"),
-                fact("workers_count", workers, "of the loaders of each process the most"),
-            ),
-            limit=Limit(name="/dev/shm", value=total, unit="bytes"),
-            advice=ROOM_ADVICE,
+            severity="critical" if free < memory.batch else "warning",
+            free=size(free),
+            batch=size(memory.batch),
+            workers=memory.workers,
         )
     ]
-
-
-def largest_batch_bytes(tables: RunTables, host: str) -> float:
-    """Return the size of the largest batch that a worker handed over, NaN if none is known."""
-    batch = tables.stream("batch")
-    return peak(floats(batch[(batch["host"] == host) & (floats(batch, "worker") >= 0)], "payload_bytes"))
-
-
-def workers_count(tables: RunTables, host: str) -> int:
-    """Return how many workers may write at once: the sum, over training processes, of their largest loader's."""
-    counts: dict[object, int] = {}
-    for (main, _), setting in loader_settings(tables).items():
-        if main is not None and main[0] == host:
-            counts[main] = max(counts.get(main, 0), int(setting.get("num_workers") or 0))
-    return sum(counts.values())
-
-
-def shared_memory_samples(tables: RunTables, host: str) -> pd.DataFrame:
-    """Return the records of the `host` stream of a host, which contain the use of its /dev/shm."""
-    samples = tables.stream("host")
-    return samples[samples["host"] == host]
-
-
-def shared_memory_usage(samples: pd.DataFrame) -> tuple[Floats, Floats, float]:
-    """Return times (seconds), the used bytes of /dev/shm, and its size."""
-    times, used = floats(samples, "time_ns") / SECOND_NS, floats(samples, "shm_used_bytes")
-    return times, used, last(floats(samples, "shm_total_bytes"))

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, training_end_ns, whole
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.columns import WRITER, floats, key_of, seconds, training_end_ns, whole
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
+from collector.findings import Locus
 from collector.store import ProcessKey
 
 #: Size of a segment for blocks of 1 to 10 MiB (c10/cuda/CUDACachingAllocator.cpp, `kLargeBuffer`).
@@ -34,9 +35,14 @@ class Allocator:
     rows: pd.DataFrame
 
     @property
+    def locus(self) -> Locus:
+        """Its place in the run."""
+        return Locus(host=self.key[0], rank=self.rank, device=self.device, role="main", pid=self.key[1])
+
+    @property
     def seconds(self) -> Floats:
         """Times of its records."""
-        return floats(self.rows, "time_ns") / SECOND_NS
+        return seconds(self.rows)
 
     @property
     def steps(self) -> Floats:
@@ -78,7 +84,7 @@ class Allocator:
 def allocators(rows: pd.DataFrame) -> list[Allocator]:
     """Return one allocator for each process and device, from rows of `device_memory` in order of time."""
     result = []
-    for _, records in rows.groupby(["host", "pid", "start_ticks", "device"]):
+    for _, records in rows.groupby([*WRITER, "device"]):
         last = records.iloc[-1]
         key = (str(last["host"]), int(last["pid"]), int(last["start_ticks"]))
         result.append(Allocator(key=key, rank=whole(last["rank"]), device=int(last["device"]), rows=records))
@@ -93,7 +99,7 @@ def devices(tables: RunTables) -> Iterator[tuple[str, int, pd.DataFrame, list[Al
     """
     samples, end = tables.stream("device"), training_end_ns(tables)
     samples = samples[floats(samples, "time_ns") <= end]
-    run_allocators = allocators(Lifecycle(tables).of_last_attempt(tables.stream("device_memory")))
+    run_allocators = allocators(lifecycle_of(tables).of_last_attempt(tables.stream("device_memory")))
     in_use = samples[np.isfinite(floats(samples, "process_used_bytes"))]
     places = {(allocator.key[0], allocator.device) for allocator in run_allocators}
     places |= set(zip(in_use["host"].astype(str), in_use["device"].astype(int), strict=True))

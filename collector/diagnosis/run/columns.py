@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from training_harness.records import ROLE_COLLECTOR
 SECOND_NS = 1e9
 MIB = 2**20
 GIB = 2**30
+#: Columns that identify the process that a sample is of, and the process that wrote a record.
+PROCESS, WRITER = ["host", "process_pid", "process_start_ticks"], ["host", "pid", "start_ticks"]
 #: Streams with a record per iteration of a training.
 ITERATIONS = ("batch", "step")
 #: A teardown gives back at least this share of the memory that a process held.
@@ -47,28 +49,34 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def finite(values: Floats) -> Floats:
+    """Return the finite values."""
+    return values[np.isfinite(values)]
+
+
 def mean(values: Floats) -> float:
     """Return the mean of the finite values, NaN if there are none."""
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else float("nan")
+    return float(known.mean()) if len(known := finite(values)) else math.nan
 
 
 def median(values: Floats) -> float:
     """Return the median of the finite values, NaN if there are none."""
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else float("nan")
+    return float(np.median(known)) if len(known := finite(values)) else math.nan
 
 
 def last(values: Floats) -> float:
     """Return the last finite value, NaN if there is none."""
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else float("nan")
+    return float(known[-1]) if len(known := finite(values)) else math.nan
 
 
 def peak(values: Floats) -> float:
     """Return the largest finite value, NaN if there is none."""
-    finite = values[np.isfinite(values)]
-    return float(finite.max()) if len(finite) else float("nan")
+    return float(known.max()) if len(known := finite(values)) else math.nan
+
+
+def seconds(rows: pd.DataFrame) -> Floats:
+    """Return the times of rows on the monotonic clock, in seconds."""
+    return floats(rows, "time_ns") / SECOND_NS
 
 
 def key_of(body: Mapping[str, Any] | None) -> ProcessKey | None:
@@ -98,6 +106,13 @@ def held_bytes(samples: pd.DataFrame) -> Floats:
     return held
 
 
+def by_process(rows: pd.DataFrame, columns: list[str] = PROCESS) -> Iterator[tuple[ProcessKey, pd.DataFrame]]:
+    """Yield each process with its rows; `columns` are `PROCESS`, or `WRITER` for the process that wrote them."""
+    for _, of_one in rows.groupby(columns):
+        host, pid, ticks = of_one[columns].iloc[0]
+        yield (str(host), int(pid), int(ticks)), of_one
+
+
 def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
     """Return the rows of a table that this process wrote."""
     host, pid, ticks = key
@@ -105,9 +120,16 @@ def of_process(table: pd.DataFrame, key: ProcessKey) -> pd.DataFrame:
     return rows[rows["host"] == host]
 
 
-def written(tables: RunTables, name: str, key: ProcessKey) -> pd.DataFrame:
-    """Return the records of a stream that this process wrote."""
-    return tables.once((name, key), lambda: of_process(tables.stream(name), key))
+def written(tables: RunTables, name: str, key: ProcessKey | None) -> pd.DataFrame:
+    """Return the records of a stream that this process wrote; None stands for all processes."""
+    rows = tables.stream(name)
+    return rows if key is None else tables.once((name, key), lambda: of_process(rows, key))
+
+
+def host_samples(tables: RunTables, host: str) -> pd.DataFrame:
+    """Return the samples of a host, in the stream of that name."""
+    samples = tables.stream("host")
+    return tables.once(("host samples", host), lambda: samples[samples["host"] == host])
 
 
 def sampled_on(tables: RunTables, host: str) -> pd.DataFrame:
@@ -132,7 +154,7 @@ def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
 
 def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | None:
     """Return the step that the process was in at that time; None if it recorded no steps."""
-    steps = tables.stream("step") if key is None else written(tables, "step", key)
+    steps = written(tables, "step", key)
     if steps.empty or not np.isfinite(time_ns):
         return None
     position = int(np.searchsorted(floats(steps, "time_ns"), time_ns))
@@ -148,7 +170,7 @@ def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floa
 
     def find() -> tuple[Floats, Floats]:
         rows = steps[steps["host"] == where] if isinstance(where, str) else written(tables, "step", where)
-        return floats(rows, "time_ns") / SECOND_NS, floats(rows, "step")
+        return seconds(rows), floats(rows, "step")
 
     ends, numbers = tables.once(("steps", where), find)
     if not len(ends):
@@ -158,10 +180,10 @@ def step_numbers(tables: RunTables, where: ProcessKey | str, times_seconds: Floa
 
 def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> float:
     """Return how many steps a process (or the run) took between two times, NaN if none is known."""
-    steps = tables.stream("step") if key is None else written(tables, "step", key)
+    steps = written(tables, "step", key)
     times, numbers = floats(steps, "time_ns"), floats(steps, "step")
     inside = numbers[(times >= begin_ns) & (times <= end_ns)]
-    return float(np.ptp(inside)) or float("nan") if len(inside) else float("nan")
+    return float(np.ptp(inside)) or math.nan if len(inside) else math.nan
 
 
 def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
@@ -169,20 +191,16 @@ def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float
 
     Without any, as for a training that is watched from outside, it is the first sample. NaN if there is none.
     """
-    first = [
-        floats(rows, "time_ns")[0]
-        for name in ITERATIONS
-        if len(rows := tables.stream(name) if key is None else written(tables, name, key))
-    ]
+    first = [floats(rows, "time_ns")[0] for name in ITERATIONS if len(rows := written(tables, name, key))]
     if not first:
         samples = tables.stream("process") if key is None else sampled(tables, key)
         first = list(floats(samples, "time_ns")[:1])
-    return min(first) if first else float("nan")
+    return min(first, default=math.nan)
 
 
-def iterates(tables: RunTables, key: ProcessKey | None = None) -> bool:
-    """Return whether a process (or the run) recorded a batch or a step."""
-    return any(len(tables.stream(name) if key is None else written(tables, name, key)) for name in ITERATIONS)
+def iterates(tables: RunTables, key: ProcessKey) -> bool:
+    """Return whether a process recorded a batch or a step."""
+    return any(len(written(tables, name, key)) for name in ITERATIONS)
 
 
 def training_end_ns(tables: RunTables) -> float:
@@ -197,11 +215,10 @@ def training_end_ns(tables: RunTables) -> float:
         if not ends:
             process = tables.stream("process")
             process = process[floats(process, "role") != ROLE_COLLECTOR]
-            groups = process.groupby(["host", "process_pid", "process_start_ticks"])
-            lives = [before_teardown(rows) for _, rows in groups]
+            lives = [before_teardown(rows) for _, rows in by_process(process)]
             ends = [floats(rows, "time_ns")[-1] for rows in lives if len(rows)]
         if not ends or not tables.goes_on:
-            return max(ends, default=float("nan"))
+            return max(ends, default=math.nan)
         ticks = floats(tables.stream("host"), "time_ns")
         return float(ticks[ticks > max(ends)].min(initial=math.inf))
 

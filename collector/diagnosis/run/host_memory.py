@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, last
+from collector.diagnosis.run.columns import floats, host_samples, last, seconds
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 
 
 def binding_limit(tables: RunTables, host: str) -> tuple[str, float]:
     """Return the name and size of the limit that is met first: the cgroup's if it is below the machine's memory."""
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    samples = host_samples(tables, host)
     total = last(floats(samples, "memory_total_bytes"))
     cgroup = last(floats(samples, "cgroup_limit_bytes"))
     return ("cgroup", cgroup) if cgroup < total or np.isnan(total) else ("host memory", total)
@@ -25,9 +24,8 @@ def demand_series(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     Page cache is left out, since the kernel takes it back. Where no cgroup binds, it is MemTotal - MemAvailable.
     The collector's own verdicts are left out too: they are short-lived, and the kernel kills them first.
     """
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
-    times = floats(samples, "time_ns") / SECOND_NS
+    samples = host_samples(tables, host)
+    times = seconds(samples)
     demand = floats(samples, "memory_total_bytes") - floats(samples, "memory_available_bytes")
     if binding_limit(tables, host)[0] == "cgroup":
         anon = floats(samples, "cgroup_anon_bytes")
@@ -49,8 +47,7 @@ def kernel_bytes(tables: RunTables, host: str) -> float:
     It counts towards the limit, except caches that the kernel would give back. Cgroup version 1 and older runs do
     not separate the two: there all of it counts, and a forecast may come too early.
     """
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    samples = host_samples(tables, host)
     usage, anon, file, caches = (
         floats(samples, f"cgroup_{name}_bytes") for name in ("usage", "anon", "file", "slab_reclaimable")
     )

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from signal import SIGINT, SIGTERM, Signals
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, sampled, whole
+from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, key_of, origin_ns, sampled, whole
+from collector.diagnosis.run.processes import rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.findings import Locus
 from collector.store import ProcessKey
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER, ROLES
 
 Status = Literal["running", "finished", "failed", "killed"]
-SIGINT, SIGKILL, SIGTERM = 2, 9, 15
 _SHELL_SIGNAL_BASE = 128
 _PROGRAM_CHARACTERS = 60
 _LAST_SIGNAL = 64
@@ -76,8 +77,7 @@ class Lifecycle:
         """Processes that are no training, worker or watched process, and have enough samples to be judged."""
         process = self.tables.stream("process")
         rows = process[~np.isin(floats(process, "role"), (ROLE_WORKER, ROLE_COLLECTOR))]
-        samples = rows.groupby(["host", "process_pid", "process_start_ticks"]).size()
-        keys = ((str(host), int(pid), int(ticks)) for host, pid, ticks in samples.index[samples >= MIN_POINTS])
+        keys = (key for key, samples in by_process(rows) if len(samples) >= MIN_POINTS)
         return tuple(key for key in keys if key not in self._attempts and key not in self.watched)
 
     @cached_property
@@ -119,6 +119,10 @@ class Lifecycle:
     def role(self, key: ProcessKey) -> str:
         """Return the role of a process, a word of `records.ROLES`; a watched process counts as training."""
         return ROLES[ROLE_MAIN if key in self._attempts or key in self.watched else ROLE_OTHER]
+
+    def locus(self, key: ProcessKey) -> Locus:
+        """Return the place of a process in the run."""
+        return Locus(host=key[0], rank=rank_of(self.tables, key), role=self.role(key), pid=key[1])
 
     @cached_property
     def left_running(self) -> dict[ProcessKey, Mapping[str, Any]]:
@@ -256,8 +260,8 @@ class Lifecycle:
             codes |= {int(pid): int(code) for code, pid in _LAUNCHER_MESSAGE.findall(text)}
             children = sorted((key for key in self.mains if self._parents.get(key) == launcher), key=_age)
             for place, name in _SPAWN_MESSAGE.findall(text):
-                if int(place) < len(children) and name in signals.Signals.__members__:
-                    codes[children[int(place)][1]] = -signals.Signals[name]
+                if int(place) < len(children) and name in Signals.__members__:
+                    codes[children[int(place)][1]] = -Signals[name]
         causes = {
             pid: code for pid, code in codes.items() if code != -SIGTERM
         }  # it stops the other ranks by SIGTERM
@@ -329,6 +333,11 @@ class Lifecycle:
                 return None
             finish = max(times)
         return max(0.0, (finish - begin) / SECOND_NS)
+
+
+def lifecycle_of(tables: RunTables) -> Lifecycle:
+    """Return the lifecycle of a run's processes, computed once."""
+    return tables.once(Lifecycle, lambda: Lifecycle(tables))
 
 
 def seen_key(event: Mapping[str, Any]) -> ProcessKey | None:

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
-import signal as signals
+from signal import Signals
 
 import numpy as np
+import pandas as pd
 
 from collector.diagnosis.run.columns import floats, held_bytes, last, sampled, step_at, whole
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence
+from collector.findings import Evidence, Locus
 from collector.store import ProcessKey
+
+#: Ends of names of measurements that are units.
+_UNITS = ("bytes", "ratio", "seconds", "status")
+
+
+def fact(name: str, value: float | str, window: str, *, unit: str | None = None, n: int = 1) -> Evidence:
+    """Return a measurement as evidence: a single observation, if `n` is not given.
+
+    Its unit is the end of its name, else it is a count.
+    """
+    if unit is None:
+        suffix = name.rpartition("_")[2]
+        unit = "text" if isinstance(value, str) else suffix if suffix in _UNITS else "count"
+    return Evidence(name=name, value=value, unit=unit, n=n, window=window)
+
+
+def sentence(words: str) -> str:
+    """Return words with a capital at the beginning."""
+    return words[0].upper() + words[1:]
+
+
+def worker_locus(samples: pd.DataFrame) -> Locus:
+    """Return the place of a worker, from its last sample."""
+    last_sample = samples.iloc[-1]
+    rank, worker, loader, pid = (
+        whole(last_sample[name]) for name in ("process_rank", "worker", "loader", "process_pid")
+    )
+    return Locus(host=str(last_sample["host"]), rank=rank, role="worker", pid=pid, worker=worker, loader=loader)
 
 
 def last_memory(tables: RunTables, key: ProcessKey | None) -> tuple[Evidence, ...]:
@@ -20,7 +49,7 @@ def last_memory(tables: RunTables, key: ProcessKey | None) -> tuple[Evidence, ..
     rows = sampled(tables, key)
     values = (("last_rss_bytes", floats(rows, "rss_bytes")), ("last_held_bytes", held_bytes(rows)))
     return tuple(
-        Evidence(name=name, value=round(value), unit="bytes", n=len(rows), window="last sample")
+        fact(name, round(value), "last sample", n=len(rows))
         for name, series in values
         if math.isfinite(value := last(series))
     )
@@ -49,11 +78,6 @@ def signal_name(number: int | None) -> str | None:
     if number is None:
         return None
     try:
-        return signals.Signals(number).name
+        return Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def fact(name: str, value: float | str, window: str, *, unit: str = "count") -> Evidence:
-    """Return a single observation as evidence."""
-    return Evidence(name=name, value=value, unit=unit, n=1, window=window)

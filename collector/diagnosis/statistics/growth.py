@@ -142,6 +142,11 @@ def _bend(times: Floats, levels: Floats) -> int:
     return int(np.searchsorted(times, x[bend])) if was_level else 0
 
 
+def spread(values: Floats) -> float:
+    """Return the standard deviation that the median distance from the median stands for, if they are normal."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
 def theil_sen(x: Floats, y: Floats) -> float:
     """Return the median of the slopes of all pairs of points."""
     return float(slopes(x, y[np.newaxis, :])[0])
@@ -193,8 +198,7 @@ def warm_up_end(values: Floats) -> int:
     differences = np.diff(_lows(values, edges))
     late = differences[blocks // 2 :]
     middle = float(np.median(late))
-    spread = 1.4826 * float(np.median(np.abs(late - middle)))
-    tolerance = max(4.0 * spread, abs(middle), 1e-3 * float(np.ptp(values)))
+    tolerance = max(4.0 * spread(late), abs(middle), 1e-3 * float(np.ptp(values)))
     unusual = np.flatnonzero(np.abs(differences[: blocks // 2] - middle) > tolerance)
     return max(least, int(edges[unusual[-1] + 1])) if len(unusual) else least
 
@@ -244,8 +248,7 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     slope = theil_sen(x, y)
     rise = slope * x[-1]
     net = y[-1] - y[0]
-    noise = 1.4826 * float(np.median(np.abs(y - slope * x - np.median(y - slope * x))))
-    if min(rise, net) < max(negligible, _RISE_TO_NOISE * noise):
+    if min(rise, net) < max(negligible, _RISE_TO_NOISE * spread(y - slope * x)):
         return None
     if _kendall_z(y) < _KENDALL_Z:
         return None

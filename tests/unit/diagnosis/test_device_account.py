@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, strategies as st
 
-from collector.diagnosis.run.device_account import DEVICE_PARTS, account, accounts
+from collector.diagnosis.run.device_account import DEVICE_PARTS, accounts
 from tests.recorded_runs import recorded
 
 GIB = 2**30
@@ -30,50 +30,67 @@ DEVICE_OF_TWO = {
 OF_DRIVER = int(SAMPLE["reserved_bytes"])
 
 
-def test_every_part_is_named():
-    found = account(DEVICE_OF_TWO, [RANK, RANK])
+def account(device, ranks):
+    """Return the known parts of a device at one moment."""
+    moment = {"gpu": 0, "bucket": 0, "elapsed_seconds": 0.5}
+    driver = pd.DataFrame([{**moment, **dict.fromkeys(DEVICE), **device}]).astype(float)
+    allocators = pd.DataFrame(
+        [{**moment, **dict.fromkeys(RANK), **rank} for rank in ranks], columns=[*moment, *RANK]
+    )
+    parts = accounts(driver, allocators.astype(float))[[*DEVICE_PARTS, "unattributed"]]
+    return parts.iloc[0].dropna().to_dict()
 
+
+def test_every_part_is_named():
     unused = RANK["reserved_bytes"] - RANK["allocated_bytes"] - RANK["inactive_split_bytes"]
-    assert found.parts == {
+    assert min(RANK["allocated_bytes"], unused, RANK["inactive_split_bytes"], CONTEXT, OF_DRIVER) > 0
+    assert account(DEVICE_OF_TWO, [RANK, RANK]) == {
         "allocated": 2 * RANK["allocated_bytes"],
         "cached": 2 * unused,
         "fragmentation": 2 * RANK["inactive_split_bytes"],
         "non-PyTorch": 2 * CONTEXT,
         "other processes": DEVICE["other_used_bytes"],
+        "unattributed": OF_DRIVER,
     }
-    assert min(found.parts.values()) > 0
-    assert found.residual_bytes == OF_DRIVER
-    assert found.residual_holds == ("unattributed",)
 
 
 def test_in_a_container_the_residual_holds_what_the_driver_hides():
     found = account({"used_bytes": DEVICE["used_bytes"]}, [RANK])
 
-    assert found.residual_bytes == DEVICE["used_bytes"] - RANK["reserved_bytes"]
-    assert found.residual_holds == ("non-PyTorch", "other processes", "unattributed")
+    assert found["unattributed"] == DEVICE["used_bytes"] - RANK["reserved_bytes"]
+    assert set(DEVICE_PARTS) - set(found) == {"non-PyTorch", "other processes"}
 
 
 def test_a_rank_that_is_not_known_makes_no_sum_of_the_others():
-    assert "allocated" in account(DEVICE, [RANK, {}]).residual_holds
-    assert account(DEVICE, []).parts == {"other processes": DEVICE["other_used_bytes"]}
+    assert "allocated" not in account(DEVICE, [RANK, {}])
+    others = DEVICE["other_used_bytes"]
+    assert account(DEVICE, []) == {"other processes": others, "unattributed": DEVICE["used_bytes"] - others}
 
 
-def test_without_the_drivers_figure_there_is_no_account():
-    assert account({"used_bytes": None}, [RANK]) is None
-
-
-known = st.none() | st.integers(0, 80 * GIB)
+part = st.integers(0, 80 * GIB)
 
 
 @given(
-    device=st.fixed_dictionaries({"used_bytes": st.integers(0, 80 * GIB)} | dict.fromkeys(list(DEVICE)[1:], known)),
-    ranks=st.lists(st.fixed_dictionaries(dict.fromkeys(RANK, known)), max_size=3),
+    ranks=st.lists(st.tuples(part, part, part), min_size=1, max_size=3),
+    outside=part,
+    others=part,
+    rest=part,
+    hidden=st.sets(st.sampled_from(["process_used_bytes", "other_used_bytes"])),
 )
-def test_the_parts_and_the_residual_are_what_is_used(device, ranks):
-    found = account(device, ranks)
+def test_the_parts_and_the_residual_are_what_is_used(ranks, outside, others, rest, hidden):
+    records = [
+        dict(zip(RANK, (tensors, tensors + cached + holes, holes), strict=True)) for tensors, cached, holes in ranks
+    ]
+    run = sum(map(sum, ranks)) + outside
+    device = {"used_bytes": run + others + rest, "process_used_bytes": run, "other_used_bytes": others}
+    found = account({name: value for name, value in device.items() if name not in hidden}, records)
 
-    assert sum(found.parts.values()) + found.residual_bytes == pytest.approx(device["used_bytes"])
-    assert {*found.parts, *found.residual_holds} == {*DEVICE_PARTS, "unattributed"}
+    assert sum(found.values()) == pytest.approx(device["used_bytes"])
+    assert [found["allocated"], found["cached"], found["fragmentation"]] == [
+        sum(column) for column in zip(*ranks, strict=True)
+    ]
+    assert found.get("non-PyTorch", outside) == outside
+    assert len(found) == len(DEVICE_PARTS) + 1 - len(hidden)
 
 
 def test_the_account_of_a_device_is_of_all_its_processes():

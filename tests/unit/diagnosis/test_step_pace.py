@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from collector.diagnosis.memory.exhaustion import StepPace
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT
+from collector.diagnosis.statistics.step_pace import StepPace
 
 AHEAD = np.ones(FUTURES_COUNT)  # as far as what was observed
 

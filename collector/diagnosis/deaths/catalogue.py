@@ -1,0 +1,190 @@
+"""The kinds of death, each with its sentence and its advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from collector.diagnosis.memory.resources import SHARED_MEMORY
+from collector.findings import Advice, Evidence, Finding, Limit, Locus, Severity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A kind of death. The sentence and the advice are templates."""
+
+    kind: str
+    sentence: str
+    advice: tuple[Advice, ...] = ()
+    severity: Severity = "critical"
+    confidence: float = 0.97
+
+    def finding(
+        self,
+        *,
+        locus: Locus,
+        since_step: int | None = None,
+        evidence: tuple[Evidence, ...],
+        limit: Limit | None = None,
+        confidence: float | None = None,
+        went_on: str = "",
+        **words: object,
+    ) -> Finding:
+        """Return the finding that a process died in this way; `words` are for the templates.
+
+        `went_on` is a sentence on what went on without the process. A death that a run survives is not critical.
+        """
+        return Finding(
+            kind=self.kind,
+            severity="warning" if went_on and self.severity == "critical" else self.severity,
+            confidence=self.confidence if confidence is None else confidence,
+            summary=self.sentence.format(**words) + went_on,
+            locus=locus,
+            since_step=since_step,
+            evidence=evidence,
+            limit=limit,
+            advice=tuple(
+                Advice(text=item.text.format(**words), expected=item.expected.format(**words))
+                for item in self.advice
+            ),
+        )
+
+
+_RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="room for the demand above")
+OOM_KILL = Death(
+    kind="host-oom-kill",
+    sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
+    advice=(
+        Advice(
+            text="Hold less in the training process: look at the leak findings and the largest containers",
+            expected="demand stays below the limit",
+        ),
+        _RAISE_LIMIT,
+    ),
+)
+OOM_KILL_OF_WORKER = replace(
+    OOM_KILL,
+    advice=(
+        Advice(
+            text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
+            expected="each worker less saves what it held{this_one}",
+        ),
+        _RAISE_LIMIT,
+    ),
+)
+BUS_ERROR = Death(
+    kind="shm-bus-error",
+    sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use at the tick "
+    "before.",
+    advice=SHARED_MEMORY.full_advice,
+    confidence=0.95,
+)
+CRASHED = Death(
+    kind="crashed",
+    sentence="{what} ended {by}.",
+    advice=(
+        Advice(
+            text="Run once more with PYTHONFAULTHANDLER=1; for SIGBUS look at the size of /dev/shm",
+            expected="the Python stack at the moment of the fault",
+        ),
+    ),
+)
+WORKER_CRASHED = replace(CRASHED, kind="worker-killed")
+WORKER_INTERRUPTED = replace(CRASHED, kind="worker-killed", advice=())
+WORKER_KILLED = Death(
+    kind="worker-killed",
+    sentence="{what} ended {by}.",
+    advice=(
+        Advice(
+            text="No out-of-memory kill was counted: look for who sent the signal (a job scheduler, an operator, a "
+            "memory guard such as earlyoom or systemd-oomd in the system log)",
+            expected="the cause; {loss}",
+        ),
+    ),
+)
+KILLED = Death(
+    kind="killed",
+    sentence="{what} ended {by}.",
+    advice=(
+        Advice(
+            text="Look for who sent the signal: the job scheduler's time or memory limit, an operator, the system "
+            "log",
+            expected="the cause; no out-of-memory kill was counted",
+        ),
+    ),
+)
+STOPPED = replace(KILLED, severity="warning")
+INTERRUPTED = replace(KILLED, severity="info", advice=())
+EXCEPTION = Death(
+    kind="crashed",
+    sentence="{what} ended with {exception}{site}: {headline}",
+    advice=(
+        Advice(
+            text="Read the traceback in events/{host}.{pid}.jsonl in the run's folder",
+            expected="the calls that led to the line that raised",
+        ),
+    ),
+)
+FAILED_EXIT = Death(
+    kind="crashed",
+    sentence="The command ended with exit status {status}, without an uncaught Python exception.",
+    advice=(Advice(text="Look at the end of the command's own output", expected="the reason it gave"),),
+    confidence=0.8,
+)
+COLLECTOR_KILLED = Death(
+    kind="killed",
+    sentence="Tidegauge's collector (pid {pid}) was killed; the training is unharmed and its journals go on.",
+    advice=(
+        Advice(
+            text="`tidegauge collect latest`",
+            expected="sampling of processes and host goes on; steps, batches and fetches were not interrupted",
+        ),
+    ),
+    severity="warning",
+    confidence=0.95,
+)
+#: An attempt after which the launcher restarted all ranks, in which no rank recorded an exception.
+ATTEMPT_KILLED = Death(
+    kind="killed",
+    sentence="Attempt {attempt} ended after {steps} steps, {how} {silent} of {ranks} ranks without farewell "
+    "(killed, or stopped by the launcher). All ranks were started anew; their steps count from 0.",
+    advice=(
+        Advice(
+            text="Load the newest checkpoint when the script starts, and save one often enough",
+            expected="a new attempt repeats no more than the steps since then",
+        ),
+    ),
+    severity="warning",
+    confidence=0.85,
+)
+ATTEMPT_CRASHED = replace(ATTEMPT_KILLED, kind="crashed", confidence=0.95)
+
+#: Advice on a CUDA out-of-memory error; `{room}` is the memory that becomes usable.
+TENSORS_GREW = Advice(
+    text="Live tensors had been growing until then: see gpu-tensor-leak before you look at sizes",
+    expected="the {room} by which they grew are free",
+)
+LARGER_SHARE = Advice(
+    text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
+    expected="up to {room} become usable",
+)
+EXPANDABLE_SEGMENTS = Advice(
+    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was asked for, in "
+    "pieces that were too small",
+    expected="up to {room} become usable",
+)
+END_OTHERS = Advice(text="End the other processes on this device, or use another", expected="{room} become free")
+BOUND_BATCHES = Advice(
+    text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
+    "the largest so far",
+    expected="no batch above {room}, which fitted",
+)
+NO_CUDA_IN_WORKERS = Advice(
+    text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
+    "in the training process",
+    expected="no context and no cache of each worker: up to {room} become free",
+)
+SMALLER_STEP = Advice(
+    text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
+    "largest that fits), activation checkpointing, bfloat16",
+    expected="activations shrink in proportion to the batch",
+)

@@ -1,0 +1,280 @@
+"""The resources that can leak or run out, each with its kinds of finding, its sentences and its advice.
+
+A new resource is one declaration here, and one function that measures its use (`leak.Use`) and says which other
+measurements confirm that it grows. `leak.leak_finding` and `exhaustion.exhaustion_finding` do the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from collector.findings import Advice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """A resource, and the words about it. An empty kind means that it cannot leak, or has no limit of its own.
+
+    Sentences and the effects of advice are templates. They may name `{rise}`, `{slope}` and `{per_minute}` of a
+    growth, `{used}` and `{limit}` of a level, every field of the locus, and what the rule adds.
+
+    Attributes:
+        unit: of its use, `bytes` or `count`.
+        leak: kind of the finding that its use keeps growing; `grows` is the sentence.
+        unconfirmed: sentence on a growth that nothing confirms; `{grows}` stands for the other sentence.
+        confidence: of a leak.
+        risk: kind of the finding that a limit will be met.
+        max_headroom_ratio: headroom above which a forecast is no warning, as a multiple of the observed rise.
+        full: sentence on a use near the limit that does not grow.
+
+    """
+
+    unit: str = "bytes"
+    leak: str = ""
+    grows: str = ""
+    unconfirmed: str = "{grows}"
+    leak_advice: tuple[Advice, ...] = ()
+    confidence: float = 0.9
+    risk: str = ""
+    risk_advice: tuple[Advice, ...] = ()
+    max_headroom_ratio: float = math.inf
+    full: str = ""
+    full_advice: tuple[Advice, ...] = ()
+
+    def advice(self, words: Mapping[str, object]) -> tuple[Advice, ...]:
+        """Return what to do about its growth, with its effects in figures."""
+        return tuple(replace(item, expected=item.expected.format(**words)) for item in self.leak_advice)
+
+
+HEAP = Resource(
+    leak="main-heap-leak",
+    grows="{process} keeps taking host memory: {rise} so far, {slope}/s{per_step}.",
+    leak_advice=(
+        Advice(
+            text="Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() "
+            "or .detach()), growing lists of metrics, caches without bound, create_graph=True",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
+#: The heap of a process without batches, optimizer steps or forward passes.
+HEAP_WITHOUT_ITERATIONS = replace(
+    HEAP,
+    leak_advice=(
+        Advice(
+            text="Look for what keeps references: lists and dicts that grow, caches without bound, buffers never "
+            "freed",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
+WORKER_HEAP = Resource(
+    leak="worker-heap-leak",
+    grows="Workers {workers} of loader {loader} keep taking memory: {rise} so far, {slope}/s.",
+    leak_advice=(
+        Advice(
+            text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without "
+            "bound)",
+            expected="the growth of {slope}/s stops",
+        ),
+        Advice(
+            text="Until then: persistent_workers=False ends the workers at each epoch",
+            expected="their memory is given back at each epoch, for the price of starting them again",
+        ),
+    ),
+)
+#: Pages that forked workers copy from their parent by touching reference counts. It ends when all are copied.
+COPIED_PAGES = Resource(
+    leak="copy-on-read-growth",
+    grows="The forked workers of loader {loader} copy their parent's Python objects by reading them: {per_worker} "
+    "per worker so far, while their resident size, which is blind to it, stays; {workers} workers can reach "
+    "{plateau}.",
+    leak_advice=(
+        Advice(
+            text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of Python "
+            "objects, in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
+            expected="the workers share it: {copied} is saved now, up to {plateau} later",
+        ),
+        Advice(text="Until then: fewer workers", expected="each one less saves up to {worker_less}"),
+    ),
+)
+TENSORS = Resource(
+    leak="gpu-tensor-leak",
+    grows="Tensors on GPU {device} of pid {pid} keep getting more: {rise} so far, {per_minute} per minute.",
+    unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
+    "or is not known: larger batches, or a tensor that is made anew ever larger.",
+    leak_advice=(
+        Advice(
+            text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
+            ".detach()), hooks that store activations, metrics that gather on the GPU",
+            expected="allocated memory stays where it is",
+        ),
+    ),
+    confidence=0.95,
+)
+FRAGMENTATION = Resource(
+    leak="gpu-fragmentation",
+    grows="PyTorch's allocator on GPU {device} (pid {pid}) holds ever more that no tensor uses: {rise} more, in "
+    "pieces that do not fit what is asked for.",
+    leak_advice=(
+        Advice(
+            text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; if it is set, max_split_size_mb instead",
+            expected="the unused memory is one piece and can be used",
+        ),
+        Advice(
+            text="Make sizes repeat: pad batches to a few lengths, allocate what is kept before the training",
+            expected="blocks are used again",
+        ),
+    ),
+)
+PINNED_CACHE = Resource(
+    leak="pinned-cache-growth",
+    grows="Pinned host memory that nothing uses keeps growing (pid {pid}): {rise} more, cached and never given "
+    "back.",
+    unconfirmed="{grows} The resident memory of the process does not show it.",
+    leak_advice=(
+        Advice(
+            text="Make pinned batches alike in size: the cache rounds up to powers of two and gives nothing back",
+            expected="buffers are used again",
+        ),
+        Advice(
+            text="Have fewer pinned copies under way: a smaller prefetch_factor, synchronise before the next "
+            "non_blocking copy",
+            expected="the cache ends at what is in use at once",
+        ),
+    ),
+)
+OUTSIDE_PYTORCH = Resource(
+    leak="gpu-non-pytorch-growth",
+    grows="GPU {device}: memory that PyTorch does not hold keeps growing in the run's processes: {rise} so far, "
+    "{per_minute} per minute.",
+    unconfirmed="{grows} The device as a whole does not show it.",
+    leak_advice=(
+        Advice(
+            text="Look at what takes CUDA memory without PyTorch: NCCL communicators and streams made anew, CUDA "
+            "extensions, other libraries (CuPy, DALI, RAPIDS) without a bound on their pools",
+            expected="the driver's count follows what PyTorch reserves",
+        ),
+    ),
+)
+#: The same on a device for which the driver does not report the use of each process.
+UNATTRIBUTED = replace(
+    OUTSIDE_PYTORCH,
+    unconfirmed="GPU {device}: {rise} more are in use that PyTorch does not hold, and the driver does not tell by "
+    "which processes: the run's libraries or somebody else's job.",
+)
+HOST_MEMORY = Resource(
+    risk="host-oom-risk",
+    risk_advice=(
+        Advice(
+            text="Fix what grows: see the leak findings for the process; checkpoint before the time named",
+            expected="demand stays where it is",
+        ),
+        Advice(
+            text="Fewer workers or a smaller prefetch_factor make room",
+            expected="each worker less gives back its private memory and prefetched batches",
+        ),
+    ),
+    max_headroom_ratio=20.0,  # other programs on the host and warm-up rise too
+    full="Host memory {verb} nearly full: {used} of {limit} ({limit_name}) at the peak, page cache not counted.",
+    full_advice=(
+        Advice(
+            text="Lower num_workers, prefetch_factor or what the dataset holds", expected="room below the limit"
+        ),
+        Advice(text="Raise the memory limit of the job", expected="room for the peak"),
+    ),
+)
+_GPU_ADVICE = (
+    Advice(
+        text="Fix what grows: see the gpu findings; checkpoint before the time named",
+        expected="demand stays where it is",
+    ),
+    Advice(
+        text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
+        "finds the largest that fits), activation checkpointing, bfloat16",
+        expected="activations shrink in proportion to the batch",
+    ),
+)
+GPU_MEMORY = Resource(
+    risk="gpu-oom-risk",
+    risk_advice=_GPU_ADVICE,
+    full="In {steps} steps GPU {device} had no memory left until PyTorch had given back its cache: {used} of "
+    "{limit} were in use at the peak.",
+    full_advice=_GPU_ADVICE,
+)
+#: The memory of a GPU on which other programs grow.
+GPU_OF_OTHERS = replace(
+    GPU_MEMORY,
+    risk_advice=(
+        Advice(
+            text="End what grows on this GPU, or run this training on another one (`nvidia-smi` names the "
+            "processes)",
+            expected="the memory of the GPU is the run's own",
+        ),
+    ),
+)
+#: The memory of a GPU that the run uses without records of PyTorch's allocator.
+GPU_WITHOUT_RECORDS = replace(
+    GPU_MEMORY,
+    risk_advice=(
+        Advice(
+            text="Start the training with `tidegauge run`, which reads PyTorch's allocator too",
+            expected="the report says whether tensors, the cache or a library grow",
+        ),
+    ),
+)
+_SHM_ROOM = Advice(
+    text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
+    expected="room for the batches that are under way",
+)
+_SHM_HOLDERS = Advice(
+    text="See with `ls -l /dev/shm` and `lsof +L1 /dev/shm` what lies there and who holds it: segments want "
+    "close() and unlink(), batches from workers are to be kept as .clone()",
+    expected="what is in use stays where it is",
+)
+SHARED_MEMORY = Resource(
+    leak="shm-leak",
+    grows="/dev/shm keeps filling: {rise} so far, {per_minute} per minute.{remark}",
+    leak_advice=(_SHM_HOLDERS,),
+    risk="shm-exhaustion-risk",
+    risk_advice=(_SHM_HOLDERS, _SHM_ROOM),
+    full="/dev/shm had {free} left of {limit} at the peak, and each of {workers} workers hands over batches of "
+    "{batch}: who finds no room fails, or dies of SIGBUS.",
+    full_advice=(
+        _SHM_ROOM,
+        Advice(
+            text="Lower num_workers, prefetch_factor or the size of a batch",
+            expected="num_workers * prefetch_factor batches are there at a time",
+        ),
+    ),
+)
+_FILES_ADVICE = (
+    Advice(
+        text="Look into /proc/PID/fd for what is open: what is opened per step or per item wants `with`",
+        expected="the count stays where it is",
+    ),
+    Advice(
+        text="Until then: raise the limit with `ulimit -n` before the training",
+        expected="more time, in proportion to the limit",
+    ),
+)
+OPEN_FILES = Resource(
+    unit="count",
+    leak="fd-leak",
+    grows="{process} keeps opening files: {rise} more so far, {slope}/s.",
+    unconfirmed="{grows} Neither the limit nor the steps are known, so nothing confirms it.",
+    leak_advice=_FILES_ADVICE,
+    risk="fd-exhaustion-risk",
+    risk_advice=_FILES_ADVICE,
+    full="{process} has {used} of at most {limit} files open.",
+    full_advice=_FILES_ADVICE,
+)
+_CLONE = Advice(
+    text="Do not keep batches that came from workers: keep .clone() or numbers, or share them by "
+    'torch.multiprocessing.set_sharing_strategy("file_system")',
+    expected="each tensor's descriptor is closed with it",
+)
+#: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
+OPEN_BATCHES = replace(OPEN_FILES, leak_advice=(_CLONE, *_FILES_ADVICE), risk_advice=(_CLONE, *_FILES_ADVICE))
