@@ -145,13 +145,16 @@ def too_slow(tables: RunTables, loop: Loop, steady: Pace) -> Finding:
     outlook = forecast(tables, loop)
     shared = outlook.measured.shared if isinstance(outlook, Forecast) else None
     likely = "" if shared and shared.is_sure else " most likely"
+    subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
+    if loop.num_workers == 1:
+        subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
     return Finding(
         kind="workers-too-slow",
         severity=_severity(tables, loop, steady),
         confidence=_confidence(steady),
         summary=(
-            f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
-            f"{_waits(steady)} and the workers idle {percent(steady.idle_ratio)}; {limit.because}."
+            f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
+            f"{percent(steady.idle_ratio)}; {limit.because}."
             + (f" They{likely} wait for one thing in common: {shared.because}." if shared else "")
         ),
         locus=_locus(tables, loop, role="worker"),
