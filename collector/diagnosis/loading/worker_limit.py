@@ -244,6 +244,8 @@ def cores_used(
     process = process[~process["process_pid"].isin(without)]
     times, cpu = floats(process, "time_ns"), floats(process, "cpu_ns")
     rows = process[np.isfinite(cpu) & (times >= begin_ns) & (times <= end_ns)]
+    if rows.empty:
+        return 0.0
     spent = rows.groupby(["process_pid", "process_start_ticks"])["cpu_ns"].agg(["min", "max"])
     return float((spent["max"] - spent["min"]).sum()) / max(float(np.ptp(floats(rows, "time_ns"))), 1.0)
 

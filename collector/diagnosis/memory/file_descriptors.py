@@ -133,7 +133,7 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
 
 
 def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bool:
-    """Return whether the growth stopped with the processes of its time, like a cache that the first epoch filled."""
+    """Return whether the growth stopped with the processes of its time, as of a cache that one epoch filled."""
     times, counts = use.times, use.values
     clock = times if np.isnan(use.steps).any() else use.steps
     growing = is_usual & (times >= trend.since_seconds)

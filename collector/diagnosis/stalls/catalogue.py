@@ -135,6 +135,9 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     loop, steady = case.loop, case.steady
     limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
     shared = outlook.measured.shared if isinstance(outlook, Forecast) else None
+    subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
+    if loop.num_workers == 1:
+        subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
     in_common, tests = "", {}
     if shared:
         likely = "" if shared.is_sure else " most likely"
@@ -146,8 +149,8 @@ def workers_too_slow(case: LoadingCase) -> Finding:
         }
     return Finding(
         kind="workers-too-slow",
-        summary=f"All {loop.num_workers} workers of loader {loop.loader} are too slow: the loop waits "
-        f"{_waits(steady)} and the workers idle {percent(steady.idle_ratio)}; {limit.because}.{in_common}",
+        summary=f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
+        f"{percent(steady.idle_ratio)}; {limit.because}.{in_common}",
         evidence=(
             *case.waiting_evidence,
             *case.measured(

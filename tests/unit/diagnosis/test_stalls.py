@@ -336,3 +336,4 @@ def test_workers_of_an_iterable_dataset_have_to_share_it_out(workers, iterable, 
     (found,) = verdict(workers=workers, service=jittered(0.06), iterable=iterable, **run)
     assert found.advice[0].text.startswith("Set num_workers=")
     assert ("get_worker_info()" in found.advice[0].text) == has_condition
+    assert ("The one worker of loader 0 is too slow" in found.summary) == (workers == 1)

@@ -21,7 +21,8 @@ from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
 from training_harness.hooks.loading.loader_ids import LoaderRegistry
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.training.step_phases import Progress
+from training_harness.hooks.training.phases import FORWARD, OTHER
+from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import StepHook
 from training_harness.records import MISSING_INT64
 
@@ -97,6 +98,22 @@ def test_two_optimizers_in_turn_make_one_step(steps):
     generator, critic = Optimizer(), Optimizer()
     play(hook, *[generator, critic] * 5)
     assert recorded == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("cpu_at_begin", [0, UNREAD])
+def test_the_time_before_a_backward_pass_does_not_stand_for_a_wait_outside_the_step(steps, cpu_at_begin):
+    progress, records, ms = Progress(), [], 1_000_000
+    session.active.step = records.append
+    progress.end(session.active, 0, cpu_at_begin)
+    progress.mark(OTHER, 90 * ms, 0 if cpu_at_begin == 0 else UNREAD)  # the loop waits for its data
+    progress.mark(FORWARD, 94 * ms, 4 * ms)
+    progress.mark(OTHER, 96 * ms, 6 * ms)  # and computes its loss
+    progress.end(session.active, 97 * ms)
+    outside_cpu_ns = records[-1][9]
+    if cpu_at_begin == UNREAD:
+        assert outside_cpu_ns == MISSING_INT64
+    else:
+        assert outside_cpu_ns == pytest.approx(2 * ms, rel=0.05)
 
 
 def test_another_optimizer_takes_over_when_the_first_one_is_frozen_or_gone(steps):

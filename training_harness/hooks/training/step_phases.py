@@ -232,7 +232,8 @@ class Progress:
             spent_ns[OPTIMIZE] or MISSING_INT64,
             spent_ns[OTHER],
         )
-        if self._outside_measured_ns and not self.sees_batches:
+        # The stretch before a backward pass alone tells nothing of a wait for data, many times as long.
+        if 0 < spent_ns[OTHER] <= 2 * self._outside_measured_ns and not self.sees_batches:
             outside_cpu_ns = max(0, self._outside_cpu_ns) * spent_ns[OTHER] // self._outside_measured_ns
         samples = self._samples if self._samples > 0 else MISSING_INT32
         passes = self._passes if self.sees_passes else MISSING_INT32
