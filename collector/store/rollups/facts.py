@@ -121,7 +121,8 @@ class Rollup:
 
 def aggregate(name: str, function: str, value: str, sql_type: str = "BIGINT") -> Fact:
     """Return the fact that one of `_AGGREGATES` makes of a value in SQL."""
-    return Fact(name, *(form.format(name=name, value=value) for form in _AGGREGATES[function]), sql_type)
+    of_rows, of_row, of_rollups = (form.format(name=name, value=value) for form in _AGGREGATES[function])
+    return Fact(name, of_rows, of_row, of_rollups, sql_type)
 
 
 def total(column: str) -> Fact:
