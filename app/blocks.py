@@ -221,7 +221,8 @@ def _draw_findings(block: Findings) -> None:
     rest = [finding for finding in block.findings if finding.severity == "info"]
     if block.headline:
         things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
-        st.subheader(f"{things} attention" if urgent else "Nothing needs attention", anchor=False)
+        calm = "Nothing needs attention" if all(f.is_healthy for f in block.findings) else "No warnings"
+        st.subheader(f"{things} attention" if urgent else calm, anchor=False)
     for place, finding in enumerate(urgent[:_MAX_OPEN_FINDINGS]):
         _draw_finding(finding, link=block.link, has_summary=place > 0)
     if urgent[_MAX_OPEN_FINDINGS:]:

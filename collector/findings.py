@@ -168,6 +168,11 @@ class Finding:
         if self.kind != "cannot-tell" and len(names) < 2:
             raise ValueError(f"{self.kind} needs two independent measurements, has {sorted(names)}")
 
+    @property
+    def is_healthy(self) -> bool:
+        """True if the finding only says that something is as it should be."""
+        return self.kind == "compute-bound" and self.limited_by is None
+
     def value_of(self, evidence: str) -> float | None:
         """Return the value of the evidence of this name; None without such."""
         values = [item.value for item in self.evidence if item.name == evidence]

@@ -182,6 +182,8 @@ def _all_clear(verdict: Verdict) -> Text:
         return Text("No warnings. No steps or batches were seen.", style="bold")
     if next(_stall(verdict), None) is not None:
         return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
+    if not all(finding.is_healthy for finding in verdict.findings):
+        return Text("No warnings. What follows is information.", style="bold")
     return Text("✔ Nothing needs attention", style="bold green")
 
 

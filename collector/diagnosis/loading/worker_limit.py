@@ -93,7 +93,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     if not np.nansum(floats(rows, "fetch_ns")) or not np.isfinite(floats(rows, "cpu_ns")).any():
         return WorkerLimit(by=None, because="the CPU time of the fetches is not known", evidence=())
     threads, process = _share(rows, "cpu_ns"), _share(rows, "process_cpu_ns")
-    children = float(np.nan_to_num(_share(rows, "children_cpu_ns")))
+    children = on_cpu = float(np.nan_to_num(_share(rows, "children_cpu_ns")))
     helpers = max(0.0, float(np.nan_to_num(process)) - float(np.nan_to_num(threads)))  # other threads of the worker
     helpers_ratio = helpers if helpers >= _LEAST_PART else 0.0
     queued, blocked = _share(rows, "run_queue_ns"), _share(rows, "blocked_ns")
@@ -110,6 +110,9 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
     ):
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
     by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
+    if by == "cpu" and children - on_cpu >= _LEAST_PART:
+        because = f"child processes take {percent(min(children, 1.0))} of a fetch: they are on a core for "
+        because += f"{percent(on_cpu)} of it and wait for one the rest"
     others = False
     if queued >= _QUEUED:
         in_use = _cores_of_run(tables, loop, rows)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import fetch_ns, without_pauses
-from collector.diagnosis.loading.worker_limit import cores_per_rank
+from collector.diagnosis.loading.worker_limit import cores_per_rank, worker_limit
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, peak, sampled
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -102,7 +102,9 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
         trace = _without_queueing(dataclasses.replace(trace, cores=cores), setting, costs.wall)
     cores, slowdowns = _cores(trace, setting, cores, costs.slowdown)
     trace = dataclasses.replace(trace, cores=cores)
-    sharing = _sharing(loop, dispatched, costs.blocked)
+    # Children that compute wait for cores, which also makes the fetches alike.
+    in_children = worker_limit(tables, loop).children_ratio >= _BLOCKED_RATIO
+    sharing = None if in_children else _sharing(loop, dispatched, costs.blocked)
     alternative = _shared_trace(trace, sharing, setting, rate)
     if alternative is not None and sharing is not None and sharing.is_shared:
         trace, alternative = alternative, trace

@@ -27,6 +27,7 @@ CURRENT_ERROR = 0.12
 _WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _PREFETCH = (1, 2, 4, 8)
 _USUAL_PREFETCH = 2
+_REACH = 4  # the grid goes up to this many times the workers that ran, or to one per core
 _MARGIN = 1.5  # the grid goes up to this many times the workers that the mean times need
 _AS_GOOD = 0.99  # share of the highest throughput that is as good
 _WORTH = 1.05  # ratio of throughputs that makes a change worth advising
@@ -133,7 +134,8 @@ def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
     measured = calibrate(tables, loop)
     if isinstance(measured, str):
         return measured
-    settings = list(_grid(measured))
+    cores = cores_per_rank(tables, loop.main[0])
+    settings = list(_grid(measured, cores))
     (current,) = predict(measured.trace, [measured.setting])
     error = math.log(current.batches_per_second / measured.batches_per_second)
     low, high = current.interval(CURRENT_ERROR)
@@ -144,7 +146,6 @@ def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
             "fetching and computing counts"
         )
     memory = loader_memory(tables, loop, current)
-    cores = cores_per_rank(tables, loop.main[0])
     options = _options(measured, memory, error, cores, settings)
     return Forecast(
         measured=measured,
@@ -157,12 +158,13 @@ def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
     )
 
 
-def _grid(measured: Calibration) -> Iterator[Setting]:
+def _grid(measured: Calibration, cores: float) -> Iterator[Setting]:
     current, trace = measured.setting, measured.trace
     traces = [trace] if measured.alternative is None else [trace, measured.alternative]
     fetch = max(float((of_trace.cpu + of_trace.blocked).mean()) for of_trace in traces)
     wanted = _MARGIN * fetch / max(float(trace.loop.mean()) + trace.overheads.hand_over, 1e-6)
-    most = max(current.num_workers, min(math.ceil(wanted), _WORKERS[-1]), _USUAL_PREFETCH)
+    reach = max(_REACH * current.num_workers, math.ceil(cores) if math.isfinite(cores) else 0, _REACH)
+    most = max(current.num_workers, min(math.ceil(wanted), _WORKERS[-1], reach), _USUAL_PREFETCH)
     yield current
     for workers in sorted({current.num_workers, *_WORKERS}):
         for prefetch in sorted({current.prefetch_factor, *_PREFETCH}):

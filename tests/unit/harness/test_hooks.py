@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from training_harness.hooks.training.phases import FORWARD, OTHER
 
 from training_harness import layout, session
 from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
 from training_harness.hooks.loading.loader_ids import LoaderRegistry
 from training_harness.hooks.patching import Hook
+from training_harness.hooks.training.devices import FORWARD, OTHER
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import StepHook
 from training_harness.records import MISSING_INT64

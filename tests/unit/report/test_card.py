@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -275,3 +276,10 @@ def test_the_dashboard_is_opened_on_the_home_of_the_run(monkeypatch):
     monkeypatch.setenv("PATH", str(beside.parent))
     assert report.dashboard_command(Path("/a"), Path("/a")) == "tidegauge dashboard"
     assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"
+
+
+def test_the_tick_does_not_stand_beside_a_finding_that_is_not_healthy():
+    calm = verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []})
+    slow = dataclasses.replace(HEALTHY, kind="workers-too-slow")
+    assert "Nothing needs attention" in card(calm)
+    assert "Nothing needs attention" not in card(dataclasses.replace(calm, findings=(HEALTHY, slow)))
