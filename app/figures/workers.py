@@ -35,7 +35,7 @@ from training_harness.records import INLINE_WORKER
 
 #: column of milliseconds -> (name in the legend, attribute of the theme, pattern of the bar)
 _STAGES = {
-    "idle_ms": ("idle, no index to fetch", "quiet", "/"),
+    "idle_ms": ("worker idle", "quiet", "/"),
     "getitem_ms": ("__getitem__", "latency", ""),
     "collate_ms": ("collate", "allocated", "."),
 }
@@ -56,7 +56,7 @@ _BARS = {
     "wait": ("waits for a batch", "wait", "/", 0.6, -0.4),
     "getitem": ("__getitem__", "latency", "", 0.6, -0.4),
     "collate": ("collate", "allocated", ".", 0.6, -0.4),
-    "idle": ("idle, no index to fetch", "quiet", "/", 0.6, -0.4),
+    "idle": ("worker idle", "quiet", "/", 0.6, -0.4),
     "parked": ("made, waits for its turn", "limit", "", 0.12, 0.26),
 }
 
@@ -246,7 +246,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     by_worker = waits.groupby("by")["duration_ms"].sum()
     worst = by_worker.index[int(by_worker.to_numpy().argmax())]
     return Chart(
-        title="Who holds up whom when the training waits longest?",
+        title="Timeline of the longest stall",
         figure=figure,
         caption=f"The {len(waits):,} batches in a row with the longest waiting, {duration(begin_seconds)} after "
         "the run began. The thin line below a worker's lane: a batch that is made and not yet taken.",
@@ -278,7 +278,7 @@ def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     figure.update_xaxes(type="category")
     worst = table.iloc[int(table["ratio"].to_numpy().argmax())]
     return Chart(
-        title="Which worker of a round is waited for?",
+        title="Which worker makes training wait?",
         figure=figure,
         caption=f"Batches by their index modulo num_workers and the worker that DataLoader recorded, without the "
         f"first of each epoch (n = {int(table['n'].sum()):,}). Equal heights: all are waited for alike.",

@@ -15,7 +15,7 @@ from collector.findings import KINDS
 from collector.store import queries
 from collector.units import MISSING, number, percent, quantity, size
 
-NOTHING = "Yes: nothing was lost, and whatever should report does."
+NOTHING = "Yes. No records lost; every process reports."
 #: Events that report a part of Tidegauge that failed.
 FAILURES = ("collector-problem", "hook-disabled", "records-lost")
 MAX_EVENTS = 50

@@ -73,9 +73,8 @@ def _table(moment: Moment) -> Iterator[Block]:
     rows = rows.sort_values(["is_tidegauge", "slope"], ascending=[True, False], na_position="last").head(50)
     slopes = zip(rows["slope"], rows["by_rss"], strict=True)
     caption = (
-        f"Slope: least squares over the n samples of private dirty {_slope_window(moment)}; of RSS, called so, "
-        f"where fewer than {MIN_POINTS} of private dirty were read; {MISSING} where n is below that. The rest: "
-        "last values in the window."
+        f"Slope: least squares over private dirty {_slope_window(moment)}. Fewer than {MIN_POINTS} samples: RSS, "
+        f"marked as such, or {MISSING} if RSS has no more. Other columns: last values in the window."
     )
     yield moment.table(
         "processes",
@@ -105,8 +104,8 @@ def _slope_window(moment: Moment) -> str:
     if training is None:
         return "in the window"
     begin, end = ((ns - training.origin_ns) / 1e9 for ns in (training.from_ns, training.to_ns))
-    start = "the first step" if training.from_ns > moment.span.from_ns else "the window's begin"
-    return f"from {start} on, {duration(begin)} to {duration(end)} after the run was made"
+    start = "the first step" if training.from_ns > moment.span.from_ns else "the start of the window"
+    return f"from {start} ({duration(begin)} to {duration(end)})"
 
 
 def _steepest(places: pd.DataFrame, metric: str) -> list[str]:

@@ -96,7 +96,7 @@ def _ranks(moment: Moment) -> Iterator[Block]:
     numbers = {"Rank": [number(rank) for rank in rows["rank"]]} if rows["rank"].notna().any() else {}
     yield moment.table(
         "steps",
-        "Of the steps in the window that were timed, which the first is not.",
+        "All timed steps in the window; the first step is not timed.",
         {
             **numbers,
             "Steps": [number(count) for count in rows["n"]],

@@ -84,8 +84,8 @@ def _table(moment: Moment) -> Iterator[Block]:
             "Of the waiting": [
                 percent(value / total_seconds) if total_seconds else MISSING for value in rows["seconds"]
             ],
-            "Enough": [duration(value) for value in rows["enough_seconds"]],
-            "Waiting without it": [percent(value) for value in rows["free_wait_ratio"]],
+            "Target per batch": [duration(value) for value in rows["enough_seconds"]],
+            "Wait if removed": [percent(value) for value in rows["free_wait_ratio"]],
         },
     )
 

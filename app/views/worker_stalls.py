@@ -111,8 +111,8 @@ def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
         yield workers.waits_by_position(table, moment.theme)
     else:
         text = (
-            f"Which worker of a round is waited for cannot be told: the first {number(loop.ramp)} batches of an "
-            "epoch do not count, for nothing was ready yet, and this window has no others."
+            f"No worker can be named yet: this window has only the first {number(loop.ramp)} batches of an epoch. "
+            "They do not count, because the workers had not filled the queue."
         )
         yield Note(text)
 

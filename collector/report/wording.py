@@ -60,9 +60,9 @@ _SPELLINGS = {
 #: Parts of a wait that are no stage, in words.
 _PARTS = {
     "other": "rest of the dataset",
-    "idle": "no index to fetch",
-    "transfer": "the way from the worker",
-    "dispatch": "choosing samples",
+    "idle": "worker idle",
+    "transfer": "transfer to main process",
+    "dispatch": "sampler",
 }
 
 

@@ -110,7 +110,7 @@ def test_a_run_of_few_batches_says_why_figures_are_not_there(monkeypatch, few):
     page = texts(at)
     assert "of its time over the last 6 batches, and why cannot be told" in page
     assert page.count("Whether loader 0 keeps up cannot be told") == 1
-    assert "Which worker of a round is waited for cannot be told" in page
+    assert "No worker can be named yet" in page
 
 
 def test_loading_without_workers_says_that_there_is_no_round(monkeypatch, made):

@@ -153,7 +153,7 @@ def test_the_stage_table_says_what_is_waited_for_and_what_would_be_enough(monkey
     assert "The training waits 23% of its time" in texts(at)
     table = at.dataframe[0].value.set_index("Stage")
     assert table.loc["decode", "Per batch"] == "124 ms"
-    assert table.loc["decode", "Enough"] != "—"
+    assert table.loc["decode", "Target per batch"] != "—"
     assert table.loc["collate", "Calls"] == "400"
     healthy = open_view(monkeypatch, made["healthy"], "pipeline_stages")
     assert "None: the training waits 0.5%" in texts(healthy)

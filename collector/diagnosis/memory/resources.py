@@ -241,7 +241,7 @@ SHARED_MEMORY = Resource(
     risk="shm-exhaustion-risk",
     risk_advice=(_SHM_HOLDERS, _SHM_ROOM),
     full="/dev/shm had {free} left of {limit} at the peak, and each of {workers} workers hands over batches of "
-    "{batch}: who finds no room fails, or dies of SIGBUS.",
+    "{batch}. A process that finds /dev/shm full fails or dies of SIGBUS.",
     full_advice=(
         _SHM_ROOM,
         Advice(

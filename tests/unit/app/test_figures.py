@@ -150,7 +150,7 @@ def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waite
     charts = _charts()
     cpu, waiting, unknown = charts["costs"].figure.data
     assert (cpu.x[0], waiting.x[0], unknown.x[1]) == pytest.approx((27.0, 3.0, 2.0))
-    assert list(charts["exposed"].figure.data[0].y) == ["decode", "the way from the worker"]
+    assert list(charts["exposed"].figure.data[0].y) == ["decode", "transfer to main process"]
     assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
 
 
@@ -169,7 +169,7 @@ def test_trace_names():
     named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
     assert named["by role"] == ["main", "workers"]
     assert named["steps"] == ["data wait", "rest of the step"]
-    assert named["stages"] == ["idle, no index to fetch", "__getitem__", "collate"]
+    assert named["stages"] == ["worker idle", "__getitem__", "collate"]
     assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
     assert sorted(named["waits"]) == ["outstanding", "parked", "ready", "wait"]
 

@@ -127,10 +127,8 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert "31%" in text
     assert "1.9 GiB" in text
     assert "4 of 4 report" in text
-    stall = (
-        "19 s (decode 80%, the way from the worker 19%), hardly any if decode took 14 ms per batch instead of 35 ms"
-    )
-    assert stall in " ".join(text.split())
+    stall = "19 s (decode 80%, transfer to main process 19%), hardly any if decode took 14 ms per batch"
+    assert f"{stall} instead of 35 ms" in " ".join(text.split())
     assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
     assert "worker 1 of loader 0, rank 0, since step 14" in text
     assert "its fetches over the others'" in text
