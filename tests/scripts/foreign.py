@@ -218,7 +218,7 @@ class FromChildren(Dataset):
 
     def __getitem__(self, index):
         made = subprocess.run(
-            ["awk", "BEGIN { for (i = 0; i < 1000000; i++) s += i; print s }"], capture_output=True, check=True
+            ["awk", "BEGIN { for (i = 0; i < 2000000; i++) s += i; print s }"], capture_output=True, check=True
         )
         return torch.full((4,), float(len(made.stdout)))
 
