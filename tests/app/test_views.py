@@ -293,7 +293,7 @@ def sorted_runs(home):
 
 def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
     at = open_view(monkeypatch, made["healthy"], "agent_health")
-    assert "nothing was lost" in texts(at)
+    assert "No records lost" in texts(at)
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Workers reporting"] == "2 of 2"
     assert shown["Interval p50 / p95"] == "501 ms / 502 ms"

@@ -154,9 +154,9 @@ def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waite
     assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
 
 
-def test_every_figure_asks_a_question():
+def test_every_figure_asks_a_question_but_the_timeline():
     for name, chart in _charts().items():
-        assert chart.title.endswith("?"), name
+        assert chart.title.endswith("?") or (name, chart.title) == ("lanes", "Timeline of the longest stall")
         assert chart.caption in chart.alt
 
 
