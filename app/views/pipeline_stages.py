@@ -69,8 +69,8 @@ def _table(moment: Moment) -> Iterator[Block]:
     total_seconds = stall["wait_seconds"]
     yield moment.table(
         "stages",
-        f"{_scope(stall)} Waited for: what the awaited worker was doing. Target per batch: the time at which training "
-        "hardly waits; —: this stage alone is not enough, or it is not known.",
+        f"{_scope(stall)} Waited for: what the awaited worker was doing. Target per batch: the time at which "
+        "training hardly waits; —: this stage alone is not enough, or it is not known.",
         {
             "Stage": [report.part(name) for name in rows["stage"]],
             "Where": [_where(row) for row in rows.itertuples()],
