@@ -31,7 +31,7 @@ TRAIN = REPOSITORY / "tests" / "scripts" / "train.py"
 PYTHON = os.environ.get("TIDEGAUGE_TEST_PYTHON", sys.executable)
 WARM_PYTHON = WarmPython(PYTHON)
 
-# What the tests start inherits which signals are ignored: nothing of a nohup or of a shell's background job.
+# Processes that the tests start inherit ignored signals, as those of nohup or of a background job.
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
