@@ -122,7 +122,7 @@ def _finished_hosts(moment: Moment) -> frozenset[str]:
 
     A collector stores the last records just before it ends, and reports every ingest that fails.
     """
-    if moment.run.is_shared and not moment.manifest.get("is_stored"):
+    if moment.run.awaits_store:
         return frozenset()
     by_host = queries.events(moment.snapshot, *_COLLECTOR_EVENTS).groupby("host")
     return frozenset(str(host) for host, events in by_host if _ended_well(events))

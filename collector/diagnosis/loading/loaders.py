@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, whole, written
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
@@ -56,7 +56,7 @@ def loops(tables: RunTables) -> list[Loop]:
 
 
 def _loops(tables: RunTables) -> list[Loop]:
-    batch = Lifecycle(tables).of_last_attempt(tables.stream("batch"))
+    batch = lifecycle_of(tables).of_last_attempt(tables.stream("batch"))
     if batch.empty:
         return []
     fetch = _with_owner(tables)

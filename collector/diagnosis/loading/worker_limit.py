@@ -17,7 +17,7 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, sampled_on
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence
 from collector.units import number, percent
@@ -148,7 +148,7 @@ def cores_per_rank(tables: RunTables, host: str) -> float:
 
 def ranks_count(tables: RunTables, host: str) -> int:
     """Return the number of training processes on a host, one at least."""
-    return max(sum(key[0] == host for key in Lifecycle(tables).mains), 1)
+    return max(sum(key[0] == host for key in lifecycle_of(tables).mains), 1)
 
 
 def _allowed_cores(tables: RunTables, loop: Loop) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, origin_ns, window_text, written
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Severity, measurements
 from collector.store import ProcessKey
@@ -60,7 +60,7 @@ def _wall_seconds(tables: RunTables) -> float:
     """
 
     def find() -> float:
-        seconds = Lifecycle(tables).wall_seconds or 0.0
+        seconds = lifecycle_of(tables).wall_seconds or 0.0
         skipped = [
             (floats(rows, "time_ns")[0] - origin_ns(tables)) / SECOND_NS
             for name in ITERATIONS

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.stalls.cpu_contention import queued_ratio
@@ -29,7 +29,7 @@ _LEAST_LOST = 0.02  # lower than for a wait, since a regular pause stands out fr
 
 def find_pauses(tables: RunTables) -> list[Finding]:
     """Find a `main-thread-pause` of each training process, but not of ranks that only wait for another one's."""
-    findings = [finding for main in Lifecycle(tables).mains for finding in _pauses(tables, main)]
+    findings = [finding for main in lifecycle_of(tables).mains for finding in _pauses(tables, main)]
     return [finding for finding in findings if finding.locus.stage != "backward"] or findings
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from collector.diagnosis.run.columns import SECOND_NS, floats, whole, written
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.statistics.growth import Floats
@@ -115,7 +115,7 @@ def _advice(by: str, rank: int | None, seconds: float) -> Advice:
 
 def _common_steps(tables: RunTables, stream: str) -> dict[ProcessKey, pd.DataFrame]:
     """Return the recent steps that all ranks made, by training process; empty if there are too few to compare."""
-    steps = {main: written(tables, stream, main) for main in Lifecycle(tables).mains}
+    steps = {main: written(tables, stream, main) for main in lifecycle_of(tables).mains}
     steps = {
         key: rows[np.isfinite(floats(rows, "backward_ns")) & np.isfinite(floats(rows, "rank"))]
         for key, rows in steps.items()
