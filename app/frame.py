@@ -23,8 +23,8 @@ MAX_OTHERS = 3
 QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
 tidegauge job images                 # or a built-in job
 tidegauge report                     # the verdict in the terminal"""
-AXIS_HELP = "Time since the run was made, or steps: what lies before the first step has none"
-LIVE_HELP = "Refresh while the run goes on. Taking hold of a chart, to zoom into it, switches it off"
+AXIS_HELP = "Time since the start of the run, or steps. Points before the first step have no step number"
+LIVE_HELP = "Refresh while the run is active. Zooming into a chart switches this off"
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         return None
     if not runs:
         st.subheader("No runs yet", anchor=False)
-        st.markdown(plain(f"Nothing has been recorded in `{home}`. Start a training under Tidegauge:"))
+        st.markdown(plain(f"No runs in `{home}`. Start a training under Tidegauge:"))
         st.code(QUICK_START, language="bash")
         return None
     with st.container(horizontal=True, vertical_alignment="bottom"):

@@ -16,7 +16,7 @@ from collector.store import queries
 
 #: Number of processes whose open files are drawn, and of GPUs that one refresh draws.
 MAX_PROCESSES, GPUS_AT_ONCE = 4, 2
-NO_PROCESS = Note("No process has been sampled in this window: only the collector does that.")
+NO_PROCESS = Note("No process samples in this window. The collector takes them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,15 @@ PATH = "terms"
 TERMS = {
     "allocated": "memory in use by live tensors",
     "reserved": "memory that PyTorch's allocator has from the driver: allocated memory and cache",
-    "cached": "memory that the allocator keeps for new tensors, in use by none",
-    "fragmentation": "free pieces between live blocks: the driver cannot have them back, and they may be too small",
+    "cached": "memory that the allocator holds for new tensors and that no tensor uses",
+    "fragmentation": "free memory between live blocks: it cannot go back to the driver and may be too small to use",
     "non-PyTorch": "device memory of the run's processes outside the allocator: CUDA context, NCCL, libraries",
     "PSS": "proportional set size: a page that n processes share counts 1/n in each, so it adds up over processes",
-    "private dirty": "pages that belong to one process alone and were written: what it would free by ending",
+    "private dirty": "written pages that only this process has: the memory that is freed when it ends",
     "RSS": "resident set size: all pages that a process has in memory; pages that are shared count in each process",
     "anonymous": "memory without a file behind it: the kernel cannot drop it, as it can drop page cache",
     "parked": "batches that have arrived before their turn and wait for an earlier one",
-    "outstanding": "batches asked for and not yet there",
+    "outstanding": "batches requested from the workers and not yet received",
     "run queue": "time a thread was ready to run but had no CPU core",
 }
 

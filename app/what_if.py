@@ -33,7 +33,8 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str
         depth = max(_MIN_PREFETCH_RANGE, own.prefetch_factor)
         prefetch = st.slider("prefetch_factor", 1, depth, start.prefetch_factor, key=f"{key}-prefetch", width=320)
         help = (
-            "in_order: batches come in the order of the sampler; without it (torch ≥ 2.7) whichever is made first"
+            "in_order: batches arrive in the order of the sampler. "
+            "Without it (torch ≥ 2.7), the first finished one arrives first"
         )
         in_order = st.toggle("in order", own.in_order, key=f"{key}-order", help=help)
     chosen = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
@@ -51,9 +52,9 @@ def initial_blocks(outlook: Forecast, theme: Theme, *, of: str, revision: str) -
     start = _start(outlook)
     figures_of_start = _predicted(outlook, start, _most_workers(outlook), theme, of, revision)
     return [
-        Note(f"{_QUESTION} {_source(of)} These figures are of {figures.words(start)}."),
+        Note(f"{_QUESTION} {_source(of)} These figures are for {figures.words(start)}."),
         *figures_of_start,
-        Note("Any other setting is asked with sliders in", command="tidegauge dashboard"),
+        Note("Ask for any other setting with the sliders in", command="tidegauge dashboard"),
     ]
 
 
@@ -69,7 +70,7 @@ def _most_workers(outlook: Forecast) -> int:
 
 
 def _source(of: str) -> str:
-    return f"By a replay of the last batches{of or ' of this run'}: docs/tuning.md says what it cannot know."
+    return f"Computed by replaying the last batches{of or ' of this run'}; docs/tuning.md lists the limits."
 
 
 @lru_cache(_MAX_CACHED)
@@ -88,9 +89,9 @@ def _predicted(
 def _begin(outlook: Forecast) -> str:
     """Return the initial setting as a sentence."""
     if outlook.best is not None:
-        return f"The sliders begin at what is recommended: {figures.words(outlook.best.setting)}."
+        return f"The sliders start at the recommended setting: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
-    return f"Nothing better was found than the setting of this run: the sliders begin at {start}."
+    return f"No setting better than this run's was found: the sliders start at {start}."
 
 
 def _line_settings(setting: Setting, most: int) -> list[Setting]:
@@ -104,7 +105,7 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     own, (per_batch, unit) = outlook.current, figures.rate_unit(outlook)
     rates = [rate * per_batch for rate in (chosen.batches_per_second, chosen.low, chosen.high)]
     now = f"Now {number(outlook.measured.batches_per_second * per_batch)} {unit}."
-    fits = "" if chosen.fits else " It does not fit into what is free."
+    fits = "" if chosen.fits else " It does not fit into the free memory."
     return [
         Metric(f"Throughput{of}", f"{number(rates[0])} {unit}", now),
         Metric("90 % interval", f"{number(rates[1])} to {number(rates[2])} {unit}", "Of the throughput"),

@@ -58,9 +58,9 @@ def by_workers(
     return Chart(
         title="How much faster would it be?",
         figure=figure,
-        caption=f"By the replay, with {words(chosen.setting, workers=False)}.",
+        caption=f"Predicted by the replay, with {words(chosen.setting, workers=False)}.",
         takeaway=f"{number(chosen.batches_per_second * per_batch)} {unit} with {words(chosen.setting)}, "
-        f"{number(outlook.current.batches_per_second * per_batch)} {unit} as it is.{undecided}",
+        f"{number(outlook.current.batches_per_second * per_batch)} {unit} now.{undecided}",
     )
 
 
@@ -90,7 +90,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme) -> Chart:
     figure.update_layout(hovermode="closest")
     figure.update_yaxes(rangemode="tozero")
     return Chart(
-        title="How much waiting does memory buy off?",
+        title="How much memory does less waiting cost?",
         figure=figure,
         caption="Each point is a setting of num_workers and prefetch_factor.",
         takeaway=f"Chosen: {percent(chosen.wait_ratio)} waiting, {size(chosen.memory_bytes)}.",

@@ -166,10 +166,12 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeCh
     if inline:
         caption += " Batches are made inline: the wait is the time to make one."
     if counts:
-        caption += " Parked: arrived before their turn. Ready: in the queue. Outstanding: asked for, not yet there."
+        caption += (
+            " Parked: arrived before their turn. Ready: in the queue. Outstanding: requested, not yet received."
+        )
     if sampled(wait):
         caption += f" Drawn as {sampled(wait)}."
-    title = "How long does the training wait for a batch, and what lay ready?"
+    title = "How long does training wait for a batch, and how many were ready?"
     return TimeChart(title=title, figure=figure, caption=caption)
 
 
@@ -248,9 +250,9 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     return Chart(
         title="Timeline of the longest stall",
         figure=figure,
-        caption=f"The {len(waits):,} batches in a row with the longest waiting, {duration(begin_seconds)} after "
-        "the run began. The thin line below a worker's lane: a batch that is made and not yet taken.",
-        takeaway=f"Of {quantity(by_worker.sum(), 'ms')} waited, {quantity(by_worker.max(), 'ms')} were for "
+        caption=f"The {len(waits):,} consecutive batches with the longest waiting, {duration(begin_seconds)} after "
+        "the start of the run. Thin line below a lane: a finished batch that training has not taken yet.",
+        takeaway=f"Training waited {quantity(by_worker.sum(), 'ms')}, {quantity(by_worker.max(), 'ms')} of it for "
         f"batches of worker {worst:.0f}.",
     )
 
@@ -280,8 +282,8 @@ def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     return Chart(
         title="Which worker makes training wait?",
         figure=figure,
-        caption=f"Batches by their index modulo num_workers and the worker that DataLoader recorded, without the "
-        f"first of each epoch (n = {int(table['n'].sum()):,}). Equal heights: all are waited for alike.",
+        caption=f"Batches by position in the round (index modulo num_workers) and worker, without the first of each "
+        f"epoch (n = {int(table['n'].sum()):,}). Equal heights: it waits for all workers alike.",
         takeaway=f"Worker {int(worst['worker'])} has {percent(float(worst['ratio']))} of the waiting.",
     )
 
@@ -304,8 +306,8 @@ def costs(table: pd.DataFrame, theme: Theme, *, batches_count: int) -> Chart:
     return Chart(
         title="What does each stage cost?",
         figure=figure,
-        caption="Time in the stage per batch made, or used by the training where it calls the stage; without the "
-        f"stages called within. Over the last {number(batches_count)} batches.",
+        caption="Time in the stage per batch, without the stages that it calls, over the last "
+        f"{number(batches_count)} batches. A stage that training calls itself counts per batch used.",
         takeaway=f"{report.subject(longest['stage'])} takes {quantity(float(longest['batch_ms']), 'ms')} "
         "per batch.",
     )
@@ -324,8 +326,8 @@ def awaited_stages(stall: Mapping[str, Any], theme: Theme) -> Chart:
     return Chart(
         title="What does the training wait for?",
         figure=figure,
-        caption=f"{duration(stall['wait_seconds'])} waited, {percent(stall['wait_ratio'])} of the loop's time, "
-        f"over the last {number(stall['batches'])} batches, by what the worker of the awaited batch was doing.",
+        caption=f"Waiting over the last {number(stall['batches'])} batches: {duration(stall['wait_seconds'])}, "
+        f"{percent(stall['wait_ratio'])} of the loop's time. Split by what the worker of the awaited batch did.",
         takeaway=f"Most: {report.part(parts['stage'].iloc[0])}." if len(parts) else "",
     )
 

@@ -44,12 +44,12 @@ _DOCTOR = "tidegauge doctor"
 _NEXT = {
     "running": ("The verdict so far, in the terminal:", "tidegauge report {run}"),
     "finished": (
-        "All of this as one file, to hand over:",
+        "Save this as one file to share:",
         "tidegauge report {run} --format html --output run.html",
     ),
-    "failed": ("What ended it, with the evidence:", "tidegauge report {run}"),
+    "failed": ("How the run ended, with evidence:", "tidegauge report {run}"),
     "stale": (
-        "Nothing is recorded any more: the training is stuck or suspended. What works here, and what follows it:",
+        "No new records: the training is stuck or suspended. Check this machine, then follow the run again:",
         f"{_DOCTOR}\ntidegauge collect {{run}}",
     ),
 }
@@ -130,7 +130,7 @@ class Drawing:
         if why_not := content.verdict.why_not:
             draw_failure(f"No verdict: {why_not}", self.run_id)
         if content.is_pending:
-            st.caption(":material/hourglass_top: The verdict is being drawn up; the figures need not wait for it.")
+            st.caption(":material/hourglass_top: The verdict is being computed. The figures below are current.")
         if content.answer:
             st.markdown(f"**{plain(content.answer)}**")
         if len(content.loaders) > 1:
@@ -223,7 +223,7 @@ def _draw_no_records(status: str) -> None:
     else:
         st.info(
             "This run left no records: the command ended before a DataLoader or an optimizer was used. "
-            "This says what works here:",
+            "Check this machine:",
             icon=":material/info:",
         )
     st.code(_DOCTOR, language="bash")

@@ -30,8 +30,8 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
     table = queries.agent_summary(moment.snapshot, moment.span)
     if table.empty:
         yield Note(
-            "No collector has followed this run in this window: processes and host were not sampled. Steps "
-            "and batches are in the journals. This follows the run, or stores what the journals hold:",
+            "No collector was running in this window, so processes and host were not sampled. Steps and batches "
+            "are in the journals. Follow the run, or store what the journals hold:",
             command=f"tidegauge collect {moment.run_id}",
         )
         return
@@ -45,16 +45,16 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
             Metric(
                 "Lag",
                 _lag(table, _finished_hosts(moment)),
-                "At its newest sample, age of the oldest record that is not in the lake; none once it has "
-                "ended and stored all. The dashboard shows such records all the same",
+                "Age of the oldest record that is not in the lake yet, at the newest sample. The dashboard shows "
+                "these records too. None once the run has ended and all is stored",
             ),
-            Metric("Records lost", number(table["lost_count"].max()), "That could not be written"),
+            Metric("Records lost", number(table["lost_count"].max()), "Records that could not be written"),
             Metric(
                 "Collector CPU",
                 percent(table["cpu_ratio"].max()),
-                f"Of one core, of which {percent(slowest['smaps_ratio'])} reads smaps, {n}",
+                f"Share of one core; reading smaps takes {percent(slowest['smaps_ratio'])}, {n}",
             ),
-            Metric("Collector RSS", size(table["rss_bytes"].max()), "Its newest sample"),
+            Metric("Collector RSS", size(table["rss_bytes"].max()), "Resident memory at its newest sample"),
         ]
     )
 
@@ -98,7 +98,7 @@ def _failures(moment: Moment) -> Iterator[Block]:
     """List the parts that failed and were switched off, newest first."""
     events = queries.events(moment.snapshot, *FAILURES)
     if events.empty:
-        text = "No part of Tidegauge failed in this run. This looks at the machine as it is now:"
+        text = "No part of Tidegauge failed in this run. Check the machine now:"
         yield Note(text, command=DOCTOR)
         return
     shown = events.head(MAX_EVENTS)
@@ -114,7 +114,7 @@ def _failures(moment: Moment) -> Iterator[Block]:
             "Why": [_first_value(body, "error", "reason") for body in bodies],
         },
     )
-    yield Note("This looks at the machine as it is now:", command=DOCTOR)
+    yield Note("Check the machine now:", command=DOCTOR)
 
 
 def _finished_hosts(moment: Moment) -> frozenset[str]:

@@ -19,7 +19,7 @@ from collector.store import queries
 from collector.units import MISSING, number
 
 NO_OTHER = Note(
-    "No other run is chosen above to compare with. To record one with one change, and a tag that says which:",
+    "No other run is chosen above. Record one with a change, and a tag that names it:",
     command="tidegauge run --tag change=workers-8 -- python train.py",
 )
 #: Largest difference in samples per step at which steps count as alike: batch sizes may vary a little.
@@ -42,8 +42,8 @@ def _deltas(moment: Moment) -> Iterator[Block]:
         columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets by how much it differs from {moment.run_id}, and n: steps or batches in the chosen "
-        "window. Data wait, peaks, steps and how long it lasted are over the whole run: n steps of all ranks, or "
+        f"In brackets: difference from {moment.run_id}, and n. n counts the steps or batches in the chosen window. "
+        "Data wait, peaks, steps and duration are over the whole run; their n counts the steps of all ranks, or the "
         "samples of processes (host memory) and hosts (/dev/shm)."
     )
     yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
@@ -57,7 +57,7 @@ def _unlike_settings(moment: Moment) -> Iterator[Block]:
     if cautions := list(_cautions(moment, unlike)):
         yield Note(" ".join(cautions), icon=":material/balance:")
     if not unlike:
-        yield Note("Nothing that is recorded was set otherwise: command, versions, loaders and host are the same.")
+        yield Note("No recorded setting differs: command, versions, loaders and host are the same.")
         return
     columns = {name: [values[position] for values in unlike.values()] for position, name in enumerate(runs)}
     yield moment.table("settings", "The settings that differ.", {"Setting": list(unlike), **columns})
@@ -68,14 +68,14 @@ def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[s
     runs = [other.run_id for other in moment.others if _unlike_steps(moment, other)]
     if runs:
         yield (
-            f"The steps or batches of {', '.join(runs)} are of another number of samples: compare samples per "
-            "second rather than steps."
+            f"Steps or batches of {', '.join(runs)} have a different number of samples: compare samples per "
+            "second, not steps."
         )
     capacities = [name for name in unlike if name.endswith("capacity")]
     if capacities:
-        yield f"The runs differ in {', '.join(capacities)}: the same bytes are another share of it."
+        yield f"The runs differ in {', '.join(capacities)}, so equal bytes are different shares of it."
     if "host" in unlike:
-        yield "The runs were on different hosts, which by themselves may be faster or slower."
+        yield "The runs were on different hosts, which may differ in speed."
 
 
 def _step_times(moment: Moment) -> Iterator[Block]:

@@ -56,10 +56,12 @@ def _host_memory(moment: Moment) -> Iterator[Block]:
         metric=metric,
         capacity_bytes=tightest.get("capacity_bytes"),
         capacity_name=_limit_words(tightest),
-        title=f"Who holds the memory of {host}?" if _hosts_count(moment) > 1 else "Who holds the host memory?",
+        title=f"Which processes hold the memory of {host}?"
+        if _hosts_count(moment) > 1
+        else "Which processes hold the host memory?",
     )
     if _hosts_count(moment) > 1:
-        yield Note(f"Of {_hosts_count(moment)} hosts, {host} came nearest to its limit; OOM risk has the others.")
+        yield Note(f"{host} came nearest to its limit, of {_hosts_count(moment)} hosts. OOM risk shows the others.")
 
 
 def _step_time(moment: Moment) -> Iterator[Block]:
@@ -204,7 +206,7 @@ def _gpu_peak(moment: Moment) -> Metric | None:
 
 VIEW = View(
     name="overview",
-    question="Is this run well, and if not, what first?",
+    question="Is this run healthy, and if not, what should change first?",
     answer=lambda moment: answer(moment.findings, NOTHING),
     rows=(
         (Panel("Findings", _headline),),

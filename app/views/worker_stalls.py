@@ -77,11 +77,11 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
         Metric(
             "Mostly for",
             f"{report.part(most)} {percent(seconds / waited)}",
-            "What the worker of the awaited batch was doing; Pipeline stages has the rest",
+            "What the worker of the awaited batch was doing; Pipeline stages shows the full split",
         ),
     ]
     if seen.loop.num_workers > 1:
-        help = "Of the waiting, while a later batch was made already and lay parked for its turn"
+        help = "Share of the waiting during which a later batch was finished and parked"
         value = percent(seen.head_of_line_seconds / waited)
         items.append(Metric("Head of line", value, help))
     yield Metrics(items=items)
@@ -209,10 +209,10 @@ def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     if not of_loop:
         return ", and no rule says why"
     if of_loop[0].kind == "cannot-tell":
-        return ", and why cannot be told: see the reason below"
+        return ", and the cause is not known: the reason is below"
     if of_loop[0].kind == "compute-bound":  # a finding about the whole run
         return (
-            ", but in the run as a whole hardly for batches that are not made yet: "
+            ", but over the whole run hardly for batches that were not made yet: "
             f"see {report.title(of_loop[0])} below"
         )
     return f": see {report.title(of_loop[0])} below"
@@ -238,7 +238,7 @@ def _split(moment: Moment) -> pd.DataFrame | None:
 # The newest batches come first, then the whole window.
 VIEW = View(
     name="worker-stalls",
-    question="What does the training wait for, and which worker is behind it?",
+    question="What does training wait for, and which worker causes it?",
     answer=answer_in_words,
     has_finding=_is_chosen,
     by_loader=True,

@@ -39,7 +39,7 @@ def test_the_file_needs_no_other(html):
 
 def test_it_has_the_figures_and_words_of_every_view(html):
     for title in (
-        "Who holds the host memory?",
+        "Which processes hold the host memory?",
         "How near is GPU 0 to its limit?",
         "Which process grows, and since when?",
         "What takes the memory of GPU 0?",
@@ -58,7 +58,7 @@ def test_what_other_settings_would_give_is_there_as_the_sliders_begin(tmp_path):
     assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
     html = (tmp_path / "report.html").read_text()
     begun = re.search(r"These figures are of (num_workers = \d+, prefetch_factor = \d+)\.", html)
-    for title in ("How much faster would it be?", "How much waiting does memory buy off?"):
+    for title in ("How much faster would it be?", "How much memory does less waiting cost?"):
         assert f"<h3>{title}</h3>" in html
     assert re.search(rf"samples/s with {begun[1]}, \S+ samples/s as it is", html)
     assert '<dt class="quiet">Throughput</dt>' in html

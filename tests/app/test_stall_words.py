@@ -90,7 +90,7 @@ def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reaso
     reason = info("cannot-tell", "Whether loader 0 keeps up cannot be told: too few batches.")
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
     headline = said(recent_of(), growth, reason)
-    assert headline.endswith("and why cannot be told: see the reason below.")
+    assert headline.endswith("and the cause is not known: the reason is below.")
     assert moment(recent_of(), growth, reason).findings == [reason]
     assert said(recent_of()).endswith("and no rule says why.")
     other = info("straggler-samples", "?", loader=7)
@@ -108,7 +108,7 @@ def test_a_page_says_of_which_batches_and_of_which_rank_it_is():
 def test_a_run_of_few_batches_says_why_figures_are_not_there(monkeypatch, few):
     at = open_view(monkeypatch, few, "worker_stalls")
     page = texts(at)
-    assert "of its time over the last 6 batches, and why cannot be told" in page
+    assert "of its time over the last 6 batches, and the cause is not known" in page
     assert page.count("Whether loader 0 keeps up cannot be told") == 1
     assert "No worker can be named yet" in page
 
@@ -127,7 +127,7 @@ def test_the_what_if_has_one_unit_for_throughput_and_says_where_it_begins(monkey
     assert by_workers["layout"]["yaxis"]["title"]["text"] == "throughput (samples/s)"
     workers, prefetch = at.slider
     start = f"num_workers = {workers.value}, prefetch_factor = {prefetch.value}"
-    assert f"The sliders begin at what is recommended: {start}" in texts(at)
+    assert f"The sliders start at the recommended setting: {start}" in texts(at)
 
 
 def test_the_sliders_of_a_good_setting_say_that_they_begin_there(outlook):

@@ -117,7 +117,7 @@ def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
 
 def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
     at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
-    assert at.header[0].value == "What does the training wait for, and which worker is behind it?"
+    assert at.header[0].value == "What does training wait for, and which worker causes it?"
     assert "**Worker 1 of loader 0 holds up the training" in texts(at)
     lanes, fold = figures(at)[:2]
     assert lanes["layout"]["yaxis"]["categoryarray"] == ["training", *(f"worker {n}" for n in range(4))]

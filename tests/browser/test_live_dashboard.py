@@ -258,7 +258,7 @@ def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
     page.goto(screenshots.address(_base(page), "overview", run=run.run_id))
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
-    page.get_by_text("Who holds the host memory?").click()  # from here on
+    page.get_by_text("Which processes hold the host memory?").click()  # from here on
     for _ in range(20):
         page.keyboard.press("Tab")
         if page.url.find("live=false") >= 0:

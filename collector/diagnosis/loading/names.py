@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from collector.diagnosis.loading.loaders import loader_settings
-from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
 from collector.store import ProcessKey
@@ -42,7 +42,7 @@ def loader_name(setting: Mapping[str, Any]) -> str:
 
 def pid_if_shared(tables: RunTables, main: ProcessKey, rank: int | None) -> int | None:
     """Return the pid of a training process without a rank on a host that has several of them; else None."""
-    mains = tables.once("mains", lambda: Lifecycle(tables).mains)
+    mains = lifecycle_of(tables).mains
     return main[1] if rank is None and sum(host == main[0] for host, _, _ in mains) > 1 else None
 
 

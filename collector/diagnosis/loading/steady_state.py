@@ -14,7 +14,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median
-from collector.diagnosis.statistics.growth import Floats
+from collector.diagnosis.statistics.growth import Floats, spread
 
 #: Share of its time that a worker idles, below which it has none to spare.
 BUSY_IDLE = 0.15
@@ -168,14 +168,13 @@ def _worker_paces(loop: Loop, batches: pd.DataFrame, fetches: pd.DataFrame) -> t
         if not len(costs):
             continue
         logs = np.log(np.maximum(costs, 1.0))
-        spread = 1.4826 * float(np.median(np.abs(logs - np.median(logs))))
         paces.append(
             WorkerPace(
                 worker=int(floats(rows, "worker")[0]),
                 fetches=len(costs),
                 fetch_median=float(np.median(costs)) / SECOND_NS,
                 fetch_mean=float(costs.mean()) / SECOND_NS,
-                fetch_log_error=1.25 * spread / np.sqrt(len(costs)),
+                fetch_log_error=1.25 * spread(logs) / np.sqrt(len(costs)),
                 idle_ratio=float(idle.sum()) / max(float(idle.sum() + costs.sum()), 1.0),
                 blame_ratio=float(waits.get(floats(rows, "worker")[0], 0.0)) / total_wait,
             )

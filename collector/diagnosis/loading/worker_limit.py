@@ -16,7 +16,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import steady_fetches
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean, median, sampled_on
+from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, mean, median, sampled_on
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence
@@ -109,10 +109,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
         _cores_in_use(rows) >= _CORES_FULL * cores or _pressure(tables, loop, rows) >= waiting
     ):
         children, waiting = children + waiting, 0.0  # no counter has the time that a child waits for a core
-    by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, waiting)
-    if by == "cpu" and children - on_cpu >= _LEAST_PART:
-        because = f"child processes take {percent(min(children, 1.0))} of a fetch: they are on a core for "
-        because += f"{percent(on_cpu)} of it and wait for one the rest"
+    by, because, waits_for = _judge(tables, loop, rows, max(threads, process), children, on_cpu, waiting)
     others = False
     if queued >= _QUEUED:
         in_use = _cores_of_run(tables, loop, rows)
@@ -137,8 +134,7 @@ def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> Wo
 
 def usable_cores(tables: RunTables, host: str) -> float:
     """Return the cores that affinity and quota leave, NaN if unknown."""
-    samples = tables.stream("host")
-    return median(floats(samples[samples["host"] == host], "usable_cores_count"))
+    return median(floats(host_samples(tables, host), "usable_cores_count"))
 
 
 def cores_per_rank(tables: RunTables, host: str) -> float:
@@ -178,10 +174,16 @@ def _limit_by_cores(queued: float, in_use: float, cores: float, allowed: float) 
 
 
 def _judge(
-    tables: RunTables, loop: Loop, rows: pd.DataFrame, cpu: float, children: float, blocked: float
+    tables: RunTables, loop: Loop, rows: pd.DataFrame, cpu: float, children: float, on_cpu: float, blocked: float
 ) -> tuple[str | None, str, str | None]:
-    """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores."""
+    """Return (`by`, `because`, `waits_for`) of fetches that do not queue for cores.
+
+    Children are on a core for `on_cpu` of a fetch, and wait for one the rest of `children`.
+    """
     computing = float(np.nan_to_num(cpu)) + children
+    if computing >= _BUSY and children - on_cpu >= _LEAST_PART:
+        takes = f"child processes take {percent(min(children, 1.0))} of a fetch"
+        return "cpu", f"{takes}: they are on a core for {percent(on_cpu)} of it and wait for one the rest", None
     if computing >= _BUSY:
         in_children = f", {percent(min(children, 1.0))} in child processes" if children >= 0.05 else ""
         return "cpu", f"fetches compute {percent(min(computing, 1.0))} of their time{in_children}", None

@@ -142,14 +142,9 @@ class EpochStarts:
         return Facts(
             severity=self.loss.severity,
             confidence=self.loss.confidence(MIN_PASSES),
-            locus=workers_locus(self.loop),
+            locus=loop_locus(self.tables, self.loop, "worker"),
             since_step=step_at(self.tables, self.loop.main, floats(self.passes, "first_ns")[0]),
         )
-
-
-def workers_locus(loop: Loop) -> Locus:
-    """Return the place of a finding on the workers of a loop."""
-    return Locus(host=loop.main[0], rank=loop.rank, role="worker", loader=loop.loader)
 
 
 def loop_locus(tables: RunTables, loop: Loop, role: str | None = None) -> Locus:

@@ -13,7 +13,7 @@ from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_fetches
-from collector.diagnosis.stalls.case import EpochStarts, LoadingCase, loop_locus, workers_locus
+from collector.diagnosis.stalls.case import EpochStarts, LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
@@ -465,7 +465,7 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
         summary=f"The dataset of loader {case.loop.loader} is shared out unevenly: {which} has "
         f"{number(skew.share)} times its even share, and works on when others are done. That costs "
         f"{duration(loss.seconds)} in {skew.epochs} epochs, {percent(loss.ratio)} of the run.",
-        locus=dataclasses.replace(workers_locus(case.loop), worker=skew.worker),
+        locus=dataclasses.replace(loop_locus(case.tables, case.loop, "worker"), worker=skew.worker),
         since_step=step_at(case.tables, case.loop.main, floats(case.loop.batches, "time_ns")[0]),
         evidence=loss.evidence(largest_share_ratio=skew.share, tail_batches_count=skew.tail_batches / skew.epochs),
         advice=(advice,),

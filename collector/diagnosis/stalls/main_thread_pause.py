@@ -12,6 +12,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
 from collector.diagnosis.stalls.cpu_contention import queued_ratio
+from collector.diagnosis.statistics.growth import spread
 from collector.findings import Advice, Finding, Locus, measurements
 from collector.store import ProcessKey
 from collector.units import count, duration, percent
@@ -40,8 +41,7 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if len(steps) < _MIN_PAUSES / _MOST_PAUSES:
         return []
     usual = float(np.median(work))
-    spread = 1.4826 * float(np.median(np.abs(work - usual)))
-    is_pause = work > usual + max(_NOISE_SPREADS * spread, 0.5 * usual)
+    is_pause = work > usual + max(_NOISE_SPREADS * spread(work), 0.5 * usual)
     # More passes of the model than usual are a rollout or an evaluation, and no pause.
     passes = floats(steps, "passes_count")
     is_pause &= ~(_has_epoch_start(tables, steps, main) | (passes > np.nan_to_num(median(passes), nan=np.inf)))

@@ -18,7 +18,7 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.worker_limit import ranks_count
-from collector.diagnosis.run.columns import floats, last, mean, median, peak
+from collector.diagnosis.run.columns import floats, host_samples, last, mean, median, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -162,8 +162,7 @@ def loader_memory(tables: RunTables, loop: Loop, current: Prediction) -> LoaderM
     host = loop.main[0]
     until = loop.batches["time_ns"].iloc[-1]  # later, the loop gives its memory back
     _, limit = binding_limit(tables, host)
-    samples = tables.stream("host")
-    samples = samples[samples["host"] == host]
+    samples = host_samples(tables, host)
     ran = floats(samples, "time_ns") <= until
     held, payload = held_memory(tables, loop), _payloads(loop)
     shm_total, shm_used = (last(floats(samples, name)[ran]) for name in ("shm_total_bytes", "shm_used_bytes"))
