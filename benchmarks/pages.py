@@ -38,9 +38,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -52,7 +53,7 @@ from websockets.sync.client import connect
 
 from app.pages import PAGES
 from benchmarks import chrome
-from benchmarks.queries import EPOCH, GIB, make
+from benchmarks.queries import EPOCH, GPU_STREAMS, make, recorded_gpu
 from collector.agent.ingest_feed import MAINTAIN_EVERY_NS, SHORTEST_PAUSE_NS, pause_ns
 from collector.agent.samplers.procfs import read_rollup
 from collector.store.catalogue import list_runs
@@ -100,6 +101,7 @@ def feed(run: Run) -> None:
         for name in ("step", "batch", "fetch", "device_memory", "device")
         for rank in range(RANKS)
     }
+    recorded = {name: recorded_gpu(name).to_dict("records") for name in GPU_STREAMS}
     with Ingester(run) as ingester:
         ingester.maintain()  # a run that was kept may lack what the upkeep makes by now
         print("fed", flush=True)
@@ -108,7 +110,8 @@ def feed(run: Run) -> None:
         while True:
             for (name, rank), writer in writers.items():
                 if name != "device" or step % DEVICE_EVERY_STEPS == 0:
-                    writer.append(*_record(name, step, rank))
+                    rows = recorded.get(name, [{}])
+                    writer.append(*_record(name, step, rank, rows[step % len(rows)]))
             step += 1
             now_ns = time.monotonic_ns()
             if now_ns - taken_ns > rest_ns:
@@ -127,7 +130,8 @@ def _next_step(run: Run) -> int:
         return int(snapshot.query("SELECT max(step_high) + 1 AS step FROM step_tiled")["step"].iloc[0])
 
 
-def _record(name: str, step: int, rank: int) -> list[float]:
+def _record(name: str, step: int, rank: int, recorded: Mapping[str, Any]) -> list[float]:
+    """Make the record of a step; `recorded` has the values of a recorded training."""
     known = {
         "time_ns": time.monotonic_ns(),
         "step": step,
@@ -140,11 +144,7 @@ def _record(name: str, step: int, rank: int) -> list[float]:
         "getitem_ns": STEP_MS * 10**6,
         "samples_count": 64,
         "device": rank,
-        "used_bytes": 40 * GIB,
-        "process_used_bytes": 39 * GIB,
-        "total_bytes": 80 * GIB,
-        "allocated_bytes": 30 * GIB,
-        "reserved_bytes": 37 * GIB,
+        **recorded,
     }
     return [known.get(column.name, MISSING[column.code]) for column in STREAMS[name].columns]
 

@@ -44,6 +44,7 @@ from collector.store.lake.store import store_of
 from collector.store.queries import spans
 from collector.store.runs.run import Run
 from training_harness import layout
+from training_harness.records import STREAMS as DECLARED
 
 STEP_NS = 60_000_000
 WORKERS = 4
@@ -53,9 +54,10 @@ EPOCH = 1_000
 SAMPLED_NS = {"process": 10**9, "host": 10**9, "device": 10**9 // 2}
 #: Rows of one insert: a file of some 5 MB, so that compaction has its work.
 INSERT_ROWS = 500_000
+#: Streams whose rows a GPU made: those of a recorded training follow each other again and again.
+GPU_STREAMS = ("device", "device_memory")
 TIMES = 3
 STREAMS = ("step", "batch", "fetch", "device_memory", *SAMPLED_NS)
-GIB = 2**30
 PAGES = ("overview", "oom_risk", "leak_timeline", "gpu_memory", "worker_stalls", "pipeline_stages")
 REFRESH = "verdict, cost of a refresh"
 LOGNORMAL_NS = "exp(16 + 0.3 * sqrt(-2 * ln(1 - random())) * cos(6.283185 * random()))"
@@ -72,6 +74,8 @@ def make(
     origin_ns = spans.origin_ns(run.manifest) or 0
     many = {"ranks": ranks, "workers": workers}
     with store_of(run).open_writable() as connection:
+        for name in GPU_STREAMS:
+            connection.register(f"recorded_{name}", recorded_gpu(name).reset_index(names="row"))
         for name in STREAMS:
             rows_every_ns = SAMPLED_NS.get(name, every_ns)
             times, at_once = batches * every_ns // rows_every_ns, INSERT_ROWS // places_of(name, **many)
@@ -86,6 +90,15 @@ def make(
     with Ingester(run) as ingester:
         assert ingester.maintain() == ()
     return run
+
+
+def recorded_gpu(stream: str) -> pd.DataFrame:
+    """Return what a training whose batches differ in length recorded of its GPU, without times and places."""
+    from tests.recorded_runs import recorded
+
+    places = {"time_ns", "step", "device"}
+    columns = [column.name for column in DECLARED[stream].columns if column.name not in places]
+    return recorded("uneven-batches").stream(stream)[columns].dropna().reset_index(drop=True)
 
 
 def tell(connection: Any, origin_ns: int, every_ns: int, *, ranks: int, workers: int, epochs_count: int) -> None:
@@ -167,19 +180,12 @@ def insert(
         "memory_total_bytes": "68719476736",
         "cgroup_limit_bytes": "34359738368",
         "duration_ns": f"{ranks * every_ns} + {LOGNORMAL_NS}" if table == "step" else LOGNORMAL_NS,
-        "total_bytes": f"{80 * GIB}",
-        "used_bytes": f"{40 * GIB} + (random() * {GIB})::BIGINT",
-        "process_used_bytes": f"{38 * GIB} + (random() * {GIB})::BIGINT",
-        "alloc_retry_count": f"i // {ranks} // {EPOCH}",
-        "oom_count": "0",
     }
-    if table == "device_memory":
-        known |= {
-            "allocated_bytes": f"{24 * GIB} + (random() * {8 * GIB})::BIGINT",
-            "reserved_bytes": f"{36 * GIB} + i // {ranks} % {EPOCH} * {GIB // EPOCH}",
-            "allocated_peak_bytes": f"{34 * GIB}",
-            "reserved_peak_bytes": f"{37 * GIB}",
-        }
+    recording = ""
+    if table in GPU_STREAMS:
+        gpu = recorded_gpu(table)
+        known |= {name: f"r.{name}" for name in gpu}
+        recording = f" JOIN recorded_{table} r ON r.row = {'i' if is_sampled else f'i // {ranks}'} % {len(gpu)}"
     values = []
     for name, kind in lake.TABLES[table]:
         if name in known:
@@ -192,8 +198,8 @@ def insert(
             value = "random() * 8"
         values.append(f'({value})::{kind} AS "{name}"')
     places_count = places_of(table, ranks=ranks, workers=workers)
-    places = f", range({places_count}) u(place) ORDER BY i" if is_sampled else ""
-    rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}"
+    places = f" CROSS JOIN range({places_count}) u(place)" if is_sampled else ""
+    rows = f"SELECT {', '.join(values)} FROM range({begin}, {end}) t(i){places}{recording} ORDER BY i"
     connection.execute(f"INSERT INTO {lake.LAKE}.{table} BY NAME {rows}")
 
 
