@@ -71,8 +71,8 @@ class Agent:
         self._outlets = outlets
         self._feed = Feed(run, self._problems, ingester, outlets.counts if outlets else None, clock_ns)
         self._writers = {
-            name: JournalWriter(run.journal_dir, STREAMS[name], identity, events=self._events)
-            for name in ("process", "host", "device", "agent")
+            name: JournalWriter(run.journal_dir, stream, identity, events=self._events)
+            for name, stream in STREAMS.items()
         }
         self._event_tail = EventTail(run.events_dir, identity.host)
         self._roles = ProcessRoles(identity.host, _start_ticks)

@@ -5,24 +5,15 @@ from pathlib import Path
 
 from streamlit.testing.v1 import AppTest
 
+from app.pages import PAGES
 from training_harness import layout
 
 ENTRY = Path(__file__).parents[2] / "app" / "frame.py"
-VIEWS = (
-    "overview",
-    "oom_risk",
-    "leak_timeline",
-    "gpu_memory",
-    "worker_stalls",
-    "pipeline_stages",
-    "post_mortem",
-    "compare",
-    "agent_health",
-)
-
-
-#: View -> its words in place of charts, for a run on the CPU that is alone in its home.
+VIEWS = tuple(page.module for page in PAGES)
+#: View -> words and a command that it shows in place of charts, if the run has nothing to draw.
 INSTEAD = {"gpu_memory": ("CPU-only run", "tidegauge doctor"), "compare": ("No other run", "tidegauge run")}
+#: Views without charts if the run is alone in its home: for a run of `make_run`, and for the recorded run on a GPU.
+EMPTY_ON_CPU, EMPTY_ON_GPU = ("gpu_memory", "compare"), ("compare",)
 
 
 def run_of(home):
@@ -55,7 +46,7 @@ def texts(at):
 def drawn(at, view, *, cuda=False):
     """The figures of a page, which has some, or else says why not and what to type."""
     shown = figures(at)
-    if view == "compare" or (view == "gpu_memory" and not cuda):
+    if view in (EMPTY_ON_GPU if cuda else EMPTY_ON_CPU):
         said, command = INSTEAD[view]
         assert not shown
         assert said in texts(at)

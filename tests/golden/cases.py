@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.pages import COMPARE, PAGES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -110,16 +112,8 @@ _GPU = dict(
 CASES: dict[str, Case] = {**_HEALTHY, **_LOADING, **_DEATHS, **_MEMORY, **_LIMITED, **_GPU}
 #: Runs of tests/data/gpu, recorded by tests/cuda_sim/record.py, that have golden files.
 RECORDED_GPU = ("tensor-leak", "library-growth", "out-of-memory", "share-met", "two-devices")
-ALL_PAGES = (
-    "overview",
-    "oom-risk",
-    "leak-timeline",
-    "gpu-memory",
-    "worker-stalls",
-    "pipeline-stages",
-    "post-mortem",
-    "agent-health",
-)
+#: Every page of one run.
+ALL_PAGES = tuple(page.path for page in PAGES if page is not COMPARE)
 #: Runs with every page compared each time. Other runs have the one or two pages that show their subject.
 _THOROUGH = ("images", "ddp", "tensor-leak")
 _PAGES = (
