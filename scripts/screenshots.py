@@ -53,7 +53,7 @@ STANDS = " && ".join(
         _RESTS,
         "!document.querySelector('[data-testid=stSkeleton]')",
         "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))",
-        "!document.body.textContent.includes('verdict is being drawn up')",
+        "!document.body.textContent.includes('verdict is being computed')",
     )
 )
 #: JavaScript: true once all in sight stands. The page is drawn from its top: something stands below by then.
@@ -106,7 +106,7 @@ def dashboard(
         yield f"http://localhost:{port}"
     finally:
         server.terminate()
-        server.wait(60)  # for a verdict that is being drawn up
+        server.wait(60)  # for a verdict that is being computed
 
 
 @contextmanager

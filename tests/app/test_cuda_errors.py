@@ -86,6 +86,17 @@ def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR["step"]])
 
 
+@pytest.mark.parametrize("name", ["out-of-memory", "leak-to-the-end"])
+def test_the_account_at_an_error_is_the_allocators_own(monkeypatch, tmp_path, name):
+    unpack(name, tmp_path)
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    peak = next(table.value for table in at.dataframe if "Fragmentation" in table.value).iloc[0]
+    error = error_of(name)
+    assert peak["Allocated"] == size(error["allocated_bytes"])
+    assert peak["Fragmentation"] == size(error["reserved_bytes"] - error["allocated_bytes"])
+    assert peak["Total"] == size(error["limit_bytes"] - error["free_bytes"])
+
+
 def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
     chart = TimeChart(title="", figure=over_time(LIGHT, y_title=""), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])

@@ -180,12 +180,12 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     monkeypatch.setattr("app.runtime.verdicts.diagnose", lambda tables: seen.wait(60) and diagnose(tables))
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
-    assert "is being drawn up" in texts(at)
+    assert "is being computed" in texts(at)
     assert len(figures(at)) == 2
     seen.set()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
     at.run()
-    assert "is being drawn up" not in texts(at)
+    assert "is being computed" not in texts(at)
     assert "**slow-worker**" in texts(at)
 
 
@@ -223,7 +223,7 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0)
     at = open_view(monkeypatch, tmp_path, "overview")
     seen.set()
-    assert "is being drawn up" in texts(at)
+    assert "is being computed" in texts(at)
     assert timers[-1] == {"run_every": refresh.REFRESH_SECONDS}
 
 

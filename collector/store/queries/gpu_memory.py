@@ -33,6 +33,8 @@ _MARK_BUCKETS = 200
 _MAX_ERRORS = 200
 #: The driver is sampled at least once in this time before an error or before an allocator's last record.
 _SAMPLED_WITHIN_NS = 60 * 10**9
+#: An allocator's record of an error comes within this time.
+_RECORDED_WITHIN_NS = 10**9
 #: SQL: the driver's samples since shortly before the last record of an allocator on each GPU.
 _TAIL = (
     "WITH torch AS (SELECT host, device, max(time_ns + last_after_ns) AS last_ns FROM device_memory_tiled "
@@ -239,18 +241,20 @@ def _error_samples(snapshot: Queryable, within: Span) -> str:
     """Return SQL that adds a driver's sample at the moment of each out-of-memory error.
 
     CUDA reported the free memory then. Other processes, and memory of no listed process, are as in the sample
-    before.
+    before. The moment is that of the record which the allocator made of the error, so that both are one account.
     """
     errors = _errors(snapshot)
     errors = errors[errors["used_bytes"].notna() & errors["time_ns"].between(within.from_ns, within.to_ns)]
     if errors.empty:
         return ""
-    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["time_ns"].max())
+    errors = errors.assign(record_ns=_record_times(snapshot, errors))
+    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["record_ns"].max())
     samples = snapshot.query(
         f"SELECT {_GPU} AS gpu, host, device, time_ns, process_used_bytes::DOUBLE AS process_used_bytes, "
         "other_used_bytes::DOUBLE AS other_used_bytes, used_bytes::DOUBLE AS sample_bytes FROM device "
         f"WHERE time_ns BETWEEN {first_ns - _SAMPLED_WITHIN_NS} AND {last_ns} ORDER BY time_ns"
     )
+    errors["time_ns"] = errors["record_ns"]
     errors = errors[["gpu", "host", "device", "time_ns", "used_bytes"]].sort_values("time_ns")
     at_errors = pd.merge_asof(errors, samples.drop(columns=["host", "device"]), on="time_ns", by="gpu")
     unlisted_bytes = at_errors["sample_bytes"] - at_errors["process_used_bytes"] - at_errors["other_used_bytes"]
@@ -265,6 +269,21 @@ def _error_samples(snapshot: Queryable, within: Span) -> str:
     )
     error = f"(VALUES {values}) AS error({', '.join(names)})"
     return f"UNION ALL BY NAME SELECT *, {DRIVER_PID} AS pid, 0 AS n, TRUE AS is_moment FROM {error}"
+
+
+def _record_times(snapshot: Queryable, errors: pd.DataFrame) -> pd.Series:
+    """Return the time of each error's own record: the next one, if it reserves what CUDA reported."""
+    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["time_ns"].max()) + _RECORDED_WITHIN_NS
+    records = snapshot.query(
+        f"SELECT {_GPU} AS gpu, pid, time_ns, time_ns AS record_ns, reserved_bytes::DOUBLE AS recorded_bytes "
+        f"FROM device_memory WHERE time_ns BETWEEN {first_ns} AND {last_ns} ORDER BY time_ns"
+    )
+    ordered = errors.reset_index().sort_values("time_ns")
+    ordered = pd.merge_asof(ordered, records, on="time_ns", by=["gpu", "pid"], direction="forward").set_index(
+        "index"
+    )
+    is_of_error = ordered["recorded_bytes"] == ordered["reserved_bytes"]
+    return ordered["record_ns"].where(is_of_error, ordered["time_ns"]).astype("int64")
 
 
 def cuda_errors(snapshot: Queryable, within: Span) -> pd.DataFrame:
