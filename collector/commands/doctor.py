@@ -15,7 +15,7 @@ from collector.commands.options import home_option
     "--python",
     type=click.Path(exists=True, dir_okay=False, executable=True),
     default=sys.executable,
-    help="The Python of your training, with its torch; this one by default.",
+    help="Python of your training, with its torch [default: this Python].",
 )
 @home_option
 def doctor(python: str, home: Path) -> None:
