@@ -19,7 +19,7 @@ from collector.commands.options import home_option
 )
 @home_option
 def doctor(python: str, home: Path) -> None:
-    """Tell what works here and what does not, each with the remedy."""
+    """Check what Tidegauge can measure on this machine; show the remedy for what it cannot."""
     from collector.commands.checks import check_all, checks_table
     from collector.report.terminal import Terminal
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 )
 @home_option
 def report(spec: str, form: str, output: Path | None, home: Path) -> None:
-    """Tell what a run's memory and data loading are like, and what to change.
+    """Show the verdict on a run's memory and data loading, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
     """

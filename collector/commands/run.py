@@ -104,7 +104,7 @@ def run(
 @click.argument("name", type=click.Choice(JOBS))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def job(investigate: bool, live: LiveOptions, home: Path, name: str, arguments: tuple[str, ...]) -> None:
-    """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
+    """Run the built-in job NAME and watch it; tidegauge job NAME --help lists its options."""
     home, arguments = _take_home(arguments, home)
     command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
     if not {"--help", "-h", "--list"}.isdisjoint(arguments):
@@ -142,7 +142,7 @@ def watch(
     home: Path,
     pid: int,
 ) -> None:
-    """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
+    """Watch a running process from outside: its memory, the host and the devices."""
     from collector.agent.launch import watch as watch_process
     from collector.store import living_processes
 

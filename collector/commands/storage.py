@@ -35,7 +35,7 @@ _PREFIXES = "KMGT"
 )
 @home_option
 def export(spec: str, directory: Path, form: str, home: Path) -> None:
-    """Write a run as one file per stream, for pandas, Polars, DuckDB and their like."""
+    """Write a run as one file per stream, for pandas, Polars, DuckDB and similar tools."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
     from collector.store import export_run, find_run
@@ -75,7 +75,7 @@ def _parse_size(_context: click.Context, _option: click.Parameter, value: str | 
 def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool, yes: bool, home: Path) -> None:
     """Delete whole runs, the oldest first, until --keep and --max-size are met.
 
-    A run that is running, or that a collector or a reader holds, stays.
+    Runs that are still running, or that a collector or a reader uses, stay.
     """
     from collector.report.listing import prune_table
     from collector.store.prune import cluster, home as home_prune
