@@ -68,7 +68,7 @@ def main() -> None:
     healthy = [kind for kind, fault in sorted(FAULTS.items()) if not (fault.needs_gpu or fault.dies)]
     parser.add_argument("kinds", nargs="*", metavar="KIND", choices=[*FAULTS, []], default=[])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", help="else as many as make each fault plain")
+    parser.add_argument("--steps", help="optimizer steps [default: enough to show each fault]")
     options = parser.parse_args()
     print(f"{'fault':18} {'finding':20} {'found':6} {'cost':>5}  {'warned of besides':30} by the twin", flush=True)
     for kind in options.kinds or healthy:

@@ -19,7 +19,7 @@ Generated from `training_harness/records.py`. Each stream is a table of the lake
 
 ## Identity
 
-Of the process that wrote the record; in every table.
+Every table has these columns. They name the process that wrote the record.
 """
 EVENTS_HEAD = """# Events
 
@@ -28,7 +28,7 @@ Generated from `training_harness/events.py`. Events are rare, structured facts: 
 
 ## Identity
 
-Of the process that wrote the event; in every event.
+Every event has these fields. They name the process that wrote the event.
 """
 
 

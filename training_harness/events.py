@@ -59,7 +59,7 @@ class Event:
 
 #: Fields of every event. They name the process that wrote it.
 IDENTITY = (
-    Field("time_ns", "int", "CLOCK_MONOTONIC when the event was made"),
+    Field("time_ns", "int", "time of the event on CLOCK_MONOTONIC"),
     Field("kind", "str", "kind of the event"),
     Field("host", "str", "host name of the writing process"),
     Field("pid", "int", "process id of the writing process"),
@@ -93,7 +93,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("torch", "str", "version of torch"),
         Field("local_rank", "int", "LOCAL_RANK of the process"),
         Field("world_size", "int", "WORLD_SIZE of the process"),
-        Field("attempt", "int", "restarts so far, of an elastic launcher"),
+        Field("attempt", "int", "restarts by an elastic launcher so far"),
         _PARENT,
         Field("capabilities", "object", "name of a hook or hook point -> true if this torch has it"),
     ),
@@ -109,11 +109,11 @@ EVENTS: dict[EventKind, Event] = {
         Field("type", "str", "class of the exception"),
         Field("message", "str", "message of the exception"),
         Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
-        Field("traceback", "str", "end of the traceback"),
+        Field("traceback", "str", "last part of the traceback"),
     ),
     "loader": _event(
         _TRAINING,
-        "first use of a DataLoader; one made like another that is gone takes over its number",
+        "first use of a DataLoader; one created like another that is gone takes over its number",
         _LOADER,
         Field("num_workers", "int", "workers"),
         Field("prefetch_factor", "int", "batches that each worker prefetches"),
@@ -127,8 +127,8 @@ EVENTS: dict[EventKind, Event] = {
         Field("sampler", "str", "class of the sampler"),
         Field("collate", "str", "name of `collate_fn`"),
         Field("iterable", "bool", "the dataset is iterable"),
-        Field("file", "str", "file in which the loader was made"),
-        Field("line", "int", "line on which the loader was made"),
+        Field("file", "str", "file in which the loader was created"),
+        Field("line", "int", "line on which the loader was created"),
         Field("variable", "str", "variable that the loader is assigned to on that line"),
     ),
     "epoch-start": _event(
@@ -136,7 +136,7 @@ EVENTS: dict[EventKind, Event] = {
         "an iterator with workers is created or reset",
         _LOADER,
         _EPOCH,
-        Field("worker_pids", "list", "process ids; the position is the worker id"),
+        Field("worker_pids", "list", "process ids of the workers, in the order of their worker ids"),
         Field("begun_ns", "int", "CLOCK_MONOTONIC before the workers were started"),
     ),
     "worker-start": _event(_WORKER, "the worker loop begins", _LOADER, _EPOCH, _WORKER_ID, _PARENT),
@@ -146,7 +146,9 @@ EVENTS: dict[EventKind, Event] = {
         _LOADER,
         _EPOCH,
         _WORKER_ID,
-        Field("setup_ns", "int", "since `worker-start`: `worker_init_fn`, the iterator of an iterable dataset"),
+        Field(
+            "setup_ns", "int", "time since `worker-start`: `worker_init_fn`, the iterator of an iterable dataset"
+        ),
     ),
     "worker-exit": _event(
         _WORKER,
@@ -184,14 +186,14 @@ EVENTS: dict[EventKind, Event] = {
         Field("requested_bytes", "int", "size of the request"),
         Field("limit_bytes", "int", "memory of the device, or the share that the process may use"),
         Field("free_bytes", "int", "free memory of the device, at the error"),
-        Field("allocated_bytes", "int", "allocated by PyTorch, at the error"),
-        Field("reserved_bytes", "int", "reserved by PyTorch, at the error"),
+        Field("allocated_bytes", "int", "memory allocated by PyTorch, at the error"),
+        Field("reserved_bytes", "int", "memory reserved by PyTorch, at the error"),
         Field("type", "str", "class of the exception"),
         Field("message", "str", "message of the exception; absent if it was caught"),
         Field("path", "str", "snapshot of the allocator, below the run directory"),
         Field("bytes", "int", "size of the snapshot"),
         Field("pickle", "str", "the same snapshot for pytorch.org/memory_viz"),
-        Field("is_snapshot_later", "bool", "true: the snapshot was not made at the error"),
+        Field("is_snapshot_later", "bool", "true: the snapshot was taken after the error"),
         Field("snapshot_error", "str", "why there is no snapshot"),
     ),
     "snapshot": _event(
@@ -209,7 +211,7 @@ EVENTS: dict[EventKind, Event] = {
         Field("pickle", "str", "the allocator's snapshot for pytorch.org/memory_viz"),
         Field("trace", "str", "trace of the profiler"),
         Field("trace_error", "str", "why there is no trace"),
-        Field("error", "str", "why there is no answer; then it stands alone"),
+        Field("error", "str", "why there is no answer; then there is no file"),
     ),
     "hyper-parameters": _event(
         "first rank, with a callback",
@@ -219,13 +221,13 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "phase": _event(
         "training process, with a callback",
-        "the framework goes over to another phase",
+        "the framework enters another phase",
         Field("phase", "str", "`train`, `validation`, `test`, `predict` or `done`"),
         Field("epoch", "int", "epoch as the framework counts"),
         Field("step", "int", "step as the framework counts"),
     ),
     "hook-disabled": _event(
-        _ATTACHED, "a hook failed and was taken out", Field("hook", "str", "name of the hook"), _ERROR
+        _ATTACHED, "a hook failed and was removed", Field("hook", "str", "name of the hook"), _ERROR
     ),
     "records-lost": _event(
         "any attached process, the collector",
@@ -250,7 +252,7 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "process-seen": _event(
         _COLLECTOR,
-        "it saw a process twice that no event has named, and again once that process has loaded torch; at most "
+        "it saw a process twice that is in no event yet, and again after that process loaded torch; at most "
         "500 per run",
         Field("process_pid", "int", "process id"),
         Field("process_start_ticks", "int", "start time of that process"),
@@ -267,7 +269,7 @@ EVENTS: dict[EventKind, Event] = {
     "left-running": _event(
         "collector that is the command's parent",
         "the command ended, and processes that it started go on a second later",
-        Field("processes", "list", "`pid`, `start_ticks`, `argv` and `is_python` of each"),
+        Field("processes", "list", "`pid`, `start_ticks`, `argv` and `is_python` of each process"),
     ),
     "command-exit": _event(
         "collector that is the command's parent",
@@ -277,7 +279,7 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "collector-problem": _event(
         _COLLECTOR,
-        "a part of it failed; each part's first errors, while the others go on",
+        "a part of it failed, and the others go on; only the first errors of each part",
         Field("part", "str", "name of the part"),
         _ERROR,
     ),

@@ -73,7 +73,7 @@ IDENTITY = (
     Column("rank", "i", "id", "RANK of the writing process, missing outside a distributed job"),
 )
 
-_TIME = Column("time_ns", "q", "ns", "CLOCK_MONOTONIC when the record was made")
+_TIME = Column("time_ns", "q", "ns", "time of the record on CLOCK_MONOTONIC")
 _LOADER = Column("loader", "i", "id", "DataLoader, numbered from 0 in the order of first use in its process")
 _EPOCH = Column("epoch", "i", "id", "pass over that loader, from 0")
 _INDEX = Column("index", "q", "id", "position of the batch in its epoch, from 0")
@@ -93,7 +93,7 @@ STEP = _stream(
     "step and rank",
     _TIME,
     Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
-    Column("duration_ns", "q", "ns", "since the end of the step before"),
+    Column("duration_ns", "q", "ns", "time since the end of the previous step"),
     Column("data_wait_ns", "q", "ns", "time in the DataLoader's `__next__`; missing without a DataLoader"),
     Column("h2d_ns", "q", "ns", "host time in host to device copies"),
     Column(
@@ -110,7 +110,9 @@ STEP = _stream(
     Column("batches_count", "i", "count", "batches yielded within the step (gradient accumulation)"),
     Column("passes_count", "i", "count", "calls of the top-level module within the step; without a DataLoader"),
     _SAMPLES,
-    Column("unit", "b", "enum", "what ended it: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"),
+    Column(
+        "unit", "b", "enum", "what ended the step: 0 forward pass, 1 batch, 2 optimizer, 3 the script's own call"
+    ),
 )
 
 DEVICE_MEMORY = _stream(
@@ -119,10 +121,10 @@ DEVICE_MEMORY = _stream(
     _TIME,
     Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
     _DEVICE,
-    Column("allocated_bytes", "q", "bytes", "in blocks handed to tensors"),
-    Column("requested_bytes", "q", "bytes", "asked for, before rounding"),
+    Column("allocated_bytes", "q", "bytes", "memory in blocks that tensors use"),
+    Column("requested_bytes", "q", "bytes", "memory requested by tensors, before rounding"),
     Column("active_bytes", "q", "bytes", "allocated, or freed and awaiting another stream"),
-    Column("reserved_bytes", "q", "bytes", "held from the driver by the caching allocator"),
+    Column("reserved_bytes", "q", "bytes", "memory that the caching allocator has from the driver"),
     Column("inactive_split_bytes", "q", "bytes", "holes that can't be released (0 with expandable segments)"),
     Column("allocated_peak_bytes", "q", "bytes", "highest allocated since the peak was last reset by the user"),
     Column("reserved_peak_bytes", "q", "bytes", "highest reserved since the peak was last reset by the user"),
@@ -146,11 +148,13 @@ BATCH = _stream(
     _INDEX,
     _WORKER,
     Column("wait_ns", "q", "ns", "time in the DataLoader's `__next__`"),
-    Column("blocked_ns", "q", "ns", "of which on the result queue"),
-    Column("outstanding_count", "i", "count", "batches dispatched and not yet arrived"),
+    Column("blocked_ns", "q", "ns", "part of `wait_ns` spent on the result queue"),
+    Column("outstanding_count", "i", "count", "batches dispatched that have not arrived yet"),
     Column("parked_count", "i", "count", "batches that arrived out of order and wait for their turn"),
     Column("ready_count", "i", "count", "batches in the result queue"),
-    Column("payload_bytes", "q", "bytes", "tensor and array bytes in the batch; told once in 5 ms"),
+    Column(
+        "payload_bytes", "q", "bytes", "size of the tensors and arrays in the batch; recorded at most every 5 ms"
+    ),
     _SAMPLES,
 )
 
@@ -162,54 +166,60 @@ FETCH = _stream(
     _EPOCH,
     _INDEX,
     _WORKER,
-    Column("idle_ns", "q", "ns", "waiting for an index before this batch"),
-    Column("getitem_ns", "q", "ns", "in the dataset; with collate_fn when loading is inline"),
-    Column("collate_ns", "q", "ns", "in collate_fn; missing when loading is inline"),
+    Column("idle_ns", "q", "ns", "time waiting for an index before this batch"),
+    Column("getitem_ns", "q", "ns", "time in the dataset; when loading is inline, in collate_fn too"),
+    Column("collate_ns", "q", "ns", "time in collate_fn; missing when loading is inline"),
     Column("cpu_ns", "q", "ns", "CPU time of the fetching thread during getitem and collate"),
-    Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process meanwhile"),
-    Column("children_cpu_ns", "q", "ns", "CPU time of child processes that ended and were waited for meanwhile"),
-    Column("run_queue_ns", "q", "ns", "runnable and waiting for a core, /proc/self/schedstat"),
-    Column("blocked_ns", "q", "ns", "the rest: waiting for I/O, locks or sleep"),
+    Column("process_cpu_ns", "q", "ns", "CPU time of all threads of the process during the fetch"),
+    Column("children_cpu_ns", "q", "ns", "CPU time of child processes that were reaped during the fetch"),
+    Column("run_queue_ns", "q", "ns", "time runnable and waiting for a core, /proc/self/schedstat"),
+    Column("blocked_ns", "q", "ns", "rest of the fetch: waiting for I/O, locks or sleep"),
     Column("major_fault_count", "i", "count", "page faults that needed I/O"),
-    Column("minor_fault_count", "i", "count", "page faults that did not; copying a shared page takes one"),
-    Column("read_bytes", "q", "bytes", "bytes read through read(2) and its kin, page cache and pipes included"),
-    Column("storage_bytes", "q", "bytes", "bytes that storage gave for it"),
+    Column("minor_fault_count", "i", "count", "page faults without I/O; copying a shared page takes one"),
+    Column(
+        "read_bytes", "q", "bytes", "bytes read through read(2) and similar calls, page cache and pipes included"
+    ),
+    Column("storage_bytes", "q", "bytes", "bytes read from storage"),
     _SAMPLES,
 )
 
 STAGE = _stream(
     "stage",
-    "pipeline stage and batch in which it was called",
+    "pipeline stage and batch in which the stage ran",
     _TIME,
     _LOADER,
     _EPOCH,
     _INDEX,
-    Column("worker", "i", "id", "that made the batch; -1: the training process; missing: called by the loop"),
-    Column("stage", NAME, "name", "recognised (read, decode, augment, convert, copy …) or named by the user"),
-    Column("calls_count", "i", "count", "calls while the batch was made, or used"),
-    Column("duration_ns", "q", "ns", "time in them, without the stages called within"),
-    Column("cpu_ns", "q", "ns", "CPU time of the thread in them"),
+    Column(
+        "worker", "i", "id", "worker that made the batch; -1: the training process; missing: called by the loop"
+    ),
+    Column(
+        "stage", NAME, "name", "stage, recognised (read, decode, augment, convert, copy …) or named by the user"
+    ),
+    Column("calls_count", "i", "count", "calls while the batch was made or used"),
+    Column("duration_ns", "q", "ns", "time in these calls, without the stages that they call"),
+    Column("cpu_ns", "q", "ns", "CPU time of the thread in these calls"),
 )
 
 DEVICE_TIME = _stream(
     "device_time",
-    "step and CUDA device, when its events have come to pass",
+    "step and CUDA device, written when the step's CUDA events have completed",
     _TIME,
     Column("step", "q", "id", "step of this process, from 0 (docs/steps.md says what ends one)"),
     _DEVICE,
-    Column("duration_ns", "q", "ns", "on the device, since the end of the step before"),
-    Column("forward_ns", "q", "ns", "from the batch's arrival to the backward pass, copies included"),
-    Column("backward_ns", "q", "ns", "backward pass"),
-    Column("optimizer_ns", "q", "ns", "inside `Optimizer.step`"),
+    Column("duration_ns", "q", "ns", "time on the device since the end of the previous step"),
+    Column("forward_ns", "q", "ns", "time from the batch's arrival to the backward pass, copies included"),
+    Column("backward_ns", "q", "ns", "time in the backward pass"),
+    Column("optimizer_ns", "q", "ns", "time inside `Optimizer.step`"),
     Column("other_ns", "q", "ns", "the rest of the step"),
 )
 
 HEAP = _stream(
     "heap",
-    "reading of a training process's heap, four a second at most",
+    "reading of a training process's heap, at most four per second",
     _TIME,
-    Column("in_use_bytes", "q", "bytes", "handed out by the C library's allocator and not freed"),
-    Column("free_bytes", "q", "bytes", "freed, and kept by the allocator: holes between what is in use"),
+    Column("in_use_bytes", "q", "bytes", "memory that the C library's allocator gave out and that is not freed"),
+    Column("free_bytes", "q", "bytes", "freed memory that the allocator keeps: holes between used blocks"),
 )
 
 PROCESS = _stream(
@@ -217,33 +227,33 @@ PROCESS = _stream(
     "sampled process and tick of the collector",
     _TIME,
     Column("process_pid", "i", "id", "pid of the sampled process"),
-    Column("process_start_ticks", "q", "ticks", "its start time since boot"),
-    Column("process_rank", "i", "id", "its rank"),
+    Column("process_start_ticks", "q", "ticks", "start time of that process since boot"),
+    Column("process_rank", "i", "id", "rank of that process"),
     Column("role", "b", "enum", "0 main, 1 worker, 2 other, 3 collector"),
     _LOADER,
     _WORKER,
-    Column("rss_bytes", "q", "bytes", "resident set; blind to copy-on-read growth"),
-    Column("pss_bytes", "q", "bytes", "resident, shared pages divided by their users; additive"),
-    Column("private_dirty_bytes", "q", "bytes", "pages that are this process's alone and written; for trends"),
+    Column("rss_bytes", "q", "bytes", "resident set; does not show copy-on-read growth"),
+    Column("pss_bytes", "q", "bytes", "resident memory, with shared pages divided by their users; additive"),
+    Column("private_dirty_bytes", "q", "bytes", "written pages that only this process has; used for trends"),
     Column("uss_bytes", "q", "bytes", "private pages, clean and dirty"),
-    Column("swap_bytes", "q", "bytes", "swapped out"),
+    Column("swap_bytes", "q", "bytes", "swapped-out memory"),
     Column("file_bytes", "q", "bytes", "resident pages of mapped files (RssFile)"),
     Column("shm_bytes", "q", "bytes", "resident shared memory (RssShmem)"),
     Column("data_bytes", "q", "bytes", "private writable address space (VmData), touched or not"),
     Column("fd_count", "i", "count", "open file descriptors"),
-    Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; told as often as the proportional memory"),
+    Column("fd_limit_count", "q", "count", "soft RLIMIT_NOFILE; read as often as the proportional memory"),
     Column("thread_count", "i", "count", "threads"),
     Column("allowed_cores_count", "i", "count", "cores that its affinity allows"),
     Column(
         "wait_channel",
         NAME,
         "name",
-        "kernel function in which its main thread waits, /proc/PID/wchan; missing while it runs or is not told",
+        "kernel function in which its main thread waits, /proc/PID/wchan; missing while it runs or is hidden",
     ),
     Column("cpu_ns", "q", "ns", "user and system time since its start"),
-    Column("run_queue_ns", "q", "ns", "its main thread runnable and waiting for a core, since its start"),
+    Column("run_queue_ns", "q", "ns", "time its main thread was runnable and waited for a core, since its start"),
     Column("alive", "b", "bool", "0 in the last record of a process that ended"),
-    Column("exit_status", "i", "status", "exit code, or -n for signal n; only the command's own is known"),
+    Column("exit_status", "i", "status", "exit code, or -n for signal n; known only for the command"),
 )
 
 HOST = _stream(
@@ -255,14 +265,14 @@ HOST = _stream(
     Column("memory_shmem_bytes", "q", "bytes", "Shmem: tmpfs and shared memory of the whole host"),
     Column("cgroup_limit_bytes", "q", "bytes", "smallest memory limit from the command's cgroup up to the root"),
     Column("cgroup_usage_bytes", "q", "bytes", "usage charged at the level of that limit, page cache included"),
-    Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of that usage"),
-    Column("cgroup_file_bytes", "q", "bytes", "page cache part (shmem included)"),
+    Column("cgroup_anon_bytes", "q", "bytes", "anonymous part of `cgroup_usage_bytes`"),
+    Column("cgroup_file_bytes", "q", "bytes", "page cache part, shared memory included"),
     Column("cgroup_shmem_bytes", "q", "bytes", "shared memory and tmpfs part"),
     Column(
         "cgroup_slab_reclaimable_bytes",
         "q",
         "bytes",
-        "caches of the kernel that it would give back; cgroup version 2 alone tells",
+        "kernel caches that can be reclaimed; only cgroup version 2 reports them",
     ),
     Column("cgroup_oom_count", "q", "count", "times that the limit could not be met, so far"),
     Column("cgroup_oom_kill_count", "q", "count", "processes killed by the kernel in the cgroup, so far"),
@@ -283,9 +293,9 @@ DEVICE = _stream(
     _DEVICE,
     Column("used_bytes", "q", "bytes", "device memory in use, by all processes and the driver"),
     Column("total_bytes", "q", "bytes", "device memory"),
-    Column("reserved_bytes", "q", "bytes", "of which the driver reserves for itself, where it tells"),
-    Column("process_used_bytes", "q", "bytes", "of the run's processes, where the driver tells"),
-    Column("other_used_bytes", "q", "bytes", "of other processes, where it tells of the run's"),
+    Column("reserved_bytes", "q", "bytes", "memory that the driver reserves for itself, where it reports that"),
+    Column("process_used_bytes", "q", "bytes", "memory of the run's processes, where the driver reports it"),
+    Column("other_used_bytes", "q", "bytes", "memory of other processes, where the driver reports it per process"),
     Column("utilisation_ratio", "d", "ratio", "share of time with a kernel running"),
     Column("temperature_celsius", "d", "celsius", "GPU temperature"),
     Column("power_watts", "d", "watts", "power draw"),
@@ -293,14 +303,19 @@ DEVICE = _stream(
 
 AGENT = _stream(
     "agent",
-    "tick of the collector, about itself",
+    "tick of the collector, with its own cost",
     _TIME,
-    Column("cpu_ns", "q", "ns", "own CPU time since start, with that of the verdicts on the way"),
-    Column("smaps_ns", "q", "ns", "of which reading smaps_rollup"),
+    Column("cpu_ns", "q", "ns", "own CPU time since start, verdicts included"),
+    Column("smaps_ns", "q", "ns", "part of `cpu_ns` spent on smaps_rollup"),
     Column("rss_bytes", "q", "bytes", "own resident set"),
-    Column("verdict_anon_bytes", "q", "bytes", "anonymous memory of a verdict that is being made; NULL if none"),
+    Column(
+        "verdict_anon_bytes",
+        "q",
+        "bytes",
+        "anonymous memory of the process that judges the run; NULL if there is none",
+    ),
     Column("interval_ns", "q", "ns", "achieved sampling interval"),
-    Column("ingest_lag_ns", "q", "ns", "age of the oldest record not yet in the lake"),
+    Column("ingest_lag_ns", "q", "ns", "age of the oldest record that is not in the lake yet"),
     Column("records_ingested_count", "q", "count", "records moved into the lake so far"),
     Column("records_lost_count", "q", "count", "records that writers could not write"),
 )

@@ -165,8 +165,8 @@ def _create_run(argv: Sequence[str], *, home: Path, name: str, tags: Mapping[str
         return Run(layout.create_run(home, name=name, argv=argv, tags=tags))
     except FileExistsError as error:
         raise TidegaugeError(
-            f"{error.strerror} in {home}: give another --run-id; where a job may be started again, with the number "
-            "of its attempt"
+            f"{error.strerror} in {home}: give another --run-id; if the job can restart, add the number of its "
+            "attempt"
         ) from None
     except ValueError as error:
         raise TidegaugeError(str(error)) from None
@@ -219,7 +219,7 @@ def _follow_child(
         reason = agent.ingest_failure or "the store does not answer"
         say(f"{reason}; records wait here: `tidegauge collect {run.run_id}` stores them once it can")
     except Exception as error:  # noqa: BLE001 - fail open: the command goes on unfollowed
-        say(f"the collector stopped ({type(error).__name__}: {error}): the command goes on, its journals too")
+        say(f"the collector stopped ({type(error).__name__}: {error}): the command and its journals go on")
         child.wait()
     return False
 
@@ -321,7 +321,7 @@ def watch(
     # /proc/ID exists for a thread too, but is not listed.
     stat = procfs.read_stat(_PROC, pid) if pid in procfs.pids(_PROC) else None
     if stat is None or stat.has_ended:
-        raise TidegaugeError(f"no process {pid} runs here; give the pid of one, such as `pgrep -f train.py` prints")
+        raise TidegaugeError(f"no process {pid} runs here; `pgrep -f train.py` prints the pid of a running script")
     try:
         run = _create_watched_run(LocalProcess(pid, stat.start_ticks), home, name, tags)
     except OSError as error:

@@ -90,10 +90,14 @@ def try_sizes(trials: Trials, effective: int | None) -> int:
     if signals:
         return 128 + signals[0]
     if not base.size > 0 or (base.measured is None and not base.ran_out):
-        failure = base.failure or "how many samples a batch has is not known"
+        failure = base.failure or "the number of samples in a batch is not known"
         own_size = {"batch_size": None, "predicted": None, "measured": None, "failure": failure}
         no_result = dict.fromkeys(("base_bytes", "sample_bytes", "largest", "accumulate"))
-        click.echo(json_text({"trials": [own_size], **no_result}) if trials.as_json else f"as it is: {failure}")
+        click.echo(
+            json_text({"trials": [own_size], **no_result})
+            if trials.as_json
+            else f"the script's own batch size: {failure}"
+        )
         return 1
     say(f"  {_words(base)}")
     search = Search(rows=[base])
@@ -142,7 +146,7 @@ def _hook_failure(tables: RunTables) -> str:
     """Return why a loader does not have the requested settings; empty if it has."""
     for event in tables.events_of("hook-disabled"):
         if event.get("hook") == "trial":
-            return one_line(f"could not be made so: {event['error']}")
+            return one_line(f"the loader did not get this batch size: {event['error']}")
     return ""
 
 
@@ -210,19 +214,19 @@ def _conclusion(search: Search, effective: int | None) -> list[str]:
         fastest = min(size for size, rate in rates.items() if rate >= _AS_FAST * max(rates.values()))
         text = f"Fastest, within 5%: batch_size={count(fastest)}"
         if base is not None and base.batch_size in rates:
-            text += f", {change_text(rates[fastest], rates[base.batch_size])} samples/s against its own"
+            text += f", {change_text(rates[fastest], rates[base.batch_size])} samples/s against the script's own"
         lines.append(f"{text}.")
     if line := line_through(search.measurements):
         base_bytes, sample_bytes, room_bytes = map(size, (line.base_bytes, line.sample_bytes, largest.room_bytes))
         lines.append(
-            f"Memory ({largest.resource}): {base_bytes} and {sample_bytes} per sample; {room_bytes} may be used."
+            f"Memory ({largest.resource}): {base_bytes} plus {sample_bytes} per sample; {room_bytes} may be used."
         )
     if not math.isfinite(largest.memory_bytes) or not math.isfinite(largest.room_bytes):
-        lines.append("The largest batch that fits can't be told: memory, or its limit, was not sampled.")
+        lines.append("The largest batch that fits is not known: memory or its limit was not sampled.")
     elif search.is_complete:
         lines.append(f"Largest batch that fits: {count(largest.batch_size)}. It ran.")
     else:
-        remedy = "the last trial says what is missing" if search.rows[-1].failure else "give more --trials"
+        remedy = "see why the last trial failed" if search.rows[-1].failure else "give more --trials"
         lines.append(f"Batches larger than {count(largest.batch_size)} may fit: {remedy}.")
     if split := _split(search, effective):
         batch_size, times = split

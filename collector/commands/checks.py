@@ -53,7 +53,7 @@ _HOOK_POINTS = {
     "_shutdown_workers": "exit status of a worker that ends while its loader shuts down",
     "worker": "what workers do: fetch, collate, idle, CPU, run queue, I/O",
     "step": "optimizer steps, memory of devices at each step; without it batches or forward passes count as steps",
-    "backward": "forward and backward apart",
+    "backward": "time of forward and backward, each",
     "cuda_oom": "snapshot of the allocator when CUDA memory runs out",
     "compiler": "torch.compile leaves the hooks alone",
     "stage:torch": "copies to devices, conversions to tensors",
@@ -123,7 +123,7 @@ def check_hooks(python: str = sys.executable) -> Iterator[Check]:
             yield Check("torch", f"{python} cannot be run ({error.strerror})", "give another --python")
             return
         except subprocess.TimeoutExpired:
-            yield Check("torch", "a training of two steps did not end", "see if torch works alone")
+            yield Check("torch", "a training of two steps did not end", "check that torch works without Tidegauge")
             return
         events = list(_events(run_dir / "events"))
     yield from judge_hooks(result.returncode, result.stderr, events)
@@ -138,7 +138,7 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
         return
     start = next((event for event in events if event["kind"] == "process-start"), None)
     if start is None:
-        remedy = "see that TIDEGAUGE_DISABLED is not set and that python is not started with -I, -E or -S"
+        remedy = "check that TIDEGAUGE_DISABLED is not set and that python is not started with -I, -E or -S"
         yield Check("hooks", "a training of two steps reported nothing", remedy)
         return
     yield Check("torch", str(start["torch"]))
@@ -149,8 +149,8 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
         if capabilities[name]:
             yield Check(f"hook {name}", measurements)
         else:
-            reason = errors.get(name, "this torch has no such thing")
-            detail = f"not known: {measurements} ({reason})"
+            reason = errors.get(name, "this torch does not have it")
+            detail = f"not measured: {measurements} ({reason})"
             yield Check(f"hook {name}", detail, "upgrade Tidegauge, or torch")
     if not any(event["kind"] == "worker-start" for event in events):
         yield Check("workers", "the worker did not report", "upgrade Tidegauge, or torch")
@@ -171,7 +171,7 @@ def check_shm(host: Sample) -> Check:
     """Check /dev/shm, through which workers hand over their batches."""
     total = host.get("shm_total_bytes")
     if total is None:
-        return Check("/dev/shm", "not there", "mount it; DataLoader workers hand batches over in it")
+        return Check("/dev/shm", "not there", "mount it; DataLoader workers hand their batches over through it")
     detail = f"{size(total)}, {size(host['shm_used_bytes'])} in use"
     if total < _SMALL_SHM_BYTES:
         return Check("/dev/shm", detail, "small for workers; in Docker give --shm-size=8g")
@@ -191,7 +191,7 @@ def check_smaps(proc: str, pid: int) -> Check:
     """Check that private and proportional memory of a process can be read."""
     rollup = read_rollup(proc, pid)
     if rollup is None or rollup.pss_bytes is None:
-        remedy = "needs Linux 4.14 and ptrace rights; without it leaks are judged by RSS, which is blind to some"
+        remedy = "it needs Linux 4.14 and ptrace rights; leaks are judged by RSS instead, which misses some"
         return Check("smaps_rollup", "cannot be read", remedy)
     return Check("smaps_rollup", f"can be read, this process has {size(rollup.pss_bytes)} PSS")
 
@@ -213,8 +213,8 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
         return Check("NVML", f"{gpus}; it names the processes that use them")
     return Check(
         "NVML",
-        f"{gpus}; the processes that it names are not of this container",
-        "memory of the run and of other jobs can't be told apart; start the container with --pid=host",
+        f"{gpus}; it names only processes outside this container",
+        "start the container with --pid=host; until then memory of the run and of other jobs is one sum",
     )
 
 
@@ -233,14 +233,14 @@ def check_lake() -> Check:
 def check_store() -> Check:
     """Check that the shared store, if one is named, can be read."""
     if not os.environ.get(STORE_VARIABLE):
-        return Check("store", "each run has its own; no shared store is named")
+        return Check("store", "each run has its own; no shared store is set")
     try:
         from collector.store import check_shared_store
 
         runs_count = check_shared_store()
         return Check("store", f"the shared store and its files can be read, {runs_count} runs are in it")
     except TidegaugeError as error:
-        return Check("store", str(error), f"see docs/cluster.md; unset {STORE_VARIABLE} to do without")
+        return Check("store", str(error), f"see docs/cluster.md; unset {STORE_VARIABLE} to do without it")
 
 
 def check_home(home: Path) -> Check:
@@ -281,8 +281,10 @@ def check_latest_run(home: Path) -> Check:
             return Check(name, f"{runs[0].run_id}: {upkeep_error}", remedy)
         return Check(name, f"{runs[0].run_id} can be read")
     reason = problems[0] if problems else recorded[0]["error"] if recorded else "its collector is slow"
-    waiting = f"records wait outside its lake since {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
-    remedy = "mend it; what is not in the lake stays in the journals, and goes in when it can"
+    waiting = (
+        f"records have waited outside its lake for {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
+    )
+    remedy = "mend it; until then the records stay in the journals, and they are stored afterwards"
     return Check(name, f"{runs[0].run_id}: {waiting}{reason}", remedy)
 
 

@@ -49,7 +49,7 @@ def _parse_conditions(
 @format_option("text", "json")
 @home_option
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
-    """Show two to four runs beside each other: how they differ from the first, and in which settings."""
+    """Compare two to four runs: their figures against those of the first run, and their settings."""
     from collector.report import comparison
     from collector.store import find_run
 

@@ -17,7 +17,7 @@ from training_harness.layout import HOME_VARIABLE
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="To serve on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port to serve on.")
 @home_option
 def dashboard(port: int, home: Path) -> None:
     """Serve the dashboard until Ctrl-C."""
@@ -39,4 +39,6 @@ def _check_port(port: int) -> None:
         try:
             probe.bind(("localhost", port))
         except OSError as error:
-            raise TidegaugeError(f"port {port} cannot be had ({error.strerror}): give --port another") from None
+            raise TidegaugeError(
+                f"port {port} cannot be used ({error.strerror}): give another with --port"
+            ) from None

@@ -15,11 +15,11 @@ from collector.commands.options import home_option
     "--python",
     type=click.Path(exists=True, dir_okay=False, executable=True),
     default=sys.executable,
-    help="The Python of your training, with its torch; this one by default.",
+    help="Python of your training, with its torch [default: this Python].",
 )
 @home_option
 def doctor(python: str, home: Path) -> None:
-    """Tell what works here and what does not, each with the remedy."""
+    """Check what Tidegauge can measure on this machine; show the remedy for what it cannot."""
     from collector.commands.checks import check_all, checks_table
     from collector.report.terminal import Terminal
 

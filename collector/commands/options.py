@@ -32,7 +32,7 @@ def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--home",
         type=click.Path(file_okay=False, path_type=Path),
         default=home_path,
-        help=f"Where runs are kept [default: ${HOME_VARIABLE}, else the user's data directory].",
+        help=f"Folder that holds the runs [default: ${HOME_VARIABLE}, else the user's data directory].",
     )(command)
 
 
@@ -68,8 +68,8 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, live=LiveOptions(prometheus, tuple(filter(None, (on_finding, webhook)))), **rest)
 
     metrics_help = "Serve metrics for Prometheus [default host: 127.0.0.1]."
-    command_help = "A shell command for each new finding from warnings up; it has the finding's JSON on stdin."
-    webhook_help = "Where run and finding are posted as JSON, for each new finding from warnings up."
+    command_help = "Run a shell command for each new warning or critical finding, with its JSON on stdin."
+    webhook_help = "Post each new warning or critical finding, with its run, to this URL as JSON."
     for option in (
         click.option("--webhook", callback=_parse_webhook, metavar="URL", help=webhook_help),
         click.option("--on-finding", callback=_parse_command, metavar="CMD", help=command_help),
@@ -81,7 +81,7 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--investigate`."""
-    help_text = "When a leak is found, have the process trace once which lines make what stays."
+    help_text = "After a leak is found, trace once which lines allocate the memory that stays."
     return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 
@@ -125,7 +125,7 @@ def format_option(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., A
         show_default=True,
         callback=check,
         metavar="|".join(forms),
-        help="Of what is told.",
+        help="Output format.",
     )
 
 
@@ -139,7 +139,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     interval_help = "Seconds between samples."
     for option in (
         click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
-        tag_option("Kept with the run."),
+        tag_option("Tag stored with the run; repeatable."),
         click.option("--name", help="Name of the run [default: the script's]."),
     ):
         command = option(command)

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @format_option("text", "json", "html")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not to the terminal.")
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
+)
 @home_option
 def report(spec: str, form: str, output: Path | None, home: Path) -> None:
-    """Tell what a run's memory and data loading are like, and what to change.
+    """Show the verdict on a run's memory and data loading, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
     """
@@ -53,8 +55,8 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="The newest N alone.")
-@tag_option("Only runs that were given this tag.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="List only the newest N.")
+@tag_option("List only runs with this tag; repeatable.")
 @format_option("text", "json")
 @home_option
 def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
@@ -77,18 +79,30 @@ def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> N
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@click.option("--kind", type=click.Choice(SNAPSHOT_KINDS), default="allocator", show_default=True, help="Of what.")
-@click.option("--steps", type=click.IntRange(2, 1000), help="That it lasts [default: a growth 100, a profile 5].")
-@click.option("--worker", type=click.IntRange(0), metavar="K", help="Ask worker K of each loader (growth, census).")
+@click.option(
+    "--kind", type=click.Choice(SNAPSHOT_KINDS), default="allocator", show_default=True, help="What to save."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(2, 1000),
+    metavar="N",
+    help="Record N steps [default: 100 for growth, 5 for profile].",
+)
+@click.option(
+    "--worker",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Save from worker K of each loader, not from the training process (growth, census).",
+)
 @click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait.")
 @home_option
 def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeout: float, home: Path) -> None:
-    """Have a running training save what only it can see of its memory, at the end of a step."""
+    """Save a memory snapshot or a profile from inside a running training, at the end of a step."""
     from collector.agent.live.snapshot_request import take
     from collector.report.terminal import Terminal
     from collector.store import find_run
 
-    with Terminal(stderr=True).status("asking") as status:
+    with Terminal(stderr=True).status("requesting the snapshot") as status:
         run, steps = find_run(home, spec), steps or SNAPSHOT_STEPS.get(kind, 1)
         lines, failures = take(run, kind, steps=steps, timeout_seconds=timeout, show=status.update, worker=worker)
     for line in lines:

@@ -53,13 +53,15 @@ def _check_run_id(_context: click.Context, _option: click.Parameter, value: str 
     metavar="N",
     help="Record the last N CUDA allocations with their stacks, for snapshots.",
 )
-@click.option("--no-stages", is_flag=True, help="Do not note what reading, decoding, augmenting … take.")
+@click.option(
+    "--no-stages", is_flag=True, help="Do not record the time of pipeline stages (reading, decoding, augmenting …)."
+)
 @click.option(
     "--run-id",
     envvar=RUN_ID_VARIABLE,
     callback=_check_run_id,
     metavar="ID",
-    help="The same on every node of one training, with a shared store [default: a new one].",
+    help="Id of the run; with a shared store, the same on every node of one training [default: a new id].",
 )
 @investigate_option
 @outlet_options
@@ -102,7 +104,7 @@ def run(
 @click.argument("name", type=click.Choice(JOBS))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def job(investigate: bool, live: LiveOptions, home: Path, name: str, arguments: tuple[str, ...]) -> None:
-    """Run the built-in job NAME and watch it; tidegauge job NAME --help tells its options."""
+    """Run the built-in job NAME and watch it; tidegauge job NAME --help lists its options."""
     home, arguments = _take_home(arguments, home)
     command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
     if not {"--help", "-h", "--list"}.isdisjoint(arguments):
@@ -140,7 +142,7 @@ def watch(
     home: Path,
     pid: int,
 ) -> None:
-    """Watch the process PID, which already runs, from outside: its memory, the host and the devices."""
+    """Watch a running process from outside: its memory, the host and the devices."""
     from collector.agent.launch import watch as watch_process
     from collector.store import living_processes
 
@@ -161,12 +163,12 @@ def watch(
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@click.option("--follow", type=click.IntRange(1), metavar="PID", help="The training process, as long as it lives.")
+@click.option("--follow", type=click.IntRange(1), metavar="PID", help="Follow this training process until it ends.")
 @investigate_option
 @outlet_options
 @home_option
 def collect(spec: str, follow: int | None, investigate: bool, live: LiveOptions, home: Path) -> None:
-    """Resume a run whose collector has ended: store what waits, follow what lives."""
+    """Resume a run whose collector has ended: store the waiting records and follow its processes."""
     from collector.agent import loop
     from collector.agent.samplers.procfs import LocalProcess
     from collector.store import find_run
@@ -177,13 +179,15 @@ def collect(spec: str, follow: int | None, investigate: bool, live: LiveOptions,
         try:
             command = loop.manifest_process(LocalProcess(follow, start_ticks(follow)))
         except OSError:
-            raise TidegaugeError(f"no process {follow} to follow; leave --follow out to store what waits") from None
+            raise TidegaugeError(
+                f"no process {follow} runs here; leave --follow out to store the waiting records"
+            ) from None
         loop.update_manifest(run, command=command)
     outlets = _open_outlets(live, investigate=investigate)
     if not loop.collect(run, outlets=outlets):
         raise TidegaugeError(
-            f"the store did not take all records of {run.run_id}, which wait in {run.journal_dir}: "
-            "`tidegauge doctor` says why; collect again once it can"
+            f"not all records of {run.run_id} could be stored; the rest waits in {run.journal_dir}: "
+            "`tidegauge doctor` says why; then collect again"
         )
     verdict = _judge_and_publish(run, outlets)
     click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)

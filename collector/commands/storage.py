@@ -30,10 +30,12 @@ _PREFIXES = "KMGT"
     metavar="DIR",
     help="A new or empty folder.",
 )
-@click.option("--format", "form", default="parquet", show_default=True, metavar="parquet|csv", help="Of the files.")
+@click.option(
+    "--format", "form", default="parquet", show_default=True, metavar="parquet|csv", help="Format of the files."
+)
 @home_option
 def export(spec: str, directory: Path, form: str, home: Path) -> None:
-    """Write a run as one file per stream, for pandas, Polars, DuckDB and their like."""
+    """Write a run as one file per stream, for pandas, Polars, DuckDB and similar tools."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
     from collector.store import export_run, find_run
@@ -60,18 +62,20 @@ def _parse_size(_context: click.Context, _option: click.Parameter, value: str | 
 
 
 @click.command()
-@click.option("--keep", type=click.IntRange(0), metavar="N", help="At most so many runs, the newest.")
+@click.option("--keep", type=click.IntRange(0), metavar="N", help="Keep at most this many runs, the newest.")
 @click.option(
-    "--max-size", callback=_parse_size, metavar="SIZE", help="At most so much disk, like 20GB, for all runs."
+    "--max-size", callback=_parse_size, metavar="SIZE", help="Keep at most this much of all runs, like 20GB."
 )
-@click.option("--store", "of_store", is_flag=True, help="Of the shared store, for all nodes; not of this home.")
-@click.option("--dry-run", is_flag=True, help="Show what would go, and delete nothing.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--store", "of_store", is_flag=True, help="Delete from the shared store, for all nodes, not from this home."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Delete without a question.")
 @home_option
 def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool, yes: bool, home: Path) -> None:
     """Delete whole runs, the oldest first, until --keep and --max-size are met.
 
-    A run that is running, or that a collector or a reader holds, stays.
+    Runs that are still running, or that a collector or a reader uses, stay.
     """
     from collector.report.listing import prune_table
     from collector.store.prune import cluster, home as home_prune
@@ -79,7 +83,7 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
     store: Any = cluster if of_store else home_prune
 
     if keep is None and max_size is None:
-        raise TidegaugeError("nothing says what may stay: give --keep N, --max-size SIZE, or both")
+        raise TidegaugeError("no limit was given: give --keep N, --max-size SIZE, or both")
     stored = store.stored_runs(home)
     candidates = home_prune.runs_beyond(stored, keep=keep, max_bytes=max_size)
     to_delete = [stored_run for stored_run in candidates if not stored_run.keep_reason]
@@ -92,7 +96,7 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
         return
     if to_delete and not yes:
         if not sys.stdin.isatty():
-            raise TidegaugeError("nothing was deleted, for there is no terminal to ask at: give --yes")
+            raise TidegaugeError("nothing was deleted, because no terminal can confirm it: give --yes")
         click.confirm("delete?", abort=True)
     staying = store.delete(home, [stored_run.run for stored_run in to_delete])
     for run, reason in staying.items():

@@ -46,13 +46,31 @@ class Row:
 
 
 @click.command(context_settings=PASS_ON)
-@click.option("--trial-seconds", type=click.FloatRange(1, 3600), default=20.0, show_default=True, metavar="S")
 @click.option(
-    "--trials", "trials_count", type=click.IntRange(1, 50), metavar="N", help="[default: 4, with --batch-size 10]"
+    "--trial-seconds",
+    type=click.FloatRange(1, 3600),
+    default=20.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds of training per trial.",
 )
-@click.option("--ceiling", is_flag=True, help="Also train on one batch again and again: the bound of any loader.")
-@click.option("--batch-size", is_flag=True, help="Try batch sizes: their memory, and the largest that fits.")
-@click.option("--effective-batch", type=click.IntRange(1), metavar="N", help="With --batch-size: split N samples.")
+@click.option(
+    "--trials",
+    "trials_count",
+    type=click.IntRange(1, 50),
+    metavar="N",
+    help="Number of trials [default: 4, or 10 with --batch-size].",
+)
+@click.option("--ceiling", is_flag=True, help="Also train on one repeated batch: no loader can be faster.")
+@click.option(
+    "--batch-size", is_flag=True, help="Try batch sizes: show the memory of each, and the largest that fits."
+)
+@click.option(
+    "--effective-batch",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --batch-size: split a batch of N samples into several that fit.",
+)
 @format_option("text", "json")
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -66,9 +84,9 @@ def tune(
     home: Path,
     command: tuple[str, ...],
 ) -> None:
-    """Train COMMAND for a few seconds each in settings of its DataLoader that promise the most, and compare."""
+    """Train COMMAND for a few seconds with each promising setting of its DataLoader, and compare."""
     if ceiling and batch_size:
-        raise TidegaugeError("--ceiling and --batch-size ask for different trials; give one of them")
+        raise TidegaugeError("--ceiling and --batch-size need different trials; give one of them")
     if effective_batch is not None and not batch_size:
         raise TidegaugeError("--effective-batch needs batch sizes to choose from; give --batch-size too")
     if shutil.which(command[0]) is None:
@@ -133,7 +151,7 @@ def _trial(trials: Trials, title: str, loader: str | None, option: Option | None
     if isinstance(measured, str):
         failure = failure or f"nothing to compare: {measured}; give more --trial-seconds"
     elif loader not in (None, CEILING, _loader(measured.setting)):
-        failure = f"the loader could not be made so, it had {_title(measured.setting)}"
+        failure = f"the loader did not get this setting, but {_title(measured.setting)}"
     row = Row(
         title=title,
         predicted=option,
@@ -154,7 +172,7 @@ def _choose(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | 
     assert base.measured is not None
     setting = base.measured.setting
     if isinstance(outlook, str):
-        say(f"  {outlook}; so more workers are tried without a prediction")
+        say(f"  no prediction: {outlook}; more workers are tried instead")
         more = [max(1, setting.num_workers) * 2**power for power in range(setting.num_workers > 0, 8)]
         return [
             (Setting(num_workers=workers, prefetch_factor=2, in_order=setting.in_order), None) for workers in more
@@ -191,7 +209,7 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
 def _show(rows: list[Row]) -> None:
     show_trials(_COLUMNS, map(_cells, rows), names="left")
     if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
-        click.echo("or: if it is the other way round whether workers share what they wait for")
+        click.echo("or: the prediction if the assumption on whether workers share what they wait for is wrong")
     if words := _conclusion(rows):
         click.echo(words)
     for row in rows:

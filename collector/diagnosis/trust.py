@@ -31,8 +31,7 @@ _START_SECONDS = 120.0
 
 #: reason of a `records-lost` event -> what to do.
 _LOSS_ADVICE = {
-    WRITE_FAILED: "Make room on, or check the permissions of, the file system of the Tidegauge home "
-    "(TIDEGAUGE_HOME)",
+    WRITE_FAILED: "Free space on the file system of the Tidegauge home (TIDEGAUGE_HOME), or check its permissions",
     NOT_COLLECTED: "Let a collector follow the run, which deletes the journals that it has taken in: start the "
     "training with `tidegauge run`, or keep `tidegauge collect RUN` running beside it",
     NOT_A_RECORD: "A value did not fit its column, which is a defect of Tidegauge: report it with the run",
@@ -62,8 +61,8 @@ _OBSTACLES = {
     "disabled": ("TIDEGAUGE_DISABLED=1 is set in its environment", "Unset TIDEGAUGE_DISABLED"),
 }
 _UNKNOWN = (
-    "its command line and environment do not tell why",
-    "Call training_harness.attach() in the script, and look what `tidegauge doctor` says",
+    "its command line and environment do not show why",
+    "Call training_harness.attach() in the script, and run `tidegauge doctor`",
 )
 _XID_ADVICE = Advice(
     text="Look for an Xid error of the GPU: `nvidia-smi`, `dmesg | grep Xid`",
@@ -100,8 +99,8 @@ def _lost_devices(tables: RunTables) -> list[Finding]:
             continue
         window = window_text(float(times[answered[-1]]), float(times[-1]), origin_ns(tables))
         finding = _cannot_tell(
-            f"NVML stopped answering for GPU {device}: what the driver counts is not known since then. A GPU that "
-            "has fallen off the bus ends so.",
+            f"NVML stopped answering for GPU {device}: the driver's figures are missing since then. A GPU that "
+            "has fallen off the bus shows this.",
             fact("device_samples_missing_count", silent, window),
             locus=Locus(host=host, device=device),
             advice=_XID_ADVICE,
@@ -156,7 +155,7 @@ def _silent_workers(tables: RunTables, epoch: Mapping[str, Any]) -> Finding | No
         confidence=0.95 if len(silent_rows) else 0.8,
         summary=(
             f"{reporting} of {len(pids)} workers of loader {loader} report; "
-            f"silent: {', '.join(str(worker) for worker in silent)}. What they do is not seen."
+            f"silent: {', '.join(str(worker) for worker in silent)}. Their fetches are not recorded."
         ),
         locus=Locus(
             host=epoch["host"],
@@ -216,8 +215,8 @@ def _samples_lost(tables: RunTables) -> Finding:
 
 def _hook_disabled(event: Mapping[str, Any]) -> Finding:
     return _cannot_tell(
-        f"The hook {event.get('hook')!r} failed in process {event.get('pid')} and was taken out "
-        f"({event.get('error')}); what it measures is missing from then on.",
+        f"The hook {event.get('hook')!r} failed in process {event.get('pid')} and was removed "
+        f"({event.get('error')}); its measurements are missing from then on.",
         fact("hook_error", str(event.get("error"))[:200], "event"),
         locus=Locus(host=event.get("host"), rank=whole(event.get("rank")), pid=whole(event.get("pid"))),
     )
@@ -273,7 +272,7 @@ def _not_attached(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
         _attached(0),
         *_exit_status(life),
         locus=Locus(host=str(event["host"]), role="other", pid=pid),
-        advice=Advice(text=remedy, expected="steps, batches and workers are seen"),
+        advice=Advice(text=remedy, expected="steps, batches and workers are recorded"),
     )
 
 
@@ -325,12 +324,12 @@ def _left_running(life: Lifecycle) -> list[Finding]:
     return [
         _cannot_tell(
             f"The command ended (exit status {life.exit_status}), and {count} of the processes that it started "
-            f"still {'runs' if count == 1 else 'run'}: {names}. The verdict is that of this moment.",
+            f"still {'runs' if count == 1 else 'run'}: {names}. The verdict covers the run up to this moment.",
             fact("left_running_count", count, "end of the command", n=count),
             *_exit_status(life),
             locus=Locus(host=host, role="other", pid=pid),
             advice=Advice(
-                text="`tidegauge collect latest` follows them to their end; or let the command wait for them",
+                text="Follow them to their end with `tidegauge collect latest`, or let the command wait for them",
                 expected="samples of memory go on, and the verdict covers the whole training",
             ),
         )
@@ -339,14 +338,14 @@ def _left_running(life: Lifecycle) -> list[Finding]:
 
 def _watched(life: Lifecycle) -> Finding:
     samples = life.tables.rows_count("process")
-    ended = " The watch ended while it went on." if life.watch_ended else ""
+    ended = " The watch ended while the process went on." if life.watch_ended else ""
     return _cannot_tell(
         "The process was watched from outside, without hooks: its steps, batches, DataLoader workers and exit "
-        f"status are not known. The memory of its processes, the host and the devices is.{ended}",
+        f"status are not known. The memory of its processes, the host and the devices is known.{ended}",
         _attached(0, n=samples),
         fact("process_samples_count", samples, "run", n=samples),
         advice=Advice(
             text="Start the next training with `tidegauge run -- COMMAND`",
-            expected="steps, batches, workers and the cause of a death are seen",
+            expected="steps, batches, workers and the cause of a death are recorded",
         ),
     )

@@ -162,7 +162,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
         if finding.kind == "gpu-oom-risk" and _is_met(findings, finding):
             continue
         if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
-            summary = f"{finding.summary} It goes with the tensors kept on the GPU: fix gpu-tensor-leak first."
+            summary = f"{finding.summary} It grows with the tensors kept on the GPU: fix gpu-tensor-leak first."
             remaining.append(replace(finding, severity="info", summary=summary))
         else:
             remaining.append(finding)

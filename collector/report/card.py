@@ -95,7 +95,7 @@ def _header(verdict: Verdict, run_id: str) -> Table:
         ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
     ]
     if verdict.attempts > 1:
-        pairs.append(("attempts", f"{verdict.attempts}, the figures are of the last one"))
+        pairs.append(("attempts", f"{verdict.attempts}; the figures describe the last one"))
     if _has_trained(verdict):
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
@@ -183,7 +183,7 @@ def _all_clear(verdict: Verdict) -> Text:
     if next(_stall(verdict), None) is not None:
         return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
     if not all(finding.is_healthy for finding in verdict.findings):
-        return Text("No warnings. What follows is information.", style="bold")
+        return Text("No warnings. The findings below are information.", style="bold")
     return Text("✔ Nothing needs attention", style="bold green")
 
 

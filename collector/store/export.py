@@ -29,7 +29,7 @@ FORMATS = {"parquet": "FORMAT parquet, COMPRESSION zstd", "csv": "FORMAT csv, HE
 
 _EVENTS = Stream(
     "event",
-    "rare fact: docs/events.md tells them",
+    "rare fact: docs/events.md lists the kinds",
     (
         Column("time_ns", "q", "ns", "CLOCK_MONOTONIC when it was written"),
         Column("kind", "s", "name", "what happened"),

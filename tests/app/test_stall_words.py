@@ -87,7 +87,7 @@ def test_the_headline_names_the_finding_below_and_neither_repeats_nor_contradict
 
 
 def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reason():
-    reason = info("cannot-tell", "Whether loader 0 keeps up cannot be told: too few batches.")
+    reason = info("cannot-tell", "It is not known whether loader 0 keeps up: too few batches.")
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
     headline = said(recent_of(), growth, reason)
     assert headline.endswith("and the cause is not known: the reason is below.")
@@ -109,7 +109,7 @@ def test_a_run_of_few_batches_says_why_figures_are_not_there(monkeypatch, few):
     at = open_view(monkeypatch, few, "worker_stalls")
     page = texts(at)
     assert "of its time over the last 6 batches, and the cause is not known" in page
-    assert page.count("Whether loader 0 keeps up cannot be told") == 1
+    assert page.count("It is not known whether loader 0 keeps up") == 1
     assert "No worker can be named yet" in page
 
 

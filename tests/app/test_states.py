@@ -113,7 +113,7 @@ STATES = {
     "damaged manifest": State(make=spoiled(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
     "damaged lake": State(make=spoiled(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
     "newer lake": State(
-        make=spoiled(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR, shows=False
+        make=spoiled(take_in, make_the_catalog_newer), says="only the journals", gives=DOCTOR, shows=False
     ),
     "newer schema": State(
         make=spoiled(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False

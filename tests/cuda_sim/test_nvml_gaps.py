@@ -17,7 +17,7 @@ def test_without_nvml_a_leak_is_judged_by_what_pytorch_tells(watched):
     assert run.done.returncode == 0, run.done.stderr
     assert run.table("device").empty
     (risk,) = run.findings("gpu-oom-risk")
-    assert "counting PyTorch alone since NVML tells nothing" in risk["summary"]
+    assert "counting PyTorch alone because NVML reports nothing" in risk["summary"]
     assert risk["limit"]["value"] == 700 << 20
     assert "device_used_rise_bytes" not in evidence(risk)
     assert run.findings("gpu-tensor-leak")

@@ -118,7 +118,7 @@ def test_a_fault_is_told_once_by_both_while_the_job_goes_on(tmp_path, hook):
     assert json.loads(mine[-1])["finding"] == json.loads(lines[1])
     assert (home / "runs" / json.loads(mine[-1])["run"]["run_id"]).is_dir()
     written = stderr.read_text()
-    assert "tidegauge: inline-loading was not told: --on-finding ended with status 3\n" in written
+    assert "tidegauge: inline-loading was not reported: --on-finding ended with status 3\n" in written
     assert "heard\n" in written
     assert "secret" not in written
     for path in home.rglob("*"):
@@ -173,5 +173,5 @@ def test_a_teller_that_hangs_holds_up_neither_the_verdicts_nor_the_others(capfd,
     telling.send("run-1", "demo", [ALERT.finding])
     assert heard.wait(60)
     telling.close()
-    assert capfd.readouterr().err == "tidegauge: findings not told within 0.2 s of the end: 1\n"
+    assert capfd.readouterr().err == "tidegauge: findings not reported within 0.2 s of the end: 1\n"
     hangs.set()

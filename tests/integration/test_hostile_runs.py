@@ -111,7 +111,7 @@ def test_a_catalog_that_cannot_be_read_is_told_and_the_journals_are_shown(run, t
     change(run)
     status, _, stderr = tidegauge("export", "--to", tmp_path / "out")
     assert status == 0
-    assert "the journals alone are shown" in stderr
+    assert "only the journals are shown" in stderr
     status, _, stderr = tidegauge("collect")
     assert (status, stderr.count("\n")) == (2, 1)
     assert "cannot be opened" in stderr

@@ -145,7 +145,7 @@ def test_who_holds_a_run_keeps_it(home):
         assert delete(home, [run]) == {run: "somebody is reading it"}
     assert content(run)
     assert delete(home, [run]) == {}
-    with pytest.raises(TidegaugeError, match="is not there any more"), read(run):
+    with pytest.raises(TidegaugeError, match="no longer exists"), read(run):
         pass
 
 

@@ -139,7 +139,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         shutil.rmtree(run.path / layout.SNAPSHOTS)
         taken, (late, failed) = ask("census", timeout_seconds=3.0)
         assert taken == {}
-        assert re.fullmatch(r"rank 1 \(pid \d+\): it came to no step's end in 3 s; give --timeout more", late)
+        assert re.fullmatch(r"rank 1 \(pid \d+\): it finished no step in 3 s; raise --timeout", late)
         assert "No such file or directory" in failed
     finally:
         ranks[1].send_signal(signal.SIGCONT)
@@ -157,11 +157,11 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
     assert len({event["pid"] for event in damaged}) == len(damaged) == 4, "told once by each, and its worker"
     assert all("JSONDecodeError" in event["error"] for event in damaged)
 
-    with pytest.raises(TidegaugeError, match="it has ended; ask while it trains"):
+    with pytest.raises(TidegaugeError, match="it has ended; take it while the run trains"):
         ask("census")
 
 
 def test_a_run_in_which_nothing_trains_is_said_to_be_one(home):
     run = Run(layout.create_run(home, name="idle", argv=["sleep"]))
-    with pytest.raises(TidegaugeError, match="none began to train in 0"):
+    with pytest.raises(TidegaugeError, match="no process began to train in 0"):
         take(run, "census", steps=1, timeout_seconds=0.1, show=lambda text: None)

@@ -145,7 +145,7 @@ def test_records_arrive_once_while_the_database_is_killed_and_started(environmen
                 assert PASSWORD not in failed.problems[0]
                 with read(run) as snapshot:
                     assert "the shared store cannot be opened" in snapshot.problems[0]
-                    assert "of this machine alone" in snapshot.problems[0]
+                    assert "only the journals of this machine" in snapshot.problems[0]
                 postgres.start()
             result = ingester.step()
             assert (result.is_whole, result.problems) == (True, ())
@@ -298,7 +298,7 @@ def test_a_run_id_is_used_once_and_what_was_told_of_it_before_makes_way(environm
     shared.register({**elsewhere.manifest, "host": "other", "anchors": {"other": layout.wall_anchor()}})
     told = find_run(home, "exp-2")
     assert told.manifest["host"] == "other"
-    with pytest.raises(TidegaugeError, match="run exp-2 is of other nodes: collect it there"):
+    with pytest.raises(TidegaugeError, match="run exp-2 belongs to other nodes: collect it there"):
         Ingester(told)
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):

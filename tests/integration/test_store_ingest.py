@@ -359,7 +359,7 @@ def test_a_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
             (problem,) = full.problems
             assert "stay in the journals" in problem
         with read(run) as snapshot:
-            assert all("journals alone are shown" in line for line in snapshot.problems)
+            assert all("only the journals are shown" in line for line in snapshot.problems)
             assert snapshot.query("SELECT step FROM step ORDER BY step")["step"].tolist() == list(range(3200))
         filler.unlink()
         after = ingester.step()

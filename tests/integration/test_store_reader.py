@@ -184,7 +184,7 @@ def test_a_lake_that_cannot_be_opened_is_said_and_the_journals_are_shown(run, co
     with read(run) as snapshot:
         assert snapshot.query("SELECT count(*) AS n FROM step")["n"][0] == 40
         (problem,) = snapshot.problems
-    assert "the journals alone are shown" in problem
+    assert "only the journals are shown" in problem
     assert "\n" not in problem
 
 

@@ -54,7 +54,7 @@ def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path
             log.append("collector-problem", part="ingest", error=problem)
             agent.append(*record_values(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
             told = check_latest_run(tmp_path)
-            assert "wait outside its lake since 90 s" in told.detail
+            assert "have waited outside its lake for 90 s" in told.detail
             assert "the lake did not take the records" in told.detail
             assert told.remedy is not None
         after = ingester.step()

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the job that the first argument names; return 2 and print one line on bad input."""
     usage = "\n".join(f"  {name:13} {meaning}" for name, (_, meaning) in JOBS.items())
     if arguments and arguments[0] in ("-h", "--help"):
-        print(f"usage: tidegauge job NAME [options]\n\n{usage}\n\ntidegauge job NAME --help tells the options.")
+        print(f"usage: tidegauge job NAME [options]\n\n{usage}\n\ntidegauge job NAME --help lists the options.")
         return 0
     if not arguments or arguments[0] not in JOBS:
         named = repr(arguments[0]) if arguments else "none"

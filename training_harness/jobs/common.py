@@ -29,7 +29,7 @@ class JobParser(argparse.ArgumentParser):
     def __init__(self, name: str, description: str) -> None:
         prog = f"tidegauge job {name}"
         super().__init__(prog=prog, description=description, formatter_class=_Defaults, allow_abbrev=False)
-        self.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of all randomness")
+        self.add_argument("--seed", type=not_negative, default=0, metavar="N", help="seed of all random numbers")
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2 and one line."""
@@ -87,7 +87,7 @@ def launch_ranks(ranks_count: int, arguments: Sequence[str]) -> NoReturn:
 def add_loader_options(parser: argparse.ArgumentParser, *, num_workers: int | None) -> None:
     """Add the DataLoader's options under their own names."""
     group = parser.add_argument_group("DataLoader")
-    workers = "worker processes" + ("" if num_workers is not None else " [default: what the kind wants]")
+    workers = "worker processes" + ("" if num_workers is not None else " [default: depends on the kind]")
     group.add_argument("--num-workers", type=not_negative, default=num_workers, metavar="N", help=workers)
     group.add_argument("--prefetch-factor", type=positive, metavar="N", help="batches ahead per worker (torch: 2)")
     group.add_argument("--pin-memory", action="store_true", help="copy batches to page-locked memory")

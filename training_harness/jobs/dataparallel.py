@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the `dataparallel` job."""
     parser = JobParser("dataparallel", "A small transformer under nn.DataParallel, on all GPUs that are visible.")
     parser.add_argument(
-        "--batch-size", type=positive, default=64, metavar="N", help="windows per step, of all GPUs"
+        "--batch-size", type=positive, default=64, metavar="N", help="windows per step, on all GPUs together"
     )
     add_options(parser)
     options = parser.parse_args(arguments)

@@ -44,14 +44,17 @@ def main(arguments: Sequence[str]) -> None:
     backend_help = "[default: nccl where each rank has a GPU, else gloo]"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend_help)
     parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="windows per step and rank")
-    parser.add_argument("--slow-rank", type=not_negative, metavar="RANK", help="this one takes 30 ms longer a step")
+    parser.add_argument(
+        "--slow-rank", type=not_negative, metavar="RANK", help="rank that takes 30 ms longer per step"
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
     gpus_count, ranks_count = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", options.nproc))
     backend = options.backend or ("nccl" if gpus_count >= ranks_count else "gloo")
     if backend == "nccl" and gpus_count < ranks_count:
         raise JobError(
-            f"--backend nccl needs a GPU for each of {ranks_count} ranks, here are {gpus_count}; take gloo"
+            f"--backend nccl needs a GPU for each of {ranks_count} ranks, and this machine has {gpus_count}; "
+            "give --backend gloo"
         )
     if "RANK" not in os.environ:
         launch_ranks(options.nproc, ["ddp", *arguments])

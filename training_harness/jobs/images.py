@@ -147,7 +147,12 @@ def train(options: argparse.Namespace, photographs: Photographs) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run the job."""
     parser = JobParser("images", "A small CNN on 1920x1080 photographs, read with OpenCV.")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="one folder per class, else made photographs")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder with one subfolder per class [default: generated photographs]",
+    )
     parser.add_argument("--epochs", type=positive, default=4, metavar="N", help="passes over the data")
     parser.add_argument("--limit", type=positive, metavar="N", help="use only N photographs, drawn at random")
     parser.add_argument("--batch-size", type=positive, default=64, metavar="N", help="photographs per step")

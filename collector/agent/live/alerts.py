@@ -103,7 +103,7 @@ class _Channel:
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            say(f"{alert.finding.kind} was not told: {QUEUE_SIZE} findings wait already")
+            say(f"{alert.finding.kind} was not reported: {QUEUE_SIZE} findings wait already")
 
     def close(self, deadline: float) -> None:
         with self._queue.all_tasks_done:
@@ -112,7 +112,7 @@ class _Channel:
             left_count = self._queue.unfinished_tasks
         self._given_up.set()
         if left_count:
-            say(f"findings not told within {PATIENCE_SECONDS:g} s of the end: {left_count}")
+            say(f"findings not reported within {PATIENCE_SECONDS:g} s of the end: {left_count}")
 
     def _work(self) -> None:
         while True:
@@ -122,7 +122,7 @@ class _Channel:
             except Exception as error:  # noqa: BLE001 - the other alerts must be sent
                 problem = type(error).__name__
             if problem is not None and not self._given_up.is_set():
-                say(f"{alert.finding.kind} was not told: {problem}")
+                say(f"{alert.finding.kind} was not reported: {problem}")
             self._queue.task_done()
 
 

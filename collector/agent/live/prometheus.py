@@ -28,7 +28,7 @@ LOCALHOST = "127.0.0.1"
 _DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] = {
     ("run", ("name",)): (("run_info", "count", "1; the name of the run."),),
     ("rank", ("host", "rank")): (
-        ("steps_total", "steps", "Steps: of the optimizer, else batches, else forward passes."),
+        ("steps_total", "steps", "Optimizer steps, else batches, else forward passes."),
         ("batches_total", "batches", "Batches yielded to the training loop."),
         ("samples_total", "samples", "Samples in those batches."),
         ("step_duration_seconds_total", "step_ns", "Time in steps."),
@@ -40,7 +40,7 @@ _DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] =
         (
             "memory_private_dirty_bytes",
             "private_dirty_bytes",
-            "Written pages that are a process's alone; for trends.",
+            "Written pages that only one process has; used for trends.",
         ),
     ),
     ("host", ("host",)): (
@@ -48,14 +48,22 @@ _DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] =
         (
             "host_memory_available_bytes",
             "memory_available_bytes",
-            "Memory of the host that can be had without swapping.",
+            "Memory of the host that is available without swapping.",
         ),
-        ("cgroup_memory_limit_bytes", "cgroup_limit_bytes", "Limit of the control group that binds."),
-        ("cgroup_memory_used_bytes", "cgroup_usage_bytes", "Memory charged to that group, page cache included."),
+        (
+            "cgroup_memory_limit_bytes",
+            "cgroup_limit_bytes",
+            "Smallest memory limit of the command's control groups.",
+        ),
+        (
+            "cgroup_memory_used_bytes",
+            "cgroup_usage_bytes",
+            "Memory charged at the level of that limit, page cache included.",
+        ),
         (
             "cgroup_memory_anonymous_bytes",
             "cgroup_anon_bytes",
-            "The part of it that can't be dropped: anonymous memory.",
+            "Anonymous part of that memory, which cannot be dropped.",
         ),
         ("shm_size_bytes", "shm_total_bytes", "Size of /dev/shm."),
         ("shm_used_bytes", "shm_used_bytes", "/dev/shm in use."),
@@ -65,8 +73,8 @@ _DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] =
         ("device_memory_used_bytes", "used_bytes", "Memory of the device in use by all processes."),
     ),
     ("allocator", ("host", "rank", "device")): (
-        ("allocator_allocated_bytes", "allocated_bytes", "Device memory that PyTorch's tensors have."),
-        ("allocator_reserved_bytes", "reserved_bytes", "Device memory that PyTorch's allocator holds."),
+        ("allocator_allocated_bytes", "allocated_bytes", "Device memory in use by PyTorch's tensors."),
+        ("allocator_reserved_bytes", "reserved_bytes", "Device memory reserved by PyTorch's allocator."),
     ),
     ("agent", ()): (
         ("records_lost_total", "records_lost_count", "Records that could not be written."),
@@ -77,7 +85,7 @@ _DECLARED: dict[tuple[str, tuple[str, ...]], tuple[tuple[str, str, str], ...]] =
     ("finding", ("kind", "severity", "host", "rank", "role", "worker", "device")): (
         ("finding", "count", "1 for each finding of the last verdict."),
     ),
-    ("verdict", ()): (("verdict_timestamp_seconds", "seconds", "When that verdict was made, Unix time."),),
+    ("verdict", ()): (("verdict_timestamp_seconds", "seconds", "Unix time of the last verdict."),),
 }
 
 

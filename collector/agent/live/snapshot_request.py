@@ -63,14 +63,16 @@ def take(
             show(f"waiting for the next step of {processes}")
             time.sleep(_POLL_SECONDS)
     except OSError as error:
-        raise TidegaugeError(f"cannot ask in {path.parent} ({error.strerror}); make it writable") from None
+        raise TidegaugeError(
+            f"cannot write the request in {path.parent} ({error.strerror}); make it writable"
+        ) from None
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
     if not answers and not waiting:
-        why = "it has ended" if is_over else f"none began to train in {timeout_seconds:g} s"
-        raise TidegaugeError(f"no process of {run.run_id} took the snapshot: {why}; ask while it trains")
-    late = f"it came to no step's end in {timeout_seconds:g} s; give --timeout more"
+        why = "it has ended" if is_over else f"no process began to train in {timeout_seconds:g} s"
+        raise TidegaugeError(f"no process of {run.run_id} took the snapshot: {why}; take it while the run trains")
+    late = f"it finished no step in {timeout_seconds:g} s; raise --timeout"
     failures = [f"{names[key]}: {late}" for key in waiting]
     failures += [f"{names[key]}: {answer['error']}" for key, answer in answers.items() if "error" in answer]
     snapshots = {key: answer for key, answer in answers.items() if "error" not in answer}
@@ -155,4 +157,4 @@ def _lines(run: Run, name: str, answer: dict[str, Any]) -> Iterator[str]:
             place = "of host memory" if device == "cpu" else f"on GPU {device.rpartition(':')[2]}"
             yield f"{wording.bytes_growth(site)} {place} at {site.site}: {wording.count_growth(site)}"
         if not sites:
-            yield f"nothing stays within {grown.window}"
+            yield f"no memory grew within {grown.window}"

@@ -49,13 +49,13 @@ class Death:
         )
 
 
-_RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="room for the demand above")
+_RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
     advice=(
         Advice(
-            text="Hold less in the training process: look at the leak findings and the largest containers",
+            text="Hold less memory in the training process: see the leak findings and the largest containers",
             expected="demand stays below the limit",
         ),
         _RAISE_LIMIT,
@@ -66,15 +66,15 @@ OOM_KILL_OF_WORKER = replace(
     advice=(
         Advice(
             text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
-            expected="each worker less saves what it held{this_one}",
+            expected="each worker fewer frees the memory that it held{this_one}",
         ),
         _RAISE_LIMIT,
     ),
 )
 BUS_ERROR = Death(
     kind="shm-bus-error",
-    sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use at the tick "
-    "before.",
+    sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use one "
+    "sample earlier.",
     advice=SHARED_MEMORY.full_advice,
     confidence=0.95,
 )
@@ -83,8 +83,8 @@ CRASHED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Run once more with PYTHONFAULTHANDLER=1; for SIGBUS look at the size of /dev/shm",
-            expected="the Python stack at the moment of the fault",
+            text="Run again with PYTHONFAULTHANDLER=1; after SIGBUS check the size of /dev/shm",
+            expected="it prints the Python stack at the moment of the fault",
         ),
     ),
 )
@@ -95,9 +95,9 @@ WORKER_KILLED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="No out-of-memory kill was counted: look for who sent the signal (a job scheduler, an operator, a "
-            "memory guard such as earlyoom or systemd-oomd in the system log)",
-            expected="the cause; {loss}",
+            text="Find the sender of the signal in the system log: a job scheduler, an operator, a memory guard "
+            "such as earlyoom or systemd-oomd",
+            expected="it names the cause; no out-of-memory kill was counted, and {loss}",
         ),
     ),
 )
@@ -106,9 +106,9 @@ KILLED = Death(
     sentence="{what} ended {by}.",
     advice=(
         Advice(
-            text="Look for who sent the signal: the job scheduler's time or memory limit, an operator, the system "
-            "log",
-            expected="the cause; no out-of-memory kill was counted",
+            text="Find the sender of the signal in the system log: the job scheduler's time or memory limit, or "
+            "an operator",
+            expected="it names the cause; no out-of-memory kill was counted",
         ),
     ),
 )
@@ -120,14 +120,14 @@ EXCEPTION = Death(
     advice=(
         Advice(
             text="Read the traceback in events/{host}.{pid}.jsonl in the run's folder",
-            expected="the calls that led to the line that raised",
+            expected="it shows the calls that led to the line that raised",
         ),
     ),
 )
 FAILED_EXIT = Death(
     kind="crashed",
     sentence="The command ended with exit status {status}, without an uncaught Python exception.",
-    advice=(Advice(text="Look at the end of the command's own output", expected="the reason it gave"),),
+    advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
     confidence=0.8,
 )
 COLLECTOR_KILLED = Death(
@@ -135,8 +135,8 @@ COLLECTOR_KILLED = Death(
     sentence="Tidegauge's collector (pid {pid}) was killed; the training is unharmed and its journals go on.",
     advice=(
         Advice(
-            text="`tidegauge collect latest`",
-            expected="sampling of processes and host goes on; steps, batches and fetches were not interrupted",
+            text="Run `tidegauge collect latest`",
+            expected="sampling of processes and host resumes; steps, batches and fetches were not interrupted",
         ),
     ),
     severity="warning",
@@ -145,12 +145,12 @@ COLLECTOR_KILLED = Death(
 #: An attempt after which the launcher restarted all ranks, in which no rank recorded an exception.
 ATTEMPT_KILLED = Death(
     kind="killed",
-    sentence="Attempt {attempt} ended after {steps} steps, {how} {silent} of {ranks} ranks without farewell "
-    "(killed, or stopped by the launcher). All ranks were started anew; their steps count from 0.",
+    sentence="Attempt {attempt} ended after {steps} steps{how}. {silent} of {ranks} ranks recorded no end "
+    "(killed, or stopped by the launcher). All ranks started again; their steps count from 0.",
     advice=(
         Advice(
-            text="Load the newest checkpoint when the script starts, and save one often enough",
-            expected="a new attempt repeats no more than the steps since then",
+            text="Load the newest checkpoint when the script starts, and save one more often",
+            expected="a new attempt repeats only the steps since then",
         ),
     ),
     severity="warning",
@@ -160,28 +160,30 @@ ATTEMPT_CRASHED = replace(ATTEMPT_KILLED, kind="crashed", confidence=0.95)
 
 #: Advice on a CUDA out-of-memory error; `{room}` is the memory that becomes usable.
 TENSORS_GREW = Advice(
-    text="Live tensors had been growing until then: see gpu-tensor-leak before you look at sizes",
-    expected="the {room} by which they grew are free",
+    text="See gpu-tensor-leak first: live tensors were growing until the error",
+    expected="the {room} by which they grew become free",
 )
 LARGER_SHARE = Advice(
     text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
     expected="up to {room} become usable",
 )
 EXPANDABLE_SEGMENTS = Advice(
-    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held as much as was asked for, in "
+    text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held enough unused memory, in "
     "pieces that were too small",
     expected="up to {room} become usable",
 )
-END_OTHERS = Advice(text="End the other processes on this device, or use another", expected="{room} become free")
+END_OTHERS = Advice(
+    text="End the other processes on this device, or use another device", expected="{room} become free"
+)
 BOUND_BATCHES = Advice(
     text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
     "the largest so far",
-    expected="no batch above {room}, which fitted",
+    expected="no batch is larger than {room}, which fitted",
 )
 NO_CUDA_IN_WORKERS = Advice(
     text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
     "in the training process",
-    expected="no context and no cache of each worker: up to {room} become free",
+    expected="the workers need no CUDA context and no cache: up to {room} become free",
 )
 SMALLER_STEP = Advice(
     text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "

@@ -157,7 +157,7 @@ def _summary(scene: _Scene) -> str:
     text = f"CUDA memory ran out in {process}"
     text += f" in its {scene.phase} phase" if scene.phase else ""
     if math.isfinite(request):
-        text += f": {size(request)} were asked for, {size(scene.of('free_bytes'))} were free"
+        text += f": {size(request)} were requested, {size(scene.of('free_bytes'))} were free"
         if scene.is_limited:
             text += f" on the device, but the process may use {size(scene.of('limit_bytes'))} of it"
     if math.isfinite(scene.unallocated_bytes):

@@ -60,9 +60,9 @@ def find_deaths(tables: RunTables) -> list[Finding]:
 
 def _kill(victim: Victim) -> Finding:
     name = signal_name(victim.signal)
-    by = f"by {name}" if name else "without farewell, as by SIGKILL or os._exit"
+    by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if name is None and victim.exit_code is not None:
-        by = f"abruptly with exit code {victim.exit_code}, as by os._exit"
+        by = f"abruptly with exit code {victim.exit_code}, as after os._exit"
     return _death_of(victim).finding(
         locus=victim.locus,
         since_step=victim.since_step,
@@ -216,7 +216,7 @@ def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
         evidence=tuple(evidence),
         attempt=attempt,
         steps=steps,
-        how=f"with {error['type']} in rank {locus.rank}, and" if error else "with",
+        how=f" with {error['type']} in rank {locus.rank}" if error else "",
         silent=len(silent),
         ranks=len(ranks),
     )

@@ -169,7 +169,7 @@ def _limit_by_cores(queued: float, in_use: float, cores: float, allowed: float) 
         return "affinity", f"{waiting}: {allows}"
     if in_use < CORES_FILLED * cores:
         get = f"the run's processes get {number(in_use)} of {number(cores)}"
-        return "oversubscribed", f"{waiting} while {get}: others use the rest"
+        return "oversubscribed", f"{waiting} while {get}: other processes use the rest"
     return "oversubscribed", waiting
 
 
@@ -183,7 +183,7 @@ def _judge(
     computing = float(np.nan_to_num(cpu)) + children
     if computing >= _BUSY and children - on_cpu >= _LEAST_PART:
         takes = f"child processes take {percent(min(children, 1.0))} of a fetch"
-        return "cpu", f"{takes}: they are on a core for {percent(on_cpu)} of it and wait for one the rest", None
+        return "cpu", f"{takes}: they run for {percent(on_cpu)} of it and wait for a core the rest of it", None
     if computing >= _BUSY:
         in_children = f", {percent(min(children, 1.0))} in child processes" if children >= 0.05 else ""
         return "cpu", f"fetches compute {percent(min(computing, 1.0))} of their time{in_children}", None
@@ -198,7 +198,7 @@ def _judge(
     if waits_for:
         return "io" if waits_for in READS else None, f"{blocked_text}: {WAITS[waits_for]}", waits_for
     if waits_for is None:
-        return None, f"{blocked_text}; where they wait was not sampled often enough to say for what", None
+        return None, f"{blocked_text}; too few samples show what they wait for", None
     return None, f"{blocked_text}, waiting for several things", None
 
 

@@ -60,8 +60,8 @@ def rank_sites(grown: ProcessGrowth, device: str) -> tuple[AllocationSite, ...]:
     ]
     rest = AllocationSite(
         site=_NO_LINE,
-        what="of which no new Python object knows: kept by autograd for the tensors above or for an older one "
-        "(total += loss), or by a C++ extension",
+        what="memory without a new Python object: autograd keeps it for the tensors above or for an older one "
+        "(total += loss), or a C++ extension keeps it",
         grown_bytes=rest_bytes,
         grown_count=0,
         window=grown.window,
@@ -73,12 +73,13 @@ def _cure(site: AllocationSite, finding: Finding) -> Advice:
     rate = f": {size(finding.rate.value)}/s less" if finding.rate else ""
     if _GRAPH in site.what:
         return Advice(
-            text=f"Keep no graph of what `{site.site}` makes: .item() for a number, .detach() for a tensor",
-            expected=f"the activations of each step go with it{rate}",
+            text=f"Keep no graph of the tensors from `{site.site}`: use .item() for a number, .detach() "
+            "for a tensor",
+            expected=f"the activations of each step are freed{rate}",
         )
     return Advice(
-        text=f"Find who keeps what `{site.site}` makes: a list, dict, cache or closure without bound",
-        expected=f"it goes when its step is over{rate}",
+        text=f"Find what keeps the objects from `{site.site}`: a list, dict, cache or closure without bound",
+        expected=f"they are freed after their step{rate}",
     )
 
 
@@ -118,9 +119,11 @@ def _snapshot_advice(finding: Finding, tables: RunTables, *, running: bool) -> A
     mains = {(event["host"], event["pid"]) for event in tables.events_of("process-start")}
     if running and (locus.role == "worker" or (locus.host, locus.pid) in mains):
         worker = f" --worker {locus.worker or 0}" if locus.role == "worker" else ""
-        command = f"`tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}`"
-        return Advice(text=command, expected="the lines that make what stays, for 100 slower steps")
+        command = f"Run `tidegauge snapshot {tables.manifest.get('run_id', 'RUN')} --kind growth{worker}`"
+        return Advice(
+            text=command, expected="it names the lines that allocate the memory that stays; 100 steps are slower"
+        )
     return Advice(
         text="Run it again with `tidegauge run --investigate -- COMMAND`",
-        expected="the report names the lines that make what stays",
+        expected="the report names the lines that allocate the memory that stays",
     )

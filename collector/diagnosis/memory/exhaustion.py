@@ -105,7 +105,7 @@ def exhaustion_finding(tables: RunTables, course: Course, witnesses: Sequence[Ev
     chances = _chance_before_end(tables, steps) if status == "running" else ()
     for chance in chances:
         share = quantity(chance.value, chance.unit)
-        summary += f" In {share} of the futures it is met before the end, {chance.window}."
+        summary += f" In {share} of the simulated futures the limit is met before the end, {chance.window}."
     begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
     window = window_text(begin_ns, end_ns, origin_ns(tables))
     headroom = fact(f"headroom_{limit.unit}", round(course.headroom), "last samples", n=len(use.times))
@@ -161,16 +161,16 @@ def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
     left, of_limit = amount(course.headroom, limit.unit), f"{amount(limit.value, limit.unit)} ({limit.name})"
     if course.is_far:
         rise = amount(course.growth.rise, limit.unit)
-        return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too far away to say more."
+        return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a forecast."
     if not is_running:
         enough = (
             "for how long is not known" if eta is None else f"enough for about {duration(eta.mid_seconds)} more"
         )
         return f"{what} was running out when the run ended: {left} were left of {of_limit}, {enough}."
     if eta is None:
-        return f"{what} is running out, too unevenly to say when: {left} left of {of_limit}."
+        return f"{what} is running out, too unevenly for a forecast: {left} are left of {of_limit}."
     low, mid, high = until(eta.low_seconds), until(eta.mid_seconds), until(eta.high_seconds)
-    return f"{what} runs out in about {mid} ({low} to {high}): {left} left of {of_limit}."
+    return f"{what} runs out in about {mid} ({low} to {high}): {left} are left of {of_limit}."
 
 
 def _chance_before_end(tables: RunTables, steps: Floats | None) -> tuple[Evidence, ...]:

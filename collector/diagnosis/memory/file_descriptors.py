@@ -82,7 +82,7 @@ def _nearest_to_limit(group: list[tuple[float, Finding]]) -> Finding:
     """Return the finding of the process with the highest use, with the number of workers like it."""
     _, nearest = max(group, key=lambda member: member[0])
     if nearest.kind == "fd-leak" and len(group) > 1:
-        return replace(nearest, summary=f"{nearest.summary} Of this loader's workers {len(group)} do.")
+        return replace(nearest, summary=f"{nearest.summary} {len(group)} workers of this loader do.")
     return nearest
 
 

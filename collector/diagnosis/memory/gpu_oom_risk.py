@@ -71,7 +71,7 @@ def _whole_device(
     used, run = floats(samples, "used_bytes"), floats(samples, "process_used_bytes")
     has_driver = bool(np.isfinite(used).any())
     what = f"The memory of GPU {device}"
-    what += "" if has_driver else ", counting PyTorch alone since NVML tells nothing,"
+    what += "" if has_driver else ", counting PyTorch alone because NVML reports nothing,"
     times = seconds(samples) if has_driver else ranks[0].seconds
     reserved, allocated, holes = (
         np.sum([np.zeros(len(times)), *(rank.at(times, name) for rank in ranks)], axis=0)
@@ -170,8 +170,8 @@ def _by_retries(ranks: list[Allocator], locus: Locus, limit: Limit, used: float)
         kind="cannot-tell",
         severity="info",
         confidence=0.9,
-        summary=f"In {steps} steps GPU {locus.device} had no memory left until PyTorch had given back its cache; "
-        "how full the device is is not known, so whether memory runs out cannot be told.",
+        summary=f"In {steps} steps GPU {locus.device} had no memory left until PyTorch released its cache. "
+        "The use of the device is not known, so it is not known whether memory runs out.",
         locus=locus,
         evidence=(retries,),
     )

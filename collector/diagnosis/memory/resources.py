@@ -80,8 +80,8 @@ WORKER_HEAP = Resource(
             expected="the growth of {slope}/s stops",
         ),
         Advice(
-            text="Until then: persistent_workers=False ends the workers at each epoch",
-            expected="their memory is given back at each epoch, for the price of starting them again",
+            text="Until then, set persistent_workers=False, which ends the workers after each epoch",
+            expected="their memory is freed after each epoch, at the cost of starting them again",
         ),
     ),
 )
@@ -89,107 +89,106 @@ WORKER_HEAP = Resource(
 COPIED_PAGES = Resource(
     leak="copy-on-read-growth",
     grows="The forked workers of loader {loader} copy their parent's Python objects by reading them: {per_worker} "
-    "per worker so far, while their resident size, which is blind to it, stays; {workers} workers can reach "
-    "{plateau}.",
+    "per worker so far. Their resident size does not show it. {workers} workers can reach {plateau}.",
     leak_advice=(
         Advice(
             text="Hold the dataset's index in tensors or numpy arrays instead of lists and dicts of Python "
             "objects, in a memory-mapped file or Arrow, or as one serialised buffer with offsets",
             expected="the workers share it: {copied} is saved now, up to {plateau} later",
         ),
-        Advice(text="Until then: fewer workers", expected="each one less saves up to {worker_less}"),
+        Advice(text="Until then, use fewer workers", expected="each worker fewer saves up to {worker_less}"),
     ),
 )
 TENSORS = Resource(
     leak="gpu-tensor-leak",
-    grows="Tensors on GPU {device} of pid {pid} keep getting more: {rise} so far, {per_minute} per minute.",
+    grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {per_minute} per minute.",
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
-    "or is not known: larger batches, or a tensor that is made anew ever larger.",
+    "or is not known. Larger batches explain that, or one tensor that is created again, larger each time.",
     leak_advice=(
         Advice(
             text="Look for what keeps a tensor per step: losses or outputs kept with their graph (use .item() or "
             ".detach()), hooks that store activations, metrics that gather on the GPU",
-            expected="allocated memory stays where it is",
+            expected="allocated memory stops growing",
         ),
     ),
     confidence=0.95,
 )
 FRAGMENTATION = Resource(
     leak="gpu-fragmentation",
-    grows="PyTorch's allocator on GPU {device} (pid {pid}) holds ever more that no tensor uses: {rise} more, in "
-    "pieces that do not fit what is asked for.",
+    grows="PyTorch's allocator on GPU {device} (pid {pid}) keeps reserving memory that no tensor uses: {rise} "
+    "more, in pieces that do not fit the requests.",
     leak_advice=(
         Advice(
             text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; if it is set, max_split_size_mb instead",
             expected="the unused memory is one piece and can be used",
         ),
         Advice(
-            text="Make sizes repeat: pad batches to a few lengths, allocate what is kept before the training",
-            expected="blocks are used again",
+            text="Repeat sizes: pad batches to a few lengths, and allocate long-lived tensors before the training",
+            expected="freed blocks are used again",
         ),
     ),
 )
 PINNED_CACHE = Resource(
     leak="pinned-cache-growth",
-    grows="Pinned host memory that nothing uses keeps growing (pid {pid}): {rise} more, cached and never given "
-    "back.",
+    grows="Unused pinned host memory keeps growing (pid {pid}): {rise} more, cached and never freed.",
     unconfirmed="{grows} The resident memory of the process does not show it.",
     leak_advice=(
         Advice(
-            text="Make pinned batches alike in size: the cache rounds up to powers of two and gives nothing back",
-            expected="buffers are used again",
+            text="Give pinned batches the same size: the cache rounds up to powers of two and frees nothing",
+            expected="freed buffers are used again",
         ),
         Advice(
-            text="Have fewer pinned copies under way: a smaller prefetch_factor, synchronise before the next "
+            text="Keep fewer pinned copies in flight: lower prefetch_factor, or synchronise before the next "
             "non_blocking copy",
-            expected="the cache ends at what is in use at once",
+            expected="the cache grows only to what is in use at the same time",
         ),
     ),
 )
 OUTSIDE_PYTORCH = Resource(
     leak="gpu-non-pytorch-growth",
-    grows="GPU {device}: memory that PyTorch does not hold keeps growing in the run's processes: {rise} so far, "
+    grows="GPU {device}: memory outside PyTorch keeps growing in the run's processes: {rise} so far, "
     "{per_minute} per minute.",
     unconfirmed="{grows} The device as a whole does not show it.",
     leak_advice=(
         Advice(
-            text="Look at what takes CUDA memory without PyTorch: NCCL communicators and streams made anew, CUDA "
-            "extensions, other libraries (CuPy, DALI, RAPIDS) without a bound on their pools",
-            expected="the driver's count follows what PyTorch reserves",
+            text="Look at what takes CUDA memory without PyTorch: NCCL communicators and streams that are created "
+            "again, CUDA extensions, other libraries (CuPy, DALI, RAPIDS) without a bound on their pools",
+            expected="the driver's count grows only with what PyTorch reserves",
         ),
     ),
 )
 #: The same on a device for which the driver does not report the use of each process.
 UNATTRIBUTED = replace(
     OUTSIDE_PYTORCH,
-    unconfirmed="GPU {device}: {rise} more are in use that PyTorch does not hold, and the driver does not tell by "
-    "which processes: the run's libraries or somebody else's job.",
+    unconfirmed="GPU {device}: memory outside PyTorch grew by {rise}. The driver does not report the processes "
+    "that use it: the run's libraries or another job.",
 )
 HOST_MEMORY = Resource(
     risk="host-oom-risk",
     risk_advice=(
         Advice(
-            text="Fix what grows: see the leak findings for the process; checkpoint before the time named",
-            expected="demand stays where it is",
+            text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time",
+            expected="demand stops growing",
         ),
         Advice(
-            text="Fewer workers or a smaller prefetch_factor make room",
-            expected="each worker less gives back its private memory and prefetched batches",
+            text="Use fewer workers or a smaller prefetch_factor",
+            expected="each worker fewer frees its private memory and prefetched batches",
         ),
     ),
     max_headroom_ratio=20.0,  # other programs on the host and warm-up rise too
     full="Host memory {verb} nearly full: {used} of {limit} ({limit_name}) at the peak, page cache not counted.",
     full_advice=(
         Advice(
-            text="Lower num_workers, prefetch_factor or what the dataset holds", expected="room below the limit"
+            text="Lower num_workers, prefetch_factor or the memory of the dataset",
+            expected="the peak stays below the limit",
         ),
-        Advice(text="Raise the memory limit of the job", expected="room for the peak"),
+        Advice(text="Raise the memory limit of the job", expected="the peak fits"),
     ),
 )
 _GPU_ADVICE = (
     Advice(
-        text="Fix what grows: see the gpu findings; checkpoint before the time named",
-        expected="demand stays where it is",
+        text="Fix the growth (see the gpu findings), and save a checkpoint before the forecast time",
+        expected="demand stops growing",
     ),
     Advice(
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
@@ -200,8 +199,8 @@ _GPU_ADVICE = (
 GPU_MEMORY = Resource(
     risk="gpu-oom-risk",
     risk_advice=_GPU_ADVICE,
-    full="In {steps} steps GPU {device} had no memory left until PyTorch had given back its cache: {used} of "
-    "{limit} were in use at the peak.",
+    full="In {steps} steps GPU {device} had no memory left until PyTorch released its cache: {used} of {limit} "
+    "were in use at the peak.",
     full_advice=_GPU_ADVICE,
 )
 #: The memory of a GPU on which other programs grow.
@@ -209,9 +208,9 @@ GPU_OF_OTHERS = replace(
     GPU_MEMORY,
     risk_advice=(
         Advice(
-            text="End what grows on this GPU, or run this training on another one (`nvidia-smi` names the "
-            "processes)",
-            expected="the memory of the GPU is the run's own",
+            text="End the growing processes on this GPU, or run this training on another one (`nvidia-smi` names "
+            "the processes)",
+            expected="the run has the GPU's memory to itself",
         ),
     ),
 )
@@ -227,12 +226,12 @@ GPU_WITHOUT_RECORDS = replace(
 )
 _SHM_ROOM = Advice(
     text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
-    expected="room for the batches that are under way",
+    expected="the batches in flight fit",
 )
 _SHM_HOLDERS = Advice(
-    text="See with `ls -l /dev/shm` and `lsof +L1 /dev/shm` what lies there and who holds it: segments want "
-    "close() and unlink(), batches from workers are to be kept as .clone()",
-    expected="what is in use stays where it is",
+    text="List the segments and the processes that hold them with `ls -l /dev/shm` and `lsof +L1 /dev/shm`. Call "
+    "close() and unlink() on segments, and keep batches from workers as .clone()",
+    expected="the use of /dev/shm stops growing",
 )
 SHARED_MEMORY = Resource(
     leak="shm-leak",
@@ -246,18 +245,18 @@ SHARED_MEMORY = Resource(
         _SHM_ROOM,
         Advice(
             text="Lower num_workers, prefetch_factor or the size of a batch",
-            expected="num_workers * prefetch_factor batches are there at a time",
+            expected="/dev/shm holds num_workers * prefetch_factor batches at a time",
         ),
     ),
 )
 _FILES_ADVICE = (
     Advice(
-        text="Look into /proc/PID/fd for what is open: what is opened per step or per item wants `with`",
-        expected="the count stays where it is",
+        text="List the open files in /proc/PID/fd, and open those of each step or item in a `with` block",
+        expected="the count stops growing",
     ),
     Advice(
-        text="Until then: raise the limit with `ulimit -n` before the training",
-        expected="more time, in proportion to the limit",
+        text="Until then, raise the limit with `ulimit -n` before the training",
+        expected="the training lasts longer, in proportion to the limit",
     ),
 )
 OPEN_FILES = Resource(
@@ -274,7 +273,7 @@ OPEN_FILES = Resource(
 _CLONE = Advice(
     text="Do not keep batches that came from workers: keep .clone() or numbers, or share them by "
     'torch.multiprocessing.set_sharing_strategy("file_system")',
-    expected="each tensor's descriptor is closed with it",
+    expected="the descriptor of each tensor is closed with its batch",
 )
 #: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
 OPEN_BATCHES = replace(OPEN_FILES, leak_advice=(_CLONE, *_FILES_ADVICE), risk_advice=(_CLONE, *_FILES_ADVICE))

@@ -33,7 +33,7 @@ from collector.findings import Evidence, Finding, Limit, Locus
 from collector.units import size
 
 _OTHERS_TOO = " Other programs fill it too."
-_UNKNOWN = " No process of the run, its cgroup nor the kernel's own count shows as much: what it is is not known."
+_UNKNOWN = " Neither the run's processes nor its cgroup nor the kernel's count shows as much: its owner is unknown."
 _UNMAPPED = " The kernel's own count confirms it; no process of the run maps it, so it may be another program's."
 
 

@@ -24,20 +24,18 @@ _LESS_COMPUTING = (
 _LESS_WAITING = {
     "storage": "Read less, or from nearer: a local copy or page cache, fewer and larger files, sequential shards",
     "pipe": "Make what fills the pipe faster, or let each worker read for itself",
-    "network": "Ask for more at once, keep connections open, or read from nearer: a local copy, a cache",
-    "lock": "Hold the lock for less, or give each worker a file, connection or cache of its own",
+    "network": "Request more at once, keep connections open, or read from nearer: a local copy, a cache",
+    "lock": "Hold the lock for a shorter time, or give each worker a file, connection or cache of its own",
     "sleep": "Find what sleeps in the fetch (time.sleep, a rate limit, a retry with a pause) and shorten it",
     "child": "Start fewer child processes: one that stays and serves many samples, or a library call instead",
-    "service": "Ask for more at once, and keep connections or child processes open between samples",
+    "service": "Request more at once, and keep connections or child processes open between samples",
 }
 #: Effect of more workers where all may wait for one thing, by what a worker waits for.
 _WAITS_IN_COMMON = {
     "lock": "workers that wait for one lock only wait longer if there are more of them",
     "pipe": "workers that read one pipe share what it gives; only a pipe of its own gives each worker more",
 }
-_LESS_WAITING_FOR_ANYTHING = (
-    "See what a worker waits for, with `py-spy dump --pid PID` of a worker, and shorten that"
-)
+_LESS_WAITING_FOR_ANYTHING = "Find what a worker waits for with `py-spy dump --pid PID`, and shorten it"
 
 
 def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | str) -> tuple[Advice, ...]:
@@ -53,15 +51,15 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
         return (
             *(_by_replay(outlook, less, also=condition) if outlook.best else ()),
             Advice(
-                text="Ask less of what the workers share: read less or from nearer (a local copy, page cache, "
+                text="Use less of what the workers share: read less or from nearer (a local copy, page cache, "
                 "fewer and larger files), hold a lock for less, give each worker a connection of its own",
                 expected=f"more workers only lengthen the wait for it: it gives all of them about "
                 f"{number(outlook.measured.batches_per_second)} batches/s",
             ),
             Advice(
                 text="Measure more workers: `tidegauge tune -- COMMAND`",
-                expected="they help if a part of the waiting is each worker's own, which one setting does not rule "
-                "out",
+                expected="more workers help if a part of the waiting is each worker's own; one setting does not "
+                "rule that out",
             ),
         )
     if limit.waits_for in _WAITS_IN_COMMON:
@@ -77,17 +75,21 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     """Return advice to shorten the measured parts of a fetch, the largest part first."""
     waiting = _LESS_WAITING_FOR_ANYTHING if limit.waits_for is None else _LESS_WAITING[limit.waits_for]
     parts = (
-        (limit.cpu_ratio, _LESS_COMPUTING, "a fetch computes {share} of its time, and is shorter by what is saved"),
+        (
+            limit.cpu_ratio,
+            _LESS_COMPUTING,
+            "a fetch computes {share} of its time, and gets shorter by the time saved",
+        ),
         (
             limit.children_ratio,
             _LESS_WAITING["child"],
-            "child processes take {share} of a fetch, which is shorter by what is saved",
+            "child processes take {share} of a fetch, which gets shorter by the time saved",
         ),
-        (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and is shorter by what is saved"),
+        (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and gets shorter by the time saved"),
     )
     parts_by_size = sorted((part for part in parts if part[0] >= _LEAST_PART), key=lambda part: -part[0])
     if not parts_by_size:
-        return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the time of a fetch was not taken apart"),)
+        return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the parts of a fetch were not measured"),)
     return tuple(
         Advice(text=text, expected=words.format(share=percent(share))) for share, text, words in parts_by_size
     )
@@ -161,5 +163,5 @@ def _expected(outlook: Forecast, option: Option) -> str:
         most = f"up to {size(option.most_bytes)} with full queues"
         return f"{words}; host memory about {size(option.memory_bytes)} ({most}) instead of {size(now)}"
     if math.isfinite(now):
-        return f"{words}; host memory {size(now)} and what each worker takes, which is not known yet"
+        return f"{words}; host memory {size(now)} plus that of each worker, which is not known yet"
     return words

@@ -46,7 +46,7 @@ def slow_transfer(case: LoadingCase) -> Finding:
     """Return a finding for waits between worker and loop that neither sampler nor the bytes of a batch explain."""
     steady = case.steady
     missing = (
-        f"it waits {percent(steady.wait_ratio)} of its time for batches that the workers have made already "
+        f"the loop waits {percent(steady.wait_ratio)} of its time for batches that the workers have made already "
         f"({duration(steady.transfer)} per batch between worker and loop), and the bytes of a batch do not "
         f"explain that; a fetch takes {duration(steady.fetch_mean)}"
     )
@@ -63,7 +63,7 @@ def _cannot_tell(loop: Loop, missing: str, locus: Locus, evidence: tuple[Evidenc
         kind="cannot-tell",
         severity="info",
         confidence=1.0,
-        summary=f"Whether loader {loop.loader} keeps up cannot be told: {missing}.",
+        summary=f"It is not known whether loader {loop.loader} keeps up: {missing}.",
         locus=locus,
         evidence=evidence,
     )
@@ -191,7 +191,7 @@ def collate_bound(case: LoadingCase) -> Finding:
             Advice(
                 text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of "
                 "like length, call torch.stack once instead of loops over samples",
-                expected=f"up to {_batches_per_second(interval)} instead of {now} without it",
+                expected=f"up to {_batches_per_second(interval)} without collate_fn, instead of {now}",
             ),
             *finding.advice,
         ),
@@ -274,7 +274,7 @@ def straggler_samples(case: LoadingCase) -> Finding:
             ),
             Advice(
                 text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
-                expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting goes",
+                expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting disappears",
             ),
         ),
         **case.facts("worker"),
@@ -292,9 +292,9 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
     )
     return Finding(
         kind="sampler-bound",
-        summary=f"Choosing the samples of a batch takes {duration(waits.after_queue_seconds)} in the training "
+        summary=f"The sampler takes {duration(waits.after_queue_seconds)} per batch in the training "
         f"process ({sampler} or the batch sampler of loader {case.loop.loader}), while the workers idle "
-        f"{percent(steady.idle_ratio)} for lack of indices: {_cost(loss)}",
+        f"{percent(steady.idle_ratio)} for lack of indices. {_cost(loss)}",
         evidence=(
             *loss.evidence(),
             *measurements(
@@ -322,14 +322,14 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
     values = {name: value for name, value in values.items() if np.isfinite(value)}
     advice = Advice(
         text="Let default_collate make the batch, or call it in your collate_fn: it writes straight into "
-        "shared memory. And hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the "
+        "shared memory. Also transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the "
         "device",
         expected=f"{_without(case.steady, waits.copy_seconds)} if nothing is copied twice",
     )
-    instead_of = f"{duration(waits.transfer_seconds)} for handing it over"
+    instead_of = f"{duration(waits.transfer_seconds)} for its transfer"
     return Finding(
         kind="copy-bound",
-        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {_took(waits)}: "
+        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {_took(waits)}. "
         f"{_cost(loss)}",
         evidence=(*loss.evidence(), *measurements(waits.batches, loss.window, **values)),
         advice=(advice, *_if_inline(case.steady, instead_of, waits.transfer_seconds)),
@@ -342,7 +342,7 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
     finding, loss = copy_bound(case, waits), case.loss(waits.copy_seconds)
     pinned = measurements(waits.batches, loss.window, pinned_allocated_bytes=pinned_bytes)
     advice = Advice(
-        text="Hand over less: smaller dtypes (uint8 images), cropped samples, scaled on the device; and "
+        text="Transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the device; then "
         "compare with a short run with pin_memory=False",
         expected=f"{_without(case.steady, waits.copy_seconds)} if pinning costs nothing",
     )
@@ -350,7 +350,7 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
         finding,
         kind="pin-bound",
         summary=f"The one thread that pins the batches of loader {case.loop.loader} does not keep up: "
-        f"{_took(waits)}, and default_collate leaves nothing else to copy: {_cost(loss)}",
+        f"{_took(waits)}, and default_collate leaves nothing else to copy. {_cost(loss)}",
         evidence=(*finding.evidence, *pinned),
         advice=(advice,),
     )
@@ -363,12 +363,12 @@ def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
         finding,
         kind="cannot-tell",
         severity="info",
-        summary=f"{finding.summary} Whether copying or pinning takes it cannot be told: the pinning thread lies on "
-        "the way too and has no measurement of its own.",
+        summary=f"{finding.summary} It is not known whether copying or pinning takes the time: the pinning "
+        "thread is part of the transfer, and is not measured by itself.",
         advice=(
             Advice(
                 text="Set pin_memory=False for a short run and compare",
-                expected="if the wait goes, it was pinning",
+                expected="if the wait disappears, pinning caused it",
             ),
             *finding.advice,
         ),
@@ -386,7 +386,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
     )
     return Finding(
         kind="worker-startup",
-        summary=f"Starting the workers of loader {starts.loop.loader} anew for each epoch costs "
+        summary=f"Starting the workers of loader {starts.loop.loader} again for each epoch costs "
         f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
         f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
         evidence=starts.loss.evidence(
@@ -487,7 +487,7 @@ def _took(waits: HandOver) -> str:
 
 
 def _cost(loss: Loss) -> str:
-    return f"{duration(loss.seconds)}, {percent(loss.ratio)} of the run."
+    return f"That costs {duration(loss.seconds)}, {percent(loss.ratio)} of the run."
 
 
 def _without(steady: Pace, less_seconds: float) -> str:

@@ -38,11 +38,11 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
     facts = case.facts("main", loss)
     facts["confidence"] = loss.confidence(_MIN_SAMPLES)
     if by_workers:
-        how = f"The workers take it: the run's own processes use {number(used)} of {number(cores)} usable cores."
+        how = f"The workers take the cores: the run's processes use {number(used)} of {number(cores)} usable cores."
         advice = advise_crowded(loop.num_workers, cores)
     else:
         facts["severity"] = "info"  # Nothing in the training is wrong, and it may last only for a while.
-        rest = "others use the rest" if others else "its own processes use them"
+        rest = "other processes use the rest" if others else "its own processes use them"
         get = f"The run's processes get {number(used)} of {number(cores)} usable cores"
         how = f"{get}; {rest}." + (" Data loading keeps up." if keeps_up else "")
         fewer = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"

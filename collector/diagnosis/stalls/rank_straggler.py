@@ -103,7 +103,7 @@ def find_rank_straggler(tables: RunTables) -> list[Finding]:
 
 def _advice(by: str, rank: int | None, seconds: float) -> Advice:
     text = {
-        "data": f"Mend the loading of rank {rank} (its own findings say what is slow there), or its shard, "
+        "data": f"Speed up the loading of rank {rank} (its own findings show what is slow there), or its shard, "
         "disk or cores",
         "memory": f"Give rank {rank} a smaller batch or shorter samples, or free what it keeps on the device: each "
         "flush of the allocator's cache stops the device",

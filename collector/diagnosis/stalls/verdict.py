@@ -87,7 +87,7 @@ def without_odd_first_epoch(loop: Loop) -> tuple[Loop, str]:
         return loop, ""
     usual = [duration(math.exp(float(np.median(part))) / 1e9) for part in (before, since)]
     return dataclasses.replace(loop, batches=later, fetches=fetches[~early]), (
-        f" Judged without the first epoch: a fetch took {usual[0]} in it and takes {usual[1]} since."
+        f" The first epoch is left out: a fetch took {usual[0]} in it and takes {usual[1]} since."
     )
 
 
@@ -122,9 +122,9 @@ def _starving(case: LoadingCase) -> list[Finding]:
     if steady.tail_ratio <= _MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
         return [catalogue.straggler_samples(case)]
     missing = (
-        f"it starves {percent(steady.starved_ratio)} of its time, yet the workers idle "
+        f"the loop starves {percent(steady.starved_ratio)} of its time, yet the workers idle "
         f"{percent(steady.idle_ratio)} and no worker or sample stands out; a longer run or a larger "
-        "prefetch_factor would tell"
+        "prefetch_factor would show the cause"
     )
     return [catalogue.no_cause(case, missing)]
 
@@ -232,9 +232,9 @@ def _missing(loop: Loop, steady: Pace | None) -> str:
     """Return the reason why there is no verdict, empty if there is one."""
     if steady is None or steady.batches < MIN_BATCHES:
         have = 0 if steady is None else steady.batches
-        return f"{have} batches after the first {loop.ramp} of each epoch, {MIN_BATCHES} are needed"
+        return f"the verdict needs {MIN_BATCHES} batches after the first {loop.ramp} of each epoch, it has {have}"
     if loop.num_workers and len(steady.workers) < loop.num_workers:
         return f"{len(steady.workers)} of {loop.num_workers} workers have recorded fetches in the steady state"
     if loop.num_workers and min(worker.fetches for worker in steady.workers) < MIN_FETCHES:
-        return f"a worker with fewer than {MIN_FETCHES} fetches after the ramp-up"
+        return f"one worker has fewer than {MIN_FETCHES} fetches after the ramp-up"
     return ""

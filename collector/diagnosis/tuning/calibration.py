@@ -82,9 +82,9 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     dispatched = rows.sort_values(["epoch", "index"])
     costs, cores = _fetch_costs(dispatched), cores_per_rank(tables, loop.main[0])
     if costs.cpu.sum() >= _COMPUTES_RATIO * (costs.cpu + costs.blocked).sum() and not math.isfinite(cores):
-        return "how many cores its workers have was not sampled"
+        return "the number of cores of its workers was not sampled"
     if not np.isfinite(rows["loop_ns"]).any():
-        return "each of its epochs has one batch, so what the loop takes from one to the next is not known"
+        return "each of its epochs has one batch, so the loop's own time per batch is not known"
     waited = rows["wait_ns"].to_numpy() / SECOND_NS
     if not recurs:
         waited[0] = 0.0

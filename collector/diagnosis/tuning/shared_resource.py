@@ -80,9 +80,9 @@ class Sharing:
         """Sign of a shared resource in words; empty if there is none."""
         if not self.is_sure:
             together = min(self.correlation_sigmas, self.queue_sigmas) >= _SIGNIFICANT
-            return "fetches are late together, and who begins later ends no later" if together else ""
+            return "fetches are late together, and one that begins later ends no later" if together else ""
         if self.correlation_sigmas >= _SIGNIFICANT and self.correlation_ratio >= _LEAST_CORRELATION:
-            return "a slow fetch delays those beside it"
+            return "a slow fetch delays the others in progress"
         if self.slowdown_sigmas >= _SIGNIFICANT:
             return "a fetch takes longer the more others are in progress"
         if self.correlation_sigmas <= -_SIGNIFICANT and self.slowdown_sigmas > 0:

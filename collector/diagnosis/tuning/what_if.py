@@ -123,10 +123,10 @@ def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s")
         words += f" if each worker waits for itself, {shared} if they share one thing"
     elif option.if_apart is not None:
         apart = number(option.if_apart.batches_per_second * per_batch)
-        words += f" if they share all that they wait for, {apart} if nothing"
+        words += f" if they share all that they wait for, {apart} if they share nothing"
     else:
         return words
-    return f"{words}; `tidegauge tune -- COMMAND` decides"
+    return f"{words}; `tidegauge tune -- COMMAND` measures which"
 
 
 def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
@@ -142,8 +142,8 @@ def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
     if not low <= measured.batches_per_second <= high:
         return (
             f"the replay gives {number(current.batches_per_second)} batches/s ({number(low)} to {number(high)}) "
-            f"where {number(measured.batches_per_second)} were measured, so something else than "
-            "fetching and computing counts"
+            f"where {number(measured.batches_per_second)} were measured, so something other "
+            "than fetching and computing takes time"
         )
     memory = loader_memory(tables, loop, current)
     options = _options(measured, memory, error, cores, settings)

@@ -36,7 +36,7 @@ def refresh(home: Path) -> None:
     try:
         manifests_by_run = postgres.nodes()
     except TidegaugeError as error:
-        _log.warning("tidegauge: %s: of its runs, those are listed that were seen before", error)
+        _log.warning("tidegauge: %s: only its runs that were seen before are listed", error)
         return
     for run_id, manifests in manifests_by_run.items():
         if not layout.RUN_ID.fullmatch(

@@ -131,7 +131,7 @@ def register(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     """
     if manifest.get(MIRROR):
-        raise TidegaugeError(f"run {manifest['run_id']} is of other nodes: collect it there")
+        raise TidegaugeError(f"run {manifest['run_id']} belongs to other nodes: collect it there")
     run_id, host = str(manifest["run_id"]), str(manifest["host"])
     of_node, row = "run_id = %s AND host = %s", (run_id, host)
     with _registry() as registry:
@@ -239,7 +239,9 @@ def _read_url(url: str) -> tuple[str, str | None]:
             "password write /, @, : and # as %2F, %40, %3A and %23"
         )
     if "sslpassword" in words:
-        raise TidegaugeError(f"{STORE_VARIABLE} has a sslpassword: give a key without one, readable for you alone")
+        raise TidegaugeError(
+            f"{STORE_VARIABLE} has an sslpassword: give a key without a password that only you can read"
+        )
     password = words.pop("password", None)
     if "options" in words:
         words["options"] = f"{_LIBPQ_DEFAULTS['options']} {words['options']}"

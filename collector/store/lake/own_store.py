@@ -202,8 +202,8 @@ class OwnStore(Store):
     def unreadable(self, error: BaseException) -> str:
         """Return the problem line for a lake that cannot be read."""
         return (
-            f"{self.title} cannot be opened ({short_error(error)}): the journals alone are shown, "
-            "which lack what is in the lake alone"
+            f"{self.title} cannot be opened ({short_error(error)}): only the journals are shown, "
+            "without the records that are in the lake alone"
         )
 
     def damaged(self, error: BaseException) -> TidegaugeError:

@@ -367,7 +367,7 @@ def read(run: Run) -> Iterator[Snapshot]:
     with ExitStack() as stack:
         stack.enter_context(lake.lock_files(run, exclusive=False))
         if not run.path.exists():
-            raise TidegaugeError(f"run {run.run_id} is not there any more; `tidegauge runs` lists those that are")
+            raise TidegaugeError(f"run {run.run_id} no longer exists; `tidegauge runs` lists the runs that do")
         store, session, problem = store_of(run), None, None
         for _ in range(_OPEN_ATTEMPTS if store.exists else 0):
             try:

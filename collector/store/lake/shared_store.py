@@ -145,13 +145,13 @@ class SharedStore(Store):
         if "does not exist" in str(error):
             return None
         return (
-            f"{self.title} cannot be opened ({short_error(error)}): the journals of this machine alone are shown, "
-            "which lack what is in the lake alone"
+            f"{self.title} cannot be opened ({short_error(error)}): only the journals of this machine are shown, "
+            "without the records that are in the lake alone"
         )
 
     def damaged(self, error: BaseException) -> TidegaugeError:
         """Return the error for files of the lake that cannot be read."""
-        return TidegaugeError(f"the shared store does not give its files ({short_error(error)}): try again")
+        return TidegaugeError(f"the shared store cannot read its files ({short_error(error)}): try again")
 
     def clocks_behind_ns(self) -> dict[str, int]:
         """Return host -> ns that its CLOCK_MONOTONIC is behind the run's own host."""

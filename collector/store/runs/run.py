@@ -118,8 +118,8 @@ def refuse_links(run: Run) -> None:
     for path in (run.journal_dir, run.events_dir, run.data_dir, run.catalog_path):
         if path.is_symlink():
             raise TidegaugeError(
-                f"{path} is a link to {os.readlink(path)}, and what is there may be another's: "
-                "put the run's own in its place"
+                f"{path} is a link to {os.readlink(path)}, which may belong to another run: "
+                "replace it with the run's own"
             )
 
 

@@ -35,7 +35,7 @@ def test_a_job_that_goes_on_in_its_second_attempt_is_not_killed():
     assert (verdict.status, verdict.attempts, verdict.steps) == ("running", 2, 3)
     [restart] = [finding for finding in verdict.findings if finding.severity != "info"]
     assert (restart.kind, restart.locus.rank, restart.since_step) == ("crashed", 1, 5)
-    assert "with ValueError in rank 1, and 1 of 2 ranks without farewell" in restart.summary
+    assert "with ValueError in rank 1. 1 of 2 ranks recorded no end" in restart.summary
 
 
 def test_the_last_attempt_gives_the_verdict():

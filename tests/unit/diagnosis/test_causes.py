@@ -101,7 +101,7 @@ def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
     script.add("device_memory", [{"time_ns": ns(1001.0), "pinned_allocated_bytes": pinned.iloc[-1]}])
     kinds, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=32 * MIB))
     assert [name for name, _ in kinds] == [kind]
-    assert re.search(r": [\d.]+ s, \d+% of the run\.", found[kind].summary)
+    assert re.search(r"That costs [\d.]+ s, \d+% of the run\.", found[kind].summary)
     if kind == "cannot-tell":
         assert "pin_memory=False" in found[kind].advice[0].text
 
@@ -149,7 +149,7 @@ def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
 
     findings = diagnose(finished(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
     assert [f.kind for f in findings] == ["compute-bound"]
-    assert "Judged without the first epoch: a fetch took 100" in findings[0].summary
+    assert "The first epoch is left out: a fetch took 100" in findings[0].summary
 
 
 @pytest.mark.parametrize(

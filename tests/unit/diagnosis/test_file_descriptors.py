@@ -91,7 +91,7 @@ def test_the_worker_that_leaks_most_is_named_and_how_many_do():
     sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
     (leak,) = (f for f in found(script) if f.kind == "fd-leak")
     assert leak.locus.worker == 1
-    assert "Of this loader's workers 2 do" in leak.summary
+    assert "2 workers of this loader do" in leak.summary
 
 
 def sweep(leaked):

@@ -167,7 +167,7 @@ def test_tensors_that_get_more_are_a_leak():
 
 def test_a_leak_names_the_lines_that_hold_it_or_how_to_learn_them():
     run = recorded(TENSORS)
-    command = f"`tidegauge snapshot {run.manifest['run_id']} --kind growth`"
+    command = f"Run `tidegauge snapshot {run.manifest['run_id']} --kind growth`"
     assert warned(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
     assert "--investigate" in warned(run)["gpu-tensor-leak"].advice[-1].text
     [held] = warned(recorded("investigated"))["gpu-tensor-leak"].held_by
@@ -396,7 +396,7 @@ def test_an_error_that_ends_the_training_is_told_with_its_figures():
         assert figures[name] == error[name]
     assert figures["other_processes_bytes"] == OTHER_JOB
     assert figures["outside_pytorch_bytes"] == CONTEXT
-    assert advice == "End the other processes on this device, or use another | Make a step smaller"
+    assert advice == "End the other processes on this device, or use another device | Make a step smaller"
     assert post_mortem(recorded("out-of-memory"))[1] == "Make a step smaller"
 
 
@@ -456,7 +456,7 @@ def test_what_gains_most_is_advised_first():
 
 def test_growth_before_is_named_first():
     found, advice = post_mortem(recorded("leak-to-the-end"))
-    assert advice.startswith("Live tensors had been growing")
+    assert advice.startswith("See gpu-tensor-leak first")
     assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
 
 

@@ -321,7 +321,7 @@ def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share)
     script.living = frozenset([MAIN, COLLECTOR])
     risk = next(f for f in found(script) if f.kind == "host-oom-risk")
     assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
-    assert f"In {share:.0%} of the futures" in risk.summary
+    assert f"In {share:.0%} of the simulated futures" in risk.summary
 
 
 def test_growth_that_will_take_days_is_no_risk():
@@ -337,7 +337,7 @@ def test_copying_that_ends_below_the_limit_is_no_risk():
 def test_a_limit_that_is_far_away_is_not_said_to_run_out():
     (risk,) = (f for f in found(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk")
     assert risk.severity == "info"
-    assert "too far away" in risk.summary
+    assert "too much for a forecast" in risk.summary
     assert "out" not in risk.summary.split()
 
 

@@ -120,7 +120,7 @@ def test_a_run_without_iterations_names_what_was_attached():
     [
         ("PYTHONPATH replaced", "PYTHONPATH was replaced", "PYTHONPATH=.:$PYTHONPATH"),
         ("-S", "started with -S", "Leave -S out"),
-        (None, "do not tell why", "training_harness.attach()"),
+        (None, "do not show why", "training_harness.attach()"),
     ],
 )
 def test_a_training_without_hooks_gets_the_true_reason_and_its_remedy(obstacle, why, remedy):

@@ -279,7 +279,7 @@ def test_both_numbers_are_said_with_what_decides():
     advice = find_stalls(simulate(workers=2, prefetch=2, **UNDECIDED).tables())[0].advice
     (first, *_) = [one for one in advice if "num_workers=" in one.text]
     assert "if each worker waits for itself, " in first.expected
-    assert "if they share one thing; `tidegauge tune -- COMMAND` decides" in first.expected
+    assert "if they share one thing; `tidegauge tune -- COMMAND` measures which" in first.expected
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

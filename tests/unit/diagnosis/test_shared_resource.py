@@ -93,7 +93,7 @@ def test_workers_that_keep_to_a_pace_of_their_own_are_not_taken_for_sharing():
         ends = due + draw.exponential(5e-5, len(due))
         begins = np.concatenate([due[:2] - 0.04, ends[:-2]]) + GAP * draw.lognormal(0, 0.3, len(due))
         found.append(judged(begins, ends, np.tile([0, 1], 150)))
-    assert all(each.queue_sigmas > 2.71 for each in found), "who begins later ends no later"
+    assert all(each.queue_sigmas > 2.71 for each in found), "one that begins later ends no later"
     assert not any(each.is_shared for each in found)
 
 

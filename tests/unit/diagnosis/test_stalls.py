@@ -66,7 +66,7 @@ def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
     return found
 
 
-@pytest.mark.parametrize(("cores_used", "who"), [(0.4, "others use the rest"), (3.9, "its own processes")])
+@pytest.mark.parametrize(("cores_used", "who"), [(0.4, "other processes use the rest"), (3.9, "its own processes")])
 def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who):
     found = crowded(cores_used=cores_used)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "info")
@@ -110,7 +110,7 @@ def test_cores_that_the_training_itself_fills_are_used_by_no_others(workers, fet
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(15), rss=np.ones(15), **used)
     (found,) = find_stalls(script.tables())
     assert found.limited_by == "oversubscribed"
-    assert ("others use the rest" in found.summary) == others
+    assert ("other processes use the rest" in found.summary) == others
     assert ("what else uses the cores" in found.advice[0].text) == others
 
 
@@ -123,7 +123,7 @@ def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wai
     for waits in (0.3, 0.99):  # however long both wait, who does not use the cores does not take them
         others = crowded(split=queueing, cores_used=0.4, waits=waits)
         assert (others.kind, others.severity) == ("compute-bound", "info")
-        assert "others use the rest" in others.summary
+        assert "other processes use the rest" in others.summary
 
 
 @pytest.mark.parametrize(("fetch", "blamed"), [(0.03, True), (0.012, False)])
@@ -282,7 +282,7 @@ def test_cheap_inline_loading_is_healthy():
 def test_a_run_too_short_to_judge_says_what_is_missing(batches):
     found = verdict(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=batches)
     assert kinds(found) == [("cannot-tell", None)]
-    assert "10 are needed" in found[0].summary
+    assert "the verdict needs 10 batches" in found[0].summary
     assert found[0].value_of("fetches") == batches
 
 

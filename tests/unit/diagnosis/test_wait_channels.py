@@ -60,7 +60,7 @@ def advice(finding):
     ("channel", "limited_by", "because", "do"),
     [
         ("hrtimer_nanosleep", None, "they sleep", "what sleeps in the fetch"),
-        ("futex_do_wait", None, "they wait for a lock", "Hold the lock for less"),
+        ("futex_do_wait", None, "they wait for a lock", "Hold the lock for a shorter time"),
         ("anon_pipe_read", "io", "they read from a pipe", "what fills the pipe"),
         ("folio_wait_bit_common", "io", "they read from storage", "Read less"),
         ("do_wait", None, "they wait for a child process", "fewer child processes"),
@@ -84,7 +84,7 @@ def test_workers_that_may_wait_for_one_thing_are_measured_before_there_are_more(
 def test_bytes_from_the_page_cache_are_no_reading_and_bytes_from_storage_are():
     cached = slow(read_bytes=50_000_000, storage_bytes=0)
     assert cached.limited_by is None
-    assert "not sampled often enough" in cached.summary
+    assert "too few samples show what they wait for" in cached.summary
     assert slow(read_bytes=50_000_000, storage_bytes=2_000_000).limited_by == "io"
     assert slow(major_fault_count=20).limited_by == "io", "mapped files come by page faults"
 

@@ -131,7 +131,7 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert f"{stall} instead of 35 ms" in " ".join(text.split())
     assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
     assert "worker 1 of loader 0, rank 0, since step 14" in text
-    assert "its fetches over the others'" in text
+    assert "fetch time / that of the others" in text
     assert "2.94x" in text
     assert "n 300, steps 20-1200" in text
     assert "38 ms" in text

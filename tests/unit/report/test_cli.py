@@ -91,7 +91,7 @@ def test_the_jobs_are_those_that_there_are():
         (["run", "--interval", "1000", "--", "true"], "1000"),
         (["compare", "latest"], "two to 4 runs can be compared, not 1"),
         (["compare", "a", "b", "--fail-on", "speed>1"], "METRIC is one of step_p50"),
-        (["watch", "99999999"], "no process 99999999 runs here; give the pid of one"),
+        (["watch", "99999999"], "no process 99999999 runs here; `pgrep -f train.py`"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
         (["report", "--format", "pdf"], "no format 'pdf'; give one of text, json, html"),
         (["report", "nope"], "no run 'nope'"),
@@ -211,7 +211,7 @@ def test_a_report_of_a_run_that_cannot_be_read_whole_is_not_kept(tidegauge, tmp_
     catalog = made / "lake.sqlite"
     catalog.write_bytes(b"no database at all")
     status, _, err = tidegauge("report")
-    assert (status, err.count("the journals alone are shown")) == (0, 1)
+    assert (status, err.count("only the journals are shown")) == (0, 1)
     assert not (made / listing.REPORT_NAME).exists()
     catalog.unlink()
     status, _, err = tidegauge("report")
@@ -238,7 +238,7 @@ def three_runs(tmp_path):
 
 
 def test_prune_shows_what_goes_and_asks_before_it_deletes(tidegauge, three_runs):
-    for options, said in ((["--dry-run"], ""), ([], "no terminal to ask at: give --yes")):
+    for options, said in ((["--dry-run"], ""), ([], "no terminal can confirm it: give --yes")):
         status, out, err = tidegauge("prune", "--keep", "1", *options)
         assert (status, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 0)
         assert [line.split()[0] for line in out.splitlines()[1:3]] == [path.name for path in three_runs[:2]]
@@ -350,4 +350,4 @@ def test_a_port_that_is_taken_is_one_line(tidegauge):
         port = taken.getsockname()[1]
         status, _, err = tidegauge("dashboard", "--port", port)
     assert status == 2
-    assert f"port {port} cannot be had (Address already in use): give --port another" in err
+    assert f"port {port} cannot be used (Address already in use): give another with --port" in err

@@ -51,7 +51,7 @@ class Growth:
 
     def __init__(self, torch: Any, steps: int, unit: str = "steps") -> None:
         if tracemalloc.is_tracing():
-            raise RuntimeError("the training uses tracemalloc itself; ask again when it has stopped that")
+            raise RuntimeError("the training uses tracemalloc itself; try again when it has stopped")
         self._torch = torch
         self._steps = steps
         self._unit = unit

@@ -151,9 +151,9 @@ class Requests:
         if what == "allocator":
             return save_allocator(current, torch, with_history=self.has_history)
         if what not in ("profile", "growth"):
-            raise ValueError(f"nothing is known of {what!r} here; a newer Tidegauge asked")
+            raise ValueError(f"this version does not know {what!r}; a newer Tidegauge requested it")
         if self._running is not None:
-            raise RuntimeError("another profile or growth is being taken; ask again when it is done")
+            raise RuntimeError("another profile or growth is being recorded; try again when it has ended")
         steps = int(request["steps"])
         self._running = Profile(torch, steps) if what == "profile" else Growth(torch, steps, self._unit)
         self._running_name = name
@@ -173,7 +173,7 @@ class Profile:
 
     def __init__(self, torch: Any, steps: int) -> None:
         if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("the training runs a profiler of its own; ask again when that has ended")
+            raise RuntimeError("the training runs a profiler of its own; try again when that has ended")
         profiler = torch.profiler
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():  # else the profiler would initialise it
@@ -211,7 +211,9 @@ class Profile:
         self._profile.export_chrome_trace(str(path))
         size = path.stat().st_size
         if size > MAX_TRACE_BYTES:
-            raise ValueError(f"a trace of {size} bytes is over the bound of {MAX_TRACE_BYTES}: ask for fewer steps")
+            raise ValueError(
+                f"a trace of {size} bytes is over the bound of {MAX_TRACE_BYTES}: give a smaller --steps"
+            )
 
 
 def top_operators(averages: Any) -> list[dict[str, Any]]:

@@ -21,15 +21,21 @@ from training_harness.jobs.faults.job import Job
 
 def main(arguments: Sequence[str]) -> None:
     """Run the job."""
-    parser = JobParser("fault", "A small training with one known fault, or with --fixed the same one without it.")
+    parser = JobParser("fault", "A small training with one known fault; --fixed runs the same job without it.")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="see --list")
     parser.add_argument(
-        "--list", action="store_true", help="each KIND, the finding that it should give, what it is"
+        "--list", action="store_true", help="list each KIND, the finding that it should cause, and its meaning"
     )
-    parser.add_argument("--fixed", action="store_true", help="the healthy twin: the same without the fault")
-    parser.add_argument("--steps", type=positive, metavar="N", help="else as many as make the fault plain")
-    parser.add_argument("--limit-mb", type=positive, default=512, metavar="N", help="where a leak ends, MiB")
-    parser.add_argument("--at-batch", type=positive, default=200, metavar="N", help="where a deadly fault ends it")
+    parser.add_argument("--fixed", action="store_true", help="run the healthy twin: the same job without the fault")
+    parser.add_argument(
+        "--steps", type=positive, metavar="N", help="optimizer steps [default: enough to show the fault]"
+    )
+    parser.add_argument(
+        "--limit-mb", type=positive, default=512, metavar="N", help="size at which a leak stops growing, MiB"
+    )
+    parser.add_argument(
+        "--at-batch", type=positive, default=200, metavar="N", help="batch at which a deadly fault ends the job"
+    )
     add_loader_options(parser, num_workers=None)
     options = parser.parse_args(arguments)
     if options.list:
@@ -38,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if options.kind not in FAULTS:
         parser.error(
-            f"unknown fault {options.kind!r}; --list tells them" if options.kind else "name a KIND, or --list"
+            f"unknown fault {options.kind!r}; --list shows them" if options.kind else "give a KIND, or --list"
         )
     fault = FAULTS[options.kind]
     if fault.needs_gpu and not torch.cuda.is_available():
