@@ -282,8 +282,8 @@ def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     return Chart(
         title="Which worker makes training wait?",
         figure=figure,
-        caption=f"Batches by position in the round (index modulo num_workers) and worker, without the first of each "
-        f"epoch (n = {int(table['n'].sum()):,}). Equal heights: it waits for all workers alike.",
+        caption=f"Batches by position in the round (index modulo num_workers) and worker, without the first of "
+        f"each epoch (n = {int(table['n'].sum()):,}). Equal heights: it waits for all workers alike.",
         takeaway=f"Worker {int(worst['worker'])} has {percent(float(worst['ratio']))} of the waiting.",
     )
 
