@@ -42,7 +42,7 @@ def _deltas(moment: Moment) -> Iterator[Block]:
         columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets: difference from {moment.run_id}, and n, the number of steps or batches in the chosen window. "
+        f"In brackets: difference from {moment.run_id}, and n, the steps or batches in the chosen window. "
         "Data wait, peaks, steps and duration are over the whole run; there n counts the steps of all ranks, or "
         "samples of processes (host memory) and hosts (/dev/shm)."
     )
