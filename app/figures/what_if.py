@@ -60,7 +60,7 @@ def by_workers(
         figure=figure,
         caption=f"Predicted by the replay, with {words(chosen.setting, workers=False)}.",
         takeaway=f"{number(chosen.batches_per_second * per_batch)} {unit} with {words(chosen.setting)}, "
-        f"{number(outlook.current.batches_per_second * per_batch)} {unit} now.{undecided}",
+        f"{number(outlook.current.batches_per_second * per_batch)} {unit} in this run.{undecided}",
     )
 
 
