@@ -63,10 +63,18 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeChart(Chart):
-    """A chart over time. `hover`, given x in a hover text, returns the text of its traces, if they name x."""
+    """A chart over time.
+
+    Attributes:
+        axis: the unit of x.
+        hover: given x in a hover text, returns the text of its traces, if they name x.
+        gpu: name of the GPU that it is about, empty if of none in particular.
+
+    """
 
     axis: Axis = "elapsed"
     hover: Callable[[str], str] | None = None
+    gpu: str = ""
 
 
 def over_time(theme: Theme, *, y_title: str, axis: Axis = "elapsed", height: int = 320) -> go.Figure:

@@ -112,6 +112,7 @@ def usage(
         title=f"How near is {name} to its limit?",
         figure=figure,
         caption=f"{caption}{error_words(errors)}" if peak else "No samples in this window.",
+        gpu=name,
     )
 
 
@@ -161,7 +162,7 @@ def account(
     if flushes_count := int(flushes["count"].sum()):
         caption += f" Cache flushed: {_times(flushes_count)}."
     caption += error_words(errors)
-    return TimeChart(title=f"What takes the memory of {name}?", figure=figure, caption=caption)
+    return TimeChart(title=f"What takes the memory of {name}?", figure=figure, caption=caption, gpu=name)
 
 
 def error_words(errors: pd.DataFrame) -> str:

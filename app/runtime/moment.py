@@ -14,6 +14,7 @@ import pandas as pd
 from app.blocks import Block, Findings, Table, evidence_page, needs_attention
 from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed
 from app.figures.base import Axis, Chart, TimeChart
+from app.figures.devices import device_names
 from app.format import first_line
 from app.pages import POST_MORTEM, Page
 from app.theme import Theme
@@ -229,8 +230,9 @@ def _finish(block: Block, moment: Moment) -> Block:
     chart = convert_axis(block, moment.axis, clock)
     if not moment.others:  # marks of one run would mislead in a figure of several
         epochs = moment.once("epoch marks", lambda: _epoch_marks(moment))
-        findings = moment.once("finding marks", lambda: [*_restart_marks(moment), *_finding_marks(moment)])
-        chart = add_marks(chart, epochs, findings, moment.theme, clock)
+        restarts = moment.once("restart marks", lambda: _restart_marks(moment))
+        findings = moment.once(("finding marks", block.gpu), lambda: _finding_marks(moment, block.gpu))
+        chart = add_marks(chart, epochs, [*restarts, *findings], moment.theme, clock)
     return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 
@@ -272,27 +274,35 @@ def _restart_marks(moment: Moment) -> list[Mark]:
     ][-MAX_RESTARTS:]
 
 
-def _finding_marks(moment: Moment) -> list[Mark]:
+def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     """Return since when findings that need attention hold: the earliest of each kind, with its page.
 
-    With a selected rank, findings about other ranks are left out.
+    With a selected rank, findings about other ranks are left out, and in a chart of a GPU those about other GPUs.
     """
+    findings = needs_attention(moment.all_findings)
+    names = _gpu_names(moment) if any(finding.locus.device is not None for finding in findings) else {}
     first: dict[str, Finding] = {}
-    for finding in needs_attention(moment.all_findings):
+    for finding in findings:
         step = finding.since_step
         elsewhere = None not in (moment.span.rank, finding.locus.rank) and moment.span.rank != finding.locus.rank
+        if finding.locus.device is not None and gpu:
+            elsewhere |= names.get((finding.locus.host, finding.locus.device)) != gpu
         if step is not None and not elsewhere and step <= (first.get(finding.kind, finding).since_step or 0):
             first[finding.kind] = finding
     chosen = list(first.values())[:MAX_FINDINGS]
-    has_gpu = any(finding.locus.device is not None for finding in chosen)
-    has_gpus = has_gpu and len(queries.devices(moment.snapshot)) > 1
     marks = []
     for finding, at in zip(chosen, _since_seconds(chosen, moment), strict=True):
-        device = finding.locus.device if has_gpus else None
+        device = finding.locus.device if len(names) > 1 and not gpu else None
         words = f"{finding.kind} {report.since(finding)}{'' if device is None else f' on GPU {device}'}"
         if at is not None:
             marks.append(Mark(at_seconds=at, words=words, address=moment.address(evidence_page(finding.kind))))
     return marks
+
+
+def _gpu_names(moment: Moment) -> dict[tuple[str | None, int | None], str]:
+    """Return (host, device) -> name of each GPU."""
+    gpus = queries.devices(moment.snapshot)
+    return dict(zip(zip(gpus["host"], gpus["device"], strict=True), device_names(gpus), strict=True))
 
 
 def _since_seconds(findings: Sequence[Finding], moment: Moment) -> Iterator[float | None]:

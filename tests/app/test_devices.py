@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from opened import figures, open_view, texts, trace_names
 
+from collector.diagnosis import diagnose
 from collector.diagnosis.run.device_account import accounts
 from collector.store.lake.reader import read
 from collector.store.queries import gpu_memory, spans
@@ -291,6 +292,17 @@ def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
     overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
     reserved = size(last["reserved_peak_bytes"] + 100 * MIB)
     assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {reserved}")
+
+
+def test_charts_of_a_gpu_mark_only_its_own_findings(monkeypatch, tmp_path):
+    unpack("two-devices", tmp_path)
+    at = open_view(monkeypatch, tmp_path, "gpu_memory")
+    leaks = {f.locus.device: f.since_step for f in diagnose(recorded("two-devices")).findings if "leak" in f.kind}
+    assert len(leaks) == 2
+    for chart, step in zip(figures(at)[:2], leaks.values(), strict=True):
+        labels = str(chart["layout"]["annotations"])
+        assert f"gpu-tensor-leak since step {step}" in labels
+        assert "on GPU" not in labels
 
 
 def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
