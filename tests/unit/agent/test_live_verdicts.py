@@ -52,7 +52,7 @@ def hanging(tmp_path, monkeypatch):
     return tmp_path / "began"
 
 
-def test_a_verdict_that_fails_is_a_problem_and_nothing_else(world):
+def test_failing_verdict_is_only_a_problem(world):
     world.begin()
 
     assert "no verdict, status 2: " in world.error()
@@ -61,7 +61,7 @@ def test_a_verdict_that_fails_is_a_problem_and_nothing_else(world):
     world.outlook.close()
 
 
-def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
+def test_hanging_verdict_is_killed(world, hanging, monkeypatch):
     monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0.1)
     world.begin()
 
@@ -69,7 +69,7 @@ def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
     world.outlook.close()
 
 
-def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging):
+def test_kernel_kills_a_verdict_before_the_training(world, hanging):
     world.begin()
     wait_for(hanging.exists, "the begin of the verdict")
     pid = world.outlook._child.pid
@@ -79,7 +79,7 @@ def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging
     assert world.outlook.anon_bytes is None
 
 
-def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
+def test_end_of_the_run_does_not_wait_for_a_verdict(world, hanging):
     world.begin()
     wait_for(hanging.exists, "the begin of the verdict")
     world.outlook.close()
@@ -89,7 +89,7 @@ def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
     assert not world.events.exists()
 
 
-def test_a_verdict_costs_little_until_a_limit_is_near():
+def test_verdicts_are_more_frequent_near_a_limit():
     assert pause_seconds(0.1) == EVERY_SECONDS
     assert pause_seconds(1.5) == 1.5 / BUDGET_RATIO
     for nearest in (1000.0, 200.0, 100.0):
@@ -97,7 +97,7 @@ def test_a_verdict_costs_little_until_a_limit_is_near():
     assert pause_seconds(1.5, 1.0) == LEAST_SECONDS
 
 
-def test_what_is_left_is_extended_to_nothing():
+def test_seconds_left_extrapolates_falling_headroom():
     falling = [(float(at), 1000.0 - 10 * at) for at in range(30)]
     assert seconds_left(falling) == pytest.approx(75, rel=0.1)
     assert seconds_left(falling[:4]) == math.inf, "too little was seen"
@@ -106,7 +106,7 @@ def test_what_is_left_is_extended_to_nothing():
     assert seconds_left(spike) == math.inf
 
 
-def test_the_nearest_limit_is_that_of_any_device_or_of_the_host():
+def test_nearest_limit_is_that_of_any_device_or_the_host():
     headroom = Headroom()
     assert headroom.nearest_seconds == math.inf
     for at in range(60):

@@ -27,7 +27,7 @@ def event(kind, pid=10, *, host="here", rank=None, at_seconds=100, **fields):
     }
 
 
-def test_a_training_process_is_main_and_a_stranger_is_other():
+def test_training_process_is_main_and_an_unknown_one_is_other():
     known = roster()
     known.learn(event("process-start", 10, rank=3))
 
@@ -44,7 +44,7 @@ def test_a_worker_is_known_by_the_pid_that_dataloader_reports():
     assert (role.role, role.rank, role.loader, role.worker) == (ROLE_WORKER, 1, 2, 1)
 
 
-def test_a_pid_that_was_used_again_since_is_no_worker():
+def test_reused_pid_is_no_worker():
     started_later = 101 * TICKS_PER_SECOND
     known = roster({20: started_later})
     known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20], at_seconds=100))
@@ -52,7 +52,7 @@ def test_a_pid_that_was_used_again_since_is_no_worker():
     assert known.role_of(LocalProcess(20, started_later)).role == ROLE_OTHER
 
 
-def test_a_worker_that_has_ended_already_is_not_waited_for():
+def test_worker_that_has_already_ended_is_not_followed():
     known = roster()
     known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20]))
 
@@ -88,7 +88,7 @@ def write(path, *lines):
         stream.write("".join(lines))
 
 
-def test_the_tail_hands_out_each_whole_line_once(tmp_path):
+def test_tail_returns_each_whole_line_once(tmp_path):
     tail = EventTail(tmp_path, "here")
     log = tmp_path / "here.1.jsonl"
     torn = said("b")
@@ -101,13 +101,13 @@ def test_the_tail_hands_out_each_whole_line_once(tmp_path):
     assert sorted(one["kind"] for one in tail.read()) == ["b", "c"]
 
 
-def test_a_damaged_line_hides_no_other(tmp_path):
+def test_damaged_line_hides_no_other(tmp_path):
     write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", said("b"))
 
     assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
 
 
-def test_a_log_that_cannot_be_read_hides_no_other(tmp_path):
+def test_unreadable_log_hides_no_other(tmp_path):
     (tmp_path / "here.1.jsonl").mkdir()
     (tmp_path / "here.2.jsonl").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "here.3.jsonl")
@@ -116,7 +116,7 @@ def test_a_log_that_cannot_be_read_hides_no_other(tmp_path):
     assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
 
 
-def test_another_hosts_log_is_left_alone(tmp_path):
+def test_log_of_another_host_is_ignored(tmp_path):
     write(tmp_path / "there.1.jsonl", said("a"))
 
     assert EventTail(tmp_path, "here").read() == []

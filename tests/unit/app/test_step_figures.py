@@ -30,7 +30,7 @@ def _stacked(figure):
 
 
 @pytest.mark.parametrize("n", [1, 12])
-def test_many_slow_steps_are_drawn_whole(n):
+def test_axis_is_not_cut_for_many_slow_steps(n):
     slow = _steps(slow=range(0, 380, 20), n=n)
     chart = steps.split(slow, LIGHT)
     assert chart.figure.layout.yaxis.range is None
@@ -43,7 +43,7 @@ def test_many_slow_steps_are_drawn_whole(n):
     assert "slowest 1 s (n = " in chart.caption
 
 
-def test_each_point_above_the_end_of_the_axis_is_named():
+def test_caption_names_each_point_above_the_axis():
     chart = steps.split(_steps(slow=(1, 300)), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 12.5)
     assert chart.caption.endswith(
@@ -51,7 +51,7 @@ def test_each_point_above_the_end_of_the_axis_is_named():
     )
 
 
-def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
+def test_point_of_several_steps_has_an_approximate_step():
     chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
     assert "mean of up to 12 steps, the dotted line the slowest of them" in chart.caption
@@ -59,13 +59,13 @@ def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
 
 
 @pytest.mark.parametrize("table", [_steps(slow=(0,), slow_ms=35.0), _steps(5, slow=(0,))])
-def test_a_step_that_presses_little_flat_is_drawn_whole(table):
+def test_axis_is_not_cut_for_a_moderately_slow_step(table):
     chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range is None
     assert "cut" not in chart.caption
 
 
-def test_runs_beside_each_other_have_one_axis_and_each_says_what_is_above_it():
+def test_compared_runs_share_an_axis_and_name_points_above_it():
     chart = _compared(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
     assert chart.figure.layout.yaxis.range == (0, 125)  # none is cut off whole, however much slower than another
     assert chart.caption.endswith(
@@ -74,12 +74,12 @@ def test_runs_beside_each_other_have_one_axis_and_each_says_what_is_above_it():
     )
 
 
-def test_a_run_of_few_steps_is_not_cut_for_the_sake_of_a_longer_one():
+def test_axis_is_not_cut_if_a_short_run_is_slow():
     chart = _compared(long=_steps(slow=(0,)), short=_steps(4, slow=(0, 1, 2, 3), slow_ms=900.0))
     assert chart.figure.layout.yaxis.range is None
 
 
-def test_a_band_reaches_from_the_mean_to_the_slowest_and_says_so():
+def test_band_reaches_from_the_mean_to_the_slowest_step():
     chart = _compared(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
     mean, band, *_ = chart.figure.data
     assert [trace.name for trace in chart.figure.data] == ["a", "a, slowest", "b", "b, slowest"]
@@ -91,14 +91,14 @@ def test_a_band_reaches_from_the_mean_to_the_slowest_and_says_so():
     assert "the mean of up to 12 steps, and the band above it reaches to the slowest of them" in chart.caption
 
 
-def test_where_each_step_is_drawn_there_is_no_band():
+def test_no_band_is_drawn_if_each_step_is_a_point():
     chart = _compared(a=_steps(), b=_steps())
     assert [trace.name for trace in chart.figure.data] == ["a", "b"]
     assert "mean of up to" not in chart.caption
     assert "a: mean 10 ms, 10% of it data wait, slowest 10 ms (n = 400)" in chart.caption
 
 
-def test_steps_without_a_loader_show_no_data_wait_instead_of_none():
+def test_steps_without_a_loader_have_no_data_wait_trace():
     unknown = _steps().assign(wait_ms=np.nan, rest_ms=10.0)
     chart = steps.split(unknown, LIGHT)
     assert [trace.name for trace in chart.figure.data] == ["step"]

@@ -28,7 +28,7 @@ def restarted():
     return script, second
 
 
-def test_a_job_that_goes_on_in_its_second_attempt_is_not_killed():
+def test_job_in_its_second_attempt_is_running():
     script, second = restarted()
     script.living = frozenset([MAIN, *second])
     verdict = diagnose(script.tables())
@@ -38,7 +38,7 @@ def test_a_job_that_goes_on_in_its_second_attempt_is_not_killed():
     assert "with ValueError in rank 1, and 1 of 2 ranks without farewell" in restart.summary
 
 
-def test_the_last_attempt_gives_the_verdict():
+def test_verdict_is_that_of_the_last_attempt():
     script, second = restarted()
     script.event(START_SECONDS + 20, "exception", second[0], 0, type="KeyError", message="'x'", traceback="")
     script.event(START_SECONDS + 20, "process-exit", second[0], 0, lost_count=0)
@@ -64,12 +64,12 @@ def watched(*, oom_kills):
     return diagnose(script.tables())
 
 
-def test_a_watched_process_that_is_gone_has_ended_and_no_more_is_claimed():
+def test_watched_process_that_exited_is_finished():
     verdict = watched(oom_kills=0)
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
 
 
-def test_a_watched_process_that_the_kernel_killed_for_memory():
+def test_oom_kill_of_a_watched_process_is_critical():
     kinds = {finding.kind: finding.severity for finding in watched(oom_kills=1).findings}
     assert kinds["host-oom-kill"] == "critical"

@@ -32,7 +32,7 @@ def waiting_longer(script, seconds, *, blocked, **columns):
     return script
 
 
-def test_collating_that_takes_most_of_a_fetch_is_named():
+def test_collate_that_takes_most_of_a_fetch_is_found():
     run = STEADY | {"service": jittered(0.064), "consumer": jittered(0.005)}
     kinds, found = told(simulate(collate_share=0.9, **run))
     assert kinds == [("collate-bound", "warning")]
@@ -41,7 +41,7 @@ def test_collating_that_takes_most_of_a_fetch_is_named():
     assert told(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
-def test_a_slow_sampler_is_told_from_slow_workers():
+def test_slow_sampler_is_distinguished_from_slow_workers():
     kinds, found = told(waiting_longer(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
@@ -50,7 +50,7 @@ def test_a_slow_sampler_is_told_from_slow_workers():
 
 
 @pytest.mark.parametrize(("sampler_seconds", "keeps_up"), [(0.0, True), (0.024, False)])
-def test_a_loop_whose_sampler_is_slow_does_not_keep_up_while_it_waits_for_a_core(sampler_seconds, keeps_up):
+def test_slow_sampler_does_not_keep_up_while_waiting_for_a_core(sampler_seconds, keeps_up):
     script, seconds = waiting_longer(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
@@ -59,7 +59,7 @@ def test_a_loop_whose_sampler_is_slow_does_not_keep_up_while_it_waits_for_a_core
     assert ("Data loading keeps up" in found.summary) == keeps_up
 
 
-def test_a_slow_transfer_is_told_beside_the_wait_for_a_core():
+def test_slow_transfer_is_found_along_with_waiting_for_a_core():
     script = waiting_longer(
         simulate(**STEADY | {"consumer": jittered(0.06)}), 0.06, blocked=True, payload_bytes=9000
     )
@@ -71,7 +71,7 @@ def test_a_slow_transfer_is_told_beside_the_wait_for_a_core():
     assert "keeps up" not in findings["compute-bound"].summary
 
 
-def test_a_wait_that_was_not_split_is_blamed_on_neither():
+def test_unsplit_wait_is_blamed_on_neither_sampler_nor_transfer():
     script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
     seen, found = told(script)
     assert seen == [("cannot-tell", "info")]
@@ -83,7 +83,7 @@ def test_a_wait_that_was_not_split_is_blamed_on_neither():
     ("payload", "kinds"),
     [(32 * MIB, [("copy-bound", "warning")]), (10_000, [("cannot-tell", "info")])],
 )
-def test_copying_is_blamed_only_where_the_bytes_explain_it(payload, kinds):
+def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
     script = simulate(**STEADY | {"consumer": jittered(0.06)})
     seen, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2))
     assert seen == kinds
@@ -95,7 +95,7 @@ def test_copying_is_blamed_only_where_the_bytes_explain_it(payload, kinds):
 @pytest.mark.parametrize(
     ("collate", "kind"), [("default_collate", "pin-bound"), ("pad", "cannot-tell"), (None, "cannot-tell")]
 )
-def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
+def test_pinning_is_found_if_nothing_else_is_copied(collate, kind):
     script = simulate(collate=collate, pin_memory=True, **STEADY | {"consumer": jittered(0.06)})
     pinned = recorded("pinned-cache").streams["device_memory"]["pinned_allocated_bytes"]
     script.add("device_memory", [{"time_ns": ns(1001.0), "pinned_allocated_bytes": pinned.iloc[-1]}])
@@ -107,7 +107,7 @@ def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
 
 
 @pytest.mark.parametrize("epochs", [3, 8])
-def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(epochs):
+def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
     kinds, found = told(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
@@ -118,7 +118,7 @@ def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(ep
     assert found["worker-startup"].advice == ()
 
 
-def test_short_epochs_pay_for_empty_queues():
+def test_short_epochs_have_an_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
     kinds, found = told(simulate(**run | {"batches": 8, "epochs": 40}))
     assert kinds == [("epoch-refill", "warning")]
@@ -126,13 +126,13 @@ def test_short_epochs_pay_for_empty_queues():
     assert told(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
 
 
-def test_short_epochs_of_workers_that_are_too_slow_anyway_are_no_refill():
+def test_short_epochs_of_slow_workers_have_no_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.2), "consumer": jittered(0.005), "batches": 40, "epochs": 10}
     kinds, _ = told(simulate(**run))
     assert kinds[0][0] == "workers-too-slow"
 
 
-def test_uneven_shards_are_named_with_the_worker_that_has_most():
+def test_uneven_shards_are_found_with_the_largest_worker():
     run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
     kinds, found = told(simulate(shards=[180, 20], batches=200, iterable=True, **run))
     assert kinds == [("shard-skew", "warning")]
@@ -141,7 +141,7 @@ def test_uneven_shards_are_named_with_the_worker_that_has_most():
     assert told(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
 
 
-def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
+def test_warm_cache_is_judged_without_the_first_epoch():
     def caches(epoch_batches):
         seen = iter(range(10**6))
         usual = jittered(0.01)
@@ -156,7 +156,7 @@ def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
     ("pause", "distance", "kinds"),
     [(0.05, 25, [("main-thread-pause", "warning")]), (0.05, 100, [("main-thread-pause", "info")]), (0.0, 25, [])],
 )
-def test_pauses_that_come_regularly_are_named(pause, distance, kinds):
+def test_regular_pauses_are_found(pause, distance, kinds):
     def consumer(generator, k):
         return jittered(0.012, 0.1)(generator) + (pause if k % distance == 0 else 0.0)
 
@@ -168,7 +168,7 @@ def test_pauses_that_come_regularly_are_named(pause, distance, kinds):
         assert found["main-thread-pause"].locus.stage == "other"
 
 
-def test_random_long_steps_and_epoch_ends_are_no_pauses():
+def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
     def noisy(generator, _):
         return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
 
@@ -219,7 +219,7 @@ def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=20
     ("column", "lacks_memory", "by"),
     [("data_wait_ns", False, "data"), ("forward_ns", False, "compute"), ("forward_ns", True, "memory")],
 )
-def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, lacks_memory, by):
+def test_straggler_rank_is_named_with_its_reason(column, lacks_memory, by):
     findings = find_rank_straggler(ranks(late=0.030, column=column, lacks_memory=lacks_memory).tables())
     assert [(f.kind, f.severity, f.locus.rank, f.limited_by) for f in findings] == [
         ("rank-straggler", "warning", 1, by)
@@ -227,7 +227,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, lack
     assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
 
 
-def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
+def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script = ranks(late=0.030, column="data_wait_ns")
     for part in script.parts["step"]:
         device = part.drop(columns=["data_wait_ns", "h2d_ns"])
@@ -238,6 +238,6 @@ def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
     assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
 
 
-def test_ranks_that_nobody_waits_for_are_no_stragglers():
+def test_ranks_that_make_no_other_wait_are_no_stragglers():
     assert find_rank_straggler(ranks(late=0.0).tables()) == []
     assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []

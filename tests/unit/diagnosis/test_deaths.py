@@ -67,7 +67,7 @@ def deaths(script):
     ]
 
 
-def test_a_running_training_has_no_victim():
+def test_running_training_has_no_victim():
     verdict = diagnose(training().tables())
     assert verdict.status == "running"
     assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
@@ -86,12 +86,12 @@ def test_a_killed_training_is_the_only_victim():
     assert diagnose(script.tables()).status == "killed"
 
 
-def test_workers_that_have_not_noticed_yet_are_no_victims():
+def test_workers_that_outlive_a_killed_training_are_no_victims():
     script = over(training(), -9, alive=WORKERS)
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
-def test_a_shell_around_the_training_passes_the_signal_on():
+def test_exit_status_of_a_shell_shows_the_signal():
     script = over(workers_leave(training(), reason="parent-gone"), 137)
     script.manifest["command"]["pid"] = 99
     assert deaths(script) == [("killed", "main", None, "critical")]
@@ -102,11 +102,11 @@ def test_ctrl_c_is_information():
     assert deaths(script) == [("killed", "main", None, "info")]
 
 
-def test_sigterm_is_a_warning_and_takes_no_worker_along():
+def test_sigterm_is_a_warning_and_makes_no_worker_a_victim():
     assert deaths(over(training(), -15)) == [("killed", "main", None, "warning")]
 
 
-def test_a_killed_worker_is_named_and_not_the_training_that_followed():
+def test_killed_worker_is_named_and_not_the_failed_training():
     script = exception(training(), "RuntimeError", KILLED_MESSAGE)
     script.event(
         script.now_seconds - 0.6,
@@ -133,9 +133,7 @@ def test_a_killed_worker_is_named_and_not_the_training_that_followed():
         ("MemoryError", None, ["worker-killed"]),
     ],
 )
-def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_failed_of_it(
-    reason, message, kinds
-):
+def test_worker_that_aborts_at_the_end_is_a_victim_if_training_failed(reason, message, kinds):
     script = workers_leave(workers_leave(training(), 0), 1, reason=reason)
     died = {"worker": 1, "worker_pid": 1001, "exit_code": -6, "last_index": 7}
     script.event(script.now_seconds - 0.35, "worker-died", loader=0, epoch=0, **died)
@@ -145,7 +143,7 @@ def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_
 
 
 @pytest.mark.parametrize(("kills", "kind"), [([3, 3, 3], "worker-killed"), ([3, 3, 4], "host-oom-kill")])
-def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, kind):
+def test_killed_worker_with_a_caught_error_is_a_warning(kills, kind):
     script = with_memory(training(), kills)
     gone = script.now_seconds + 1
     died = {"worker": 1, "worker_pid": 1001, "exit_code": -9, "last_index": 7}
@@ -160,12 +158,12 @@ def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, ki
 
 
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
-def test_the_exception_alone_names_the_worker(message):
+def test_exception_message_names_the_killed_worker(message):
     script = over(farewell(workers_leave(exception(training(), "RuntimeError", message), 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
-def test_training_worker_and_collector_killed_at_once_are_all_named():
+def test_training_worker_and_collector_killed_together_are_all_named():
     script = over(workers_leave(training(), 0, reason="parent-gone"))
     assert set(deaths(script)) == {
         ("killed", "main", None, "critical"),
@@ -188,7 +186,7 @@ def test_a_resumed_collector_does_not_hide_that_the_first_was_killed():
     assert deaths(script) == [("killed", "collector", None, "warning")]
 
 
-def test_nothing_is_claimed_where_life_cannot_be_known():
+def test_no_death_is_claimed_if_life_is_unknown():
     script = training()
     script.living = None
     assert deaths(script) == []
@@ -208,7 +206,7 @@ def with_memory(script, counts, *, column="cgroup_oom_kill_count"):
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
-def test_an_out_of_memory_kill_names_the_victim_and_what_it_held(column):
+def test_oom_kill_names_the_victim_and_its_memory(column):
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4], column=column)
     over(farewell(workers_leave(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
@@ -216,13 +214,13 @@ def test_an_out_of_memory_kill_names_the_victim_and_what_it_held(column):
     assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
 
 
-def test_old_out_of_memory_kills_are_not_blamed():
+def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
     over(farewell(workers_leave(script, 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
-def test_one_out_of_memory_kill_has_one_victim():
+def test_one_oom_kill_has_one_victim():
     script = with_memory(training(), [0, 0, 1])
     over(workers_leave(script, 0, reason="parent-gone"), -9)
     assert sorted(deaths(script)) == [
@@ -238,7 +236,7 @@ def test_an_uncaught_exception_is_a_crash_with_its_message():
     assert "ValueError: loss is NaN" in found[0].summary
 
 
-def test_an_exception_of_a_helper_in_a_run_that_finished_is_no_crash():
+def test_exception_of_a_helper_in_a_finished_run_is_no_crash():
     script = over(farewell(workers_leave(training())), 0)
     script.event(
         script.now_seconds - 3, "exception", ("node", 555, 1), type="OSError", message="helper", traceback=""
@@ -256,7 +254,7 @@ def test_a_segmentation_fault_is_a_crash():
     assert "SIGSEGV" in diagnose(script.tables()).findings[0].summary
 
 
-def test_a_command_killed_before_it_reached_any_loader():
+def test_command_killed_before_any_loader_is_a_victim():
     assert deaths(over(Script(), -9)) == [("killed", "other", None, "critical")]
 
 
@@ -295,14 +293,14 @@ def test_workers_of_a_finished_epoch_are_no_victims():
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
-def test_a_command_that_nothing_attached_to_says_why():
+def test_finding_explains_why_nothing_attached_to_the_command():
     verdict = diagnose(over(Script(), 0).tables())
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
     assert "ended before its processes were sampled" in verdict.findings[0].summary
 
 
-def test_finished_helper_keeps_its_word():
+def test_finished_helper_gives_exit_status_zero():
     assert diagnose(finished(workers_leave(training())).tables()).exit_status == 0
 
 
@@ -315,7 +313,7 @@ def ranks(parent=99, count=2):
     return script, ("node", parent, 4000)
 
 
-def test_an_exception_of_the_launcher_is_the_crash_and_its_ranks_are_no_victims():
+def test_exception_of_the_launcher_is_the_crash_and_not_its_ranks():
     script, launcher = ranks()
     text = "\n\n-- Process 0 terminated with the following error:\nTraceback\nValueError: boom"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessRaisedException", message=text)
@@ -324,7 +322,7 @@ def test_an_exception_of_the_launcher_is_the_crash_and_its_ranks_are_no_victims(
     assert "ValueError: boom" in found[0].summary
 
 
-def test_the_launcher_names_the_rank_that_a_signal_ended():
+def test_launcher_message_names_the_rank_killed_by_a_signal():
     script, launcher = ranks()
     text = "process 1 terminated with signal SIGKILL"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessExitedException", message=text)
@@ -332,11 +330,11 @@ def test_the_launcher_names_the_rank_that_a_signal_ended():
     assert [(f.kind, f.locus.pid) for f in found] == [("killed", 201)]
 
 
-def test_ranks_that_vanish_with_a_command_that_failed_by_itself_are_no_victims():
+def test_ranks_that_end_with_a_failed_command_are_no_victims():
     assert [kind for kind, *_ in deaths(over(ranks()[0], 1))] == ["crashed"]
 
 
-def test_a_farewell_wins_over_the_status_of_the_shell_around():
+def test_process_exit_event_overrides_the_exit_status_of_a_shell():
     script = over(farewell(workers_leave(training())), 137)
     script.manifest["command"]["pid"] = 99
     assert "killed" not in {kind for kind, *_ in deaths(script)}
@@ -344,7 +342,7 @@ def test_a_farewell_wins_over_the_status_of_the_shell_around():
 
 
 @pytest.mark.parametrize("status", [-9, None])
-def test_workers_that_vanish_with_their_training_are_followers(status):
+def test_workers_that_end_with_their_training_are_no_victims(status):
     kinds = {(kind, role) for kind, role, *_ in deaths(over(training(), status))}
     assert ("killed", "main") in kinds
     assert ("worker-killed", "worker") not in kinds
@@ -372,11 +370,11 @@ def killed_after(counts, column, demand):
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
-def test_a_kill_of_long_before_is_not_blamed(column):
+def test_oom_kill_long_before_the_end_is_not_blamed(column):
     assert killed_after([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
 
 
-def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup_does_not():
+def test_only_the_hosts_kill_count_needs_a_memory_shortage():
     late = [0] * 9 + [1]
     assert killed_after(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
     assert killed_after(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
@@ -384,7 +382,7 @@ def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup
 
 
 @pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
-def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kills, kinds):
+def test_oom_killed_trial_of_a_finished_sweep_is_a_warning(kills, kinds):
     script, sweep = Script(), ("node", 99, 4000)
     script.manifest["command"].update(pid=sweep[1], start_ticks=sweep[2])
     seconds = [START_SECONDS + second for second in range(10)]
@@ -401,7 +399,7 @@ def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kill
     assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
 
 
-def test_the_farewell_in_the_evidence_is_counted():
+def test_evidence_counts_process_exit_events():
     script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
     found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
     assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1

@@ -65,7 +65,7 @@ def found(make):
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-def test_what_does_not_leak_is_almost_never_called_growth(kind):
+def test_healthy_series_are_almost_never_called_growth(kind):
     assert found(HEALTHY[kind]) <= 2
 
 
@@ -90,7 +90,7 @@ def test_the_onset_of_a_leak_is_named(noise):
     assert 250 <= grown.since_seconds <= 360
 
 
-def test_what_each_step_leaks_is_found_although_the_pace_changes():
+def test_leak_per_step_is_found_despite_a_changing_pace():
     pace = np.where(np.arange(POINTS) % 200 < 120, 10.0, 1.0) * np.linspace(4, 1, POINTS)
     steps = np.cumsum(pace)
     noise = np.random.default_rng(0).normal(size=POINTS)
@@ -117,11 +117,11 @@ def test_a_few_points_are_no_trend(points):
     assert growth(np.arange(points, dtype=float), 1000.0 * np.arange(points), negligible=1) is None
 
 
-def test_what_is_negligible_is_not_growth():
+def test_negligible_growth_is_ignored():
     assert growth(np.arange(100.0), 0.1 * np.arange(100.0), negligible=16) is None
 
 
-def test_nothing_known_is_no_growth():
+def test_missing_values_are_no_growth():
     assert growth(np.arange(100.0), np.full(100, np.nan), negligible=1) is None
 
 
@@ -141,7 +141,7 @@ def test_the_interval_narrows_with_less_noise_and_is_reproducible():
     assert slope_interval(x, x + noise) == slope_interval(x, x + noise)
 
 
-def test_a_cache_that_is_full_is_no_growth_although_its_steps_were_slow_at_first():
+def test_full_cache_is_no_growth_despite_slow_first_steps():
     seconds = np.arange(0.0, 33.0)
     steps = np.where(seconds < 19, 150.0 * seconds, 2850 + 500.0 * (seconds - 19))
     held = 310.0 + 0.0163 * np.minimum(steps, 4800)

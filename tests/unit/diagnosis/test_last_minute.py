@@ -29,7 +29,7 @@ def killed():
     return script
 
 
-def test_each_process_of_the_last_minute_has_its_samples_and_no_other_has():
+def test_last_minute_has_samples_only_of_processes_alive_then():
     samples = last_minute(killed().tables())
     assert set(samples["pid"]) == {MAIN[1], WORKER[1]}
     assert set(samples[samples["pid"] == MAIN[1]]["role"]) == {"main"}
@@ -39,7 +39,7 @@ def test_each_process_of_the_last_minute_has_its_samples_and_no_other_has():
     assert grown.is_monotonic_increasing
 
 
-def test_the_report_of_a_death_says_what_each_held_and_did():
+def test_report_of_a_death_has_memory_and_state_of_each_process():
     verdict = diagnose(killed().tables())
     body = json.loads(json.dumps(card.report(verdict, run_id="r", name="n")["summary"]["last_minute"]))
     main, worker = body
@@ -55,7 +55,7 @@ def test_the_report_of_a_death_says_what_each_held_and_did():
     assert "219 MiB" in told
 
 
-def test_a_run_that_lives_has_no_post_mortem_and_one_without_samples_still_has_its_steps():
+def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
     script = killed()
     del script.manifest["exit_status"]
     script.living = frozenset({MAIN})

@@ -56,23 +56,23 @@ def measured(script):
     return held_memory(tables, loops(tables)[0]).usual / MIB
 
 
-def test_what_processes_share_is_there_once():
+def test_shared_memory_is_counted_once():
     assert measured(trained()) == pytest.approx(200 + SHARED + 2 * 100)
     assert told(trained(), 6, 2)[0] == pytest.approx(200 + SHARED + 6 * 100)
     assert measured(trained(workers=6)) == pytest.approx(200 + SHARED + 6 * 100)
 
 
-def test_what_the_training_process_had_before_its_workers_says_nothing():
+def test_memory_before_the_workers_start_is_ignored():
     assert told(trained(late_pss=5000.0), 4, 2) == told(trained(), 4, 2)
 
 
-def test_batches_are_counted_that_are_there_and_at_most_those_that_may_be():
+def test_usual_and_most_memory_count_batches_in_queues():
     expected, most = told(trained(fetch=0.3, payload=10), 2, 8)  # workers are the slow side: queues stay empty
     assert expected == pytest.approx(200 + SHARED + 2 * 100, abs=5)
     assert most == pytest.approx(expected + 16 * 10, abs=10)
 
 
-def test_a_worker_that_makes_fewer_batches_has_grown_less_but_copied_as_much():
+def test_worker_with_fewer_batches_grows_less_but_copies_as_much():
     grown = 100 + 20 * np.arange((SECONDS > START_SECONDS).sum())
     own = trained(
         private=grown, fetch=0.02
@@ -83,7 +83,7 @@ def test_a_worker_that_makes_fewer_batches_has_grown_less_but_copied_as_much():
     assert told(copied, 4, 2)[0] - 500 == pytest.approx(2 * (measured(copied) - 500), rel=0.01)
 
 
-def test_without_a_reading_of_the_training_process_since_its_workers_began_nothing_is_said():
+def test_memory_is_unknown_without_a_main_reading_since_workers_began():
     script = trained()
     for rows in script.parts["process"]:
         main, running = rows["process_pid"] == MAIN[1], rows["time_ns"] > START_SECONDS * 1e9

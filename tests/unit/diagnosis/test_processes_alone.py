@@ -44,7 +44,7 @@ def leaks(script):
 RAMP = 10.0 * np.arange(180)
 
 
-def test_a_leak_without_any_iteration_is_found_and_told_with_less_certainty():
+def test_leak_without_iterations_is_found_with_less_confidence():
     script = finished(program(RAMP))
     see(script, "serve.py", has_torch=False, obstacle=None)
     (found,) = leaks(script)
@@ -56,33 +56,33 @@ def test_a_leak_without_any_iteration_is_found_and_told_with_less_certainty():
     assert found.rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
-def test_what_is_given_back_at_the_very_end_hides_nothing():
+def test_memory_released_at_the_end_hides_no_leak():
     grown = RAMP.copy()
     grown[-3:] = [900, 300, 0]
     assert len(leaks(finished(program(grown)))) == 1
     assert len(leaks(program(grown, watched=True))) == 1
 
 
-def test_what_is_given_back_again_and_again_is_no_leak():
+def test_memory_released_repeatedly_is_no_leak():
     assert leaks(finished(program(10.0 * (np.arange(60) % 6)))) == []
 
 
-def test_a_short_growth_without_any_iteration_may_be_the_loading_of_data():
+def test_short_growth_without_iterations_is_information():
     (found,) = leaks(finished(program(RAMP[:60])))
     assert found.severity == "info"
 
 
 @pytest.mark.parametrize(("asked_for", "count"), [(np.full(180, 2000.0), 0), (200 + RAMP, 1)])
-def test_memory_that_was_asked_for_before_and_is_filled_now_is_no_leak(asked_for, count):
+def test_filling_memory_allocated_before_is_no_leak(asked_for, count):
     assert len(leaks(finished(program(RAMP, data_bytes=asked_for * MIB)))) == count
 
 
-def test_what_is_given_back_slowly_is_no_teardown():
+def test_memory_released_slowly_is_no_teardown():
     grown = np.concatenate([10.0 * np.arange(30), 300 - 10.0 * np.arange(30)])
     assert leaks(finished(program(grown))) == []
 
 
-def test_a_process_that_lives_and_has_not_iterated_yet_may_be_loading_its_data():
+def test_growth_of_a_live_process_without_iterations_is_information():
     script = program(RAMP[:60])
     script.living = frozenset({MAIN})
     (found,) = leaks(script)
@@ -90,14 +90,14 @@ def test_a_process_that_lives_and_has_not_iterated_yet_may_be_loading_its_data()
 
 
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])
-def test_the_samples_of_a_steady_process_are_all_kept(more):
+def test_samples_of_a_steady_process_are_not_dropped_as_teardown(more):
     script = Script()
     held = np.full(30, 200.0 * MIB)
     sample_process(script, SECONDS[:30], MAIN, ROLE_OTHER, private=held, rss=held, **more)
     assert len(before_teardown(script.tables().stream("process"))) == 30
 
 
-def test_a_watch_that_was_given_up_does_not_say_that_the_process_finished():
+def test_interrupted_watch_leaves_the_process_running():
     script = program(np.zeros(60), watched=True)
     script.living = frozenset({MAIN})
     script.manifest["end_time_ns"] = ns(START_SECONDS + 61)
@@ -106,7 +106,7 @@ def test_a_watch_that_was_given_up_does_not_say_that_the_process_finished():
     assert verdict.duration_seconds == pytest.approx(61)
 
 
-def test_a_run_without_iterations_names_what_was_attached():
+def test_run_without_iterations_names_the_attached_process():
     script = finished(program(np.zeros(60)))
     script.event(START_SECONDS + 2, "process-attached", argv=["python", "serve.py"], parent_pid=90)
     script.events = [event for event in script.events if event["kind"] != "process-exit"]
@@ -123,7 +123,7 @@ def test_a_run_without_iterations_names_what_was_attached():
         (None, "do not tell why", "training_harness.attach()"),
     ],
 )
-def test_a_training_without_hooks_gets_the_true_reason_and_its_remedy(obstacle, why, remedy):
+def test_training_without_hooks_gets_the_reason_and_a_remedy(obstacle, why, remedy):
     script = program(np.zeros(60))
     script.event(START_SECONDS + 61, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=0)
     see(script, "train.py", has_torch=True, obstacle=obstacle)
@@ -132,7 +132,7 @@ def test_a_training_without_hooks_gets_the_true_reason_and_its_remedy(obstacle, 
     assert remedy in found.advice[0].text
 
 
-def test_what_the_command_left_running_keeps_the_run_running():
+def test_run_is_running_while_a_process_left_behind_lives():
     script = finished(program(np.zeros(60)))
     left = [{"pid": 777, "start_ticks": 7, "argv": ["python", "train.py"], "is_python": True}]
     script.event(START_SECONDS + 99, "left-running", COLLECTOR, processes=left)

@@ -49,7 +49,7 @@ def recorded(tmp_path):
     ],
     ids=["optimizer", "batches", "own", "older run", "older evaluation"],
 )
-def test_steps_are_those_of_the_highest_unit_in_the_run_alone(recorded, steps, count, unit):
+def test_only_steps_of_the_highest_unit_count(recorded, steps, count, unit):
     tables = recorded(*steps)
     assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
     assert step_unit(tables) == unit
@@ -70,7 +70,7 @@ def test_independent_trainings_add_up_and_ranks_do_not():
     assert diagnose(trainings(rank=0).tables()).steps == 100
 
 
-def test_what_a_short_process_waits_is_no_loss_of_the_run():
+def test_wait_of_a_short_process_is_no_warning():
     script = trainings()
     late = START_SECONDS + 60
     simulate(
@@ -90,14 +90,14 @@ def test_what_a_short_process_waits_is_no_loss_of_the_run():
     assert loading.value_of("lost_wall_ratio") < 0.02
 
 
-def test_without_a_dataloader_the_data_wait_is_not_known():
+def test_data_wait_is_unknown_without_a_dataloader():
     script = started().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
     verdict = diagnose(script.tables())
     assert verdict.summary["data_wait_ratio"] is None
     assert verdict.step_unit == "optimizer step"
 
 
-def test_time_outside_the_step_is_told_with_its_share_on_the_cpu():
+def test_time_outside_the_step_has_its_share_on_the_cpu():
     phases = {"forward_ns": 40e6, "backward_ns": 30e6, "optimizer_ns": 10e6, "other_ns": 120e6}
     rows = step_rows(40, UNIT_OPTIMIZER, batches_count=0, **phases)
     for row in rows[::2]:
@@ -135,7 +135,7 @@ def validated(*, every=10, validation=20):
     return script.add("batch", rows).add("step", steps)
 
 
-def test_samples_per_second_are_those_of_training():
+def test_samples_per_second_exclude_validation():
     with_validation = diagnose(validated().tables()).summary["throughput"]["samples_per_second"]
     seconds = 49 * 0.11 + 4 * 20 * 0.01
     assert with_validation == pytest.approx(49 * 8 / seconds, rel=0.01)
@@ -163,7 +163,7 @@ def test_findings_name_loaders_by_their_variable_line_and_dataset():
     assert found.locus.loader_name == "train_loader, main.py:37, ImageFolder, batch 64"
 
 
-def test_findings_of_forked_trainers_are_told_apart():
+def test_findings_of_forked_trainers_have_their_pids():
     script = Script()
     for loader, key in enumerate(CHILDREN):
         run = {"loader": loader, "service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
@@ -172,14 +172,14 @@ def test_findings_of_forked_trainers_are_told_apart():
     assert sorted(finding.locus.main_pid for finding in found) == [100, 101]
 
 
-def test_one_training_needs_no_pid_at_its_findings():
+def test_findings_of_a_single_training_have_no_pid():
     run = {"service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
     found = diagnose(simulate(workers=2, prefetch=2, **run).tables()).findings
     assert [finding.locus.main_pid for finding in found if finding.kind == "workers-too-slow"] == [None]
 
 
 @pytest.mark.parametrize(("epochs", "words"), [(1, "once in an epoch"), (2, "pays it in each epoch")])
-def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_would_cost(epochs, words):
+def test_slow_startup_in_a_short_run_is_information(epochs, words):
     script = simulate(
         workers=2,
         prefetch=2,
@@ -198,7 +198,7 @@ def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_
     assert words in start.summary
 
 
-def test_exceptions_tell_their_line_and_no_colours():
+def test_crash_finding_has_its_line_and_no_escape_codes():
     script = started().event(
         START_SECONDS + 5,
         "exception",
@@ -213,7 +213,7 @@ def test_exceptions_tell_their_line_and_no_colours():
     assert "events/node.100.jsonl" in crash.advice[0].text
 
 
-def test_a_notebook_that_has_detached_has_finished_though_it_lives():
+def test_detached_notebook_is_finished_while_it_lives():
     script = simulate(workers=2, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=50)
     script.living = frozenset({MAIN})
     assert diagnose(script.tables()).status == "running"

@@ -26,7 +26,7 @@ def handed_over(*, fetch_ms, gap_ms, took_ms, count=60):
     )
 
 
-def test_taking_a_batch_from_a_worker_that_waits_is_told_apart_from_one_that_computes():
+def test_transfer_from_waiting_and_computing_workers_is_separated():
     computes = handed_over(fetch_ms=20, gap_ms=0.5, took_ms=12)
     waits = handed_over(fetch_ms=20, gap_ms=40, took_ms=2).assign(epoch=1)
     found = overheads(pd.concat([computes, waits], ignore_index=True), prefetch_factor=2, computing_ratio=1.0)
@@ -35,7 +35,7 @@ def test_taking_a_batch_from_a_worker_that_waits_is_told_apart_from_one_that_com
     assert overheads(computes, prefetch_factor=2, computing_ratio=1.0).gap == pytest.approx(0.0005)
 
 
-def test_with_one_index_at_a_time_a_worker_never_computes_while_its_batch_is_taken():
+def test_worker_with_one_index_never_computes_during_transfer():
     rows = handed_over(fetch_ms=20, gap_ms=8, took_ms=2)
     found = overheads(rows, prefetch_factor=1, computing_ratio=0.5)
     assert found.hand_over == pytest.approx(0.002)
@@ -43,7 +43,7 @@ def test_with_one_index_at_a_time_a_worker_never_computes_while_its_batch_is_tak
     assert found.busy_hand_over == assumed_overheads(0.5).busy_hand_over
 
 
-def test_a_loop_that_waits_sees_batches_cross():
+def test_waiting_loop_measures_the_transfer_time():
     rows = handed_over(fetch_ms=20, gap_ms=30, took_ms=2)
     rows["asked_ns"] = rows["made_ns"] - 10 * MS
     found = overheads(rows, prefetch_factor=2, computing_ratio=1.0)

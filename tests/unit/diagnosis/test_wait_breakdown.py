@@ -61,7 +61,7 @@ def collating_seconds(script):
     service=st.floats(0.001, 0.1),
     seed=st.integers(0, 99),
 )
-def test_the_parts_of_every_wait_add_up_to_it(workers, prefetch, in_order, persistent, service, seed):
+def test_parts_of_every_wait_add_up(workers, prefetch, in_order, persistent, service, seed):
     script = simulate(
         workers=workers, prefetch=prefetch, in_order=in_order, persistent=persistent, seed=seed, startup=0.2,
         service=jittered(service, cv=0.8), consumer=jittered(0.02, cv=0.5), batches=10, epochs=2, collate_share=0.3,
@@ -73,13 +73,13 @@ def test_the_parts_of_every_wait_add_up_to_it(workers, prefetch, in_order, persi
     assert seen.by_part.get("collate", 0) == pytest.approx(collating_seconds(script), abs=1e-6)
 
 
-def test_the_wait_goes_to_the_stages_of_the_batch_that_is_awaited():
+def test_wait_is_divided_by_the_stages_of_the_awaited_batch():
     seen = only(in_stages(simulate(collate_share=0.0, **SLOW), decode=0.6, read=0.3))
     assert list(seen.by_part) == ["decode", "read", OTHER]
     assert [seconds / seen.wait_seconds for seconds in seen.by_part.values()] == pytest.approx([0.6, 0.3, 0.1])
 
 
-def test_workers_that_start_and_wait_for_an_index_are_told_apart():
+def test_startup_and_waiting_for_an_index_are_separate_parts():
     started = only(simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)}))
     assert started.by_part[START] == pytest.approx(1.4)
     script = simulate(**SLOW)
@@ -93,7 +93,7 @@ def test_workers_that_start_and_wait_for_an_index_are_told_apart():
     assert START not in inline.by_part
 
 
-def test_a_batch_that_is_made_and_not_there_is_on_its_way():
+def test_wait_for_a_finished_batch_is_transfer():
     script = simulate(**{**SLOW, "service": jittered(0.001)})
     for batches in script.parts["batch"]:
         batches["wait_ns"] += 3e6
@@ -103,13 +103,13 @@ def test_a_batch_that_is_made_and_not_there_is_on_its_way():
     assert seen.by_part[TRANSFER] == pytest.approx(0.9, rel=0.02)
 
 
-def test_one_slow_worker_blocks_batches_that_are_there_already():
+def test_slow_worker_blocks_batches_that_are_ready():
     one = only(simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])}))
     assert one.head_of_line_seconds > 0.9 * one.wait_seconds
     assert only(simulate(**{**SLOW, "workers": 1})).head_of_line_seconds == 0
 
 
-def test_a_wait_whose_fetch_was_not_recorded_is_blamed_on_nothing():
+def test_wait_without_a_fetch_record_is_unknown():
     script = simulate(**SLOW)
     script.parts["fetch"] = [rows.iloc[:-10] for rows in script.parts["fetch"]]
     seen = only(script)
@@ -118,7 +118,7 @@ def test_a_wait_whose_fetch_was_not_recorded_is_blamed_on_nothing():
     assert seen.by_part[UNKNOWN] == pytest.approx(lost.sum() / 1e9)
 
 
-def test_of_a_long_run_only_the_time_counts_for_which_all_records_are_there():
+def test_only_time_with_complete_records_counts():
     script = simulate(**SLOW)
     tables = script.tables()
     since = tables.stream("batch")["time_ns"].iloc[100]
@@ -129,7 +129,7 @@ def test_of_a_long_run_only_the_time_counts_for_which_all_records_are_there():
     assert seen.by_part.get(UNKNOWN, 0) < 0.05 * seen.wait_seconds
 
 
-def test_what_is_said_to_be_enough_is_enough():
+def test_target_per_batch_removes_the_wait():
     """The stage at the length that the table names, in another simulation: the loop no longer waits."""
     script = in_stages(simulate(collate_share=0.0, **SLOW), decode=0.7, read=0.1)
     gains = speed_ups(script.tables(), only(script))
@@ -144,7 +144,7 @@ def test_what_is_said_to_be_enough_is_enough():
     )
 
 
-def test_the_summary_names_the_loop_that_waits_longest_first_and_a_busy_loop_needs_no_speed_up():
+def test_longest_waiting_loop_is_first_in_the_summaries():
     script = simulate(**{**SLOW, "service": jittered(0.001)})
     simulate(script=script, loader=1, begin=1100.0, **SLOW)
     slow, busy = wait_summaries(script.tables())
@@ -155,7 +155,7 @@ def test_the_summary_names_the_loop_that_waits_longest_first_and_a_busy_loop_nee
     assert np.isfinite(busy["wait_ratio"])
 
 
-def test_a_slow_worker_stands_out_in_the_fold_and_in_the_lanes():
+def test_slow_worker_stands_out_in_round_and_timeline():
     script = simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])})
     seen = only(script)
     folded = waits_by_position(seen)
@@ -174,5 +174,5 @@ def test_a_slow_worker_stands_out_in_the_fold_and_in_the_lanes():
     assert ((bars["begin_ms"] >= 0) & (bars["begin_ms"] + bars["duration_ms"] <= length_ms + 1e-6)).all()
 
 
-def test_a_run_too_short_for_a_round_in_its_steady_state_has_no_lanes():
+def test_run_too_short_for_a_steady_round_has_no_timeline():
     assert lanes(only(simulate(**{**SLOW, "batches": 20}))) is None

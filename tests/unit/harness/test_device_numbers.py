@@ -21,5 +21,5 @@ from training_harness.layout import ALL_DEVICES
         (0, "1", None, 0),  # no command began the run
     ],
 )
-def test_a_device_has_the_number_of_the_command(device, own, of_run, number):
+def test_device_has_the_number_that_the_command_uses(device, own, of_run, number):
     assert renumber(device, own, of_run) == number

@@ -63,7 +63,7 @@ def recorded(tmp_path, monkeypatch):
     stages._forget()
 
 
-def test_a_stage_is_without_those_within_it_and_is_written_once_per_batch(clock, recorded):
+def test_stage_excludes_nested_stages_and_is_written_once_per_batch(clock, recorded):
     for _ in range(2):
         with stage("augment"):
             clock.pass_ns(3 * MS, 2 * MS)
@@ -79,7 +79,7 @@ def test_a_stage_is_without_those_within_it_and_is_written_once_per_batch(clock,
     assert len(recorded) == 2, "the next batch called nothing"
 
 
-def test_what_the_loop_calls_belongs_to_the_batch_that_it_was_given(clock, recorded):
+def test_stages_of_the_loop_belong_to_its_current_batch(clock, recorded):
     for index in range(2):
         stages.flush()
         stages.local.tally.batch = 0, 0, index
@@ -89,7 +89,7 @@ def test_what_the_loop_calls_belongs_to_the_batch_that_it_was_given(clock, recor
     assert recorded == [(0, 0, index, MISSING_INT32, b"copy", 1, MS, MS) for index in range(2)]
 
 
-def test_batches_that_follow_each_other_closely_share_a_record(clock, recorded):
+def test_batches_in_close_succession_share_a_record(clock, recorded):
     stages.due_ns = 0
     stages.local.tally.batch = 0, 0, 0
     for index in range(1, 7):
@@ -102,7 +102,7 @@ def test_batches_that_follow_each_other_closely_share_a_record(clock, recorded):
     assert [(row[2], row[5]) for row in recorded] == [(0, 1), (2, 2), (4, 2), (6, 1)]
 
 
-def test_the_cpu_clock_is_read_for_one_in_sixteen_short_calls_and_scaled_to_all(clock, recorded):
+def test_cpu_time_of_short_calls_is_sampled_and_scaled(clock, recorded):
     read: list[int] = []
     clock.thread_time_ns = lambda: read.append(clock.wall_ns) or clock.cpu_ns
     work = stage_calls.time_calls(clock.pass_ns, "augment", stages.recording.hook)
@@ -125,7 +125,7 @@ def test_the_cpu_clock_is_read_for_one_in_sixteen_short_calls_and_scaled_to_all(
     assert recorded[3][5:] == (1, 10_000, MISSING_INT64), "CPU time that was not measured is missing, not 0"
 
 
-def test_threads_that_help_count_for_the_batch_and_threads_that_fetch_for_their_own(recorded):
+def test_stages_of_helper_threads_count_for_the_batch(recorded):
     def helper() -> None:
         with stage("decode"):
             pass
@@ -161,7 +161,7 @@ def test_threads_that_help_count_for_the_batch_and_threads_that_fetch_for_their_
     ]
 
 
-def test_stage_is_nothing_where_nothing_records_and_never_hides_what_it_is_put_on(recorded):
+def test_stage_has_no_effect_without_recording_and_keeps_metadata(recorded):
     @stage("augment")
     def half(value: float) -> float:
         """Half of it."""
@@ -189,7 +189,7 @@ def test_stage_is_nothing_where_nothing_records_and_never_hides_what_it_is_put_o
     assert not stages.recording.hook.active, "not hashable: switched off, not raised"
 
 
-def test_a_replaced_function_looks_as_before_and_is_the_original_after(recorded, tmp_path):
+def test_replaced_function_looks_unchanged_and_is_restored(recorded, tmp_path):
     before, loader = cv2.imread, np.load
     hooks = [stage_calls.install("cv2"), stage_calls.install("numpy")]
     assert cv2.imread is not before
@@ -212,7 +212,7 @@ def test_a_replaced_function_looks_as_before_and_is_the_original_after(recorded,
 
 
 @pytest.mark.parametrize("part", ["enter", "leave"])
-def test_a_failure_of_ours_switches_off_and_leaves_what_is_held_picklable(recorded, monkeypatch, part):
+def test_failing_stage_hook_disables_itself_and_stays_picklable(recorded, monkeypatch, part):
     before, hook = cv2.flip, stage_calls.install("cv2")
     monkeypatch.setattr(stages.Tally, part, lambda *_: 1 / 0)
     try:
@@ -226,9 +226,7 @@ def test_a_failure_of_ours_switches_off_and_leaves_what_is_held_picklable(record
     assert cv2.flip is before
 
 
-def test_the_members_of_a_compose_are_stages_and_only_reading_is_told_apart_in_them(
-    recorded, monkeypatch, tmp_path
-):
+def test_members_of_a_compose_are_stages_with_reading_separate(recorded, monkeypatch, tmp_path):
     class Shrink:
         def __call__(self, path):
             return cv2.resize(cv2.imread(path), (4, 4))
@@ -262,7 +260,7 @@ def test_the_members_of_a_compose_are_stages_and_only_reading_is_told_apart_in_t
     assert originals == [Shrink.__call__, ToTensor.__call__, Compose.__call__]
 
 
-def test_copies_to_a_device_are_told_and_nothing_else_is_a_copy(recorded, monkeypatch, clock):
+def test_only_copies_to_a_device_are_recorded_as_copies(recorded, monkeypatch, clock):
     went: list[tuple] = []
 
     def to(tensor, *args, **kwargs):
@@ -299,7 +297,7 @@ def test_copies_to_a_device_are_told_and_nothing_else_is_a_copy(recorded, monkey
     assert torch.Tensor.to is to
 
 
-def test_tensor_methods_stay_where_a_subclass_may_compare_them():
+def test_tensor_methods_are_not_replaced_if_a_subclass_may_compare():
     class Marked(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -316,7 +314,7 @@ def test_tensor_methods_stay_where_a_subclass_may_compare_them():
         gc.collect()  # it must not be met by what comes after
 
 
-def test_the_shim_waits_for_every_module_that_has_hooks():
+def test_shim_waits_for_every_module_with_hooks():
     source = (Path(layout.__file__).parent / "bootstrap" / "shim.py").read_text()
     triggers = next(
         ast.literal_eval(node.value)

@@ -42,7 +42,7 @@ def look(made):
         context.__exit__(None, None, None)
 
 
-def test_a_window_of_steps_begins_with_its_first_step(look):
+def test_window_of_steps_begins_at_its_first_step(look):
     snapshot, within = look("copy-on-read", "500steps")
     assert training_steps.step_summary(snapshot, within)["n"] == 500
     assert training_steps.steps(snapshot, within)["step"].iloc[0] == 700
@@ -66,7 +66,7 @@ def test_key_figure_and_chart_agree_on_the_data_wait(look):
     assert training_steps.step_summary(snapshot, within)["wait_ratio"] == pytest.approx(of_chart)
 
 
-def test_the_same_question_is_asked_once_and_each_answer_is_ones_own(look):
+def test_memo_queries_once_and_returns_copies(look):
     snapshot, _ = look("slow-worker")
     asked = []
 
@@ -90,7 +90,7 @@ def _epochs(run, *, window="run", rank=None):
     return [(round(at, 3), loader, epoch) for at, loader, epoch in table.itertuples(index=False)]
 
 
-def test_an_epoch_begins_before_its_workers_are_started(tmp_path):
+def test_epoch_begins_before_its_workers_start(tmp_path):
     run = Run(runs.make_run(tmp_path, runs.COPY_ON_READ))
     trainer = Identity(socket.gethostname(), runs.NO_SUCH_PID, 1000)
     runs.begin_epochs(run.path, trainer, {1: 40.0, 2: 80.0})
@@ -99,7 +99,7 @@ def test_an_epoch_begins_before_its_workers_are_started(tmp_path):
     assert _epochs(run, window="500steps") == [(80.0, 0, 2)]
 
 
-def test_of_many_ranks_one_tells_of_epochs(tmp_path):
+def test_epochs_are_those_of_one_rank(tmp_path):
     run = Run(runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0)))  # says nothing itself
     for rank in (1, 2):
         who = Identity(socket.gethostname(), runs.NO_SUCH_PID + rank, 1000, rank=rank)
@@ -108,7 +108,7 @@ def test_of_many_ranks_one_tells_of_epochs(tmp_path):
     assert _epochs(run, rank=2) == [(7.0, 0, 0), (17.0, 0, 1)]
 
 
-def test_without_workers_an_epoch_begins_with_its_first_batch(tmp_path, monkeypatch):
+def test_epoch_without_workers_begins_with_its_first_batch(tmp_path, monkeypatch):
     run = Run(runs.make_run(tmp_path, runs.INLINE))
     ((began, loader, epoch),) = _epochs(run)
     assert (loader, epoch) == (0, 0)
@@ -117,7 +117,7 @@ def test_without_workers_an_epoch_begins_with_its_first_batch(tmp_path, monkeypa
     assert _epochs(run) == []
 
 
-def test_when_a_step_was_made(look):
+def test_steps_have_their_elapsed_time(look):
     snapshot, within = look("copy-on-read")
     assert moments.steps_elapsed(snapshot, within, [0, 100, 5000]) == [
         pytest.approx(2.1, abs=0.01),
@@ -130,7 +130,7 @@ def test_when_a_step_was_made(look):
     assert first == pytest.approx(2.1 + 90, abs=0.01)
 
 
-def test_steps_split_adds_up_to_their_duration(look):
+def test_split_of_steps_adds_up_to_their_duration(look):
     snapshot, within = look("slow-worker")
     table = training_steps.steps(snapshot, within)
     assert table["n"].sum() == 399  # the first step has no duration
@@ -138,7 +138,7 @@ def test_steps_split_adds_up_to_their_duration(look):
     assert (table["wait_ms"] + table["rest_ms"]).max() == pytest.approx(106)
 
 
-def test_memory_by_role_sums_processes_and_holds_each_until_its_next_sample(look):
+def test_memory_by_role_sums_the_last_samples_of_processes(look):
     snapshot, within = look("slow-worker")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
     last = snapshot.query(
@@ -150,7 +150,7 @@ def test_memory_by_role_sums_processes_and_holds_each_until_its_next_sample(look
     assert (table["worker"] > 0).all()
 
 
-def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
+def test_process_counts_from_its_first_sample_before_smaps(tmp_path):
     run_dir = runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0, steps=40))
     with read(Run(run_dir)) as snapshot:
         within = spans.span(snapshot, spans.extent(snapshot), origin=0, window="run", rank=None)
@@ -165,7 +165,7 @@ def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
     assert (table["main"] > 0).all()
 
 
-def test_memory_by_role_says_nothing_of_the_time_when_nobody_sampled(look):
+def test_memory_by_role_has_a_gap_where_samples_are_missing(look):
     snapshot, within = look("slow-worker")
     begin = snapshot.query("SELECT min(time_ns) AS t FROM process")["t"].iloc[0]
 
@@ -183,13 +183,13 @@ def test_memory_by_role_says_nothing_of_the_time_when_nobody_sampled(look):
     assert paused.iloc[-1].equals(whole.iloc[-1])
 
 
-def test_a_worker_that_was_replaced_is_not_counted_twice(look):
+def test_replaced_worker_is_not_counted_twice(look):
     snapshot, within = look("restarts")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
     assert table["worker"].max() < 1.2 * table["worker"].min()
 
 
-def test_restarts_and_slopes_of_processes(look):
+def test_processes_have_their_restarts_and_slopes(look):
     snapshot, within = look("restarts")
     places = process_memory.processes(snapshot, within)
     assert places.groupby("series")["restart"].sum().to_dict() == {
@@ -203,7 +203,7 @@ def test_restarts_and_slopes_of_processes(look):
     assert abs(places.loc["main", "private_dirty_slope"]) < MIB / 10
 
 
-def test_without_smaps_the_metric_falls_back_to_rss(look, tmp_path):
+def test_metric_falls_back_to_rss_without_smaps(look, tmp_path):
     run = Run(runs.make_run(tmp_path, replace(runs.NO_SMAPS, steps=20)))
     with read(run) as snapshot:
         within = spans.span(snapshot, spans.extent(snapshot), origin=0, window="run", rank=None)
@@ -222,7 +222,7 @@ def test_limits_have_usage_peak_and_capacity(look):
     assert device["reserved_peak_bytes"] == reserved.max()
 
 
-def test_the_slow_worker_shows_in_the_split_and_on_the_heat_map(look):
+def test_slow_worker_shows_in_the_split_and_the_heat_map(look):
     snapshot, within = look("slow-worker")
     split = loading.worker_split(snapshot, within, 0).set_index("worker")
     assert split["n"].tolist() == [100, 100, 100, 100]

@@ -35,7 +35,7 @@ def test_a_home_that_does_not_exist_has_no_runs(tmp_path):
         find_run(tmp_path / "nowhere", "latest")
 
 
-def test_what_is_no_run_is_not_listed(tmp_path, three):
+def test_other_files_are_not_listed_as_runs(tmp_path, three):
     (tmp_path / "runs" / "20200101-000000-half-made").mkdir()
     (tmp_path / "runs" / "notes.txt").write_text("mine")
     assert list_runs(tmp_path) == three[::-1]
@@ -49,7 +49,7 @@ def test_a_run_is_found_by_id_prefix_and_path(tmp_path, three, monkeypatch):
         assert find_run(tmp_path, spec) == wanted
 
 
-def test_a_whole_name_is_no_part_of_a_longer_one(tmp_path, three):
+def test_exact_name_wins_over_a_longer_one(tmp_path, three):
     layout.create_run(tmp_path, name="beta2", argv=["x"])
     assert find_run(tmp_path, "beta") == three[1]
 
@@ -59,7 +59,7 @@ def test_a_run_is_found_by_path_without_a_home(tmp_path, three):
 
 
 @pytest.mark.parametrize("spec", ["zzz", "", "/etc", "latests"])
-def test_an_unknown_run_is_one_clear_line(tmp_path, three, spec):
+def test_unknown_run_is_a_one_line_error(tmp_path, three, spec):
     with pytest.raises(TidegaugeError, match="tidegauge runs") as caught:
         find_run(tmp_path, spec)
     assert repr(spec) in str(caught.value)
@@ -73,7 +73,7 @@ def test_an_ambiguous_prefix_names_the_runs_that_it_fits(tmp_path, three):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 99}', "\x00"])
-def test_a_damaged_manifest_is_one_clear_line_and_the_run_is_listed(tmp_path, three, text):
+def test_damaged_manifest_is_one_line_and_its_run_is_listed(tmp_path, three, text):
     (three[0].path / layout.MANIFEST).write_text(text)
     assert three[0] in list_runs(tmp_path)
     with pytest.raises(TidegaugeError) as caught:
@@ -81,7 +81,7 @@ def test_a_damaged_manifest_is_one_clear_line_and_the_run_is_listed(tmp_path, th
     assert str(three[0].path) in str(caught.value)
 
 
-def test_the_manifest_is_read_afresh(three):
+def test_manifest_is_read_again_each_time(three):
     layout.write_manifest(three[0].path, three[0].manifest | {"exit_status": 3})
     assert three[0].manifest["exit_status"] == 3
 
@@ -90,7 +90,7 @@ def stat_line(pid, state, start_ticks):
     return f"{pid} (a) b) {state} " + " ".join(["0"] * 18) + f" {start_ticks} 0 0\n"
 
 
-def test_the_living_are_told_from_the_dead_the_zombies_and_the_reused_pids(three, tmp_path):
+def test_living_processes_exclude_zombies_and_reused_pids(three, tmp_path):
     proc = tmp_path / "proc"
     for pid, state, start_ticks in ((10, "S", 100), (11, "Z", 110), (12, "R", 999)):
         (proc / str(pid)).mkdir(parents=True)
@@ -99,13 +99,13 @@ def test_the_living_are_told_from_the_dead_the_zombies_and_the_reused_pids(three
     assert living_processes(three[0], keys, proc) == {(HOST, 10, 100)}
 
 
-def test_this_process_lives(three):
+def test_this_process_is_alive(three):
     me = Identity.of_this_process()
     key = (me.host, me.pid, me.start_ticks)
     assert living_processes(three[0], [key]) == {key}
 
 
-def test_life_on_another_host_or_in_another_boot_cannot_be_known(three):
+def test_living_processes_are_unknown_on_another_host_or_boot(three):
     assert living_processes(three[0], [("elsewhere", 1, 1)]) is None
     for anchors in ({}, {HOST: layout.wall_anchor() | {"boot_id": "another"}}):
         layout.write_manifest(three[0].path, three[0].manifest | {"anchors": anchors})
@@ -113,7 +113,7 @@ def test_life_on_another_host_or_in_another_boot_cannot_be_known(three):
 
 
 @pytest.mark.parametrize("told_before", [False, True])
-def test_ranks_that_begin_at_once_with_one_run_id_are_one_run(told_before, tmp_path):
+def test_ranks_that_start_together_with_one_run_id_are_one_run(told_before, tmp_path):
     if told_before:  # by another node, through the store
         told = Run(layout.create_run(tmp_path, name="x", argv=[]))
         layout.write_manifest(told.path, {**told.manifest, layout.MIRROR: True})
