@@ -69,11 +69,11 @@ def told(script, home):
     return map(int, done.stdout.split())
 
 
-def test_the_threads_of_a_server_share_few_arenas(tmp_path):
+def test_server_threads_share_few_arenas(tmp_path):
     before, with_threads = told(ARENAS, tmp_path)
     assert with_threads <= max(before, 2)
 
 
-def test_what_a_thread_of_the_server_frees_goes_back_to_the_kernel(tmp_path):
+def test_memory_freed_by_a_server_thread_returns_to_the_kernel(tmp_path):
     before_bytes, after_bytes = told(GIVEN_BACK, tmp_path)
     assert after_bytes - before_bytes < 8 * 2**20

@@ -65,7 +65,7 @@ def dotted(figure):
 
 @pytest.mark.parametrize("free", [ERROR["free_bytes"], 26 * MIB])
 @pytest.mark.parametrize("page", PAGES)
-def test_the_fatal_error_is_an_x_and_a_dotted_line_at_its_own_time(monkeypatch, tmp_path, died, page, free):
+def test_fatal_error_is_an_x_and_a_dotted_line_at_its_time(monkeypatch, tmp_path, died, page, free):
     change_events(died, "cuda-oom", free_bytes=free)
     at = open_view(monkeypatch, tmp_path, page)
     gpu = figures(at)[0]
@@ -79,14 +79,14 @@ def test_the_fatal_error_is_an_x_and_a_dotted_line_at_its_own_time(monkeypatch, 
     assert said in texts(at)
 
 
-def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path, died):
+def test_fatal_error_is_drawn_at_its_unfinished_step(monkeypatch, tmp_path, died):
     gpu = figures(open_view(monkeypatch, tmp_path, "oom_risk", x="step"))[0]
     assert gpu["layout"]["xaxis"]["title"]["text"] == "step"
     assert len(records_of(died, "step")) == ERROR["step"]
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR["step"]])
 
 
-def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
+def test_axis_reaches_an_error_after_the_last_sample():
     chart = TimeChart(title="", figure=over_time(LIGHT, y_title=""), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
@@ -95,7 +95,7 @@ def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
     assert drawn.layout.xaxis.range[1] > 33.0
 
 
-def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, died):
+def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, died):
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     gpu, processes = figures(at)[:2]
     assert "How did the memory of GPU 0 run out?" in texts(at)
@@ -104,7 +104,7 @@ def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp
     assert "main" in trace_names(processes)
 
 
-def test_the_minute_is_that_of_the_error_where_records_go_on(monkeypatch, tmp_path, died):
+def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, died):
     def sampled_later(records):
         later = records[-1:].copy()
         later["time_ns"] += 600 * SECOND_NS
@@ -116,7 +116,7 @@ def test_the_minute_is_that_of_the_error_where_records_go_on(monkeypatch, tmp_pa
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([seconds / 60])
 
 
-def test_a_caught_error_is_hollow_and_no_death(monkeypatch, tmp_path):
+def test_caught_error_has_a_hollow_mark_and_is_no_death(monkeypatch, tmp_path):
     run_dir = unpack("caught-errors", tmp_path)
     errors = recorded("caught-errors").events_of("cuda-oom")
     at = open_view(monkeypatch, tmp_path, "oom_risk")
@@ -152,7 +152,7 @@ def test_peaks_include_the_fatal_step(monkeypatch, tmp_path):
     assert at_peak["Unattributed"] == size(sample["reserved_bytes"])  # what the driver keeps
 
 
-def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path):
+def test_process_share_that_was_met_has_its_own_line(monkeypatch, tmp_path):
     unpack("share-met", tmp_path)
     share = size(error_of("share-met")["limit_bytes"])
     for page in ("oom_risk", "post_mortem"):
@@ -163,7 +163,7 @@ def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("names_processes", [True, False])
-def test_last_is_while_processes_of_the_run_used_the_gpu(monkeypatch, tmp_path, names_processes):
+def test_last_value_is_from_when_the_run_still_used_the_gpu(monkeypatch, tmp_path, names_processes):
     run_dir = unpack("uneven-batches", tmp_path)
     run = recorded("uneven-batches")
     samples = run.streams["device"].dropna(subset="process_used_bytes")
@@ -217,7 +217,7 @@ def lines_of(name):
     return {line: line_of(values.to_numpy(dtype=float)) for line, values in columns.items()}
 
 
-def test_allocated_lies_over_the_area_of_reserved():
+def test_allocated_is_a_thick_line_over_the_area_of_reserved():
     lines = lines_of("leak-to-the-end")
     chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL)
     reserved, allocated, _ = chart.figure.data
@@ -227,7 +227,7 @@ def test_allocated_lies_over_the_area_of_reserved():
     assert allocated.line.width > 2 * reserved.line.width
 
 
-def test_areas_of_two_ranks_would_hide_each_other():
+def test_two_ranks_are_drawn_as_lines_without_areas():
     one = lines_of("leak-to-the-end")
     both = {}
     for name, line in one.items():
@@ -251,7 +251,7 @@ def account_of(capacity_bytes):
     return devices.account(parts, NO_FLUSHES, NO_ERRORS, LIGHT, **words), rows
 
 
-def test_the_axis_of_a_small_use_ends_above_it_and_the_capacity_is_in_words():
+def test_axis_of_small_usage_ends_above_the_peak():
     chart, rows = account_of(8 * GIB)
     peak = rows["reserved_bytes"].max()
     assert chart.figure.layout.yaxis.title.text == "device memory (MiB)"
@@ -264,14 +264,14 @@ def test_the_axis_of_a_small_use_ends_above_it_and_the_capacity_is_in_words():
     assert [trace.name for trace in chart.figure.data] == ["allocated", "cached"]  # no fragmentation, no layer
 
 
-def test_the_axis_of_a_large_use_reaches_to_the_capacity():
+def test_axis_of_large_usage_reaches_the_capacity():
     chart, rows = account_of(TOTAL // 2 + 100 * MIB)
     assert rows["reserved_bytes"].max() < 420 * MIB
     assert chart.figure.layout.yaxis.range[1] == pytest.approx(420 * 1.12)
     assert "capacity 420 MiB" in chart.figure.layout.annotations[0].text
 
 
-def test_a_pause_in_a_burst_of_steps_is_no_gap_and_missing_samples_are():
+def test_missing_samples_are_a_gap_but_short_pauses_are_not():
     burst = np.cumsum([*[0.003] * 50, 0.02, *[0.003] * 50])
     assert not pauses(burst)
     assert not pauses(np.cumsum([*[0.01] * 20, 1.5, *[0.01] * 20]))

@@ -84,7 +84,7 @@ def steady(parts, run_dir):
     return parts[parts["elapsed_seconds"] > since + 1]
 
 
-def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_moment(run_dir, last):
+def test_peak_between_samples_has_the_parts_of_its_moment(run_dir, last):
     by, place = 400 * MIB, 277
     edit(run_dir, "device_memory", raise_at(place, allocated_bytes=by, reserved_bytes=by))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
@@ -102,14 +102,14 @@ def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_momen
     assert abs(peak["elapsed_seconds"] - (at_ns - origin_ns(run_dir)) / SECOND_NS) <= 0.5
 
 
-def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir, last):
+def test_spike_served_from_the_cache_shows_in_allocated(run_dir, last):
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=20 * MIB))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
     assert parts["allocated"].max() == last["allocated_bytes"] + 20 * MIB
     assert (total_of(parts) == last["used_bytes"]).all()
 
 
-def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir, last):
+def test_spike_outside_pytorch_has_the_allocator_state_of_its_moment(run_dir, last):
     asked_ns = records_of(run_dir, "device")["time_ns"]
 
     def hold_more_between_samples(records):
@@ -125,7 +125,7 @@ def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was
     assert peak["non-PyTorch"] == CONTEXT + 140 * MIB
 
 
-def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
+def test_each_bucket_shows_its_fullest_moment(run_dir):
     random = np.random.default_rng(3)
 
     def scale_allocator(records):
@@ -164,7 +164,7 @@ def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
         assert (row.reserved_bytes, row.allocated_bytes) == (record["reserved_bytes"], record["allocated_bytes"])
 
 
-def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir, last):
+def test_last_bucket_shows_its_newest_value(run_dir, last):
     newest_ns, by = records_of(run_dir, "device_memory")["time_ns"][-1], 400 * MIB
     edit(run_dir, "device_memory", raise_at(-6, allocated_bytes=by, reserved_bytes=by))
     edit(run_dir, "device", lambda records: records[records["time_ns"] < newest_ns])
@@ -173,7 +173,7 @@ def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir, la
     assert parts["elapsed_seconds"].iloc[-1] == pytest.approx((newest_ns - origin_ns(run_dir)) / SECOND_NS)
 
 
-def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
+def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, last):
     add_process(
         run_dir, ["device_memory"], pid=1, change=raise_at(310, allocated_bytes=90 * MIB, reserved_bytes=90 * MIB)
     )
@@ -190,7 +190,7 @@ def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
     assert allocators.groupby("bucket").size().iloc[2:].unique().tolist() == [2]
 
 
-def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, run_dir, last):
+def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, run_dir, last):
     def peaks(records):
         records["allocated_peak_bytes"], records["reserved_peak_bytes"] = 840 * MIB, 900 * MIB
 
@@ -208,14 +208,14 @@ def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, ru
     )
 
 
-def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir, last):
+def test_peak_is_the_drivers_where_it_saw_more(monkeypatch, tmp_path, run_dir, last):
     edit(run_dir, "device", raise_at(40, used_bytes=100 * MIB))
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
     peak = last["used_bytes"] + 100 * MIB
     assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(last["total_bytes"] - peak))
 
 
-def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_and_limit_chart_have_the_same_peak(monkeypatch, tmp_path, run_dir, last):
     by = 450 * MIB
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=by, reserved_bytes=by))
     lines = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[1].value.set_index("Memory")
@@ -230,7 +230,7 @@ def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, 
     assert rows["Non-PyTorch"].tolist()[0] == "—"
 
 
-def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_of_a_gpu_adds_up_to_the_drivers_figure(monkeypatch, tmp_path, run_dir, last):
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     assert trace_names(figures(at)[0]) == list(PARTS)
     assert f"capacity {size(last['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
@@ -249,7 +249,7 @@ def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("unknown", "met"), [((), "met: 640 MiB, training ended"), (UNTOLD, "met: training ended")]
 )
-def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
+def test_gpu_of_a_fatal_out_of_memory_error_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
     run_dir = unpack("leak-to-the-end", tmp_path)
     if unknown:
         change_events(run_dir, "cuda-oom", **dict.fromkeys(unknown), message="CUDA")
@@ -265,7 +265,7 @@ def add_gpu(run_dir, host, rank=None, more=0):
 
 
 @pytest.mark.parametrize("name", ["uneven-batches", "tensor-leak"])
-def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path, name):
+def test_gpu_names_omit_the_host_if_there_is_only_one(monkeypatch, tmp_path, name):
     unpack(name, tmp_path)
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     assert "How near is GPU 0 to its limit?" in texts(at)
@@ -274,7 +274,7 @@ def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path, name):
     assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")
 
 
-def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
+def test_gpus_of_two_hosts_have_separate_charts_and_rows(monkeypatch, tmp_path, run_dir, last):
     add_gpu(run_dir, "node-b", more=100 * MIB)
     names = ["GPU 0 of node-b", "GPU 0 of vm"]
     at = open_view(monkeypatch, tmp_path, "oom_risk")
@@ -293,7 +293,7 @@ def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
     assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {reserved}")
 
 
-def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
+def test_chosen_rank_is_drawn_only_on_its_own_gpu(monkeypatch, tmp_path, run_dir):
     for rank, host in enumerate(("node-a", "node-b")):
         tell(run_dir, "process-start", host=host, rank=rank)
         add_gpu(run_dir, host, rank)
@@ -305,7 +305,7 @@ def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_
     assert trace_names(shown["node-a"]) == ["used, all processes"]
 
 
-def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatch, tmp_path, run_dir):
+def test_fullest_gpus_and_that_of_the_chosen_rank_are_drawn(monkeypatch, tmp_path, run_dir):
     hosts = [f"node-{place}" for place in range(6)]
     for rank, (host, more) in enumerate(zip(hosts, (150, 10, 60, 0, 130, 100), strict=True)):
         tell(run_dir, "process-start", host=host, rank=rank)
@@ -338,7 +338,7 @@ def counted(column, steps):
     return change
 
 
-def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(monkeypatch, tmp_path, run_dir):
+def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, run_dir):
     edit(run_dir, "device_memory", counted("alloc_retry_count", (10, *range(200, 400))))
     edit(run_dir, "device_memory", counted("oom_count", (300,)))
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
@@ -352,7 +352,7 @@ def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(mon
     assert f"Cache flushed: 201 times. Out of memory at step 300 ({seconds:.0f} s)." in texts(at)
 
 
-def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
+def test_window_excludes_flushes_and_errors_from_before_it(run_dir):
     edit(run_dir, "device_memory", counted("alloc_retry_count", (10, 20, 350)))
     edit(run_dir, "device_memory", counted("oom_count", (30,)))
     run = Run(run_dir)
@@ -367,7 +367,7 @@ def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
     assert errors.empty
 
 
-def test_what_a_process_held_is_gone_with_it(run_dir, last):
+def test_memory_of_a_process_is_dropped_when_it_exits(run_dir, last):
     """Another process takes 150 steps, lives 2 s longer, and ends."""
     add_process(run_dir, ["device_memory"], pid=1, change=lambda records: records[:150])
     pid = recorded("uneven-batches").manifest["command"]["pid"]

@@ -67,7 +67,7 @@ def per_minute(text):
     return float(found[1]) * {"B": 1 / MIB, "KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
 
 
-def test_to_start_is_no_leak_and_two_samples_are_no_slope(monkeypatch, peaked):
+def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, peaked):
     at = open_view(monkeypatch, peaked, "leak_timeline")
     table = at.dataframe[0].value
     assert table.columns[:2].tolist() == ["Process", "Slope"]
@@ -80,17 +80,17 @@ def test_to_start_is_no_leak_and_two_samples_are_no_slope(monkeypatch, peaked):
     assert "Fewer than 12" in texts(at)
 
 
-def test_a_trend_that_only_rss_tells_of_is_called_so(monkeypatch, made):
+def test_slope_from_rss_is_labelled_rss(monkeypatch, made):
     table = open_view(monkeypatch, made["no-smaps"], "leak_timeline").dataframe[0].value
     assert table["Slope"].str.endswith("/min (RSS)").all()
 
 
-def test_the_total_says_whom_it_lacks(monkeypatch, bereft):
+def test_total_names_the_processes_that_it_lacks(monkeypatch, bereft):
     at = open_view(monkeypatch, bereft, "leak_timeline")
     assert "moments, without loader 0 worker 2, of which no PSS was read." in texts(at)
 
 
-def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
+def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
     at = open_view(monkeypatch, bereft, "post_mortem")
     lines = figures(at)[0]
     assert trace_names(lines)[-1] == "loader 0 worker 2 (RSS)"
@@ -102,13 +102,13 @@ def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
     assert "(RSS): PSS was not read, and RSS counts shared pages fully." in texts(at)
 
 
-def test_last_seen_is_when_it_lived_to_a_tenth_of_a_second(monkeypatch, bereft):
+def test_last_seen_has_tenths_of_a_second(monkeypatch, bereft):
     table = open_view(monkeypatch, bereft, "post_mortem").dataframe[0].value.set_index("Process")
     assert table["Last seen before the end"].str.fullmatch(r"\d+\.\d s").all()
     assert table.loc["loader 0 worker 2", ["Last seen before the end", "Exit seen"]].tolist() == ["5.0 s", "yes"]
 
 
-def test_a_run_that_goes_on_has_no_end(monkeypatch, tmp_path):
+def test_live_run_has_no_end_time_or_exit_columns(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     labels = [metric.label for metric in at.metric]
@@ -137,7 +137,7 @@ def _per_process(seconds, starts, *, resident=None):
     return memory.per_process(drawn[0], places, LIGHT, metric="pss_bytes", resident=drawn[1])
 
 
-def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
+def test_restarts_and_single_samples_are_marked():
     chart = _per_process([0.0, 1.0, 2.0, 40.0], [2.0, 10.0, 20.0, 40.0])
     line, alone, restarted = chart.figure.data
     assert list(restarted.x) == [2.0, 10.0, 20.0, 40.0]
@@ -147,18 +147,18 @@ def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
     assert line.showlegend is not False
 
 
-def test_a_line_without_a_gap_has_no_dots():
+def test_line_without_gaps_has_no_dots():
     assert len(_per_process([0.0, 1.0, 2.0, 3.0], []).figure.data) == 1
 
 
-def test_a_chart_of_rss_alone_has_its_scale_and_its_words():
+def test_chart_of_rss_alone_has_a_scale_and_a_caption():
     chart = _per_process([0.0, 1.0, 2.0], [], resident=True)
     (line,) = chart.figure.data
     assert (line.name, line.line.dash, line.y[0]) == ("w (RSS)", "dash", 3.0)
     assert "No PSS was read of w: RSS is drawn" in chart.caption
 
 
-def test_many_are_counted_and_part_of_a_place_is_told():
+def test_unread_processes_are_named_or_counted():
     places = pd.DataFrame({"series": list("aabc"), "pss_bytes": [1.0, np.nan, np.nan, 2.0], "rss_bytes": 1.0})
     assert memory.unread(places, "pss_bytes") == "1 of 2 processes of a and b"
     many = pd.DataFrame({"series": [f"w{n}" for n in range(9)], "pss_bytes": np.nan, "rss_bytes": 1.0})
@@ -166,7 +166,7 @@ def test_many_are_counted_and_part_of_a_place_is_told():
     assert memory.unread(places.assign(pss_bytes=1.0), "pss_bytes") == ""
 
 
-def test_each_sentence_of_the_stack_begins_with_a_capital():
+def test_caption_of_the_stack_begins_sentences_with_capitals():
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [1.0 * GIB]})
     more = {
         "capacity_bytes": 24 * GIB,

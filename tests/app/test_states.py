@@ -125,7 +125,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_path, name):
+def test_every_view_shows_the_state_and_the_next_command(monkeypatch, tmp_path, name):
     if name == "store out of reach":
         monkeypatch.setenv(layout.STORE_VARIABLE, NOWHERE)
         monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
@@ -157,14 +157,14 @@ def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
     assert figures(at)
 
 
-def test_a_spreadsheet_computes_nothing_of_a_table():
+def test_csv_cells_are_no_spreadsheet_formulas():
     texts = ["=1+1", "+347 MiB/min", "-3%", "@SUM(A1)", "\t=2", 'say "a, b"']
     (header, *rows) = csv.reader(io.StringIO(sheet(pd.DataFrame({"=cmd|' /C calc'!A0": texts}))))
     assert [row[0].lstrip("'") for row in rows] == texts
     assert all(cell.startswith("'") for cell in (*header, *(row[0] for row in rows[:-1])))
 
 
-def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
+def test_failing_panel_leaves_the_others(monkeypatch, made):
     def fail(*_):
         raise RuntimeError("a defect")
 
@@ -189,7 +189,7 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     assert "**slow-worker**" in texts(at)
 
 
-def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
+def test_answer_is_drawn_before_the_figures(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     order, build, draw_status = [], refresh.build, drawing.Drawing._draw_status
     monkeypatch.setattr(drawing.Drawing, "_draw_status", lambda *of: order.append("line") or draw_status(*of))
@@ -198,7 +198,7 @@ def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
     assert order[:2] == ["line", "panel"]
 
 
-def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_path):
+def test_drawing_pauses_before_the_first_charts(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     order, draw = [], drawing.draw
     pause = SimpleNamespace(**{**vars(time), "sleep": lambda _: order.append("pause")})
@@ -211,7 +211,7 @@ def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_pa
     assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note"]
 
 
-def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
+def test_page_refreshes_while_a_requested_verdict_is_pending(monkeypatch, tmp_path):
     manifest = runs.make_run(tmp_path, runs.SLOW_WORKER) / "run.json"
     open_view(monkeypatch, tmp_path, "overview")  # there is one, until the run changes
     seen, timers = threading.Event(), []
@@ -227,7 +227,7 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     assert timers[-1] == {"run_every": refresh.REFRESH_SECONDS}
 
 
-def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
+def test_verdict_is_renewed_in_proportion_to_its_cost(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
     monkeypatch.setattr("app.runtime.verdicts.VERDICT_SECONDS", 0)
 
@@ -243,7 +243,7 @@ def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
     assert newest() is not second
 
 
-def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
+def test_abandoned_run_is_judged_once(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
     gone = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": 1}
     layout.write_manifest(run.path, {**run.manifest, "command": gone, "collector": gone})
@@ -254,14 +254,14 @@ def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
     assert found[0] is found[1]
 
 
-def test_an_old_verdict_says_so(monkeypatch, tmp_path):
+def test_old_verdict_shows_its_age(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
     monkeypatch.setattr("app.runtime.drawing.OLD_SECONDS", 0)
     assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
 
 
-def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
+def test_paused_page_does_not_change(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
     at = open_view(monkeypatch, tmp_path, "overview")
     before = [chart.proto.spec for chart in at.get("plotly_chart")]
@@ -274,7 +274,7 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     assert not figures(at)
 
 
-def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
+def test_sessions_on_the_same_page_share_its_content(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
     monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", 1e6)
     first = figures(open_view(monkeypatch, tmp_path, "overview"))
@@ -283,7 +283,7 @@ def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     assert not figures(open_view(monkeypatch, tmp_path, "overview", window="last 5 min"))
 
 
-def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_path):
+def test_time_waiting_for_cores_is_not_part_of_the_page_cost(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     build, waited = refresh.build, []
     monkeypatch.setattr(refresh, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
@@ -291,7 +291,7 @@ def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_pa
     assert content.cost_ns < 0.5e9 * len(waited)
 
 
-def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
+def test_live_panels_refresh_in_turns_and_all_after_a_break(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", -1)
     built, build = [], refresh.build
@@ -321,12 +321,12 @@ def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkey
         ({}, False),
     ],
 )
-def test_the_list_of_visitors_says_who_is_expected(claims, expected):
+def test_visitor_list_admits_addresses_and_domains(claims, expected):
     assert is_expected(claims, ["ada@example.org", "@team.example.org"]) is expected
     assert is_expected(claims, None)
 
 
-def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):
+def test_damaged_snapshot_is_reported_and_the_account_is_shown(monkeypatch, tmp_path):
     run_dir = unpack("leak-to-the-end", tmp_path)
     next((run_dir / "snapshots").iterdir()).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     at = open_view(monkeypatch, tmp_path, "gpu_memory")

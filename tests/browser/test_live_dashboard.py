@@ -123,7 +123,7 @@ def live(tmp_path_factory):
 
 
 @pytest.mark.parametrize("view", PAGES, ids=lambda view: view.path)
-def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
+def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
     page, run, complaints = live
     try:
         _look(page, view)
@@ -151,7 +151,7 @@ def _look(page, view):
     await_fresh(page, HEAVY.get(view, FRESH_SECONDS))
 
 
-def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
+def test_dragging_in_a_chart_pauses_the_page_and_keeps_the_zoom(live):
     page, _, complaints = live
     page.get_by_role("link", name="Overview").first.click()
     page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
@@ -180,7 +180,7 @@ def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
+def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
     page, run, complaints = live
     base = _base(page)
     ended = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
@@ -206,7 +206,7 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
     assert complaints == []
 
 
-def test_who_clicks_gets_what_is_asked_for(live):
+def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page, run, complaints = live
     base = _base(page)
     slow, well = (_ended(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
@@ -243,7 +243,7 @@ def test_who_clicks_gets_what_is_asked_for(live):
 
 
 @pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
-def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
+def test_hostile_names_make_no_links_and_no_requests(live, view):
     page, run, complaints = live
     hostile = _ended(run, make_run.HOSTILE).run_id
     page.goto(screenshots.address(_base(page), view, run=hostile))
@@ -253,7 +253,7 @@ def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
     assert complaints == []
 
 
-def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
+def test_keyboard_focus_on_a_chart_pauses_the_page(live):
     page, run, complaints = live
     page.goto(screenshots.address(_base(page), "overview", run=run.run_id))
     screenshots.await_view(page)
@@ -268,7 +268,7 @@ def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
     assert complaints == []
 
 
-def test_the_html_report_opens_without_a_network(live, tmp_path):
+def test_html_report_opens_without_a_network(live, tmp_path):
     page, run, _ = live
     slow = _ended(run, make_run.SLOW_WORKER)
     (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
