@@ -60,7 +60,7 @@ def test_a_killed_worker_is_named(attached):
     assert all(re.search(rf"^{kind}: ", run.done.stderr, re.MULTILINE) for kind in raised), run.done.stderr
 
 
-def test_a_killed_worker_is_named_though_its_iterator_is_kept(attached, tmp_path):
+def test_killed_worker_is_named_while_its_iterator_is_referenced(attached, tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -100,7 +100,7 @@ def test_an_exception_in_a_dataset_reaches_the_script_unchanged(attached):
     assert "ValueError: a bad row" in run.done.stderr
 
 
-def test_disabled_leaves_no_trace(attached):
+def test_disabled_hooks_leave_no_trace(attached):
     run = attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"}, in_new_python=True)
     assert run.done.returncode == 0
     assert list(run.run.journal_dir.iterdir()) == []
@@ -117,7 +117,7 @@ def test_the_users_own_sitecustomize_runs(attached, tmp_path):
 
 
 @pytest.mark.parametrize("stream", ["batch", "step"])
-def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses, tmp_path, stream):
+def test_failing_hook_reports_once_and_training_goes_on(attached, bare_losses, tmp_path, stream):
     script = tmp_path / "script.py"
     script.write_text(
         "import runpy, torch.utils.data\n"
@@ -133,7 +133,7 @@ def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses,
     assert {name: len(run.table(name)) for name in ("batch", "step")} == {"batch": 32, "step": 32, stream: 0}
 
 
-def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
+def test_missing_private_names_cost_only_their_columns(attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch._utils, torch\n"
@@ -159,7 +159,7 @@ def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
     assert start["capabilities"]["_get_data"] is False
 
 
-def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
+def test_hooks_allow_start_methods_threads_and_sparse_batches(attached, tmp_path):
     """Choose the start method after a first loader, iterate in short-lived threads, yield sparse batches."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -185,7 +185,7 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
     assert (batch.groupby("loader").payload_bytes.count() == 0).sum() == 1, "a sparse tensor has no size in bytes"
 
 
-def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
+def test_hooks_do_not_change_a_compiled_optimizer_step(attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
@@ -211,7 +211,7 @@ def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
     assert int(attached_frames) <= int(bare_frames) + 2, "the two hooks, each traced once and found empty"
 
 
-def test_a_training_child_of_multiprocessing_says_farewell(attached, tmp_path):
+def test_training_child_of_multiprocessing_records_its_exit(attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, torch\n"
@@ -227,7 +227,7 @@ def test_a_training_child_of_multiprocessing_says_farewell(attached, tmp_path):
     assert run.events("process-exit").pid.tolist() == [child]
 
 
-def test_secrets_on_the_command_line_are_not_kept(attached, tmp_path):
+def test_secrets_on_the_command_line_are_not_recorded(attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch\nfrom torch.utils.data import DataLoader\nlist(DataLoader(torch.ones(2, 2)))\n")
     run = attached(script, "--lr=0.1", "--api-key=hunter2", "--wandb-token", "hunter2", "--epochs", "3")
@@ -246,7 +246,7 @@ def test_a_journal_that_cannot_be_written_does_not_stop_training(attached, home)
     assert run.done.stdout == run_bare(TRAIN, "--num-workers=2", "--start-method=fork").stdout
 
 
-def test_attach_and_detach_from_code(home, tmp_path):
+def test_attach_and_detach_work_from_code(home, tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(
         "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"

@@ -60,7 +60,7 @@ def trained(tmp_path_factory) -> tuple[Home, subprocess.CompletedProcess[str]]:
     return made, done
 
 
-def test_the_command_keeps_its_stdout_and_the_card_goes_to_stderr(trained):
+def test_command_keeps_its_stdout_and_card_goes_to_stderr(trained):
     home, done = trained
     assert re.fullmatch(r"100 \d\.\d{4}\n", done.stdout)
     assert home.newest.name in done.stderr
@@ -69,7 +69,7 @@ def test_the_command_keeps_its_stdout_and_the_card_goes_to_stderr(trained):
     assert done.stderr.rstrip().endswith("tidegauge dashboard")
 
 
-def test_the_report_is_json_for_programs(trained):
+def test_report_prints_json_for_programs(trained):
     home, _ = trained
     done = home("report", "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_a_run_is_found_by_prefix_and_path(trained):
         assert "\x1b[" not in done.stdout
 
 
-def test_a_report_goes_to_a_file(trained, tmp_path):
+def test_report_writes_to_a_file(trained, tmp_path):
     home, _ = trained
     card, body = tmp_path / "card.txt", tmp_path / "report.json"
     assert home.ask("report", "--output", card).stdout == ""
@@ -106,7 +106,7 @@ def test_a_report_goes_to_a_file(trained, tmp_path):
     assert refused.stderr.count("\n") == 1
 
 
-def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_path):
+def test_compare_fails_if_a_condition_is_met(trained, tmp_path):
     home, _ = trained
     other = tmp_path / "other"
     shutil.copytree(home.newest, other)
@@ -128,7 +128,7 @@ def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_pa
     assert re.fullmatch(r"tidegauge: batches<5%: Batches per second of other is .*\n", done.stderr)
 
 
-def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
+def test_copied_run_directory_can_be_reported_elsewhere(trained, tmp_path):
     home, _ = trained
     copy = tmp_path / "elsewhere"
     home.newest.rename(copy)
@@ -140,14 +140,14 @@ def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
     assert json.loads(done.stdout)["run"]["steps"] == 150
 
 
-def test_the_list_shows_what_the_report_found(trained):
+def test_run_list_shows_status_and_steps(trained):
     home, _ = trained
     done = home.ask("runs")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
 
 
-def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monkeypatch, capsys):
+def test_export_and_queries_of_the_docs_page_work(trained, tmp_path, monkeypatch, capsys):
     home, _ = trained
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIDEGAUGE_HOME", str(home.path))
@@ -180,32 +180,32 @@ def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monke
         ("echo out; kill -9 $$", 137, "killed, signal 9 (SIGKILL)"),
     ],
 )
-def test_the_exit_status_is_the_commands_own(home, script, status, said):
+def test_exit_status_is_that_of_the_command(home, script, status, said):
     done = home("run", "--", "sh", "-c", script)
     assert done.returncode == status
     assert done.stdout == "out\n"
     assert said in " ".join(done.stderr.split())
 
 
-def test_a_command_that_is_not_there(home):
+def test_missing_command_exits_with_127(home):
     done = home("run", "--", "no-such-command")
     assert done.returncode == 127
     assert "no-such-command: command not found" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_options_of_the_command_are_its_own(home):
+def test_options_after_the_command_belong_to_it(home):
     done = home("run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--name", "x", "--home")
     assert done.stdout == "['--name', 'x', '--home']\n"
 
 
-def test_switched_off_it_is_not_there(home):
+def test_disabled_tidegauge_leaves_no_trace(home):
     done = home("run", "--", "sh", "-c", "exit 5", TIDEGAUGE_DISABLED="1")
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     assert not home.path.exists()
 
 
-def test_a_built_in_job_runs_under_watch(home):
+def test_built_in_job_is_recorded(home):
     done = home("job", "fault", "slow-worker", "--steps", "150")
     assert done.returncode == 0, done.stderr
     assert re.search(r"done: \d+ steps", done.stdout)
@@ -213,14 +213,14 @@ def test_a_built_in_job_runs_under_watch(home):
     assert "4 of 4 report" in done.stderr
 
 
-def test_the_help_of_a_job_makes_no_run(home):
+def test_help_of_a_job_makes_no_run(home):
     done = home("job", "diabetes", "--help")
     assert done.returncode == 0
     assert "--sweep" in done.stdout
     assert not home.path.exists()
 
 
-def test_a_run_that_nobody_followed_is_collected(attached, home):
+def test_collect_ingests_a_run_without_a_collector(attached, home):
     recorded = attached(
         ROOT / TRAINING[1], *TRAINING[2:], run_dir=layout.create_run(home.path, name="alone", argv=[])
     )

@@ -42,7 +42,7 @@ def known(totals):
     }
 
 
-def test_they_are_right_before_during_and_after_the_ingest_and_when_it_is_resumed(run):
+def test_totals_are_right_around_an_ingest_and_when_it_is_resumed(run):
     first, second = Writer(run, 100), Writer(run, 101, host=HOST)
     first.write(300)
     counts = Counts(run)
@@ -63,7 +63,7 @@ def test_they_are_right_before_during_and_after_the_ingest_and_when_it_is_resume
     assert read_sums(run)["training-node", 0]["steps"] == 350
 
 
-def test_they_never_fall_while_an_ingest_moves_the_records(run):
+def test_totals_never_fall_during_an_ingest(run):
     writer, counts, seen = Writer(run, 100), Counts(run), []
     over = threading.Event()
 
@@ -83,7 +83,7 @@ def test_they_never_fall_while_an_ingest_moves_the_records(run):
     assert counts.now().sums["training-node", 0]["steps"] == 2000
 
 
-def test_samples_that_no_batch_tells_are_no_sum(run):
+def test_missing_sample_counts_make_no_sum(run):
     Writer(run, 100).write(3)  # its sample counts are missing in `step`; `batch` has numbers
     journal = JournalWriter(
         run.journal_dir, STREAMS["batch"], Identity(host="other", pid=1, start_ticks=1, rank=None)
@@ -95,7 +95,7 @@ def test_samples_that_no_batch_tells_are_no_sum(run):
     assert sums["training-node", 0]["samples"] > 0
 
 
-def test_of_the_allocator_the_newest_record_of_each_device_counts(run):
+def test_newest_allocator_record_of_each_device_counts(run):
     """The records of two devices, of one process to the last step but one, and then of another."""
     rows = recorded("two-devices").streams["device_memory"].sort_values("time_ns", kind="stable")
     columns = [column.name for column in STREAMS["device_memory"].columns]

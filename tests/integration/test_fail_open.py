@@ -69,7 +69,7 @@ def under_tidegauge(
     )  # fmt: skip
 
 
-def test_whatever_part_fails_the_losses_are_the_same_and_it_is_said_once(bare, tmp_path):
+def test_any_failing_part_leaves_losses_equal_and_reports_once(bare, tmp_path):
     done = subprocess.run(
         [sys.executable, SCRIPT, "sabotage", tmp_path / "runs"], capture_output=True, text=True, timeout=200,
         env=bare_environment() | {layout.HOME_VARIABLE: str(tmp_path)}, check=False,
@@ -108,7 +108,7 @@ def assert_the_run_can_be_read(run: Run) -> None:
     diagnose(load_tables(run))
 
 
-def test_a_process_that_does_odd_things_does_them_unchanged(bare, user_project, tmp_path):
+def test_odd_process_behaves_as_without_tidegauge(bare, user_project, tmp_path):
     done = under_tidegauge(tmp_path, sys.executable, SCRIPT, "odd", project=user_project)
     assert bare.returncode == done.returncode == 3, done.stderr
     assert done.stdout.startswith(bare.stdout), done.stdout
@@ -127,7 +127,7 @@ def test_a_process_that_does_odd_things_does_them_unchanged(bare, user_project, 
     assert "process-exit" not in kinds
 
 
-def test_an_isolated_interpreter_trains_unharmed_and_is_seen_all_the_same(bare, tmp_path):
+def test_isolated_interpreter_trains_unharmed_and_is_recorded(bare, tmp_path):
     done = under_tidegauge(tmp_path, sys.executable, "-I", SCRIPT, "losses")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == losses_of(bare)

@@ -21,7 +21,7 @@ def expect_no_difference(name, old, new):
 
 
 @pytest.mark.parametrize("name", [*CASES, *RECORDED_GPU])
-def test_a_kept_run_is_judged_as_before(name, tmp_path):
+def test_recorded_run_is_judged_as_before(name, tmp_path):
     pages, golden = pages_of(name), golden_files.read_golden(name)
     old = {**golden, "pages": {page: golden["pages"][page] for page in pages}}
     expect_no_difference(name, old, judged.judge(name, tmp_path, pages))
@@ -32,7 +32,7 @@ def test_runs_are_compared_as_before(tmp_path):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_the_printed_report_is_the_same_from_journals_and_from_the_lake(name, tmp_path):
+def test_printed_report_is_equal_from_journals_and_lake(name, tmp_path):
     run, golden = judged.unpack(name, tmp_path), golden_files.read_golden(name)["report"]
     assert not (run / "lake.sqlite").exists()
     expect_no_difference(name, golden, judged.printed_report(run))

@@ -40,7 +40,7 @@ def phases(run):
     return [phase for place, phase in enumerate(found) if place == 0 or phase != found[place - 1]]
 
 
-def test_lightning(example):
+def test_lightning_callback_records_phases_and_parameters(example):
     run = example("Lightning")
     assert len(run.table("step")) == 16
     assert phases(run) == [
@@ -58,7 +58,7 @@ def test_lightning(example):
     assert parameters["values"].items() >= {"lr": 0.1, "max_epochs": 2}.items()
 
 
-def test_transformers(example):
+def test_transformers_callback_records_phases_and_parameters(example):
     run = example("transformers")
     steps = run.table("step")
     assert len(steps) == 8
@@ -77,12 +77,12 @@ def test_transformers(example):
     assert "learning_rate" not in parameters["values"], "a default"
 
 
-def test_nested_hyper_parameters_are_not_written_out():
+def test_nested_hyper_parameters_are_shortened_to_their_type():
     given = [0.1, True, None, "adam", float("inf"), {"api_key": "hunter2"}, ["hunter2"], Hook("x")]
     assert list(map(_short, given)) == [0.1, True, None, "adam", "inf", "dict", "list", "Hook"]
 
 
-def test_a_callback_that_fails_is_silent_from_then_on():
+def test_failing_callback_is_not_called_again():
     class Callback:
         reporter = SimpleNamespace(hook=Hook("framework"))
         calls = 0

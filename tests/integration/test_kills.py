@@ -115,7 +115,7 @@ def assert_every_record_is_in_the_lake_once(run: Run, kept: Run) -> None:
 
 
 @pytest.mark.parametrize("number", range(TIMES))
-def test_the_victim_is_named_and_nothing_is_lost(tmp_path, number):
+def test_killed_process_is_named_and_no_record_is_lost(tmp_path, number):
     victim = VICTIMS[number % len(VICTIMS)]
     chance = random.Random()
     collector, run = start(tmp_path)

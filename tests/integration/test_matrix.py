@@ -69,7 +69,7 @@ def test_records_are_complete(matrix):
     assert promised == set(run.events("worker-start").pid) == set(run.events("worker-exit").pid)
 
 
-def test_nothing_is_left_behind(matrix):
+def test_no_processes_descriptors_or_segments_are_left(matrix):
     run, _, left = matrix
     assert left["attached"]["children"] == left["bare"]["children"] == 0
     assert left["attached"]["descriptors_again"] <= left["attached"]["descriptors_once"]

@@ -99,7 +99,7 @@ def paused(tmp_path_factory):
     served.process.kill()
 
 
-def test_a_scrape_tells_what_the_run_has_done_so_far(paused):
+def test_scrape_equals_the_records(paused):
     samples = paused.samples()
     ((labels, steps),) = samples["tidegauge_steps_total"]
     assert steps == len(paused.recorded("step", "step")) == STEPS
@@ -118,7 +118,7 @@ def test_a_scrape_tells_what_the_run_has_done_so_far(paused):
     assert samples["tidegauge_collector_cpu_seconds_total"][0][1] > 0
 
 
-def test_promtool_finds_nothing_to_mend(paused):
+def test_promtool_accepts_the_metrics(paused):
     done = subprocess.run(
         [binary("promtool"), "check", "metrics"],
         input=get(paused.url), capture_output=True, text=True, check=False, timeout=60,
@@ -165,7 +165,7 @@ def prometheus(paused, tmp_path):
     server.wait()
 
 
-def test_prometheus_scrapes_it_and_answers_every_question_of_the_dashboard(paused, prometheus):
+def test_prometheus_answers_every_query_of_the_grafana_dashboard(paused, prometheus):
     (steps,) = wait_for(lambda: prometheus("tidegauge_steps_total"), "a scrape")
     assert steps["value"][1] == str(len(paused.recorded("step", "step")))
     assert wait_for(lambda: prometheus("rate(tidegauge_steps_total[10m])"), "two scrapes")
@@ -178,7 +178,7 @@ def test_prometheus_scrapes_it_and_answers_every_question_of_the_dashboard(pause
                 assert found, expression
 
 
-def test_a_scraper_that_hangs_does_not_keep_the_run_from_ending(paused):
+def test_hanging_scraper_does_not_delay_the_end_of_the_run(paused):
     where = urllib.parse.urlsplit(paused.url)
     with socket.create_connection((where.hostname, where.port)) as hangs:
         hangs.send(b"GET /metrics HTTP/1.1\r\n")
@@ -187,7 +187,7 @@ def test_a_scraper_that_hangs_does_not_keep_the_run_from_ending(paused):
     assert "Traceback" not in paused.stderr
 
 
-def test_a_port_in_use_is_one_line_and_the_command_does_not_start(tmp_path):
+def test_port_in_use_is_a_one_line_error_before_the_command_starts(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -209,7 +209,7 @@ def test_a_port_in_use_is_one_line_and_the_command_does_not_start(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_watched_process_has_metrics_too(tmp_path):
+def test_watched_process_has_metrics(tmp_path):
     watched = subprocess.Popen(["sleep", "120"])
     try:
         served = Collector(tmp_path, "watch", "--interval", 0.2, "--prometheus", "127.0.0.1:0", watched.pid)

@@ -15,7 +15,7 @@ from training_harness import layout
 SCRIPTS = REPOSITORY / "tests" / "scripts"
 
 
-def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
+def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     # Else torch keeps the store of the first attempt, where the second may meet the dead rank's address.
     environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -40,7 +40,7 @@ def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path
     assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
 
 
-def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path):
+def test_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path):
     folder = layout.create_run(tmp_path, name="replicas", argv=[])
     run = attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
     assert run.done.returncode == 0, run.done.stderr
@@ -53,7 +53,7 @@ def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path
     assert (parts[parts.stage == "parallel_apply"].duration_ns >= 2_000_000).all()
 
 
-def test_ranks_that_attach_themselves_find_each_other(tmp_path):
+def test_ranks_that_attach_from_code_join_one_run(tmp_path):
     """Eight at once, and a late one; their launcher is this process. One of another launcher is not among them."""
     code = "from pathlib import Path; from training_harness import layout; print(*layout.join_or_create_run("
     code += f"Path({str(tmp_path)!r}), name='ddp', argv=[]))"

@@ -92,12 +92,12 @@ def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
         (1, 90, [0, 1, 2]),
     ],
 )
-def test_the_oldest_go_until_both_bounds_are_met(keep, max_bytes, gone):
+def test_oldest_runs_are_deleted_until_both_bounds_are_met(keep, max_bytes, gone):
     runs = stored((30, None), (20, "it is running"), (10, None), (40, None))
     assert runs_beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
 
 
-def test_what_is_deleted_leaves_no_trace(home):
+def test_deleted_run_leaves_no_trace(home):
     old, new = ended(home, "old"), ended(home, "new")
     (home / "launches").mkdir()
     for name, run in (("host.1.1", old), ("host.2.2", new)):
@@ -107,7 +107,7 @@ def test_what_is_deleted_leaves_no_trace(home):
     assert [path.name for path in (home / "launches").iterdir()] == ["host.2.2"]
 
 
-def test_a_run_counts_as_it_does_on_disk(home):
+def test_size_of_a_run_is_its_size_on_disk(home):
     run = ended(home)
     (run.path / "snapshots" / "sparse").write_bytes(b"")
     os.truncate(run.path / "snapshots" / "sparse", 2**30)
@@ -117,7 +117,7 @@ def test_a_run_counts_as_it_does_on_disk(home):
     assert stored_runs(home)[0].size_bytes == disk_bytes(run.path) == int(du.stdout.split()[0])
 
 
-def test_a_running_run_stays_until_it_has_ended(home):
+def test_running_run_is_not_deleted_before_its_end(home):
     process = subprocess.Popen(
         [*COMMAND, "run", "--home", home, "--name", "alive", "--", "sh", "-c", "read word"],
         stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ def test_a_running_run_stays_until_it_has_ended(home):
     assert list((home / "runs").iterdir()) == []
 
 
-def test_who_holds_a_run_keeps_it(home):
+def test_run_with_a_reader_or_ingester_is_not_deleted(home):
     run = ended(home)
     with Ingester(run):
         assert "is already followed by the collector" in delete(home, [run])[run]
@@ -149,7 +149,7 @@ def test_who_holds_a_run_keeps_it(home):
         pass
 
 
-def test_a_training_that_nobody_collects_keeps_its_run(home):
+def test_run_without_a_collector_is_not_deleted_while_it_trains(home):
     """Its pid says nothing here, as in another container; the lock on its journal does."""
     run = ended(home)
     writer = Writer(run, 2**22 + 1, host=HOST)
@@ -165,7 +165,7 @@ def manifest_of(run: Run, **changes: object) -> None:
     layout.write_manifest(run.path, {**run.manifest, **changes})
 
 
-def test_a_run_without_an_end_stays_where_it_may_go_on(home):
+def test_run_without_an_end_is_not_deleted_while_it_may_go_on(home):
     run = Run(layout.create_run(home, name="x", argv=["x"]))
     anchor = layout.wall_anchor()
     assert keep_reason(run) == "it is about to begin"
@@ -183,7 +183,7 @@ def test_a_run_without_an_end_stays_where_it_may_go_on(home):
     assert "is damaged" in keep_reason(run)
 
 
-def test_a_kill_at_any_point_leaves_every_run_whole_or_gone(home):
+def test_killed_prune_leaves_every_run_whole_or_gone(home):
     newest_of_three = [ended(home, name) for name in ("first", "second", "third")][-1]
     before = {run: content(run) for run in list_runs(home)}
     zygote = subprocess.Popen(
@@ -211,7 +211,7 @@ def test_a_kill_at_any_point_leaves_every_run_whole_or_gone(home):
     assert not (newest_of_three.path / LOCK_NAME).exists()
 
 
-def test_at_a_terminal_it_asks(home):
+def test_prune_asks_at_a_terminal(home):
     run = ended(home)
     terminal, inside = pty.openpty()
     with os.fdopen(terminal, "r+b", buffering=0) as ours:

@@ -54,7 +54,7 @@ def losses_of(count: int) -> list[str]:
     return [f"{loss:.17g}" for loss in itertools.islice(script.steps(), count)]
 
 
-def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path):
+def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
     run = Run(layout.create_run(home, name="asked", argv=["asked.py"]))
     stop = tmp_path / "stop"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TIDEGAUGE")}
@@ -161,7 +161,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         ask("census")
 
 
-def test_a_run_in_which_nothing_trains_is_said_to_be_one(home):
+def test_snapshot_of_a_run_without_training_is_an_error(home):
     run = Run(layout.create_run(home, name="idle", argv=["sleep"]))
     with pytest.raises(TidegaugeError, match="none began to train in 0"):
         take(run, "census", steps=1, timeout_seconds=0.1, show=lambda text: None)

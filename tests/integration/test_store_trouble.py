@@ -35,7 +35,7 @@ def locked(run):
         holder.stdin.close()
 
 
-def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path):
+def test_locked_catalog_delays_records_and_doctor_reports_it(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -76,7 +76,7 @@ def immutable(path):
         subprocess.run(["chattr", "-i", path], check=True)
 
 
-def test_a_catalog_that_cannot_be_written_delays_and_no_more(tmp_path):
+def test_read_only_catalog_delays_records_and_loses_none(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -95,7 +95,7 @@ def test_a_catalog_that_cannot_be_written_delays_and_no_more(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_deleted(tmp_path):
+def test_run_deleted_during_ingest_stays_deleted(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -113,7 +113,7 @@ def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_delet
     assert check_latest_run(tmp_path).detail == "none yet"
 
 
-def test_a_damaged_file_keeps_its_own_table_from_being_tidied_and_doctor_says_so(tmp_path):
+def test_damaged_file_stops_maintenance_of_its_table_only(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     log = EventLog(run.events_dir, Identity(host=HOST, pid=1, start_ticks=1))

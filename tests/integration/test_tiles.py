@@ -180,7 +180,7 @@ def fullest(tables):
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_tiles_show_what_the_rows_show(training, rank):
+def test_rollups_equal_raw_rows(training, rank):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = look(training.run, rank)
@@ -192,7 +192,7 @@ def test_tiles_show_what_the_rows_show(training, rank):
     assert_same(tiled, raw)
 
 
-def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
+def test_gpu_moments_in_rollups_equal_raw_records(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
@@ -220,7 +220,7 @@ def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
     assert (held[names].to_numpy() == expected.to_numpy()).all()
 
 
-def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
+def test_figures_of_dense_records_are_as_coarse_as_rollups(tmp_path, monkeypatch):
     monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000)
     monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 3000)
     training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
@@ -237,7 +237,7 @@ def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path
     assert cells.nunique() == 1, "no worker has a hole"
 
 
-def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeypatch):
+def test_merged_process_rollups_equal_raw_rows(training, monkeypatch):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw, *_ = look(training.run)
@@ -250,7 +250,7 @@ def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeyp
         pd.testing.assert_frame_equal(coarse[name], raw[name], check_dtype=False, rtol=1e-6)
 
 
-def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(training):
+def test_quantiles_of_a_loader_with_few_batches_are_exact(training):
     for index in range(11):
         time_ns = training.begin_ns + 10**12 + index
         fetched = {"index": index, "getitem_ns": (index + 1) * 10**6, "collate_ns": 0, "worker": 0}
@@ -265,7 +265,7 @@ def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(tr
     assert split["median_ms"].tolist() == [6]
 
 
-def test_what_comes_after_the_tiles_is_seen_from_journal_and_lake_and_then_laid(training):
+def test_records_after_the_rollups_are_read_and_then_rolled_up(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
@@ -282,7 +282,7 @@ def test_what_comes_after_the_tiles_is_seen_from_journal_and_lake_and_then_laid(
     assert in_the_lake(training.run, "batch_tile") > laid
 
 
-def test_a_row_that_comes_late_is_counted_and_the_tiles_are_laid_anew(training):
+def test_late_row_is_counted_and_its_rollups_are_rebuilt(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
@@ -299,7 +299,7 @@ def test_a_row_that_comes_late_is_counted_and_the_tiles_are_laid_anew(training):
 
 
 @pytest.mark.parametrize("damage", ["gone", "overwritten"])
-def test_damaged_tiles_take_no_figure_along(training, damage):
+def test_damaged_rollups_do_not_change_figures(training, damage):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = look(training.run)
@@ -315,7 +315,7 @@ def test_damaged_tiles_take_no_figure_along(training, damage):
     assert_same(found, raw)
 
 
-def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
+def test_older_lake_without_rollups_is_read_from_raw_rows(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         raw = look(training.run)
@@ -326,7 +326,7 @@ def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
 
 
 @pytest.mark.parametrize("has_tiles", [False, True])
-def test_a_short_run_has_exact_quantiles(training, monkeypatch, has_tiles):
+def test_quantiles_of_a_short_run_are_exact(training, monkeypatch, has_tiles):
     monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 10**6)
     monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000 if has_tiles else 10**6)
     with Ingester(training.run) as ingester:
@@ -339,7 +339,7 @@ def test_a_short_run_has_exact_quantiles(training, monkeypatch, has_tiles):
 
 
 @pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 76 * RANKS)])
-def test_a_short_window_is_read_to_the_row(training, window, steps_count):
+def test_short_window_is_read_from_raw_rows(training, window, steps_count):
     with Ingester(training.run) as ingester:
         ingester.step()
     with read(training.run) as snapshot:

@@ -23,7 +23,7 @@ def training(*options: object) -> list[str]:
     return [sys.executable, str(TRAIN), "--row-ms", "2", "--step-ms", "2", *map(str, options)]
 
 
-def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_path):
+def test_ctrl_c_prints_finished_trials_and_their_predictions(tmp_path):
     script = training("--num-workers", 1, "--rows", 100_000)
     options = ["--home", str(tmp_path), "--trial-seconds", "2", "--ceiling"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -45,7 +45,7 @@ def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_p
     assert not [who for who in psutil.process_iter(["cmdline"]) if script[1:] == (who.info["cmdline"] or [])[1:]]
 
 
-def test_a_tune_that_is_killed_takes_its_trial_along(tmp_path):
+def test_killed_tune_ends_its_trial(tmp_path):
     script = training("--rows", 100_000, "--num-workers", 1)
     command = [*TUNE, "--home", str(tmp_path), "--", "/bin/sh", "-c", f"{shlex.join(script)}; true"]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=bare_environment())
@@ -56,7 +56,7 @@ def test_a_tune_that_is_killed_takes_its_trial_along(tmp_path):
     assert not psutil.wait_procs(family, timeout=30)[1]
 
 
-def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
+def test_failing_training_is_reported_with_its_error(tmp_path):
     command = [*TUNE, "--home", str(tmp_path), "--", *training("--crash-at-step", 3)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=bare_environment())
     assert done.returncode == 1
@@ -64,7 +64,7 @@ def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
     assert "RuntimeError: the loss is not a number" in done.stdout
 
 
-def test_what_was_tried_is_told_to_programs_too(tmp_path):
+def test_tune_prints_json_for_programs(tmp_path):
     options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "1", "--format", "json"]
     command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
@@ -81,7 +81,7 @@ def test_what_was_tried_is_told_to_programs_too(tmp_path):
     assert first["predicted"]["memory_bytes"] == pytest.approx(first["measured"]["memory_bytes"])
 
 
-def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):
+def test_trial_settings_apply_to_stateful_loaders(attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torchdata.stateful_dataloader import StatefulDataLoader\n"
@@ -92,7 +92,7 @@ def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):
     assert set(run.table("batch")["worker"]) == {0, 1}
 
 
-def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path):
+def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torch.utils.data import BatchSampler, DataLoader, SequentialSampler\n"
@@ -109,7 +109,7 @@ def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path
     assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
 
 
-def test_batch_sizes_are_tried(tmp_path):
+def test_tune_tries_batch_sizes(tmp_path):
     script = training("--rows", 100_000, "--row-ms", 0)
     options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "2", "--trials", "1"]
     command = [*TUNE, *options, "--effective-batch", "64", "--", *script]

@@ -67,7 +67,7 @@ def watching(home):
         process.wait()
 
 
-def test_a_watched_tree_is_sampled_until_it_ends(tree, watching):
+def test_watched_process_tree_is_sampled_until_it_ends(tree, watching):
     parent, child = tree
     watcher, run = watching(parent.pid)
     parent.stdin.close()
