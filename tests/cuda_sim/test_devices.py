@@ -55,7 +55,7 @@ def placed(said):
     return sizes
 
 
-def test_eight_devices_in_one_process(trained):
+def test_one_process_with_eight_devices_is_recorded(trained):
     each = [word for number in range(8) for word in ("--use", str(number))]
     run, said = trained(*each, memory="1G", count=8)
     ((pid, one),) = said.items()
@@ -64,7 +64,7 @@ def test_eight_devices_in_one_process(trained):
     assert len(set(placed(said).values())) > 1, "devices differ in what they hold"
 
 
-def test_a_device_that_is_not_used_is_not_touched(trained):
+def test_unused_device_is_not_touched(trained):
     """The current device is another one than that of the model."""
     run, said = trained("--use", "1", count=2)
     ((pid, one),) = said.items()
@@ -75,7 +75,7 @@ def test_a_device_that_is_not_used_is_not_touched(trained):
 
 
 @pytest.mark.parametrize("selection", ["2,0", "GPU-00000003,GPU-00000001"])
-def test_devices_that_are_numbered_anew(trained, selection):
+def test_renumbered_devices_are_mapped_to_the_drivers_numbers(trained, selection):
     run, said = trained("--use", "0", memory="1G,2G,3G", count=3, CUDA_VISIBLE_DEVICES=selection)
     ((pid, one),) = said.items()
     assert one.places == {"0": 2, "1": 0}
@@ -86,7 +86,7 @@ def test_devices_that_are_numbered_anew(trained, selection):
     assert set(run.table("device_time")["device"]) == {0}
 
 
-def test_data_parallel(trained):
+def test_data_parallel_records_both_devices(trained):
     run, said = trained("--use", "0", "--use", "1", "--parallel", count=2)
     ((pid, one),) = said.items()
     assert records(run, pid) == one.steps
@@ -99,7 +99,7 @@ RANKS = {"two devices": ("0", "1"), "one device": ("0", "0")}
 
 
 @pytest.mark.parametrize("where", RANKS)
-def test_two_ranks(trained, where):
+def test_two_ranks_are_recorded_with_their_devices(trained, where):
     first, second = RANKS[where]
     run, said = trained("--distributed", "--use", first, "--use", second, launcher=TORCHRUN, count=2)
     assert len(said) == 2
@@ -112,7 +112,7 @@ def test_two_ranks(trained, where):
     assert (held.groupby("device")["other_used_bytes"].last() == 0).all()
 
 
-def test_ranks_that_choose_their_device_themselves_are_on_two_gpus(trained):
+def test_ranks_that_select_their_own_device_are_on_two_gpus(trained):
     """Each sees its device as number 0."""
     run, said = trained("--distributed", "--select", "--use", "0", "--use", "0", launcher=TORCHRUN, count=2)
     assert sorted(one.places["0"] for one in said.values()) == [0, 1]
@@ -122,7 +122,7 @@ def test_ranks_that_choose_their_device_themselves_are_on_two_gpus(trained):
 
 
 @pytest.mark.parametrize("options", [(), ("--touch",)], ids=["nothing", "a tensor"])
-def test_a_training_on_the_cpu_in_a_process_with_something_on_the_device(trained, options):
+def test_cpu_training_has_no_device_times_with_a_cuda_context(trained, options):
     run, said = trained(*options)
     (one,) = said.values()
     assert most_held(run) == placed(said)

@@ -14,7 +14,7 @@ KINDS = sorted(kind for kind, fault in FAULTS.items() if fault.needs_gpu and kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_found_and_nothing_else(watched, kind):
+def test_fault_job_reports_its_finding_alone(watched, kind):
     run = watched(*JOB, kind)
     found = run.findings(FAULTS[kind].finding)
     assert found, run.done.stderr
@@ -23,7 +23,7 @@ def test_a_fault_is_found_and_nothing_else(watched, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_twin_is_healthy(watched, kind):
+def test_fixed_job_has_no_warnings(watched, kind):
     run = watched(*JOB, kind, "--fixed")
     assert run.done.returncode == 0
     assert run.warned == set()

@@ -38,7 +38,7 @@ def assert_same(records, said, names):
         assert list(records[name]) == list(said[name]), name
 
 
-def test_every_gauge_is_pytorchs(recorded):
+def test_every_gauge_equals_pytorchs_statistics(recorded):
     run, records, said = recorded("gauges.py")
     assert_same(records, said, said.columns)
     assert run.failed_hooks == []
@@ -46,13 +46,13 @@ def test_every_gauge_is_pytorchs(recorded):
         assert said[name].max() > 0, f"{name} is not put to the test"
 
 
-def test_expandable_segments(recorded):
+def test_expandable_segments_have_no_inactive_splits(recorded):
     _, records, said = recorded("gauges.py", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert_same(records, said, said.columns)
     assert said["inactive_split_bytes"].max() == 0, "the allocator does not count holes then"
 
 
-def test_a_share_of_the_device(recorded):
+def test_process_share_is_the_limit_of_its_out_of_memory_error(recorded):
     run, records, said = recorded("gauges.py", "--fraction", "0.25")
     assert_same(records, said, said.columns)
     assert said["oom_count"].max() > 0
@@ -60,7 +60,7 @@ def test_a_share_of_the_device(recorded):
     assert died_of[1] == 0.25 * (480 << 20)
 
 
-def test_what_malloc_async_does_not_tell_is_missing_and_no_failure(recorded):
+def test_gauges_that_malloc_async_lacks_are_missing(recorded):
     run, records, said = recorded("gauges.py", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     assert_same(records, said, TOLD_BY_MALLOC_ASYNC | PINNED)
     untold = set(said.columns) - TOLD_BY_MALLOC_ASYNC - PINNED
@@ -68,7 +68,7 @@ def test_what_malloc_async_does_not_tell_is_missing_and_no_failure(recorded):
     assert run.failed_hooks == []
 
 
-def test_a_graph_is_captured_and_its_pool_is_recorded(recorded):
+def test_private_pool_of_a_captured_graph_is_recorded(recorded):
     run, records, said = recorded("graph.py")
     replayed = records.tail(len(said)).reset_index(drop=True)
     assert_same(replayed, said, said.columns)

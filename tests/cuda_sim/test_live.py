@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-def test_a_limit_is_told_of_a_minute_before_it_is_met(watched, tmp_path):
+def test_live_finding_comes_a_minute_before_the_limit_is_met(watched, tmp_path):
     """Approached over two minutes: 1200 MiB at 10 MiB/s."""
     told = tmp_path / "told"
     command = f"echo $(date +%s) $TIDEGAUGE_FINDING_KIND >> {told}"

@@ -94,7 +94,7 @@ def in_use(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [block for block in blocks if block["state"] == "active_allocated"]
 
 
-def test_the_bytes_of_a_snapshot_are_pytorchs_to_the_byte(asked):
+def test_snapshot_bytes_equal_pytorchs_statistics(asked):
     allocated, reserved, _ = asked.at("allocator")
     allocator = asked.document("allocator")
     assert sum(segment["total_size"] for segment in allocator["segments"]) == reserved
@@ -104,7 +104,7 @@ def test_the_bytes_of_a_snapshot_are_pytorchs_to_the_byte(asked):
     assert sum(segment["total_size"] for segment in whole["segments"]) == reserved
 
 
-def test_a_snapshot_names_the_lines_that_allocated_what_there_is(asked):
+def test_snapshot_names_the_allocation_site_of_each_block(asked):
     """Autograd's own thread has no line: it makes the two gradients and a workspace of cuBLAS."""
     allocated, _, kept = asked.at("allocator")
     nameless = [block["size"] for block in in_use(asked.document("allocator")) if "stack" not in block]
@@ -118,7 +118,7 @@ def test_a_snapshot_names_the_lines_that_allocated_what_there_is(asked):
     assert sites.loc[site, "allocated_bytes"] == sum(MODEL)
 
 
-def test_without_its_history_the_bytes_are_the_same_and_no_line_is_named(ask, watched, tmp_path):
+def test_snapshot_without_history_has_bytes_but_no_sites(ask, watched, tmp_path):
     asked = ask(watched, tmp_path)
     allocated, reserved, _ = asked.at("allocator")
     snapshot = newest_allocator_snapshot(asked.run.run)
@@ -128,7 +128,7 @@ def test_without_its_history_the_bytes_are_the_same_and_no_line_is_named(ask, wa
     assert "pickle" not in asked.answers["allocator"]
 
 
-def test_the_training_goes_on_as_before(asked):
+def test_snapshots_do_not_change_the_training(asked):
     """Each step keeps one tensor more, and nothing else: before, between and after the answers."""
     steps = asked.said["steps"]
     last = max(answer["step"] for answer in asked.answers.values())
@@ -139,13 +139,13 @@ def test_the_training_goes_on_as_before(asked):
     assert asked.run.failed_hooks == []
 
 
-def test_the_census_counts_the_tensors_of_the_gpu(asked):
+def test_census_counts_the_tensors_of_the_gpu(asked):
     _, _, kept = asked.at("census")
     (row,) = [row for row in asked.document("census")["rows"] if row["shape"] == [PIECE]]
     assert (row["device"], row["tensors_count"], row["storage_bytes"]) == ("cuda:0", kept, kept * PIECE)
 
 
-def test_a_profile_tells_what_operators_allocate_on_the_gpu(asked):
+def test_profile_has_the_gpu_bytes_of_each_operator(asked):
     profile = asked.document("profile")
     assert profile["steps_count"] == STEPS_OF_PROFILE
     empty = next(each for each in profile["operators"] if each["operator"] == "aten::empty")
@@ -154,7 +154,7 @@ def test_a_profile_tells_what_operators_allocate_on_the_gpu(asked):
     assert gzip.decompress((asked.run.run.path / asked.answers["profile"]["trace"]).read_bytes())
 
 
-def test_growth_names_the_line_that_keeps_tensors_on_the_gpu(asked):
+def test_growth_names_the_line_that_keeps_gpu_tensors(asked):
     output = asked.output("growth")
     told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
     assert told, output
