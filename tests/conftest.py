@@ -21,7 +21,7 @@ import pytest
 from collector import cli
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.warm import WarmPython
+from tests.warm_python import WarmPython
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,11 +38,18 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 #: Files that take longest, in that order: begun last, one of them would keep a single core busy at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_jobs", "test_tiles", "test_golden", "test_shared_store", "test_loaders"),
+    *("test_foreign_code", "test_jobs", "test_rollups", "test_golden", "test_shared_store", "test_loaders"),
     *("test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent", "test_two_nodes"),
-    *("test_fail_open", "test_attach", "test_views", "test_store_kill", "test_stages_of_runs", "test_store_reader"),
+    *(
+        "test_fail_open",
+        "test_attach",
+        "test_views",
+        "test_store_kill",
+        "test_pipeline_stages",
+        "test_store_reader",
+    ),
     *("test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations", "test_parallel"),
-    *("test_requests", "test_watch", "test_gpu_runs"),
+    *("test_snapshot_requests", "test_watch", "test_gpu_runs"),
 )
 
 

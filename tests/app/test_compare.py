@@ -6,8 +6,8 @@ from dataclasses import replace
 import make_run as runs
 import numpy as np
 import pytest
+from dashboard_pages import figures, open_view, texts, trace_names
 from make_records import MISSING_INT32, MS, Writers
-from opened import figures, open_view, texts, trace_names
 
 from tests.recorded_runs import recorded, unpack
 

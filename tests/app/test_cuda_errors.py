@@ -8,7 +8,7 @@ import base64
 import numpy as np
 import pandas as pd
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 
 from app.figures import devices
 from app.figures.axis import Mark, add_marks

@@ -6,7 +6,7 @@ process too.
 
 import numpy as np
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 
 from collector.diagnosis.run.device_account import accounts
 from collector.store.lake.reader import read

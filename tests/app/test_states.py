@@ -18,7 +18,7 @@ import make_run as runs
 import pandas as pd
 import pytest
 import streamlit as st
-from opened import drawn, figures, open_view, run_of, texts, walk
+from dashboard_pages import drawn, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
 from app.frame import is_expected

@@ -4,8 +4,8 @@ import socket
 
 import make_run as runs
 import pytest
+from dashboard_pages import drawn, figures, open_view, points, run_of, texts, trace_names, walk
 from make_records import NO_SUCH_PID
-from opened import drawn, figures, open_view, points, run_of, texts, trace_names, walk
 
 from app.figures.base import MAX_POINTS
 from app.format import plain

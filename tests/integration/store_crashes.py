@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from store_world import HOST, Writer, in_the_lake, journalled, make_run, on_disk, seen
+from store_helpers import HOST, Writer, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read

@@ -4,7 +4,7 @@ import threading
 
 import pandas as pd
 import pytest
-from store_world import HOST, Writer, make_run
+from store_helpers import HOST, Writer, make_run
 
 from collector.store.lake.counters import ALLOCATOR, Counts
 from collector.store.lake.ingest import Ingester

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from store_world import Writer, journalled, make_run
+from store_helpers import Writer, journalled, make_run
 
 from collector.errors import TidegaugeError
 from collector.store import export_run as export

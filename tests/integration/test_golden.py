@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden import golden_files, judged
+from tests.golden import golden_files, run_outputs
 from tests.golden.cases import CASES, COMPARISON, RECORDED_GPU, pages_of
 
 #: Kept as journals: with a lake made of them they are the same run.
@@ -24,18 +24,18 @@ def expect_no_difference(name, old, new):
 def test_recorded_run_is_judged_as_before(name, tmp_path):
     pages, golden = pages_of(name), golden_files.read_golden(name)
     old = {**golden, "pages": {page: golden["pages"][page] for page in pages}}
-    expect_no_difference(name, old, judged.judge(name, tmp_path, pages))
+    expect_no_difference(name, old, run_outputs.judge(name, tmp_path, pages))
 
 
 def test_runs_are_compared_as_before(tmp_path):
-    expect_no_difference(COMPARISON, golden_files.read_golden(COMPARISON), judged.compare(tmp_path))
+    expect_no_difference(COMPARISON, golden_files.read_golden(COMPARISON), run_outputs.compare(tmp_path))
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_printed_report_is_equal_from_journals_and_lake(name, tmp_path):
-    run, golden = judged.unpack(name, tmp_path), golden_files.read_golden(name)["report"]
+    run, golden = run_outputs.unpack(name, tmp_path), golden_files.read_golden(name)["report"]
     assert not (run / "lake.sqlite").exists()
-    expect_no_difference(name, golden, judged.printed_report(run))
-    judged.run_command("collect", str(run))
+    expect_no_difference(name, golden, run_outputs.printed_report(run))
+    run_outputs.run_command("collect", str(run))
     assert (run / "lake.sqlite").exists()
-    expect_no_difference(name, golden, judged.printed_report(run))
+    expect_no_difference(name, golden, run_outputs.printed_report(run))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from store_world import HOST, Writer, ask_the_lake, make_run
+from store_helpers import HOST, Writer, ask_the_lake, make_run
 
 from collector import cli
 from collector.errors import TidegaugeError

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_world import HOST, Writer
+from store_helpers import HOST, Writer
 
 from collector.errors import TidegaugeError
 from collector.store.catalogue import find_run, list_runs

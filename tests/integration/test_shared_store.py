@@ -13,7 +13,8 @@ from pathlib import Path
 
 import boto3
 import pytest
-from shared_world import (
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
+from store_services import (
     BUCKET,
     PASSWORD,
     SECRET_KEY,
@@ -24,7 +25,6 @@ from shared_world import (
     postgres_programs,
     s3_service,
 )
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.agent import ingest_feed, problems
 from collector.errors import TidegaugeError

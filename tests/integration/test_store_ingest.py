@@ -10,7 +10,7 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.errors import TidegaugeError
 from collector.store import duck

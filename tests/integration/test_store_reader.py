@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
-from store_world import HOST, Writer, journalled, make_run, seen
+from store_helpers import HOST, Writer, journalled, make_run, seen
 
 from collector.agent.samplers.samples import record_values
 from collector.diagnosis.run import tables

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from shared_world import BUCKET, Postgres, postgres_programs, s3_service
+from store_services import BUCKET, Postgres, postgres_programs, s3_service
 
 from collector.store.catalogue import find_run
 from collector.store.lake.reader import read

@@ -4,7 +4,7 @@ import shutil
 
 import make_run as runs
 import pytest
-from opened import run_of
+from dashboard_pages import run_of
 
 from app.runtime import refresh
 from collector.store.lake.reader import Snapshot

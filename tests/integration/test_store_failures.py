@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.agent.samplers.samples import record_values
 from collector.commands.checks import check_latest_run

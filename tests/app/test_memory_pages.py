@@ -7,8 +7,8 @@ import make_run as runs
 import numpy as np
 import pandas as pd
 import pytest
+from dashboard_pages import figures, open_view, texts, trace_names
 from make_records import GIB, MIB, NO_SUCH_PID, Writers
-from opened import figures, open_view, texts, trace_names
 
 from app.figures import memory
 from app.theme import LIGHT

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import make_run as runs
 import pandas as pd
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 from simulated_runs import jittered, simulate
 
 from app.figures import what_if as outlook_figures, workers

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from store_world import ask_the_lake, in_the_lake, make_run
+from store_helpers import ask_the_lake, in_the_lake, make_run
 
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read

@@ -1,7 +1,7 @@
 """The last data loading of a run of several ranks, as the pages about it look at it."""
 
 import pytest
-from store_world import make_run
+from store_helpers import make_run
 
 from collector.diagnosis.loading.recent_batches import longest_waiting_rank, recent_loading
 from collector.diagnosis.loading.wait_breakdown import recent_loops

@@ -14,7 +14,7 @@ import pytest
 INGEST = """
 import os, sys
 from pathlib import Path
-from store_world import HOST, Writer, make_run
+from store_helpers import HOST, Writer, make_run
 from collector.store.lake.ingest import Ingester
 run = make_run(Path(sys.argv[1]))
 writer = Writer(run, os.getpid(), host=HOST)

@@ -25,7 +25,7 @@ from types import CodeType
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _MESSAGE_BYTES = 1 << 17
 #: The program of the server; in a fork it goes on with the script, in the same `__main__`.
-_BEGIN = "from tests.warm import serve; exec(serve())"
+_BEGIN = "from tests.warm_python import serve; exec(serve())"
 #: Modules that a training imports, the last two with its first optimizer.
 _MODULES = ("torch", "torch.utils.data", "torch._dynamo", "torch.profiler._cupti_monitor")
 
