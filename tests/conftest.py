@@ -97,7 +97,7 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedRun:
     """A finished script and the run that it left."""
 
     done: subprocess.CompletedProcess[str]
@@ -120,7 +120,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def attached(home: Path) -> Callable[..., Attached]:
+def run_attached(home: Path) -> Callable[..., AttachedRun]:
     """Runs a Python command under the shim, without a collector, and returns its run.
 
     A script begins in a warm Python, unless a new one is asked for; options of Python need a new one.
@@ -131,7 +131,7 @@ def attached(home: Path) -> Callable[..., Attached]:
         environ: Mapping[str, str] | None = None,
         run_dir: Path | None = None,
         in_new_python: bool = False,
-    ) -> Attached:
+    ) -> AttachedRun:
         words = [str(part) for part in command]
         directory = run_dir or layout.create_run(home, name="test", argv=words)
         env = bare_environment() | {layout.RUN_DIR_VARIABLE: str(directory), "PYTHONPATH": str(SHIM)}
@@ -142,6 +142,6 @@ def attached(home: Path) -> Callable[..., Attached]:
             )
         else:
             done = WARM_PYTHON.run(*words, env=env, timeout=120)
-        return Attached(done, Run(directory))
+        return AttachedRun(done, Run(directory))
 
     return start

@@ -8,7 +8,7 @@ from tests.recorded_runs import unpack
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch):
+def wait_for_verdicts(monkeypatch):
     """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
     refresh._content_slot.cache_clear()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
@@ -16,7 +16,7 @@ def patient(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def homes(tmp_path_factory):
     """A home per state, each with one run."""
     scripts = (runs.HEALTHY, runs.KILLED, runs.SLOW_WORKER, runs.INLINE, runs.NO_SMAPS, runs.NO_DATA)
     homes = {script.name: tmp_path_factory.mktemp(script.name) for script in scripts}

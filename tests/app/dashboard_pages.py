@@ -52,7 +52,7 @@ def texts(at):
     return "\n".join([*(str(part.value) for part in parts), *expanders])
 
 
-def drawn(at, view, *, cuda=False):
+def checked_figures(at, view, *, cuda=False):
     """The figures of a page, which has some, or else says why not and what to type."""
     shown = figures(at)
     if view == "compare" or (view == "gpu_memory" and not cuda):
@@ -69,7 +69,7 @@ def trace_names(figure):
     return [trace["name"] for trace in figure["data"]]
 
 
-def points(figure):
+def longest_trace(figure):
     """The longest trace; arrays travel as typed base64 blocks."""
     widths = {"f4": 4, "f8": 8, "i1": 1, "i2": 2, "i4": 4}
     lengths = [0]

@@ -40,7 +40,7 @@ def error_of(name):
 
 
 @pytest.fixture
-def died(tmp_path):
+def leaking_run(tmp_path):
     """A run with a leak that ends when the memory of its GPU runs out."""
     return unpack("leak-to-the-end", tmp_path)
 
@@ -59,30 +59,30 @@ def marks(figure):
     return {trace["name"]: trace for trace in figure["data"] if trace.get("mode") == "markers"}
 
 
-def dotted(figure):
+def dotted_lines(figure):
     return [shape["x0"] for shape in figure["layout"].get("shapes", ()) if shape["line"].get("dash") == "dot"]
 
 
 @pytest.mark.parametrize("free", [ERROR["free_bytes"], 26 * MIB])
 @pytest.mark.parametrize("page", PAGES)
-def test_fatal_error_is_an_x_and_a_dotted_line_at_its_time(monkeypatch, tmp_path, died, page, free):
-    change_events(died, "cuda-oom", free_bytes=free)
+def test_fatal_error_is_an_x_and_a_dotted_line_at_its_time(monkeypatch, tmp_path, leaking_run, page, free):
+    change_events(leaking_run, "cuda-oom", free_bytes=free)
     at = open_view(monkeypatch, tmp_path, page)
     gpu = figures(at)[0]
-    error, seconds = marks(gpu)["out of memory"], elapsed(died, ERROR["error_time_ns"])
+    error, seconds = marks(gpu)["out of memory"], elapsed(leaking_run, ERROR["error_time_ns"])
     assert numbers(error["x"]) == pytest.approx([seconds])
     assert numbers(error["y"]) == pytest.approx([(TOTAL - free) / MIB])
     assert error["marker"]["symbol"] == "x"
-    assert max(dotted(gpu)) == pytest.approx(seconds)  # after that of the leak
+    assert max(dotted_lines(gpu)) == pytest.approx(seconds)  # after that of the leak
     assert f"cuda-oom at step {ERROR['step']}" in str(gpu["layout"]["annotations"])
     said = f"Out of memory at step {ERROR['step']} ({seconds:.0f} s): 2 MiB requested, {size(free)} free."
     assert said in texts(at)
 
 
-def test_fatal_error_is_drawn_at_its_unfinished_step(monkeypatch, tmp_path, died):
+def test_fatal_error_is_drawn_at_its_unfinished_step(monkeypatch, tmp_path, leaking_run):
     gpu = figures(open_view(monkeypatch, tmp_path, "oom_risk", x="step"))[0]
     assert gpu["layout"]["xaxis"]["title"]["text"] == "step"
-    assert len(records_of(died, "step")) == ERROR["step"]
+    assert len(records_of(leaking_run, "step")) == ERROR["step"]
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR["step"]])
 
 
@@ -95,7 +95,7 @@ def test_axis_reaches_an_error_after_the_last_sample():
     assert drawn.layout.xaxis.range[1] > 33.0
 
 
-def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, died):
+def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, leaking_run):
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     gpu, processes = figures(at)[:2]
     assert "How did the memory of GPU 0 run out?" in texts(at)
@@ -104,15 +104,15 @@ def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_pat
     assert "main" in trace_names(processes)
 
 
-def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, died):
+def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, leaking_run):
     def sampled_later(records):
         later = records[-1:].copy()
         later["time_ns"] += 600 * SECOND_NS
         return np.concatenate([records, later])
 
-    edit(died, "host", sampled_later)
+    edit(leaking_run, "host", sampled_later)
     gpu = figures(open_view(monkeypatch, tmp_path, "post_mortem"))[0]
-    seconds = elapsed(died, ERROR["error_time_ns"])
+    seconds = elapsed(leaking_run, ERROR["error_time_ns"])
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([seconds / 60])
 
 
@@ -125,7 +125,7 @@ def test_caught_error_has_a_hollow_mark_and_is_no_death(monkeypatch, tmp_path):
     assert mark["marker"]["symbol"] == "x-open"
     times = [elapsed(run_dir, each["error_time_ns"]) for each in errors]
     assert numbers(mark["x"]) == pytest.approx(times)
-    assert not dotted(gpu)
+    assert not dotted_lines(gpu)
     count = sum(each["errors_count"] for each in errors)
     assert f"Out-of-memory errors that the training caught: {count}." in texts(at)
     met = at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Limit met"]

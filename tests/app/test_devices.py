@@ -13,16 +13,23 @@ from collector.store.lake.reader import read
 from collector.store.queries import gpu_memory, spans
 from collector.store.runs.run import Run
 from collector.units import percent, size
-from tests.recorded_runs import add_process, change_events, edit, recorded, records_of, remove, tell, unpack
+from tests.recorded_runs import add_event, add_process, change_events, edit, recorded, records_of, remove, unpack
 from training_harness import layout
 
 MIB = 2**20
 SECOND_NS = 10**9
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
 #: Bytes of a process's context on a simulated device, and bytes that its driver keeps.
-CONTEXT, OF_DRIVER = 256 * MIB, 64 * MIB
+CONTEXT, DRIVER_RESERVED = 256 * MIB, 64 * MIB
 #: Fields of an error that are missing where no observer could be attached.
-UNTOLD = ("limit_bytes", "free_bytes", "requested_bytes", "allocated_bytes", "reserved_bytes", "error_time_ns")
+MISSING_FIELDS = (
+    "limit_bytes",
+    "free_bytes",
+    "requested_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "error_time_ns",
+)
 #: From this record on, nothing changes in the run but what a test does to it.
 STEADY = 100
 
@@ -54,7 +61,7 @@ def run_dir(tmp_path):
 
 
 @pytest.fixture
-def last(run_dir):
+def steady_gauges(run_dir):
     """The records of the allocator and of the driver that stay the same: gauge -> bytes."""
     memory, driver = records_of(run_dir, "device_memory"), records_of(run_dir, "device")
     used = driver[driver["process_used_bytes"] >= 0]
@@ -84,32 +91,35 @@ def steady(parts, run_dir):
     return parts[parts["elapsed_seconds"] > since + 1]
 
 
-def test_peak_between_samples_has_the_parts_of_its_moment(run_dir, last):
+def test_peak_between_samples_has_the_parts_of_its_moment(run_dir, steady_gauges):
     by, place = 400 * MIB, 277
     edit(run_dir, "device_memory", raise_at(place, allocated_bytes=by, reserved_bytes=by))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
     totals = total_of(parts)
     peak = parts.loc[totals.idxmax()]
-    other = last["other_used_bytes"]
-    assert totals.max() == last["reserved_bytes"] + by + other
-    assert (peak["allocated"], peak["other processes"]) == (last["allocated_bytes"] + by, other)
-    unused = last["reserved_bytes"] - last["allocated_bytes"]
-    assert (peak["cached"] + peak["fragmentation"], peak["fragmentation"]) == (unused, last["inactive_split_bytes"])
+    other = steady_gauges["other_used_bytes"]
+    assert totals.max() == steady_gauges["reserved_bytes"] + by + other
+    assert (peak["allocated"], peak["other processes"]) == (steady_gauges["allocated_bytes"] + by, other)
+    unused = steady_gauges["reserved_bytes"] - steady_gauges["allocated_bytes"]
+    assert (peak["cached"] + peak["fragmentation"], peak["fragmentation"]) == (
+        unused,
+        steady_gauges["inactive_split_bytes"],
+    )
     assert np.isnan(peak["non-PyTorch"])  # the driver was not asked then
-    assert (parts["allocated"] > last["allocated_bytes"]).sum() == 1
-    assert (totals.drop(totals.idxmax()) == last["used_bytes"]).all()
+    assert (parts["allocated"] > steady_gauges["allocated_bytes"]).sum() == 1
+    assert (totals.drop(totals.idxmax()) == steady_gauges["used_bytes"]).all()
     at_ns = records_of(run_dir, "device_memory")["time_ns"][place]
     assert abs(peak["elapsed_seconds"] - (at_ns - origin_ns(run_dir)) / SECOND_NS) <= 0.5
 
 
-def test_spike_served_from_the_cache_shows_in_allocated(run_dir, last):
+def test_spike_served_from_the_cache_shows_in_allocated(run_dir, steady_gauges):
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=20 * MIB))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
-    assert parts["allocated"].max() == last["allocated_bytes"] + 20 * MIB
-    assert (total_of(parts) == last["used_bytes"]).all()
+    assert parts["allocated"].max() == steady_gauges["allocated_bytes"] + 20 * MIB
+    assert (total_of(parts) == steady_gauges["used_bytes"]).all()
 
 
-def test_spike_outside_pytorch_has_the_allocator_state_of_its_moment(run_dir, last):
+def test_spike_outside_pytorch_has_the_allocator_state_of_its_moment(run_dir, steady_gauges):
     asked_ns = records_of(run_dir, "device")["time_ns"]
 
     def hold_more_between_samples(records):
@@ -121,7 +131,7 @@ def test_spike_outside_pytorch_has_the_allocator_state_of_its_moment(run_dir, la
     edit(run_dir, "device", raise_at(40, used_bytes=140 * MIB, process_used_bytes=140 * MIB))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
     peak = parts.loc[total_of(parts).idxmax()]
-    assert peak[["allocated", "cached", "fragmentation"]].sum() == last["reserved_bytes"]
+    assert peak[["allocated", "cached", "fragmentation"]].sum() == steady_gauges["reserved_bytes"]
     assert peak["non-PyTorch"] == CONTEXT + 140 * MIB
 
 
@@ -164,16 +174,19 @@ def test_each_bucket_shows_its_fullest_moment(run_dir):
         assert (row.reserved_bytes, row.allocated_bytes) == (record["reserved_bytes"], record["allocated_bytes"])
 
 
-def test_last_bucket_shows_its_newest_value(run_dir, last):
+def test_last_bucket_shows_its_newest_value(run_dir, steady_gauges):
     newest_ns, by = records_of(run_dir, "device_memory")["time_ns"][-1], 400 * MIB
     edit(run_dir, "device_memory", raise_at(-6, allocated_bytes=by, reserved_bytes=by))
     edit(run_dir, "device", lambda records: records[records["time_ns"] < newest_ns])
     parts = accounts(*grid(run_dir)[:2])
-    assert parts["allocated"].iloc[-2:].tolist() == [last["allocated_bytes"] + by, last["allocated_bytes"]]
+    assert parts["allocated"].iloc[-2:].tolist() == [
+        steady_gauges["allocated_bytes"] + by,
+        steady_gauges["allocated_bytes"],
+    ]
     assert parts["elapsed_seconds"].iloc[-1] == pytest.approx((newest_ns - origin_ns(run_dir)) / SECOND_NS)
 
 
-def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, last):
+def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, steady_gauges):
     add_process(
         run_dir, ["device_memory"], pid=1, change=raise_at(310, allocated_bytes=90 * MIB, reserved_bytes=90 * MIB)
     )
@@ -182,7 +195,7 @@ def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, last):
     remove(run_dir, "device")
     parts = accounts(*grid(run_dir)[:2])  # without a driver: what the allocators hold
     totals = parts["allocated"] + parts["cached"] + parts["fragmentation"]
-    both = 2 * last["reserved_bytes"]
+    both = 2 * steady_gauges["reserved_bytes"]
     assert totals.max() == both + 150 * MIB  # the first one's, with the other's of that moment
     assert set(totals) >= {both, both + 150 * MIB}
     driver, allocators, _ = grid(run_dir)
@@ -190,7 +203,7 @@ def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, last):
     assert allocators.groupby("bucket").size().iloc[2:].unique().tolist() == [2]
 
 
-def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, run_dir, last):
+def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, run_dir, steady_gauges):
     def peaks(records):
         records["allocated_peak_bytes"], records["reserved_peak_bytes"] = 840 * MIB, 900 * MIB
 
@@ -198,7 +211,7 @@ def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, 
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
     shown = (row["Last"], row["Peak"], row["Headroom at peak"])
-    assert shown == (size(last["used_bytes"]), size(900 * MIB), size(124 * MIB))
+    assert shown == (size(steady_gauges["used_bytes"]), size(900 * MIB), size(124 * MIB))
     lines = at.dataframe[1].value.set_index("Memory")["PyTorch's own peak"]
     assert lines[["allocated", "reserved"]].tolist() == [size(840 * MIB), size(900 * MIB)]
     assert "the peak of reserved that PyTorch counts" in texts(at)
@@ -208,46 +221,48 @@ def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, 
     )
 
 
-def test_peak_is_the_drivers_where_it_saw_more(monkeypatch, tmp_path, run_dir, last):
+def test_peak_is_the_drivers_where_it_saw_more(monkeypatch, tmp_path, run_dir, steady_gauges):
     edit(run_dir, "device", raise_at(40, used_bytes=100 * MIB))
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    peak = last["used_bytes"] + 100 * MIB
-    assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(last["total_bytes"] - peak))
+    peak = steady_gauges["used_bytes"] + 100 * MIB
+    assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(steady_gauges["total_bytes"] - peak))
 
 
-def test_memory_account_and_limit_chart_have_the_same_peak(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_and_limit_chart_have_the_same_peak(monkeypatch, tmp_path, run_dir, steady_gauges):
     by = 450 * MIB
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=by, reserved_bytes=by))
     lines = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[1].value.set_index("Memory")
-    allocated = [size(last["allocated_bytes"]), size(last["allocated_bytes"] + by)]
+    allocated = [size(steady_gauges["allocated_bytes"]), size(steady_gauges["allocated_bytes"] + by)]
     assert lines.loc["allocated", ["Last", "Peak of samples"]].tolist() == allocated
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
-    peak = last["reserved_bytes"] + by + last["other_used_bytes"]
-    share = percent(peak / last["total_bytes"])
-    assert f"Peak {size(peak)}, {share} of the capacity of {size(last['total_bytes'])}." in texts(at)
+    peak = steady_gauges["reserved_bytes"] + by + steady_gauges["other_used_bytes"]
+    share = percent(peak / steady_gauges["total_bytes"])
+    assert f"Peak {size(peak)}, {share} of the capacity of {size(steady_gauges['total_bytes'])}." in texts(at)
     rows = at.dataframe[0].value
     assert rows["Allocated"].tolist() == allocated[::-1]
     assert rows["Non-PyTorch"].tolist()[0] == "—"
 
 
-def test_memory_account_of_a_gpu_adds_up_to_the_drivers_figure(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_of_a_gpu_adds_up_to_the_drivers_figure(monkeypatch, tmp_path, run_dir, steady_gauges):
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     assert trace_names(figures(at)[0]) == list(PARTS)
-    assert f"capacity {size(last['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
+    assert f"capacity {size(steady_gauges['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
     now = at.dataframe[0].value.iloc[-1]
-    cached = last["reserved_bytes"] - last["allocated_bytes"] - last["inactive_split_bytes"]
-    held = (last["allocated_bytes"], cached, last["inactive_split_bytes"], CONTEXT)
-    parts = (*held, last["other_used_bytes"], OF_DRIVER)
-    assert sum(parts) == last["used_bytes"]
+    cached = (
+        steady_gauges["reserved_bytes"] - steady_gauges["allocated_bytes"] - steady_gauges["inactive_split_bytes"]
+    )
+    held = (steady_gauges["allocated_bytes"], cached, steady_gauges["inactive_split_bytes"], CONTEXT)
+    parts = (*held, steady_gauges["other_used_bytes"], DRIVER_RESERVED)
+    assert sum(parts) == steady_gauges["used_bytes"]
     names = [name[:1].upper() + name[1:] for name in PARTS]
     assert now[names].tolist() == [size(part) for part in parts]
-    assert (now["GPU"], now["Total"]) == ("GPU 0", size(last["used_bytes"]))
+    assert (now["GPU"], now["Total"]) == ("GPU 0", size(steady_gauges["used_bytes"]))
     assert now["When"].startswith("last, ")
-    assert now["Of capacity"] == percent(last["used_bytes"] / last["total_bytes"])
+    assert now["Of capacity"] == percent(steady_gauges["used_bytes"] / steady_gauges["total_bytes"])
 
 
 @pytest.mark.parametrize(
-    ("unknown", "met"), [((), "met: 640 MiB, training ended"), (UNTOLD, "met: training ended")]
+    ("unknown", "met"), [((), "met: 640 MiB, training ended"), (MISSING_FIELDS, "met: training ended")]
 )
 def test_gpu_of_a_fatal_out_of_memory_error_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
     run_dir = unpack("leak-to-the-end", tmp_path)
@@ -274,7 +289,7 @@ def test_gpu_names_omit_the_host_if_there_is_only_one(monkeypatch, tmp_path, nam
     assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")
 
 
-def test_gpus_of_two_hosts_have_separate_charts_and_rows(monkeypatch, tmp_path, run_dir, last):
+def test_gpus_of_two_hosts_have_separate_charts_and_rows(monkeypatch, tmp_path, run_dir, steady_gauges):
     add_gpu(run_dir, "node-b", more=100 * MIB)
     names = ["GPU 0 of node-b", "GPU 0 of vm"]
     at = open_view(monkeypatch, tmp_path, "oom_risk")
@@ -284,18 +299,18 @@ def test_gpus_of_two_hosts_have_separate_charts_and_rows(monkeypatch, tmp_path, 
     assert all(trace_names(gpu) == ["reserved", "allocated", "used, all processes"] for gpu in gpus.values())
     table = at.dataframe[0].value.set_index("Limit")
     assert [limit for limit in table.index if limit.startswith("GPU")] == names
-    used = last["used_bytes"]
+    used = steady_gauges["used_bytes"]
     assert table.loc[names[0], ["Last", "Peak"]].tolist() == [size(used + 100 * MIB)] * 2
     assert table.loc[names[1], ["Last", "Peak"]].tolist() == [size(used)] * 2
     assert table.loc[names, "Limit met"].tolist() == ["not forecast"] * 2
     overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
-    reserved = size(last["reserved_peak_bytes"] + 100 * MIB)
+    reserved = size(steady_gauges["reserved_peak_bytes"] + 100 * MIB)
     assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {reserved}")
 
 
 def test_chosen_rank_is_drawn_only_on_its_own_gpu(monkeypatch, tmp_path, run_dir):
     for rank, host in enumerate(("node-a", "node-b")):
-        tell(run_dir, "process-start", host=host, rank=rank)
+        add_event(run_dir, "process-start", host=host, rank=rank)
         add_gpu(run_dir, host, rank)
     remove(run_dir, "device_memory", host="vm")
     remove(run_dir, "device", host="vm")
@@ -308,7 +323,7 @@ def test_chosen_rank_is_drawn_only_on_its_own_gpu(monkeypatch, tmp_path, run_dir
 def test_fullest_gpus_and_that_of_the_chosen_rank_are_drawn(monkeypatch, tmp_path, run_dir):
     hosts = [f"node-{place}" for place in range(6)]
     for rank, (host, more) in enumerate(zip(hosts, (150, 10, 60, 0, 130, 100), strict=True)):
-        tell(run_dir, "process-start", host=host, rank=rank)
+        add_event(run_dir, "process-start", host=host, rank=rank)
         add_gpu(run_dir, host, rank, more * MIB)
     remove(run_dir, "device_memory", host="vm")
     remove(run_dir, "device", host="vm")
@@ -329,7 +344,7 @@ def test_fullest_gpus_and_that_of_the_chosen_rank_are_drawn(monkeypatch, tmp_pat
         assert drawn(view, question, rank="3")[1] == ["node-0", "node-3", "node-4", "node-5"]
 
 
-def counted(column, steps):
+def raise_count(column, steps):
     """Change a count: it is one higher from each of these steps on."""
 
     def change(records):
@@ -339,8 +354,8 @@ def counted(column, steps):
 
 
 def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, run_dir):
-    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, *range(200, 400))))
-    edit(run_dir, "device_memory", counted("oom_count", (300,)))
+    edit(run_dir, "device_memory", raise_count("alloc_retry_count", (10, *range(200, 400))))
+    edit(run_dir, "device_memory", raise_count("oom_count", (300,)))
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
     assert marks["cache flushed"]["text"][0] == "in step 10"
@@ -353,8 +368,8 @@ def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, ru
 
 
 def test_window_excludes_flushes_and_errors_from_before_it(run_dir):
-    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, 20, 350)))
-    edit(run_dir, "device_memory", counted("oom_count", (30,)))
+    edit(run_dir, "device_memory", raise_count("alloc_retry_count", (10, 20, 350)))
+    edit(run_dir, "device_memory", raise_count("oom_count", (30,)))
     run = Run(run_dir)
     with read(run) as snapshot:
         reach = spans.extent(snapshot)
@@ -367,7 +382,7 @@ def test_window_excludes_flushes_and_errors_from_before_it(run_dir):
     assert errors.empty
 
 
-def test_memory_of_a_process_is_dropped_when_it_exits(run_dir, last):
+def test_memory_of_a_process_is_dropped_when_it_exits(run_dir, steady_gauges):
     """Another process takes 150 steps, lives 2 s longer, and ends."""
     add_process(run_dir, ["device_memory"], pid=1, change=lambda records: records[:150])
     pid = recorded("uneven-batches").manifest["command"]["pid"]
@@ -388,5 +403,5 @@ def test_memory_of_a_process_is_dropped_when_it_exits(run_dir, last):
     after = held[held.index > ended_ns]
     assert len(before) > 5
     assert len(after) > 5
-    assert (before == 2 * last["reserved_bytes"]).all()
-    assert (after == last["reserved_bytes"]).all()
+    assert (before == 2 * steady_gauges["reserved_bytes"]).all()
+    assert (after == steady_gauges["reserved_bytes"]).all()

@@ -40,7 +40,7 @@ def sample(run_dir, who, begin_seconds, *values, role=ROLE_MAIN, every=0.5, **mo
 
 
 @pytest.fixture(scope="module")
-def peaked(tmp_path_factory):
+def home_with_startup_peak(tmp_path_factory):
     """A healthy run whose main process took 4 GiB to start, with its collector, which grows, and a short worker."""
     home = tmp_path_factory.mktemp("peaked")
     run_dir = runs.make_run(home, runs.HEALTHY)
@@ -52,7 +52,7 @@ def peaked(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bereft(tmp_path_factory):
+def home_with_lost_worker(tmp_path_factory):
     """A killed run with a worker of which RSS alone was read, last 5 s before the end, and gone at the end."""
     home = tmp_path_factory.mktemp("bereft")
     run_dir = runs.make_run(home, runs.replace(runs.HEALTHY, exit_status=-9))
@@ -67,8 +67,8 @@ def per_minute(text):
     return float(found[1]) * {"B": 1 / MIB, "KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
 
 
-def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, peaked):
-    at = open_view(monkeypatch, peaked, "leak_timeline")
+def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, home_with_startup_peak):
+    at = open_view(monkeypatch, home_with_startup_peak, "leak_timeline")
     table = at.dataframe[0].value
     assert table.columns[:2].tolist() == ["Process", "Slope"]
     slopes = table.set_index("Process")["Slope"]
@@ -80,18 +80,18 @@ def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, pe
     assert "Fewer than 12" in texts(at)
 
 
-def test_slope_from_rss_is_labelled_rss(monkeypatch, made):
-    table = open_view(monkeypatch, made["no-smaps"], "leak_timeline").dataframe[0].value
+def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
+    table = open_view(monkeypatch, homes["no-smaps"], "leak_timeline").dataframe[0].value
     assert table["Slope"].str.endswith("/min (RSS)").all()
 
 
-def test_total_names_the_processes_that_it_lacks(monkeypatch, bereft):
-    at = open_view(monkeypatch, bereft, "leak_timeline")
+def test_total_names_the_processes_that_it_lacks(monkeypatch, home_with_lost_worker):
+    at = open_view(monkeypatch, home_with_lost_worker, "leak_timeline")
     assert "moments, without loader 0 worker 2, of which no PSS was read." in texts(at)
 
 
-def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
-    at = open_view(monkeypatch, bereft, "post_mortem")
+def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, home_with_lost_worker):
+    at = open_view(monkeypatch, home_with_lost_worker, "post_mortem")
     lines = figures(at)[0]
     assert trace_names(lines)[-1] == "loader 0 worker 2 (RSS)"
     assert [trace["line"]["dash"] for trace in lines["data"]] == ["solid", "solid", "solid", "dash"]
@@ -102,8 +102,8 @@ def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
     assert "(RSS): PSS was not read, and RSS counts shared pages fully." in texts(at)
 
 
-def test_last_seen_has_tenths_of_a_second(monkeypatch, bereft):
-    table = open_view(monkeypatch, bereft, "post_mortem").dataframe[0].value.set_index("Process")
+def test_last_seen_has_tenths_of_a_second(monkeypatch, home_with_lost_worker):
+    table = open_view(monkeypatch, home_with_lost_worker, "post_mortem").dataframe[0].value.set_index("Process")
     assert table["Last seen before the end"].str.fullmatch(r"\d+\.\d s").all()
     assert table.loc["loader 0 worker 2", ["Last seen before the end", "Exit seen"]].tolist() == ["5.0 s", "yes"]
 

@@ -13,8 +13,8 @@ from collector.store.runs.run import Run
 
 
 @pytest.fixture
-def run(made, tmp_path):
-    shutil.copytree(made[runs.HEALTHY.name], tmp_path / "home")
+def run(homes, tmp_path):
+    shutil.copytree(homes[runs.HEALTHY.name], tmp_path / "home")
     return Run(run_of(tmp_path / "home"))
 
 

@@ -34,7 +34,7 @@ def recent_of(**script):
     return Recent(run_id="r1", tables=tables, seen=seen)
 
 
-def said(recent, *findings):
+def headline_of(recent, *findings):
     """The headline of a page on which nothing asks for something to be done."""
     return worker_stalls.answer_in_words(moment(recent, *findings))
 
@@ -65,7 +65,7 @@ def outlook():
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory):
+def few_batches_home(tmp_path_factory):
     home = tmp_path_factory.mktemp("few")
     runs.make_run(home, FEW)
     return home
@@ -77,11 +77,11 @@ def test_headline_refers_to_the_finding_below():
         "The training process waits for a core 20% of its time. Data loading keeps up.",
         limited_by="oversubscribed",
     )
-    headline = said(recent_of(), crowded)
+    headline = headline_of(recent_of(), crowded)
     assert "of its time over the last 200 batches, but in the run as a whole hardly for batches" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
-    assert said(recent_of(), info("epoch-refill", "?")).endswith(
+    assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
         "over the last 200 batches: see epoch-refill below."
     )
 
@@ -89,37 +89,37 @@ def test_headline_refers_to_the_finding_below():
 def test_headline_of_an_unknown_cause_points_to_the_reason():
     reason = info("cannot-tell", "Whether loader 0 keeps up cannot be told: too few batches.")
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
-    headline = said(recent_of(), growth, reason)
+    headline = headline_of(recent_of(), growth, reason)
     assert headline.endswith("and the cause is not known: the reason is below.")
     assert moment(recent_of(), growth, reason).findings == [reason]
-    assert said(recent_of()).endswith("and no rule says why.")
+    assert headline_of(recent_of()).endswith("and no rule says why.")
     other = info("straggler-samples", "?", loader=7)
-    assert said(recent_of(), other).endswith("and no rule says why.")
+    assert headline_of(recent_of(), other).endswith("and no rule says why.")
 
 
 def test_page_names_its_batches_and_its_rank():
     ranked = recent_of(rank=3)
-    assert "over the last 200 batches of rank 3" in said(ranked)
+    assert "over the last 200 batches of rank 3" in headline_of(ranked)
     (block,) = worker_stalls._key_figures(moment(ranked))
     assert block.items[0].label == "Waiting, last 200 batches"
     assert "over the last 200 batches of rank 3" in block.items[0].help
 
 
-def test_run_with_few_batches_explains_missing_figures(monkeypatch, few):
-    at = open_view(monkeypatch, few, "worker_stalls")
+def test_run_with_few_batches_explains_missing_figures(monkeypatch, few_batches_home):
+    at = open_view(monkeypatch, few_batches_home, "worker_stalls")
     page = texts(at)
     assert "of its time over the last 6 batches, and the cause is not known" in page
     assert page.count("Whether loader 0 keeps up cannot be told") == 1
     assert "No worker can be named yet" in page
 
 
-def test_inline_loading_explains_the_missing_timeline(monkeypatch, made):
-    at = open_view(monkeypatch, made["inline"], "worker_stalls")
+def test_inline_loading_explains_the_missing_timeline(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["inline"], "worker_stalls")
     assert "No worker is waited for: the training process makes its batches itself" in texts(at)
 
 
-def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Throughput"].endswith(" samples/s")
     assert shown["90 % interval"].endswith(" samples/s")
@@ -211,8 +211,8 @@ def test_lag_grows_between_commits_and_falls_at_each(tmp_path):
     assert lag_seconds(120) == 13
 
 
-def test_finished_and_stored_run_has_no_lag(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "agent_health")
+def test_finished_and_stored_run_has_no_lag(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "agent_health")
     assert {metric.label: metric.value for metric in at.metric}["Lag"] == "none"
     assert at.dataframe[0].value["Lag"].tolist() == ["none"]
 

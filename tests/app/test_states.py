@@ -18,7 +18,7 @@ import make_run as runs
 import pandas as pd
 import pytest
 import streamlit as st
-from dashboard_pages import drawn, figures, open_view, run_of, texts, walk
+from dashboard_pages import checked_figures, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
 from app.frame import is_expected
@@ -46,11 +46,11 @@ class State:
     shows: bool | None = True
 
 
-def recorded(script):
+def write_run(script):
     return lambda home: runs.make_run(home, script)
 
 
-def spoiled(*steps):
+def damage_run(*steps):
     """A healthy run to which something happens."""
 
     def make(home):
@@ -103,23 +103,23 @@ STATES = {
     "home cannot be read": State(
         make=put_a_file_for_a_folder, says="or set TIDEGAUGE_HOME", gives=DOCTOR, shows=False
     ),
-    "no steps yet": State(make=recorded(runs.STARTING), says="No records yet", gives=DOCTOR, shows=False),
-    "left nothing": State(make=recorded(runs.NO_DATA), says="left no records", gives=DOCTOR, shows=False),
-    "live": State(make=recorded(runs.LIVE), says="newest record", gives="tidegauge report 2"),
-    "stale": State(make=recorded(runs.STALE), says="stale", gives="tidegauge collect 2"),
-    "finished, on the CPU": State(make=recorded(runs.HEALTHY), says="finished", gives="--format html"),
-    "died": State(make=recorded(runs.KILLED), says="killed", gives="tidegauge report 2"),
-    "damaged journal": State(make=spoiled(break_a_journal), says="it begins with", gives=DOCTOR),
-    "damaged manifest": State(make=spoiled(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
-    "damaged lake": State(make=spoiled(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
+    "no steps yet": State(make=write_run(runs.STARTING), says="No records yet", gives=DOCTOR, shows=False),
+    "left nothing": State(make=write_run(runs.NO_DATA), says="left no records", gives=DOCTOR, shows=False),
+    "live": State(make=write_run(runs.LIVE), says="newest record", gives="tidegauge report 2"),
+    "stale": State(make=write_run(runs.STALE), says="stale", gives="tidegauge collect 2"),
+    "finished, on the CPU": State(make=write_run(runs.HEALTHY), says="finished", gives="--format html"),
+    "died": State(make=write_run(runs.KILLED), says="killed", gives="tidegauge report 2"),
+    "damaged journal": State(make=damage_run(break_a_journal), says="it begins with", gives=DOCTOR),
+    "damaged manifest": State(make=damage_run(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
+    "damaged lake": State(make=damage_run(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
     "newer lake": State(
-        make=spoiled(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR, shows=False
+        make=damage_run(take_in, make_the_catalog_newer), says="journals alone", gives=DOCTOR, shows=False
     ),
     "newer schema": State(
-        make=spoiled(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
+        make=damage_run(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
     ),
     "store out of reach": State(
-        make=spoiled(put_into_the_store), says="the shared store cannot be opened", gives=DOCTOR
+        make=damage_run(put_into_the_store), says="the shared store cannot be opened", gives=DOCTOR
     ),
 }
 
@@ -140,7 +140,7 @@ def test_every_view_shows_the_state_and_the_next_command(monkeypatch, tmp_path, 
         assert any(state.gives in code.value for code in at.code), (view, [code.value for code in at.code])
         assert "Traceback" not in said
         if state.shows:
-            drawn(at, view)
+            checked_figures(at, view)
             assert all(chart.proto.alt for chart in at.get("plotly_chart"))
             assert at.header[0].value.endswith("?")
             assert "data as of" in said
@@ -164,12 +164,12 @@ def test_csv_cells_are_no_spreadsheet_formulas():
     assert all(cell.startswith("'") for cell in (*header, *(row[0] for row in rows[:-1])))
 
 
-def test_failing_panel_leaves_the_others(monkeypatch, made):
+def test_failing_panel_leaves_the_others(monkeypatch, homes):
     def fail(*_):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("collector.store.queries.throughput", fail)
-    at = open_view(monkeypatch, made["killed"], "overview")
+    at = open_view(monkeypatch, homes["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
 

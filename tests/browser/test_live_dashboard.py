@@ -116,7 +116,7 @@ def live(tmp_path_factory):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("response", lambda answer: _note_failure(answer, complaints))
         page.on("console", lambda message: _note_console(message, complaints))
-        page.on("request", lambda request: _note_stranger(request.url, base, complaints))
+        page.on("request", lambda request: _note_foreign_request(request.url, base, complaints))
         page.goto(screenshots.address(base, "overview", run=run.run_id, window=WINDOW))
         screenshots.await_view(page)
         yield page, run, complaints
@@ -126,7 +126,7 @@ def live(tmp_path_factory):
 def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
     page, run, complaints = live
     try:
-        _look(page, view)
+        _check_view(page, view)
     finally:  # a picture tells most when the test fails
         page.screenshot(path=ARTIFACTS / f"{view.path}.png", full_page=True)
     assert page.locator("[data-testid=stException]").count() == 0
@@ -137,7 +137,7 @@ def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
     assert "window=last+5+min" in page.url
 
 
-def _look(page, view):
+def _check_view(page, view):
     page.get_by_role("link", name=view.title).first.click()
     page.wait_for_url(f"**/{screenshots.VIEWS[view.path]}?*")
     screenshots.await_view(page)
@@ -189,7 +189,7 @@ def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
     others = [run_id for run_id in ended if run_id != died and "-hostile-" not in run_id]
     page.goto(screenshots.address(base, "compare", run=died, compare=others))
     page.locator(".legendtext", has_text=others[-1]).first.wait_for(timeout=30_000)
-    _photograph(page, f"ended-three-{theme}")
+    _take_screenshots(page, f"ended-three-{theme}")
     titles = {page_of.path: page_of.title for page_of in PAGES}
     for view in reversed(screenshots.VIEWS):  # ends on the overview
         if f"/{screenshots.VIEWS[view]}?" not in page.url:
@@ -197,7 +197,7 @@ def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
         page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
         screenshots.await_view(page)
         assert f"run={died}" in page.url
-        _photograph(page, f"ended-{view}-{theme}")
+        _take_screenshots(page, f"ended-{view}-{theme}")
         assert page.evaluate(_CUT_LABELS) == []
         assert page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count() == 0
     page.go_back()
@@ -209,7 +209,7 @@ def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
 def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page, run, complaints = live
     base = _base(page)
-    slow, well = (_ended(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
+    slow, well = (_ended_run(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
     page.goto(screenshots.address(base, "worker-stalls", run=slow))
     screenshots.await_view(page)
     memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
@@ -245,7 +245,7 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
 @pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
 def test_hostile_names_make_no_links_and_no_requests(live, view):
     page, run, complaints = live
-    hostile = _ended(run, make_run.HOSTILE).run_id
+    hostile = _ended_run(run, make_run.HOSTILE).run_id
     page.goto(screenshots.address(_base(page), view, run=hostile))
     screenshots.await_view(page)
     assert page.get_by_text("e.st").count() > 0
@@ -270,13 +270,13 @@ def test_keyboard_focus_on_a_chart_pauses_the_page(live):
 
 def test_html_report_opens_without_a_network(live, tmp_path):
     page, run, _ = live
-    slow = _ended(run, make_run.SLOW_WORKER)
+    slow = _ended_run(run, make_run.SLOW_WORKER)
     (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
     alone = page.context.browser.new_page()
     complaints = []
     alone.on("pageerror", lambda error: complaints.append(str(error)))
     alone.on("console", lambda message: _note_console(message, complaints))
-    alone.on("request", lambda request: _note_stranger(request.url, "file:", complaints))
+    alone.on("request", lambda request: _note_foreign_request(request.url, "file:", complaints))
     alone.goto(f"file://{tmp_path}/report.html")
     alone.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 10")
     alone.screenshot(path=ARTIFACTS / "report.png", full_page=True)
@@ -289,7 +289,7 @@ def _base(page):
     return "/".join(page.url.split("/")[:3])
 
 
-def _ended(run, script):
+def _ended_run(run, script):
     """The run of a script of `ENDED`, beside the live one."""
     return next(other for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
 
@@ -308,7 +308,7 @@ _SAMPLES = (
 )
 
 
-def _photograph(page, name):
+def _take_screenshots(page, name):
     for width, _ in screenshots.SIZES:
         screenshots.show_whole(page, width)
         page.wait_for_timeout(300)  # Plotly draws once more after a resize
@@ -331,6 +331,6 @@ def _note_console(message, complaints):
         complaints.append(message.text)
 
 
-def _note_stranger(url, base, complaints):
+def _note_foreign_request(url, base, complaints):
     if not url.startswith((base, base.replace("http", "ws"), "data:", "blob:")):
         complaints.append(f"asked {url}")

@@ -34,7 +34,7 @@ def test_no_process_is_blamed_if_nvml_names_none(watched):
 
 
 @pytest.fixture
-def lost(watched, tmp_path):
+def lost_gpu_run(watched, tmp_path):
     """A finished run whose GPU fell off the bus in its middle."""
     marker, said = tmp_path / "lost", tmp_path / "said"
     said.mkdir()
@@ -44,20 +44,20 @@ def lost(watched, tmp_path):
     return run
 
 
-def test_samples_of_a_lost_gpu_are_missing_from_then_on(lost):
-    samples = lost.table("device")
+def test_samples_of_a_lost_gpu_are_missing_from_then_on(lost_gpu_run):
+    samples = lost_gpu_run.table("device")
     gauges = ["used_bytes", "total_bytes", "process_used_bytes", "utilisation_ratio", "temperature_celsius"]
     known = samples[gauges].notna()
     assert known.iloc[0][["used_bytes", "total_bytes"]].all()
     assert not known.iloc[-1].any()
     assert known["used_bytes"].is_monotonic_decreasing, "once lost, it stays so"
-    assert len(lost.table("device_memory")) == len(lost.table("step")), "PyTorch goes on telling"
-    assert lost.report["run"]["status"] == "finished"
+    assert len(lost_gpu_run.table("device_memory")) == len(lost_gpu_run.table("step")), "PyTorch goes on telling"
+    assert lost_gpu_run.report["run"]["status"] == "finished"
 
 
-def test_report_has_a_finding_for_a_lost_gpu(lost):
-    assert any("NVML" in each["summary"] for each in lost.report["findings"])
-    with read(lost.run) as session:
+def test_report_has_a_finding_for_a_lost_gpu(lost_gpu_run):
+    assert any("NVML" in each["summary"] for each in lost_gpu_run.report["findings"])
+    with read(lost_gpu_run.run) as session:
         assert devices(session)["used_bytes"].isna().all()
 
 

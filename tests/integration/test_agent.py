@@ -48,7 +48,7 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def started():
+def start_process():
     """Starts a launcher with pipes; what is still alive at the end of the test is killed."""
     with contextlib.ExitStack() as stack:
 
@@ -95,7 +95,7 @@ def events(run, kind):
     return [json.loads(body) for body in bodies]
 
 
-def last_of(run, pid):
+def last_sample(run, pid):
     processes = table(run, "process")
     return processes[processes.process_pid == pid].iloc[-1]
 
@@ -115,7 +115,7 @@ def test_exit_status_is_that_of_the_command(home, script, exit_code, exit_status
     command = manifest["command"]
     [ended] = events(run, "command-exit")
     assert (ended["command_pid"], ended["exit_status"]) == (command["pid"], exit_status)
-    last = last_of(run, command["pid"])
+    last = last_sample(run, command["pid"])
     assert (last.process_start_ticks, last.alive, last.exit_status) == (command["start_ticks"], 0, exit_status)
     assert [one["resumed"] for one in events(run, "collector-start")] == [False]
     assert len(events(run, "collector-stop")) == 1
@@ -211,8 +211,8 @@ def test_disk_that_fills_up_does_not_harm_the_command(small_disk, home):
     assert "Traceback" not in done.stderr
 
 
-def test_failing_ingest_keeps_journals_and_reports_once(home, started):
-    process = started(launcher(home, "sh", "-c", "read line; exit 6"))
+def test_failing_ingest_keeps_journals_and_reports_once(home, start_process):
+    process = start_process(launcher(home, "sh", "-c", "read line; exit 6"))
     run = Run(Path(process.stderr.readline().strip()))
     (run.path / "lake.sqlite").mkdir(exist_ok=True)
     process.communicate("go on\n", timeout=60)
@@ -234,8 +234,8 @@ child.wait()
 """
 
 
-def test_process_tree_is_sampled_and_orphans_are_not_awaited(home, started):
-    process = started(launcher(home, sys.executable, "-c", TREE))
+def test_process_tree_is_sampled_and_orphans_are_not_awaited(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", TREE))
     run = Run(Path(process.stderr.readline().strip()))
     child, grandchild = map(int, process.stdout.readline().split())
     wait_for_sample_of(run, grandchild)
@@ -249,8 +249,8 @@ def test_process_tree_is_sampled_and_orphans_are_not_awaited(home, started):
     roles = dict(zip(processes.process_pid, processes.role, strict=True))
     assert roles[child] == roles[grandchild] == ROLE_OTHER
     assert roles[manifest["collector"]["pid"]] == ROLE_COLLECTOR
-    assert last_of(run, child).alive == 0
-    assert last_of(run, grandchild).alive == 1
+    assert last_sample(run, child).alive == 0
+    assert last_sample(run, grandchild).alive == 1
     sampled = processes[(processes.process_pid == grandchild) & processes.pss_bytes.notna()]
     assert (sampled.pss_bytes <= sampled.rss_bytes).all()
     assert (sampled.private_dirty_bytes <= sampled.uss_bytes).all()
@@ -280,15 +280,15 @@ os.waitpid(worker, 0)
 """
 
 
-def test_processes_have_the_roles_that_events_give_them(home, started):
-    process = started(launcher(home, sys.executable, "-c", TRAINING))
+def test_processes_have_the_roles_that_events_give_them(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", TRAINING))
     run = Run(Path(process.stderr.readline().strip()))
     worker = int(process.stdout.readline())
     wait_for(lambda: (table(run, "process").role == ROLE_WORKER).any(), "a sample of the worker")
     process.communicate("end\n", timeout=60)
 
-    assert last_of(run, run.manifest["command"]["pid"]).role == ROLE_MAIN
-    last = last_of(run, worker)
+    assert last_sample(run, run.manifest["command"]["pid"]).role == ROLE_MAIN
+    last = last_sample(run, worker)
     assert (last.role, last.loader, last.worker, last.alive) == (ROLE_WORKER, 2, 0, 0)
 
 
@@ -303,8 +303,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_reaches_the_command_and_closes_the_run(home, started):
-    process = started(launcher(home, sys.executable, "-c", INTERRUPTED))
+def test_ctrl_c_reaches_the_command_and_closes_the_run(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", INTERRUPTED))
     run = Run(Path(process.stderr.readline().strip()))
     assert process.stdout.readline() == "True\n"
     os.killpg(process.pid, signal.SIGINT)
@@ -316,11 +316,11 @@ def test_ctrl_c_reaches_the_command_and_closes_the_run(home, started):
     assert len(events(run, "collector-stop")) == 1
 
 
-def test_signals_are_forwarded_to_the_command(home, started):
+def test_signals_are_forwarded_to_the_command(home, start_process):
     names = ("HUP", "USR1", "USR2", "XCPU", "TERM")
     traps = "; ".join(f"trap 'echo {name}' {name}" for name in names[:-1])
     script = f"{traps}; trap 'echo TERM; exit 8' TERM; echo ready; while :; do sleep 0.05; done"
-    process = started(launcher(home, "sh", "-c", script))
+    process = start_process(launcher(home, "sh", "-c", script))
     assert process.stdout.readline() == "ready\n"
     for name in names:
         process.send_signal(signal.Signals[f"SIG{name}"])
@@ -328,8 +328,8 @@ def test_signals_are_forwarded_to_the_command(home, started):
     assert process.wait(timeout=60) == 8
 
 
-def test_command_survives_a_killed_collector_and_the_run_resumes(home, started):
-    process = started(launcher(home, "sh", "-c", "echo ready; read line; echo $line; read line"))
+def test_command_survives_a_killed_collector_and_the_run_resumes(home, start_process):
+    process = start_process(launcher(home, "sh", "-c", "echo ready; read line; echo $line; read line"))
     run = Run(Path(process.stderr.readline().strip()))
     assert process.stdout.readline() == "ready\n"
     command = run.manifest["command"]["pid"]
@@ -341,7 +341,7 @@ def test_command_survives_a_killed_collector_and_the_run_resumes(home, started):
     assert process.stdout.readline() == "still here\n"
     before = len(table(run, "process"))
 
-    resumed = started([sys.executable, "-P", "-c", COLLECTOR, str(run.path)])
+    resumed = start_process([sys.executable, "-P", "-c", COLLECTOR, str(run.path)])
     while len(table(run, "process")) == before:
         pass
     process.stdin.write("end\n")
@@ -351,7 +351,7 @@ def test_command_survives_a_killed_collector_and_the_run_resumes(home, started):
     assert (resumed.returncode, errors) == (0, "")
     assert [one["resumed"] for one in events(run, "collector-start")] == [False, True]
     assert len(events(run, "collector-stop")) == 1
-    assert last_of(run, command).alive == 0
+    assert last_sample(run, command).alive == 0
     manifest = run.manifest
     assert manifest["collector"]["pid"] == resumed.pid
     assert manifest["end_time_ns"] is not None

@@ -88,9 +88,9 @@ def at_once(_seconds: float) -> bool:
 
 
 def test_live_finding_is_sent_once_to_the_command_and_the_webhook(tmp_path, hook):
-    server, told, stderr = hook(503, 500), tmp_path / "told", tmp_path / "stderr"
+    server, log, stderr = hook(503, 500), tmp_path / "told", tmp_path / "stderr"
     home = tmp_path / "home"
-    keep = f'(echo "$TIDEGAUGE_FINDING_KIND $TIDEGAUGE_FINDING_SEVERITY"; cat; echo) >> {told}; echo heard; exit 3'
+    keep = f'(echo "$TIDEGAUGE_FINDING_KIND $TIDEGAUGE_FINDING_SEVERITY"; cat; echo) >> {log}; echo heard; exit 3'
     with stderr.open("w") as stream:
         job = subprocess.Popen(
             [
@@ -109,7 +109,7 @@ def test_live_finding_is_sent_once_to_the_command_and_the_webhook(tmp_path, hook
     finally:
         job.terminate()
     assert job.wait(60) == 128 + 15
-    lines = told.read_text().splitlines()
+    lines = log.read_text().splitlines()
     assert lines[0] == "inline-loading warning"
     assert json.loads(lines[1])["kind"] == "inline-loading"
     assert [line for line in lines if line.startswith("inline-loading ")] == lines[:1]

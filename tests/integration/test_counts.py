@@ -36,7 +36,7 @@ def read_sums(run):
     return sums
 
 
-def known(totals):
+def without_samples(totals):
     return {
         rank: {name: value for name, value in sums.items() if name != "samples"} for rank, sums in totals.items()
     }
@@ -46,20 +46,20 @@ def test_totals_are_right_around_an_ingest_and_when_it_is_resumed(run):
     first, second = Writer(run, 100), Writer(run, 101, host=HOST)
     first.write(300)
     counts = Counts(run)
-    assert known(counts.now().sums) == read_sums(run)
+    assert without_samples(counts.now().sums) == read_sums(run)
     with Ingester(run, counts=counts) as ingester:
         ingester.step()
-        assert known(counts.now().sums) == read_sums(run)
+        assert without_samples(counts.now().sums) == read_sums(run)
         first.write(50)
         second.write(400)
-        assert known(counts.now().sums) == read_sums(run)
+        assert without_samples(counts.now().sums) == read_sums(run)
         ingester.step()
     second.write(7)
     resumed = Counts(run)
     with Ingester(run, counts=resumed) as ingester:
-        assert known(resumed.now().sums) == known(counts.now().sums) == read_sums(run)
+        assert without_samples(resumed.now().sums) == without_samples(counts.now().sums) == read_sums(run)
         ingester.step()
-        assert known(resumed.now().sums) == read_sums(run)
+        assert without_samples(resumed.now().sums) == read_sums(run)
     assert read_sums(run)["training-node", 0]["steps"] == 350
 
 

@@ -37,7 +37,7 @@ def run(tmp_path):
     return made
 
 
-def known(frame):
+def sorted_rows(frame):
     return sorted(
         (tuple(None if value != value else value for value in row) for row in frame.itertuples(index=False)),
         key=repr,
@@ -57,7 +57,7 @@ def test_exported_files_hold_lake_and_journals_in_order_of_time(run, tmp_path, f
     for stream in ("step", "batch"):
         frame = READERS[form](target / f"{stream}.{form}")
         assert frame["time_ns"].is_monotonic_increasing
-        assert known(frame) == journalled(run)[stream]
+        assert sorted_rows(frame) == journalled(run)[stream]
     events = READERS[form](target / f"event.{form}")
     assert sorted(json.loads(body)["epoch"] for body in events["body"]) == [0, 0, 1, 1]
 

@@ -68,16 +68,16 @@ def test_loop_without_a_leak_has_no_warning(home):
 
 
 @pytest.mark.parametrize("count", [40])
-def test_forward_passes_of_the_outermost_module_are_counted(attached, count):
-    run = attached(SCRIPT, "passes_of_nested_modules", count)
+def test_forward_passes_of_the_outermost_module_are_counted(run_attached, count):
+    run = run_attached(SCRIPT, "passes_of_nested_modules", count)
     assert run.done.returncode == 0, run.done.stderr
     steps = run.table("step")
     assert count - 1 <= steps["step"].max() + 1 - 5 <= count
     assert run.events("hook-disabled").empty
 
 
-def test_compiled_model_gives_the_same_output_and_is_counted(attached):
-    run = attached(SCRIPT, "compiled", 20, in_new_python=True)
+def test_compiled_model_gives_the_same_output_and_is_counted(run_attached):
+    run = run_attached(SCRIPT, "compiled", 20, in_new_python=True)
     bare = run_bare(SCRIPT, "compiled", 20)
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
@@ -86,9 +86,9 @@ def test_compiled_model_gives_the_same_output_and_is_counted(attached):
 
 
 @pytest.mark.parametrize("case", ["odd_calls", "closes_descriptors"])
-def test_hooks_survive_odd_calls_and_closed_descriptors(attached, tmp_path, case):
+def test_hooks_survive_odd_calls_and_closed_descriptors(run_attached, tmp_path, case):
     folder = () if case == "odd_calls" else (tmp_path,)
-    run = attached(SCRIPT, case, *folder)
+    run = run_attached(SCRIPT, case, *folder)
     bare = run_bare(SCRIPT, case, *folder)
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr

@@ -26,7 +26,7 @@ HOSTILE = '[/]../<b>"q"\n\x1b[31m![x](http://h/p.png)\udcff'
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def undamaged_run(tmp_path_factory):
     """A run with a lake and a tail beyond it."""
     run = make_run(tmp_path_factory.mktemp("whole"))
     writer = Writer(run, 11)
@@ -38,9 +38,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
+def run(undamaged_run, tmp_path):
     """A copy of it, in a home of its own."""
-    return Run(shutil.copytree(whole.path, tmp_path / "home" / "runs" / whole.run_id))
+    return Run(shutil.copytree(undamaged_run.path, tmp_path / "home" / "runs" / undamaged_run.run_id))
 
 
 @pytest.fixture
@@ -92,20 +92,21 @@ def test_damaged_parquet_file_is_one_line_and_others_are_read(run, tidegauge, tm
     assert before <= {path.name for path in run.journal_dir.iterdir()}
 
 
-def of_a_newer_ducklake(run):
+def set_newer_ducklake_version(run):
     catalog = sqlite3.connect(run.catalog_path)
     with catalog:
         catalog.execute("UPDATE ducklake_metadata SET value = '99.0' WHERE key = 'version'")
     catalog.close()
 
 
-def with_half_a_log(run):
+def damage_write_ahead_log(run):
     run.catalog_path.with_name("lake.sqlite-wal").write_bytes(os.urandom(3000))
     run.catalog_path.write_bytes(run.catalog_path.read_bytes()[:10_000])
 
 
 @pytest.mark.parametrize(
-    ("change", "remedy"), [(of_a_newer_ducklake, "use the Tidegauge that wrote it"), (with_half_a_log, "away")]
+    ("change", "remedy"),
+    [(set_newer_ducklake_version, "use the Tidegauge that wrote it"), (damage_write_ahead_log, "away")],
 )
 def test_unreadable_catalog_is_reported_and_journals_are_read(run, tidegauge, tmp_path, change, remedy):
     change(run)

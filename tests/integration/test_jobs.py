@@ -44,28 +44,28 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-class Ended(NamedTuple):
+class JobResult(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
 @pytest.fixture
-def job(capfd) -> Callable[..., Ended]:
+def job(capfd) -> Callable[..., JobResult]:
     """Runs a job in this process, which has torch already."""
 
-    def run_job(*arguments: object) -> Ended:
+    def run_job(*arguments: object) -> JobResult:
         try:
             status = main([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = ended.code
-        return Ended(status, *capfd.readouterr())
+        return JobResult(status, *capfd.readouterr())
 
     return run_job
 
 
 @pytest.fixture(scope="module")
-def made_pictures(tmp_path_factory) -> Path:
+def picture_folder(tmp_path_factory) -> Path:
     """Two classes of eight small photographs."""
     folder = tmp_path_factory.mktemp("pictures")
     for name in ("discs", "rings"):
@@ -77,9 +77,9 @@ def made_pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def pictures(made_pictures, tmp_path) -> Path:
+def pictures(picture_folder, tmp_path) -> Path:
     """A copy of them."""
-    return shutil.copytree(made_pictures, tmp_path / "pictures")
+    return shutil.copytree(picture_folder, tmp_path / "pictures")
 
 
 def test_photographs_are_large_varied_and_reproducible():
@@ -329,9 +329,9 @@ def test_dataparallel_job_runs_on_the_cpu_without_a_gpu(job, monkeypatch):
     assert "done: 5 steps" in done.stdout
 
 
-def test_ddp_job_starts_its_ranks(home, attached):
+def test_ddp_job_starts_its_ranks(home, run_attached):
     options = ("--nproc", "2", "--backend", "gloo", "--steps", "5", "--length", "8", "--batch-size", "4")
-    run = attached("-P", "-m", "training_harness.jobs", "ddp", *options, "--num-workers", "0")
+    run = run_attached("-P", "-m", "training_harness.jobs", "ddp", *options, "--num-workers", "0")
     assert run.done.returncode == 0, run.done.stderr
     assert "done: 5 steps in each of 2 ranks, gloo" in run.done.stdout
     assert run.table("step").groupby("rank")["step"].nunique().to_dict() == {0: 5, 1: 5}

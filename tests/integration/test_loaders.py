@@ -15,7 +15,7 @@ import pytest
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.trust import workers_reporting
 from collector.store.runs.run import Run
-from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment
+from tests.conftest import PYTHON, REPOSITORY, SHIM, AttachedRun, bare_environment
 from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "loaders.py"
@@ -24,7 +24,7 @@ MS = 1e6
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Attached:
+def run(tmp_path_factory) -> AttachedRun:
     """The script's attached run; its bare twin ran meanwhile, and printed `bare`."""
     home = tmp_path_factory.mktemp("home")
     directory = layout.create_run(home, name="loaders", argv=[])
@@ -47,7 +47,7 @@ def run(tmp_path_factory) -> Attached:
     assert bare.returncode == 0, complaint
     (directory / "bare").write_text(expected)
     (directory / "truth.json").write_bytes((home / "attached.json").read_bytes())
-    return Attached(subprocess.CompletedProcess([SCRIPT], attached.returncode, seen, errors), Run(directory))
+    return AttachedRun(subprocess.CompletedProcess([SCRIPT], attached.returncode, seen, errors), Run(directory))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def fetches(run, batches) -> pd.DataFrame:
     return run.table("fetch").merge(batches[[*KEY, "case"]], on=KEY, validate="one_to_one")
 
 
-def bodies(run: Attached, kind: str) -> list[dict]:
+def bodies(run: AttachedRun, kind: str) -> list[dict]:
     return [json.loads(body) for body in run.events(kind).body]
 
 

@@ -15,11 +15,11 @@ from training_harness import layout
 SCRIPTS = REPOSITORY / "tests" / "scripts"
 
 
-def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
+def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(run_attached, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     # Else torch keeps the store of the first attempt, where the second may meet the dead rank's address.
     environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run = attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
+    run = run_attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
     assert run.done.returncode == 0, run.done.stderr
     starts = run.events("process-start")
     attempt_of = {pid: json.loads(body)["attempt"] for pid, body in zip(starts.pid, starts.body, strict=True)}
@@ -40,9 +40,9 @@ def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
     assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
 
 
-def test_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path):
+def test_parts_of_data_parallel_are_stages_of_their_batch(run_attached, tmp_path):
     folder = layout.create_run(tmp_path, name="replicas", argv=[])
-    run = attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
+    run = run_attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
     assert run.done.returncode == 0, run.done.stderr
     stages = run.table("stage")
     names = {"scatter", "replicate", "parallel_apply", "gather"}

@@ -59,7 +59,7 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def ended(home: Path, name: str = "job") -> Run:
+def make_ended_run(home: Path, name: str = "job") -> Run:
     run = Run(layout.create_run(home, name=name, argv=["x"]))
     layout.write_manifest(run.path, {**run.manifest, "end_time_ns": 1})
     return run
@@ -70,7 +70,7 @@ def content(run: Run) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
+def make_stored_runs(*runs: tuple[int, str | None]) -> list[StoredRun]:
     return [
         StoredRun(run=Run(Path(f"run{place}")), size_bytes=size, keep_reason=needed)
         for place, (size, needed) in enumerate(runs)
@@ -93,12 +93,12 @@ def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
     ],
 )
 def test_oldest_runs_are_deleted_until_both_bounds_are_met(keep, max_bytes, gone):
-    runs = stored((30, None), (20, "it is running"), (10, None), (40, None))
+    runs = make_stored_runs((30, None), (20, "it is running"), (10, None), (40, None))
     assert runs_beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
 
 
 def test_deleted_run_leaves_no_trace(home):
-    old, new = ended(home, "old"), ended(home, "new")
+    old, new = make_ended_run(home, "old"), make_ended_run(home, "new")
     (home / "launches").mkdir()
     for name, run in (("host.1.1", old), ("host.2.2", new)):
         (home / "launches" / name).symlink_to(run.path)
@@ -108,7 +108,7 @@ def test_deleted_run_leaves_no_trace(home):
 
 
 def test_size_of_a_run_is_its_size_on_disk(home):
-    run = ended(home)
+    run = make_ended_run(home)
     (run.path / "snapshots" / "sparse").write_bytes(b"")
     os.truncate(run.path / "snapshots" / "sparse", 2**30)
     (run.path / "data").mkdir()
@@ -138,7 +138,7 @@ def test_running_run_is_not_deleted_before_its_end(home):
 
 
 def test_run_with_a_reader_or_ingester_is_not_deleted(home):
-    run = ended(home)
+    run = make_ended_run(home)
     with Ingester(run):
         assert "is already followed by the collector" in delete(home, [run])[run]
     with read(run):
@@ -151,7 +151,7 @@ def test_run_with_a_reader_or_ingester_is_not_deleted(home):
 
 def test_run_without_a_collector_is_not_deleted_while_it_trains(home):
     """Its pid says nothing here, as in another container; the lock on its journal does."""
-    run = ended(home)
+    run = make_ended_run(home)
     writer = Writer(run, 2**22 + 1, host=HOST)
     writer.write(3)
     assert keep_reason(run) == "it is running"
@@ -184,7 +184,7 @@ def test_run_without_an_end_is_not_deleted_while_it_may_go_on(home):
 
 
 def test_killed_prune_leaves_every_run_whole_or_gone(home):
-    newest_of_three = [ended(home, name) for name in ("first", "second", "third")][-1]
+    newest_of_three = [make_ended_run(home, name) for name in ("first", "second", "third")][-1]
     before = {run: content(run) for run in list_runs(home)}
     zygote = subprocess.Popen(
         [sys.executable, "-c", KILLED, home], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -212,7 +212,7 @@ def test_killed_prune_leaves_every_run_whole_or_gone(home):
 
 
 def test_prune_asks_at_a_terminal(home):
-    run = ended(home)
+    run = make_ended_run(home)
     terminal, inside = pty.openpty()
     with os.fdopen(terminal, "r+b", buffering=0) as ours:
         process = subprocess.Popen(

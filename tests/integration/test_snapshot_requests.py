@@ -32,7 +32,7 @@ SHIM = Path(layout.__file__).parent / "bootstrap"
 TAKEN = re.compile(r"rank (\d) \(pid \d+\), step \d+, the training waited .*: (.*)")
 
 
-def opened(path: str):
+def read_gzip_json(path: str):
     with gzip.open(path) as stream:
         return json.load(stream)
 
@@ -81,7 +81,7 @@ def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
 
         taken, refused = ask("census")
         assert (sorted(taken), refused) == ([0, 1], [])
-        counted = opened(taken[1][0])
+        counted = read_gzip_json(taken[1][0])
         kept = next(row for row in counted["rows"] if row["shape"] == [1000, 50])
         assert (kept["dtype"], kept["device"], kept["storage_bytes"]) == ("torch.float32", "cpu", 200_000)
         views = next(row for row in counted["rows"] if row["shape"] == [990, 50])
@@ -91,7 +91,7 @@ def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
         (run.path / layout.REQUESTS / "census-damaged.json").write_text("{")
         taken, refused = ask("profile")
         assert (sorted(taken), refused) == ([0, 1], [])
-        summary, trace = map(opened, taken[0])
+        summary, trace = map(read_gzip_json, taken[0])
         assert summary["steps_count"] == 3
         assert {"aten::empty", "aten::addmm"} <= {operator["operator"] for operator in summary["operators"]}
         assert trace["traceEvents"]

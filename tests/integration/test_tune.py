@@ -81,18 +81,18 @@ def test_tune_prints_json_for_programs(tmp_path):
     assert first["predicted"]["memory_bytes"] == pytest.approx(first["measured"]["memory_bytes"])
 
 
-def test_trial_settings_apply_to_stateful_loaders(attached, tmp_path):
+def test_trial_settings_apply_to_stateful_loaders(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torchdata.stateful_dataloader import StatefulDataLoader\n"
         "print(sum(batch.sum() for batch in StatefulDataLoader(list(range(8)), batch_size=2)))\n"
     )
-    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "2,3"})
+    run = run_attached(script, environ={TRIAL_LOADER_VARIABLE: "2,3"})
     assert run.done.stdout == "tensor(28)\n", run.done.stderr
     assert set(run.table("batch")["worker"]) == {0, 1}
 
 
-def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(attached, tmp_path):
+def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torch.utils.data import BatchSampler, DataLoader, SequentialSampler\n"
@@ -104,7 +104,7 @@ def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(attached, t
         "               DataLoader(rows, batch_sampler=of_torch), DataLoader(rows, batch_sampler=own)):\n"
         "    print(len(next(iter(loader))))\n"
     )
-    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "batch*2"})
+    run = run_attached(script, environ={TRIAL_LOADER_VARIABLE: "batch*2"})
     assert run.done.stdout.split() == ["4", "8", "6", "3"], run.done.stderr
     assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
 

@@ -21,8 +21,8 @@ class World:
     """An outlook on a run that is not there, and what it says."""
 
     def __init__(self, path):
-        self.told = []
-        self.outlook = LiveVerdicts(Run(path / "gone"), self.told.append)
+        self.messages = []
+        self.outlook = LiveVerdicts(Run(path / "gone"), self.messages.append)
         self.problems = Problems(EventLog(path, Identity(host="here", pid=1, start_ticks=2)))
         self.events = path / "here.1.jsonl"
 
@@ -43,7 +43,7 @@ def world(tmp_path):
 
 
 @pytest.fixture
-def hanging(tmp_path, monkeypatch):
+def hanging_program(tmp_path, monkeypatch):
     """In place of Python, a program that says that it began, and goes on for ever."""
     program = tmp_path / "hangs"
     program.write_text(f"#!/bin/sh\necho > {tmp_path / 'began'}\nexec sleep 300\n")
@@ -57,11 +57,11 @@ def test_failing_verdict_is_only_a_problem(world):
 
     assert "no verdict, status 2: " in world.error()
     assert str(world.outlook._run.path) in world.error()
-    assert world.told == []
+    assert world.messages == []
     world.outlook.close()
 
 
-def test_hanging_verdict_is_killed(world, hanging, monkeypatch):
+def test_hanging_verdict_is_killed(world, hanging_program, monkeypatch):
     monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0.1)
     world.begin()
 
@@ -69,9 +69,9 @@ def test_hanging_verdict_is_killed(world, hanging, monkeypatch):
     world.outlook.close()
 
 
-def test_kernel_kills_a_verdict_before_the_training(world, hanging):
+def test_kernel_kills_a_verdict_before_the_training(world, hanging_program):
     world.begin()
-    wait_for(hanging.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the begin of the verdict")
     pid = world.outlook._child.pid
     wait_for(lambda: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the word to the kernel")
     assert world.outlook.anon_bytes > 0
@@ -79,13 +79,13 @@ def test_kernel_kills_a_verdict_before_the_training(world, hanging):
     assert world.outlook.anon_bytes is None
 
 
-def test_end_of_the_run_does_not_wait_for_a_verdict(world, hanging):
+def test_end_of_the_run_does_not_wait_for_a_verdict(world, hanging_program):
     world.begin()
-    wait_for(hanging.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the begin of the verdict")
     world.outlook.close()
 
     assert "verdict" not in [thread.name for thread in threading.enumerate()]
-    assert world.told == []
+    assert world.messages == []
     assert not world.events.exists()
 
 

@@ -76,11 +76,11 @@ def test_processes_of_another_host_are_not_followed():
     assert list(known) == []
 
 
-WHO = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
+IDENTITY_FIELDS = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
 
 
-def said(kind):
-    return json.dumps({"kind": kind, **WHO}) + "\n"
+def event_line(kind):
+    return json.dumps({"kind": kind, **IDENTITY_FIELDS}) + "\n"
 
 
 def write(path, *lines):
@@ -91,32 +91,32 @@ def write(path, *lines):
 def test_tail_returns_each_whole_line_once(tmp_path):
     tail = EventTail(tmp_path, "here")
     log = tmp_path / "here.1.jsonl"
-    torn = said("b")
-    write(log, said("a"), torn[:9])
+    torn = event_line("b")
+    write(log, event_line("a"), torn[:9])
 
     assert [one["kind"] for one in tail.read()] == ["a"]
     assert tail.read() == []
     write(log, torn[9:])
-    write(tmp_path / "here.2.jsonl", said("c"))
+    write(tmp_path / "here.2.jsonl", event_line("c"))
     assert sorted(one["kind"] for one in tail.read()) == ["b", "c"]
 
 
 def test_damaged_line_hides_no_other(tmp_path):
-    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", said("b"))
+    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", event_line("b"))
 
-    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **IDENTITY_FIELDS}]
 
 
 def test_unreadable_log_hides_no_other(tmp_path):
     (tmp_path / "here.1.jsonl").mkdir()
     (tmp_path / "here.2.jsonl").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "here.3.jsonl")
-    write(tmp_path / "here.4.jsonl", said("b"))
+    write(tmp_path / "here.4.jsonl", event_line("b"))
 
-    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **IDENTITY_FIELDS}]
 
 
 def test_log_of_another_host_is_ignored(tmp_path):
-    write(tmp_path / "there.1.jsonl", said("a"))
+    write(tmp_path / "there.1.jsonl", event_line("a"))
 
     assert EventTail(tmp_path, "here").read() == []

@@ -313,13 +313,13 @@ def test_no_trace_exceeds_the_point_budget():
             assert len(trace.x) <= base.MAX_POINTS
 
 
-def _used(seconds=30.0):
+def _usage_chart(seconds=30.0):
     figure = base.over_time(LIGHT, y_title="used (GiB)")
     figure.add_trace(base.line("used", np.linspace(0.0, seconds, 7), [1.0] * 7, "#000000", "GiB"))
     return base.TimeChart(title="", figure=figure, caption="")
 
 
-def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
+def _with_marks(chart, *, epochs=(), findings=(), clock=CLOCK):
     """The lines over the figure as (place, height, dash), and its labels as (place, text)."""
     begun = [Mark(at_seconds=at, words=f"epoch {n}") for n, at in enumerate(epochs)]
     since = [Mark(at_seconds=at, words=words, address=address) for at, words, address in findings]
@@ -329,7 +329,7 @@ def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
 
 
 def test_epochs_are_ticks_and_are_named_where_there_is_room():
-    chart, lines, labels = _marked(_used(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
+    chart, lines, labels = _with_marks(_usage_chart(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
     assert [at for at, *_ in lines] == [1.0, 2.0, 20.0, 29.9]  # where the figure begins, one parts nothing
     assert {height for _, height, _ in lines} == {lines[0][1]}
     assert lines[0][1] < 0.1
@@ -338,15 +338,15 @@ def test_epochs_are_ticks_and_are_named_where_there_is_room():
 
 
 def test_too_many_epochs_are_counted_in_the_caption():
-    chart, lines, labels = _marked(_used(), epochs=np.linspace(1, 30, 300))
+    chart, lines, labels = _with_marks(_usage_chart(), epochs=np.linspace(1, 30, 300))
     assert not lines
     assert not labels
     assert "300 epochs began" in chart.caption
 
 
 def test_finding_is_a_line_with_a_link_and_is_in_the_alt_text():
-    chart, lines, labels = _marked(
-        _used(),
+    chart, lines, labels = _with_marks(
+        _usage_chart(),
         findings=[(10.0, "leak since step 5", "leak-timeline?run=a&rank=0"), (25.0, "<b>oom</b> since step 9", "")],
     )
     assert [(at, dash) for at, _, dash in lines] == [(10.0, "dot"), (25.0, "dot")]
@@ -363,8 +363,8 @@ def test_finding_is_a_line_with_a_link_and_is_in_the_alt_text():
 
 
 def test_marks_over_steps_are_at_their_steps():
-    chart = axis.convert_axis(_used(), "step", CLOCK)
-    _, lines, _ = _marked(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
+    chart = axis.convert_axis(_usage_chart(), "step", CLOCK)
+    _, lines, _ = _with_marks(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
     assert sorted(at for at, *_ in lines) == [5.0, 10.0]  # the first epoch began before the first step
 
 
@@ -372,7 +372,7 @@ def test_figure_over_steps_without_steps_has_no_marks():
     steps_of = base.over_time(LIGHT, y_title="ms", axis="step")
     steps_of.add_trace(base.line("step", [0.0], [1.0], "#000000", "ms"))
     chart = base.TimeChart(title="", figure=steps_of, caption="", axis="step")
-    assert not _marked(chart, epochs=[0.0], clock=CLOCK[:0])[1]
+    assert not _with_marks(chart, epochs=[0.0], clock=CLOCK[:0])[1]
 
 
 def test_chart_over_time_is_converted_to_steps():
@@ -387,7 +387,7 @@ def test_chart_over_time_is_converted_to_steps():
 
 @pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
 def test_unit_of_time_fits_the_window(seconds, unit, at):
-    chart, _, _ = _marked(_used(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
+    chart, _, _ = _with_marks(_usage_chart(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
     told = axis.scale_elapsed(chart, seconds).figure
     assert told.layout.xaxis.title.text == f"elapsed ({unit})"
     assert told.data[0].x[-1] == at

@@ -17,15 +17,15 @@ def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
     return table.assign(x=table["step"] * 0.1)
 
 
-def _compared(**runs):
+def _compare(**runs):
     return steps.step_times(runs, DARK, axis="elapsed")
 
 
-def _highest(figure):
+def _highest_value(figure):
     return max(float(np.nanmax(trace.y)) for trace in figure.data)
 
 
-def _stacked(figure):
+def _stack_height(figure):
     return float(np.max(np.add(figure.data[0].y, figure.data[1].y)))
 
 
@@ -34,11 +34,11 @@ def test_axis_is_not_cut_for_many_slow_steps(n):
     slow = _steps(slow=range(0, 380, 20), n=n)
     chart = steps.split(slow, LIGHT)
     assert chart.figure.layout.yaxis.range is None
-    assert max(_stacked(chart.figure), _highest(chart.figure)) == pytest.approx(1000)
+    assert max(_stack_height(chart.figure), _highest_value(chart.figure)) == pytest.approx(1000)
     assert "cut" not in chart.caption
-    chart = _compared(hung=slow, calm=_steps(n=n))
+    chart = _compare(hung=slow, calm=_steps(n=n))
     assert chart.figure.layout.yaxis.range is None
-    assert _highest(chart.figure) == pytest.approx(1000)
+    assert _highest_value(chart.figure) == pytest.approx(1000)
     assert "cut" not in chart.caption
     assert "slowest 1 s (n = " in chart.caption
 
@@ -66,7 +66,7 @@ def test_axis_is_not_cut_for_a_moderately_slow_step(table):
 
 
 def test_compared_runs_share_an_axis_and_name_points_above_it():
-    chart = _compared(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
+    chart = _compare(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
     assert chart.figure.layout.yaxis.range == (0, 125)  # none is cut off whole, however much slower than another
     assert chart.caption.endswith(
         "The axis is cut at 125 ms. Above it: 2 of 400 points of quick (1 s, at step 0; 1 s, at step 7), "
@@ -75,12 +75,12 @@ def test_compared_runs_share_an_axis_and_name_points_above_it():
 
 
 def test_axis_is_not_cut_if_a_short_run_is_slow():
-    chart = _compared(long=_steps(slow=(0,)), short=_steps(4, slow=(0, 1, 2, 3), slow_ms=900.0))
+    chart = _compare(long=_steps(slow=(0,)), short=_steps(4, slow=(0, 1, 2, 3), slow_ms=900.0))
     assert chart.figure.layout.yaxis.range is None
 
 
 def test_band_reaches_from_the_mean_to_the_slowest_step():
-    chart = _compared(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
+    chart = _compare(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
     mean, band, *_ = chart.figure.data
     assert [trace.name for trace in chart.figure.data] == ["a", "a, slowest", "b", "b, slowest"]
     assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", mean.legendgroup, False)
@@ -92,7 +92,7 @@ def test_band_reaches_from_the_mean_to_the_slowest_step():
 
 
 def test_no_band_is_drawn_if_each_step_is_a_point():
-    chart = _compared(a=_steps(), b=_steps())
+    chart = _compare(a=_steps(), b=_steps())
     assert [trace.name for trace in chart.figure.data] == ["a", "b"]
     assert "mean of up to" not in chart.caption
     assert "a: mean 10 ms, 10% of it data wait, slowest 10 ms (n = 400)" in chart.caption
@@ -103,6 +103,6 @@ def test_steps_without_a_loader_have_no_data_wait_trace():
     chart = steps.split(unknown, LIGHT)
     assert [trace.name for trace in chart.figure.data] == ["step"]
     assert chart.caption == "10 ms on average of 400 steps. No DataLoader was seen in them."
-    compared = _compared(own=unknown, loaded=_steps())
+    compared = _compare(own=unknown, loaded=_steps())
     assert "own: mean 10 ms, no DataLoader seen, slowest 10 ms" in compared.caption
     assert list(compared.figure.data[0].y[:3]) == [10.0] * 3

@@ -98,13 +98,13 @@ class Script:
         )
 
 
-def started(script=None, *, key=MAIN, rank=None, begin=START_SECONDS):
+def start_training(script=None, *, key=MAIN, rank=None, begin=START_SECONDS):
     """A run whose training process has said hello."""
     script = script or Script()
     return script.event(begin, "process-start", key, rank)
 
 
-def finished(script, *, exit_status=0):
+def finish(script, *, exit_status=0):
     """The same run after an orderly end."""
     end = script.now_seconds
     script.event(end - 0.2, "process-exit", lost_count=0)
@@ -157,7 +157,7 @@ def simulate(
     """
     generator = np.random.default_rng(seed)
     if script is None:
-        script = started(key=key, rank=rank)
+        script = start_training(key=key, rank=rank)
         script.now_seconds = begin
     script.event(
         begin,

@@ -17,7 +17,7 @@ def rank(script, number, attempt, *, steps, begin=START_SECONDS):
     return key
 
 
-def restarted():
+def restarted_job():
     """Rank 1 raises after 5 steps, rank 0 is stopped; the second attempt is at its third step."""
     script = Script()
     rank(script, 0, 0, steps=5)
@@ -29,7 +29,7 @@ def restarted():
 
 
 def test_job_in_its_second_attempt_is_running():
-    script, second = restarted()
+    script, second = restarted_job()
     script.living = frozenset([MAIN, *second])
     verdict = diagnose(script.tables())
     assert (verdict.status, verdict.attempts, verdict.steps) == ("running", 2, 3)
@@ -39,7 +39,7 @@ def test_job_in_its_second_attempt_is_running():
 
 
 def test_verdict_is_that_of_the_last_attempt():
-    script, second = restarted()
+    script, second = restarted_job()
     script.event(START_SECONDS + 20, "exception", second[0], 0, type="KeyError", message="'x'", traceback="")
     script.event(START_SECONDS + 20, "process-exit", second[0], 0, lost_count=0)
     script.manifest |= {"exit_status": 1}
@@ -51,7 +51,7 @@ def test_verdict_is_that_of_the_last_attempt():
     ]
 
 
-def watched(*, oom_kills):
+def watched_verdict(*, oom_kills):
     script = Script()
     script.manifest |= {"watched": True, "end_time_ns": ns(START_SECONDS + 10)}
     host, pid, ticks = MAIN
@@ -65,11 +65,11 @@ def watched(*, oom_kills):
 
 
 def test_watched_process_that_exited_is_finished():
-    verdict = watched(oom_kills=0)
+    verdict = watched_verdict(oom_kills=0)
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
 
 
 def test_oom_kill_of_a_watched_process_is_critical():
-    kinds = {finding.kind: finding.severity for finding in watched(oom_kills=1).findings}
+    kinds = {finding.kind: finding.severity for finding in watched_verdict(oom_kills=1).findings}
     assert kinds["host-oom-kill"] == "critical"

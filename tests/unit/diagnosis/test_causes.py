@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, Script, finished, jittered, ns, sample_process, simulate, started
+from simulated_runs import MAIN, MIB, Script, finish, jittered, ns, sample_process, simulate, start_training
 
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.verdict import diagnose
@@ -14,13 +14,13 @@ from training_harness.records import ROLE_MAIN
 STEADY = {"workers": 4, "prefetch": 2, "service": jittered(0.02), "consumer": jittered(0.04), "batches": 300}
 
 
-def told(script):
+def loading_findings(script):
     """Return the verdict's (kind, severity) pairs, without compute-bound, and each kind's finding."""
-    findings = [f for f in diagnose(finished(script).tables()).findings if f.kind != "compute-bound"]
+    findings = [f for f in diagnose(finish(script).tables()).findings if f.kind != "compute-bound"]
     return [(f.kind, f.severity) for f in findings], {f.kind: f for f in findings}
 
 
-def waiting_longer(script, seconds, *, blocked, **columns):
+def with_longer_waits(script, seconds, *, blocked, **columns):
     """The same run, if so much of the loop's own time was spent in `next()`."""
     for part in script.parts["batch"]:
         part["wait_ns"] += ns(seconds)
@@ -34,46 +34,46 @@ def waiting_longer(script, seconds, *, blocked, **columns):
 
 def test_collate_that_takes_most_of_a_fetch_is_found():
     run = STEADY | {"service": jittered(0.064), "consumer": jittered(0.005)}
-    kinds, found = told(simulate(collate_share=0.9, **run))
+    kinds, found = loading_findings(simulate(collate_share=0.9, **run))
     assert kinds == [("collate-bound", "warning")]
     assert found["collate-bound"].value_of("collate_ratio") == pytest.approx(0.9, abs=0.01)
-    assert told(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
-    assert told(simulate(collate_share=0.9, **STEADY))[0] == []
+    assert loading_findings(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
+    assert loading_findings(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
 def test_slow_sampler_is_distinguished_from_slow_workers():
-    kinds, found = told(waiting_longer(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
+    kinds, found = loading_findings(with_longer_waits(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
     assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
-    assert told(waiting_longer(simulate(**STEADY), 0.001, blocked=False))[0] == []
+    assert loading_findings(with_longer_waits(simulate(**STEADY), 0.001, blocked=False))[0] == []
 
 
 @pytest.mark.parametrize(("sampler_seconds", "keeps_up"), [(0.0, True), (0.024, False)])
 def test_slow_sampler_does_not_keep_up_while_waiting_for_a_core(sampler_seconds, keeps_up):
-    script, seconds = waiting_longer(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
+    script, seconds = with_longer_waits(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
-    (found,) = [f for f in diagnose(finished(script).tables()).findings if f.limited_by == "oversubscribed"]
+    (found,) = [f for f in diagnose(finish(script).tables()).findings if f.limited_by == "oversubscribed"]
     assert found.kind == "compute-bound"
     assert ("Data loading keeps up" in found.summary) == keeps_up
 
 
 def test_slow_transfer_is_found_along_with_waiting_for_a_core():
-    script = waiting_longer(
+    script = with_longer_waits(
         simulate(**STEADY | {"consumer": jittered(0.06)}), 0.06, blocked=True, payload_bytes=9000
     )
     seconds = 1000 + np.arange(20.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(20), rss=np.ones(20), **used)
-    findings = {f.kind: f for f in diagnose(finished(script).tables()).findings}
+    findings = {f.kind: f for f in diagnose(finish(script).tables()).findings}
     assert findings["cannot-tell"].advice[0].text == "Set num_workers=0"
     assert "keeps up" not in findings["compute-bound"].summary
 
 
 def test_unsplit_wait_is_blamed_on_neither_sampler_nor_transfer():
-    script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
-    seen, found = told(script)
+    script = with_longer_waits(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
+    seen, found = loading_findings(script)
     assert seen == [("cannot-tell", "info")]
     assert found["cannot-tell"].value_of("hand_over_seconds") == pytest.approx(0.024, rel=0.1)
     assert found["cannot-tell"].value_of("data_wait_ratio") > 0.4
@@ -85,7 +85,9 @@ def test_unsplit_wait_is_blamed_on_neither_sampler_nor_transfer():
 )
 def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
     script = simulate(**STEADY | {"consumer": jittered(0.06)})
-    seen, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2))
+    seen, found = loading_findings(
+        with_longer_waits(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2)
+    )
     assert seen == kinds
     if payload == 32 * MIB:
         assert "MiB/s" in found["copy-bound"].summary
@@ -99,7 +101,7 @@ def test_pinning_is_found_if_nothing_else_is_copied(collate, kind):
     script = simulate(collate=collate, pin_memory=True, **STEADY | {"consumer": jittered(0.06)})
     pinned = recorded("pinned-cache").streams["device_memory"]["pinned_allocated_bytes"]
     script.add("device_memory", [{"time_ns": ns(1001.0), "pinned_allocated_bytes": pinned.iloc[-1]}])
-    kinds, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=32 * MIB))
+    kinds, found = loading_findings(with_longer_waits(script, 0.05, blocked=True, payload_bytes=32 * MIB))
     assert [name for name, _ in kinds] == [kind]
     assert re.search(r": [\d.]+ s, \d+% of the run\.", found[kind].summary)
     if kind == "cannot-tell":
@@ -109,10 +111,10 @@ def test_pinning_is_found_if_nothing_else_is_copied(collate, kind):
 @pytest.mark.parametrize("epochs", [3, 8])
 def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
-    kinds, found = told(simulate(persistent=False, **run))
+    kinds, found = loading_findings(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
-    kinds, found = told(simulate(**run))
+    kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
     assert found["worker-startup"].advice == ()
@@ -120,25 +122,25 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
 
 def test_short_epochs_have_an_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
-    kinds, found = told(simulate(**run | {"batches": 8, "epochs": 40}))
+    kinds, found = loading_findings(simulate(**run | {"batches": 8, "epochs": 40}))
     assert kinds == [("epoch-refill", "warning")]
     assert found["epoch-refill"].value_of("refill_seconds") == pytest.approx(0.06, rel=0.1)
-    assert told(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
+    assert loading_findings(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
 
 
 def test_short_epochs_of_slow_workers_have_no_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.2), "consumer": jittered(0.005), "batches": 40, "epochs": 10}
-    kinds, _ = told(simulate(**run))
+    kinds, _ = loading_findings(simulate(**run))
     assert kinds[0][0] == "workers-too-slow"
 
 
 def test_uneven_shards_are_found_with_the_largest_worker():
     run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
-    kinds, found = told(simulate(shards=[180, 20], batches=200, iterable=True, **run))
+    kinds, found = loading_findings(simulate(shards=[180, 20], batches=200, iterable=True, **run))
     assert kinds == [("shard-skew", "warning")]
     assert found["shard-skew"].locus.worker == 0
     assert found["shard-skew"].value_of("largest_share_ratio") == pytest.approx(1.8)
-    assert told(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
+    assert loading_findings(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
 
 
 def test_warm_cache_is_judged_without_the_first_epoch():
@@ -147,7 +149,7 @@ def test_warm_cache_is_judged_without_the_first_epoch():
         usual = jittered(0.01)
         return lambda generator, *_: usual(generator) * (10 if next(seen) < epoch_batches else 1)
 
-    findings = diagnose(finished(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
+    findings = diagnose(finish(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
     assert [f.kind for f in findings] == ["compute-bound"]
     assert "Judged without the first epoch: a fetch took 100" in findings[0].summary
 
@@ -161,7 +163,7 @@ def test_regular_pauses_are_found(pause, distance, kinds):
         return jittered(0.012, 0.1)(generator) + (pause if k % distance == 0 else 0.0)
 
     run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800}
-    seen, found = told(simulate(**run))
+    seen, found = loading_findings(simulate(**run))
     assert seen == kinds
     if kinds:
         assert found["main-thread-pause"].value_of("pause_distance_count") == distance
@@ -173,8 +175,8 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
         return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
 
     run = STEADY | {"service": jittered(0.005), "batches": 800}
-    assert told(simulate(**run | {"consumer": noisy}))[0] == []
-    assert told(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
+    assert loading_findings(simulate(**run | {"consumer": noisy}))[0] == []
+    assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
 
 
 def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=200):
@@ -187,7 +189,7 @@ def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=20
     base = {"data_wait_ns": 0.001, "forward_ns": 0.010, "optimizer_ns": 0.002, "other_ns": 0.001}
     for rank in range(2):
         key, now, rows = ("node", 100 + rank, 5000 + rank), 1001.0, []
-        started(script, key=key, rank=rank)
+        start_training(script, key=key, rank=rank)
         for step in range(steps):
             own = {name: value * float(np.exp(generator.normal(0, 0.1))) for name, value in base.items()}
             own[column] += late if rank else 0.0

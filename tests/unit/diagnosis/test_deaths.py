@@ -6,7 +6,7 @@ from simulated_runs import (
     MIB,
     START_SECONDS,
     Script,
-    finished,
+    finish,
     jittered,
     ns,
     sample_host,
@@ -33,7 +33,7 @@ def training(*, collector=True):
     return script
 
 
-def over(script, exit_status=None, *, alive=()):
+def end_run(script, exit_status=None, *, alive=()):
     """Everyone has ended but `alive`; the collector saw it in good order if it knows the exit status."""
     end = script.now_seconds
     script.living = frozenset(alive)
@@ -43,11 +43,11 @@ def over(script, exit_status=None, *, alive=()):
     return script
 
 
-def farewell(script):
+def end_training(script):
     return script.event(script.now_seconds - 0.3, "process-exit", lost_count=0)
 
 
-def workers_leave(script, *who, reason="done"):
+def end_workers(script, *who, reason="done"):
     for worker in who or (0, 1):
         script.event(
             script.now_seconds - 0.4, "worker-exit", WORKERS[worker], loader=0, worker=worker, reason=reason
@@ -74,36 +74,36 @@ def test_running_training_has_no_victim():
 
 
 def test_a_finished_training_has_no_victim():
-    script = over(farewell(workers_leave(training())), 0)
+    script = end_run(end_training(end_workers(training())), 0)
     verdict = diagnose(script.tables())
     assert (verdict.status, verdict.exit_status, verdict.workers_reporting) == ("finished", 0, (2, 2))
     assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
 
 
 def test_a_killed_training_is_the_only_victim():
-    script = over(workers_leave(training(), reason="parent-gone"), -9)
+    script = end_run(end_workers(training(), reason="parent-gone"), -9)
     assert deaths(script) == [("killed", "main", None, "critical")]
     assert diagnose(script.tables()).status == "killed"
 
 
 def test_workers_that_outlive_a_killed_training_are_no_victims():
-    script = over(training(), -9, alive=WORKERS)
+    script = end_run(training(), -9, alive=WORKERS)
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
 def test_exit_status_of_a_shell_shows_the_signal():
-    script = over(workers_leave(training(), reason="parent-gone"), 137)
+    script = end_run(end_workers(training(), reason="parent-gone"), 137)
     script.manifest["command"]["pid"] = 99
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
 def test_ctrl_c_is_information():
-    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+    script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     assert deaths(script) == [("killed", "main", None, "info")]
 
 
 def test_sigterm_is_a_warning_and_makes_no_worker_a_victim():
-    assert deaths(over(training(), -15)) == [("killed", "main", None, "warning")]
+    assert deaths(end_run(training(), -15)) == [("killed", "main", None, "warning")]
 
 
 def test_killed_worker_is_named_and_not_the_failed_training():
@@ -118,7 +118,7 @@ def test_killed_worker_is_named_and_not_the_failed_training():
         exit_code=-9,
         last_index=7,
     )
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.loader, f.locus.pid) for f in found] == [("worker-killed", 1, 0, 1001)]
     assert "SIGKILL" in found[0].summary
@@ -134,12 +134,12 @@ def test_killed_worker_is_named_and_not_the_failed_training():
     ],
 )
 def test_worker_that_aborts_at_the_end_is_a_victim_if_training_failed(reason, message, kinds):
-    script = workers_leave(workers_leave(training(), 0), 1, reason=reason)
+    script = end_workers(end_workers(training(), 0), 1, reason=reason)
     died = {"worker": 1, "worker_pid": 1001, "exit_code": -6, "last_index": 7}
     script.event(script.now_seconds - 0.35, "worker-died", loader=0, epoch=0, **died)
     if message:
         exception(script, "RuntimeError", message)
-    assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+    assert [kind for kind, *_ in deaths(end_run(end_training(script), 1 if message else 0))] == kinds
 
 
 @pytest.mark.parametrize(("kills", "kind"), [([3, 3, 3], "worker-killed"), ([3, 3, 4], "host-oom-kill")])
@@ -151,7 +151,7 @@ def test_killed_worker_with_a_caught_error_is_a_warning(kills, kind):
     script.event(gone + 0.1, "epoch-start", loader=0, epoch=1, worker_pids=[1002, 1003])
     script.add("step", [{"time_ns": ns(gone + second), "step": 1000 + second} for second in range(-1, 4)])
     script.now_seconds = gone + 5
-    found = [f for f in diagnose(over(farewell(script), 0).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(end_training(script), 0).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.severity, f.since_step) for f in found] == [(kind, "warning", 1000)]
     assert found[0].summary.endswith("The training caught the error and went on.")
     assert "ended because" not in found[0].advice[0].expected
@@ -159,12 +159,12 @@ def test_killed_worker_with_a_caught_error_is_a_warning(kills, kind):
 
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
 def test_exception_message_names_the_killed_worker(message):
-    script = over(farewell(workers_leave(exception(training(), "RuntimeError", message), 0)), 1)
+    script = end_run(end_training(end_workers(exception(training(), "RuntimeError", message), 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
 def test_training_worker_and_collector_killed_together_are_all_named():
-    script = over(workers_leave(training(), 0, reason="parent-gone"))
+    script = end_run(end_workers(training(), 0, reason="parent-gone"))
     assert set(deaths(script)) == {
         ("killed", "main", None, "critical"),
         ("worker-killed", "worker", 1, "critical"),
@@ -208,7 +208,7 @@ def with_memory(script, counts, *, column="cgroup_oom_kill_count"):
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
 def test_oom_kill_names_the_victim_and_its_memory(column):
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4], column=column)
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
     assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
@@ -216,13 +216,13 @@ def test_oom_kill_names_the_victim_and_its_memory(column):
 
 def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
 def test_one_oom_kill_has_one_victim():
     script = with_memory(training(), [0, 0, 1])
-    over(workers_leave(script, 0, reason="parent-gone"), -9)
+    end_run(end_workers(script, 0, reason="parent-gone"), -9)
     assert sorted(deaths(script)) == [
         ("host-oom-kill", "worker", 1, "critical"),
         ("killed", "main", None, "critical"),
@@ -230,14 +230,14 @@ def test_one_oom_kill_has_one_victim():
 
 
 def test_an_uncaught_exception_is_a_crash_with_its_message():
-    script = over(farewell(workers_leave(exception(training(), "ValueError", "loss is NaN\nat step 7"))), 1)
+    script = end_run(end_training(end_workers(exception(training(), "ValueError", "loss is NaN\nat step 7"))), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.role) for f in found] == [("crashed", "main")]
     assert "ValueError: loss is NaN" in found[0].summary
 
 
 def test_exception_of_a_helper_in_a_finished_run_is_no_crash():
-    script = over(farewell(workers_leave(training())), 0)
+    script = end_run(end_training(end_workers(training())), 0)
     script.event(
         script.now_seconds - 3, "exception", ("node", 555, 1), type="OSError", message="helper", traceback=""
     )
@@ -245,17 +245,17 @@ def test_exception_of_a_helper_in_a_finished_run_is_no_crash():
 
 
 def test_an_exit_status_without_exception_is_a_crash():
-    assert deaths(over(farewell(workers_leave(training())), 3)) == [("crashed", "main", None, "critical")]
+    assert deaths(end_run(end_training(end_workers(training())), 3)) == [("crashed", "main", None, "critical")]
 
 
 def test_a_segmentation_fault_is_a_crash():
-    script = over(workers_leave(training(), reason="parent-gone"), -11)
+    script = end_run(end_workers(training(), reason="parent-gone"), -11)
     assert deaths(script) == [("crashed", "main", None, "critical")]
     assert "SIGSEGV" in diagnose(script.tables()).findings[0].summary
 
 
 def test_command_killed_before_any_loader_is_a_victim():
-    assert deaths(over(Script(), -9)) == [("killed", "other", None, "critical")]
+    assert deaths(end_run(Script(), -9)) == [("killed", "other", None, "critical")]
 
 
 def test_torchrun_names_the_rank_that_was_killed_first():
@@ -274,7 +274,7 @@ def test_torchrun_names_the_rank_that_was_killed_first():
         message="Root Cause (first observed failure):\n[0]:\n  rank : 1 (local_rank: 1)\n  exitcode  : "
         "-9 (pid: 201)\n",
     )
-    over(script, 1)
+    end_run(script, 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("killed", 1, 201)]
 
@@ -289,19 +289,19 @@ def test_workers_of_a_finished_epoch_are_no_victims():
         epochs=3,
         persistent=False,
     )
-    over(script, -9, alive=[("node", 1200, 7200), ("node", 1201, 7201)])
+    end_run(script, -9, alive=[("node", 1200, 7200), ("node", 1201, 7201)])
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
 def test_finding_explains_why_nothing_attached_to_the_command():
-    verdict = diagnose(over(Script(), 0).tables())
+    verdict = diagnose(end_run(Script(), 0).tables())
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
     assert "ended before its processes were sampled" in verdict.findings[0].summary
 
 
 def test_finished_helper_gives_exit_status_zero():
-    assert diagnose(finished(workers_leave(training())).tables()).exit_status == 0
+    assert diagnose(finish(end_workers(training())).tables()).exit_status == 0
 
 
 def ranks(parent=99, count=2):
@@ -317,7 +317,7 @@ def test_exception_of_the_launcher_is_the_crash_and_not_its_ranks():
     script, launcher = ranks()
     text = "\n\n-- Process 0 terminated with the following error:\nTraceback\nValueError: boom"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessRaisedException", message=text)
-    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.pid) for f in found] == [("crashed", 99)]
     assert "ValueError: boom" in found[0].summary
 
@@ -326,16 +326,16 @@ def test_launcher_message_names_the_rank_killed_by_a_signal():
     script, launcher = ranks()
     text = "process 1 terminated with signal SIGKILL"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessExitedException", message=text)
-    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.pid) for f in found] == [("killed", 201)]
 
 
 def test_ranks_that_end_with_a_failed_command_are_no_victims():
-    assert [kind for kind, *_ in deaths(over(ranks()[0], 1))] == ["crashed"]
+    assert [kind for kind, *_ in deaths(end_run(ranks()[0], 1))] == ["crashed"]
 
 
 def test_process_exit_event_overrides_the_exit_status_of_a_shell():
-    script = over(farewell(workers_leave(training())), 137)
+    script = end_run(end_training(end_workers(training())), 137)
     script.manifest["command"]["pid"] = 99
     assert "killed" not in {kind for kind, *_ in deaths(script)}
     assert diagnose(script.tables()).status == "failed"
@@ -343,7 +343,7 @@ def test_process_exit_event_overrides_the_exit_status_of_a_shell():
 
 @pytest.mark.parametrize("status", [-9, None])
 def test_workers_that_end_with_their_training_are_no_victims(status):
-    kinds = {(kind, role) for kind, role, *_ in deaths(over(training(), status))}
+    kinds = {(kind, role) for kind, role, *_ in deaths(end_run(training(), status))}
     assert ("killed", "main") in kinds
     assert ("worker-killed", "worker") not in kinds
 
@@ -353,12 +353,12 @@ def test_many_victims_in_one_loader_are_one_finding():
     for worker in range(5):
         died = {"worker": worker, "worker_pid": 1000 + worker, "exit_code": -9, "last_index": 7}
         script.event(script.now_seconds - 1, "worker-died", loader=0, epoch=0, **died)
-    found = [f for f in diagnose(over(farewell(script), 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(end_training(script), 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.worker) for f in found] == [("worker-killed", None)]
     assert {e.name: e.value for e in found[0].evidence}["victims_count"] == 5
 
 
-def killed_after(counts, column, demand):
+def deaths_after_kill(counts, column, demand):
     """A training that SIGKILL ends after as many ticks as there are counts of a kill counter."""
     script = Script().event(START_SECONDS, "process-start")
     count = len(counts)
@@ -366,19 +366,19 @@ def killed_after(counts, column, demand):
     sample_host(script, seconds, demand=[demand] * count, limit=1024 * MIB, **{column: counts})
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=[300 * MIB] * count, rss=[300 * MIB] * count)
     script.now_seconds = START_SECONDS + count
-    return [kind for kind, *_ in deaths(over(script, -9)) if kind != "host-oom-risk"]
+    return [kind for kind, *_ in deaths(end_run(script, -9)) if kind != "host-oom-risk"]
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
 def test_oom_kill_long_before_the_end_is_not_blamed(column):
-    assert killed_after([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
+    assert deaths_after_kill([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
 
 
 def test_only_the_hosts_kill_count_needs_a_memory_shortage():
     late = [0] * 9 + [1]
-    assert killed_after(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
-    assert killed_after(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
-    assert killed_after(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
+    assert deaths_after_kill(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
 
 
 @pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
@@ -394,12 +394,12 @@ def test_oom_killed_trial_of_a_finished_sweep_is_a_warning(kills, kinds):
         sample_process(script, seconds[:died], trial, ROLE_MAIN, private=held, rss=held)
     script.now_seconds = START_SECONDS + 10
     script.event(START_SECONDS + 9, "process-exit", ("node", 201, 8001), lost_count=0)
-    found = [f for f in diagnose(over(script, 0).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 0).tables()).findings if f.kind in DEATHS]
     assert [f.kind for f in found] == kinds
     assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
 
 
 def test_evidence_counts_process_exit_events():
-    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+    script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
     assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1

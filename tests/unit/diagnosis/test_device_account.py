@@ -27,7 +27,7 @@ DEVICE_OF_TWO = {
     "process_used_bytes": 2 * DEVICE["process_used_bytes"],
     "other_used_bytes": DEVICE["other_used_bytes"],
 }
-OF_DRIVER = int(SAMPLE["reserved_bytes"])
+DRIVER_RESERVED = int(SAMPLE["reserved_bytes"])
 
 
 def account(device, ranks):
@@ -43,14 +43,14 @@ def account(device, ranks):
 
 def test_account_names_every_part():
     unused = RANK["reserved_bytes"] - RANK["allocated_bytes"] - RANK["inactive_split_bytes"]
-    assert min(RANK["allocated_bytes"], unused, RANK["inactive_split_bytes"], CONTEXT, OF_DRIVER) > 0
+    assert min(RANK["allocated_bytes"], unused, RANK["inactive_split_bytes"], CONTEXT, DRIVER_RESERVED) > 0
     assert account(DEVICE_OF_TWO, [RANK, RANK]) == {
         "allocated": 2 * RANK["allocated_bytes"],
         "cached": 2 * unused,
         "fragmentation": 2 * RANK["inactive_split_bytes"],
         "non-PyTorch": 2 * CONTEXT,
         "other processes": DEVICE["other_used_bytes"],
-        "unattributed": OF_DRIVER,
+        "unattributed": DRIVER_RESERVED,
     }
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, finished, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, sample_process, simulate
 
 from collector.diagnosis.memory.file_descriptors import find_descriptors
 from collector.diagnosis.verdict import diagnose
@@ -46,12 +46,12 @@ def training(*, main=FLAT, worker=FLAT, limit=1024.0, mapped=FLAT):
     return script
 
 
-def found(script):
+def findings_of(script):
     return find_descriptors(script.tables())
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_files_that_stay_open_are_a_leak_with_a_time_to_the_limit():
 
 def test_worker_that_leaks_most_is_named_with_the_number_of_leaking_ones():
     script = training(worker=FLAT + AT)
-    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    (leak,) = (f for f in findings_of(script) if f.kind == "fd-leak")
     assert (leak.locus.role, leak.locus.worker, leak.locus.loader) == ("worker", 0, 0)
     opened = {"fd_count": FLAT + 2 * AT, "fd_limit_count": np.full(COUNT, 1024.0)}
     other = (WORKER[0], WORKER[1] + 1, WORKER[2])
     sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
-    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    (leak,) = (f for f in findings_of(script) if f.kind == "fd-leak")
     assert leak.locus.worker == 1
     assert "Of this loader's workers 2 do" in leak.summary
 
@@ -122,7 +122,7 @@ def test_descriptors_of_living_workers_are_no_leak():
 
 
 def test_descriptors_beyond_those_of_living_workers_are_a_leak():
-    leak = next(f for f in found(sweep(3 * AT)) if f.kind == "fd-leak")
+    leak = next(f for f in findings_of(sweep(3 * AT)) if f.kind == "fd-leak")
     assert leak.rate.value == pytest.approx(6, rel=0.1)
 
 
@@ -145,7 +145,9 @@ def test_limit_of_a_million_files_is_no_risk():
 
 
 def test_leak_with_growing_shared_memory_is_blamed_on_held_batches():
-    leak = next(f for f in found(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak")
+    leak = next(
+        f for f in findings_of(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak"
+    )
     assert "batches" in leak.advice[0].text
     assert "process_shm_rise_bytes" in {e.name for e in leak.evidence}
 
@@ -157,10 +159,10 @@ def test_unconfirmed_leak_is_not_claimed():
 
 
 def test_nearly_all_files_in_use_is_a_risk_without_growth():
-    risk = found(training(main=np.full(COUNT, 1000.0)))
+    risk = findings_of(training(main=np.full(COUNT, 1000.0)))
     assert [(f.kind, f.eta) for f in risk] == [("fd-exhaustion-risk", None)]
 
 
 def test_finding_of_a_finished_run_uses_the_past_tense():
-    risk = next(f for f in found(finished(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
+    risk = next(f for f in findings_of(finish(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
     assert "was running out when the run ended" in risk.summary

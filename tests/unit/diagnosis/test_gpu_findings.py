@@ -20,12 +20,12 @@ from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
 from tests.recorded_runs import (
     at_last_step,
     at_times,
-    changed,
     only_rows,
     recorded,
     rise,
     until,
     with_changed_event,
+    with_columns,
     with_event,
 )
 from training_harness.records import ROLE_MAIN
@@ -53,27 +53,29 @@ def kinds(tables):
     return [finding.kind for finding in (*find_device_growth(tables), *find_device_risk(tables))]
 
 
-def warned(tables):
+def warnings_of(tables):
     return {finding.kind: finding for finding in diagnose(tables).findings if finding.severity != "info"}
 
 
-def only(tables, kind):
+def only_finding(tables, kind):
     [found] = [f for f in find_device_growth(tables) if f.kind == kind]
     assert len({evidence.name for evidence in found.evidence}) >= 2
     assert found.advice
     return found
 
 
-def of_allocator(tables, **columns):
+def with_allocator(tables, **columns):
     """Return a run with other gauges of the allocator: values, or functions of its records."""
-    return changed(
+    return with_columns(
         tables, "device_memory", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()}
     )
 
 
-def of_driver(tables, **columns):
+def with_driver(tables, **columns):
     """Return the tables with changed samples of NVML."""
-    return changed(tables, "device", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()})
+    return with_columns(
+        tables, "device", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()}
+    )
 
 
 def flat(name):
@@ -85,31 +87,31 @@ def more(name, size):
     return lambda rows: rows[name] + size
 
 
-def beside(tables, others):
+def with_other_job(tables, others):
     """Return a run with another job on its GPU, which holds so much in each sample."""
-    return of_driver(
+    return with_driver(
         tables,
         used_bytes=lambda rows: rows["used_bytes"] + others,
         other_used_bytes=lambda rows: rows["other_used_bytes"] + others,
     )
 
 
-def of_another_job(tables):
+def as_another_job(tables):
     """Return a run in which another job takes what the run's processes took."""
     grown = rise(tables.streams["device"], "process_used_bytes").fillna(0)
-    return of_driver(
+    return with_driver(
         tables,
         process_used_bytes=lambda rows: rows["process_used_bytes"] - grown,
         other_used_bytes=lambda rows: rows["other_used_bytes"] + grown,
     )
 
 
-def hidden(tables):
+def with_hidden_processes(tables):
     """Return a run whose driver names no processes, as in a container."""
-    return of_driver(tables, process_used_bytes=np.nan, other_used_bytes=np.nan)
+    return with_driver(tables, process_used_bytes=np.nan, other_used_bytes=np.nan)
 
 
-def on_host_too(tables, gauge, share):
+def with_host_growth(tables, gauge, share):
     """Return a run whose training process takes a share of what a gauge of the allocator grew by, on the host."""
     records = tables.streams["device_memory"]
     grown = records.assign(grown=rise(records, gauge) * share)
@@ -120,26 +122,26 @@ def on_host_too(tables, gauge, share):
     def in_process(rows):
         return {name: rows[name] + (rows["role"] == ROLE_MAIN) * taken(rows) for name in HOST_GAUGES}
 
-    more = changed(tables, "process", in_process)
-    return changed(
+    more = with_columns(tables, "process", in_process)
+    return with_columns(
         more, "host", lambda rows: {"memory_available_bytes": rows["memory_available_bytes"] - taken(rows)}
     )
 
 
-def steady_on_host(tables):
+def with_steady_host(tables):
     """Return a run whose training process has the same resident memory at all times."""
 
     def last(rows):
         is_main = rows["role"] == ROLE_MAIN
         return {name: rows[name].mask(is_main, rows.loc[is_main, name].max()) for name in HOST_GAUGES}
 
-    return changed(tables, "process", last)
+    return with_columns(tables, "process", last)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_have_no_growth_findings(name):
     assert kinds(recorded(name)) == []
-    assert warned(recorded(name)) == {}
+    assert warnings_of(recorded(name)) == {}
 
 
 def test_pinned_memory_of_the_largest_batch_is_no_growth():
@@ -147,17 +149,21 @@ def test_pinned_memory_of_the_largest_batch_is_no_growth():
     run = recorded("uneven-batches")
     reserved = run.streams["device_memory"]["reserved_bytes"]
     assert (reserved.diff() > 0).sum() >= 3, "it was met several times"
-    pinned = of_allocator(run, pinned_allocated_bytes=reserved, pinned_active_bytes=lambda r: r["allocated_bytes"])
-    assert kinds(on_host_too(pinned, "reserved_bytes", 1)) == []
+    pinned = with_allocator(
+        run, pinned_allocated_bytes=reserved, pinned_active_bytes=lambda r: r["allocated_bytes"]
+    )
+    assert kinds(with_host_growth(pinned, "reserved_bytes", 1)) == []
 
 
 def test_one_failed_allocation_is_no_finding():
-    assert kinds(of_allocator(recorded("uneven-batches"), alloc_retry_count=lambda r: 1.0 * (r["step"] > 3))) == []
+    assert (
+        kinds(with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda r: 1.0 * (r["step"] > 3))) == []
+    )
 
 
 def test_growing_number_of_tensors_is_a_leak():
     run = recorded(TENSORS)
-    leak = only(run, "gpu-tensor-leak")
+    leak = only_finding(run, "gpu-tensor-leak")
     assert leak.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert (leak.locus.device, leak.locus.pid) == (0, run.manifest["command"]["pid"])
     assert leak.value_of("allocation_rise_count") == pytest.approx(
@@ -168,9 +174,9 @@ def test_growing_number_of_tensors_is_a_leak():
 def test_leak_names_its_lines_or_the_command_that_finds_them():
     run = recorded(TENSORS)
     command = f"`tidegauge snapshot {run.manifest['run_id']} --kind growth`"
-    assert warned(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
-    assert "--investigate" in warned(run)["gpu-tensor-leak"].advice[-1].text
-    [held] = warned(recorded("investigated"))["gpu-tensor-leak"].held_by
+    assert warnings_of(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
+    assert "--investigate" in warnings_of(run)["gpu-tensor-leak"].advice[-1].text
+    [held] = warnings_of(recorded("investigated"))["gpu-tensor-leak"].held_by
     assert (held.grown_bytes, held.what) == (held.grown_count * MIB // 2, "tensors")
     assert [re.fullmatch(r"growth\.py:\d+ (.*)", site)[1] for site in (held.site, held.callers[0])] == [
         "block",
@@ -180,9 +186,9 @@ def test_leak_names_its_lines_or_the_command_that_finds_them():
 
 def test_leak_names_lines_that_grew_between_two_snapshots():
     run = recorded("snapshots")
-    run = of_allocator(run, allocated_bytes=lambda rows: 100 * rows["allocated_bytes"])
+    run = with_allocator(run, allocated_bytes=lambda rows: 100 * rows["allocated_bytes"])
     first, last = run.events_of("snapshot")
-    [held] = warned(run)["gpu-tensor-leak"].held_by
+    [held] = warnings_of(run)["gpu-tensor-leak"].held_by
     assert re.search(r"/asking\.py:\d+ <module>$", held.site)
     assert held.grown_count == last["step"] - first["step"]
     assert held.grown_bytes == held.grown_count * (16 << 10)
@@ -217,49 +223,49 @@ def test_growing_autograd_graphs_rank_first_among_sites():
 
 
 def test_larger_batches_are_not_called_a_leak():
-    assert kinds(of_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
+    assert kinds(with_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
 
 
 def test_leak_is_not_claimed_without_allocation_counts():
-    assert kinds(of_allocator(recorded(TENSORS), allocation_count=np.nan))[0] == "cannot-tell"
+    assert kinds(with_allocator(recorded(TENSORS), allocation_count=np.nan))[0] == "cannot-tell"
 
 
 def test_growing_inactive_splits_are_fragmentation():
-    holes = only(recorded(HOLES), "gpu-fragmentation")
+    holes = only_finding(recorded(HOLES), "gpu-fragmentation")
     assert "inactive_split_rise_bytes" in {evidence.name for evidence in holes.evidence}
 
 
 def test_failed_allocations_show_fragmentation_of_expandable_segments():
-    run = of_allocator(recorded(HOLES), inactive_split_bytes=0)
+    run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
     assert kinds(run) == []
-    failing = of_allocator(run, alloc_retry_count=lambda rows: rows["step"] // 40)
-    assert "alloc_retry_steps_count" in {e.name for e in only(failing, "gpu-fragmentation").evidence}
+    failing = with_allocator(run, alloc_retry_count=lambda rows: rows["step"] // 40)
+    assert "alloc_retry_steps_count" in {e.name for e in only_finding(failing, "gpu-fragmentation").evidence}
 
 
 def test_growth_outside_pytorch_is_found():
     run = recorded(LIBRARY)
-    grown = only(run, "gpu-non-pytorch-growth")
+    grown = only_finding(run, "gpu-non-pytorch-growth")
     assert grown.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert grown.locus.device == 0
 
 
 def test_growth_of_another_job_is_a_risk_and_no_growth_of_the_run():
-    assert kinds(of_another_job(recorded(LIBRARY))) == ["gpu-oom-risk"]
+    assert kinds(as_another_job(recorded(LIBRARY))) == ["gpu-oom-risk"]
 
 
 def test_growth_is_unattributed_if_the_driver_names_no_process():
-    assert kinds(hidden(recorded(LIBRARY)))[0] == "cannot-tell"
+    assert kinds(with_hidden_processes(recorded(LIBRARY)))[0] == "cannot-tell"
 
 
 def test_pinned_cache_explains_the_growth_of_the_process():
     run = recorded(PINNED)
-    only(run, "pinned-cache-growth")
-    assert set(warned(run)) == {"pinned-cache-growth"}
-    assert "main-heap-leak" in warned(on_host_too(run, "pinned_allocated_bytes", 3))
+    only_finding(run, "pinned-cache-growth")
+    assert set(warnings_of(run)) == {"pinned-cache-growth"}
+    assert "main-heap-leak" in warnings_of(with_host_growth(run, "pinned_allocated_bytes", 3))
 
 
 def test_pinned_cache_without_process_growth_is_not_claimed():
-    assert kinds(steady_on_host(recorded(PINNED))) == ["cannot-tell"]
+    assert kinds(with_steady_host(recorded(PINNED))) == ["cannot-tell"]
 
 
 def test_growth_towards_the_device_limit_has_a_forecast():
@@ -278,8 +284,8 @@ def test_growth_towards_the_device_limit_has_a_forecast():
 
 
 def test_cache_is_no_demand():
-    run = of_allocator(recorded(HOLES), inactive_split_bytes=0)
-    full = of_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
+    run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
+    full = with_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
     assert find_device_risk(full) == []
 
 
@@ -302,7 +308,7 @@ def test_forecast_uses_the_process_share_of_the_device():
 
 
 def test_growth_of_other_processes_is_reported_as_theirs():
-    run = at_last_step(of_another_job(recorded(LIBRARY)))
+    run = at_last_step(as_another_job(recorded(LIBRARY)))
     [risk] = find_device_risk(run)
     grown = rise(run.streams["device"], "other_used_bytes").max()
     assert "Other processes grow" in risk.summary
@@ -314,10 +320,10 @@ def test_growth_outside_pytorch_cannot_use_its_cache():
     """The driver knows nothing of PyTorch's cache, and refuses the library."""
     cache = 96 * MIB
     run = at_last_step(recorded(LIBRARY))
-    with_cache = of_driver(
+    with_cache = with_driver(
         run, used_bytes=more("used_bytes", cache), process_used_bytes=more("process_used_bytes", cache)
     )
-    with_cache = of_allocator(with_cache, reserved_bytes=more("reserved_bytes", cache))
+    with_cache = with_allocator(with_cache, reserved_bytes=more("reserved_bytes", cache))
     [risk] = find_device_risk(with_cache)
     newest = run.streams["device"].iloc[-1]
     since = (run.now_ns - newest["time_ns"]) / 1e9
@@ -343,7 +349,7 @@ def test_forecast_adds_peaks_within_steps():
     """Evaluations need 100 MiB for a while, every 60 steps."""
     extra, every = 100 * MIB, 60
     run = at_last_step(recorded(TENSORS))
-    needed = of_allocator(
+    needed = with_allocator(
         run,
         allocated_peak_bytes=lambda rows: rows["allocated_bytes"] + extra * (rows["step"] % every == every // 2),
     )
@@ -366,8 +372,8 @@ def test_forecast_counts_fragmentation_as_demand():
 
 
 def test_repeated_allocation_failures_on_a_full_device_are_a_risk():
-    failing = of_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
-    [risk] = find_device_risk(beside(failing, 180 * MIB))
+    failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
+    [risk] = find_device_risk(with_other_job(failing, 180 * MIB))
     assert (risk.kind, risk.severity, risk.eta) == ("gpu-oom-risk", "warning", None)
     assert find_device_risk(failing) == []
     assert kinds(only_rows(failing, "device", lambda rows: rows["device"] < 0)) == ["cannot-tell"]
@@ -410,14 +416,16 @@ def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, fra
 
 
 def test_memory_of_hidden_processes_comes_from_the_error_message():
-    run = hidden(recorded("another-job"))
+    run = with_hidden_processes(recorded("another-job"))
     figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
     assert figures["other_processes_bytes"] == pytest.approx(OTHER_JOB, rel=0.02)
     assert figures["outside_pytorch_bytes"] == pytest.approx(CONTEXT, rel=0.02)
 
 
 def test_unknown_memory_stays_unattributed():
-    run = with_changed_event(hidden(recorded("another-job")), "cuda-oom", message="CUDA out of memory.")
+    run = with_changed_event(
+        with_hidden_processes(recorded("another-job")), "cuda-oom", message="CUDA out of memory."
+    )
     figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
     assert figures["unattributed_bytes"] == CONTEXT + OTHER_JOB
     assert not {"outside_pytorch_bytes", "other_processes_bytes"} & set(figures)
@@ -470,7 +478,7 @@ def test_other_processes_are_blamed_only_if_they_hold_enough():
 def test_unusually_large_batch_is_named():
     run = recorded("out-of-memory")
     usual = run.streams["batch"]["payload_bytes"].max()
-    largest = changed(
+    largest = with_columns(
         run,
         "batch",
         lambda rows: {"payload_bytes": np.where(rows["index"] == rows["index"].max(), 90 * usual, usual)},
@@ -506,7 +514,7 @@ def test_run_without_a_gpu_has_no_gpu_findings():
 
 
 def test_host_growth_that_follows_from_a_tensor_leak_is_information():
-    run = on_host_too(steady_on_host(recorded("gpu-loss-list")), "allocated_bytes", 0.8)
+    run = with_host_growth(with_steady_host(recorded("gpu-loss-list")), "allocated_bytes", 0.8)
     found = {finding.kind: finding for finding in diagnose(run).findings}
     assert found["gpu-tensor-leak"].severity == "warning"
     assert found["main-heap-leak"].severity == "info"
@@ -514,13 +522,13 @@ def test_host_growth_that_follows_from_a_tensor_leak_is_information():
 
 
 def test_independent_host_and_device_leaks_are_both_found():
-    run = on_host_too(steady_on_host(recorded(TENSORS)), "allocated_bytes", 0.5)
-    assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warned(run))
+    run = with_host_growth(with_steady_host(recorded(TENSORS)), "allocated_bytes", 0.5)
+    assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warnings_of(run))
 
 
 def test_findings_are_in_the_order_of_growth():
-    run = on_host_too(steady_on_host(recorded(HOLES)), "inactive_split_bytes", 0.2)
-    assert list(warned(run)) == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
+    run = with_host_growth(with_steady_host(recorded(HOLES)), "inactive_split_bytes", 0.2)
+    assert list(warnings_of(run)) == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
 
 
 def test_limit_that_was_met_has_no_forecast():

@@ -57,7 +57,7 @@ LEAKS = {
 }
 
 
-def found(make):
+def count_found(make):
     times = np.arange(POINTS, dtype=float)
     return sum(
         growth(times, make(np.random.default_rng(seed)), negligible=0.5) is not None for seed in range(SEEDS)
@@ -66,20 +66,20 @@ def found(make):
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_series_are_almost_never_called_growth(kind):
-    assert found(HEALTHY[kind]) <= 2
+    assert count_found(HEALTHY[kind]) <= 2
 
 
 @pytest.mark.parametrize("kind", LEAKS)
 def test_leaks_are_found(kind):
-    assert found(LEAKS[kind]) >= 95
+    assert count_found(LEAKS[kind]) >= 95
 
 
 def test_several_high_water_marks_are_seldom_called_growth():
-    assert found(marks) <= 10
+    assert count_found(marks) <= 10
 
 
 def test_a_leak_in_slow_noise_is_mostly_found():
-    assert found(lambda g: 14 * SHARE + autoregressive(g, 0.9)) >= 95
+    assert count_found(lambda g: 14 * SHARE + autoregressive(g, 0.9)) >= 95
 
 
 @pytest.mark.parametrize("noise", [0, 0.5])

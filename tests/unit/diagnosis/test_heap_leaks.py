@@ -9,7 +9,7 @@ from simulated_runs import (
     MIB,
     START_SECONDS,
     Script,
-    finished,
+    finish,
     jittered,
     ns,
     sample_host,
@@ -64,12 +64,12 @@ def memory(
     return sample_host(script, SECONDS, demand=series(4000, host), **host_settings)
 
 
-def found(script):
+def findings_of(script):
     return [finding for finding in diagnose(script.tables()).findings if finding.kind in MEMORY]
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 def test_flat_memory_is_healthy():
@@ -77,7 +77,7 @@ def test_flat_memory_is_healthy():
 
 
 def test_leak_of_the_main_heap_is_found_with_its_rate():
-    leak = found(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
+    leak = findings_of(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["main-heap-leak"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
     assert leak[0].rate.low <= leak[0].rate.value <= leak[0].rate.high
@@ -90,7 +90,7 @@ def test_leak_per_step_is_right_although_steps_become_faster():
     script = simulate(workers=2, prefetch=2, **pace)
     step_times = np.concatenate([part["time_ns"] for part in script.parts["step"]]) / 1e9
     leaked = np.searchsorted(np.sort(step_times), SECONDS) * 2.0  # MiB
-    (leak,) = found(memory(script, main=leaked, host=leaked, total=10**14))
+    (leak,) = findings_of(memory(script, main=leaked, host=leaked, total=10**14))
     per_step_mib = float(re.search(r"([\d.]+) MiB per step", leak.summary)[1])
     assert per_step_mib == pytest.approx(2, rel=0.15)
     assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
@@ -109,7 +109,7 @@ def test_a_leak_is_found_although_it_is_swapped_out(key, role, kind):
     held, slot = np.full(60, 300 * MIB), {"worker": 0, "loader": 0} if role == ROLE_WORKER else {}
     sample_process(script, SECONDS, key, role, private=held, rss=held, swap_bytes=RAMP * 400 * MIB, **slot)
     sample_host(script, SECONDS, demand=(4000 + RAMP * 400) * MIB)
-    assert kind in [finding.kind for finding in found(script)]
+    assert kind in [finding.kind for finding in findings_of(script)]
 
 
 def test_freshly_written_mapped_file_is_no_leak():
@@ -129,7 +129,7 @@ def test_brief_growth_is_no_warning_while_the_run_goes_on(seconds, living, sever
     script.living = frozenset(living)
     held = 300 * MIB + 20 * MIB * (at - at[0])
     sample_process(script, at, MAIN, ROLE_MAIN, private=held, rss=held)
-    leaks = found(sample_host(script, at, demand=held, total=10**14))
+    leaks = findings_of(sample_host(script, at, demand=held, total=10**14))
     assert [(each.kind, each.severity) for each in leaks] == [("main-heap-leak", severity)]
 
 
@@ -174,7 +174,7 @@ def test_free_memory_in_the_heap_is_no_leak_and_hides_none(recorded, by_resident
 
 def test_leak_that_begins_in_the_middle_has_its_first_step():
     late = 600 * np.maximum(0, RAMP - 0.5)
-    leak = found(memory(training(), main=late, host=late, total=10**14))
+    leak = findings_of(memory(training(), main=late, host=late, total=10**14))
     assert [f.kind for f in leak] == ["main-heap-leak"]
     assert 80 <= leak[0].since_step <= 150
 
@@ -227,7 +227,7 @@ def test_leak_is_found_although_each_epoch_forks_again():
 
 def test_copy_on_read_is_found_with_its_limit():
     script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
-    copies = found(script)
+    copies = findings_of(script)
     assert [f.kind for f in copies] == ["copy-on-read-growth"]
     assert copies[0].locus.loader == 0
     assert copies[0].limit.value >= 500 * MIB
@@ -263,7 +263,7 @@ def test_spawned_workers_copy_nothing():
 
 
 def test_growing_cache_in_the_workers_is_a_worker_leak():
-    leak = found(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
+    leak = findings_of(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["worker-heap-leak"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
 
@@ -277,7 +277,7 @@ def test_few_readings_of_private_memory_confirm_growth_of_rss():
 
 def test_growth_towards_the_limit_has_a_forecast_in_time_and_steps():
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.severity == "critical"
     assert risk.limit.value == 6000 * MIB
     assert risk.eta.mid_seconds == pytest.approx(140, rel=0.15)
@@ -295,7 +295,7 @@ def test_memory_of_a_live_verdict_is_no_demand():
         for at, size in zip(SECONDS, verdict, strict=True)
     ]
     script.add("agent", rows, COLLECTOR)
-    (risk,) = (each for each in found(script) if each.kind == "host-oom-risk")
+    (risk,) = (each for each in findings_of(script) if each.kind == "host-oom-risk")
     assert risk.eta.mid_seconds == pytest.approx(120, rel=0.2)
     assert risk.eta.low_seconds > 0.7 * risk.eta.mid_seconds
 
@@ -305,7 +305,7 @@ def test_kernel_memory_counts_towards_the_limit_except_caches(caches_mib, second
     kernel = {"usage": 5100, "file": 0, "slab_reclaimable": caches_mib}
     columns = {f"cgroup_{name}_bytes": np.full(60, float(size)) * MIB for name, size in kernel.items()}
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB, **columns)
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.eta.mid_seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -319,7 +319,7 @@ def test_forecast_has_the_chance_of_the_limit_before_the_planned_end(planned, sh
     script.event(START_SECONDS + 0.1, "hyper-parameters", framework="lightning", values=planned)
     script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
     script.living = frozenset([MAIN, COLLECTOR])
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
     assert f"In {share:.0%} of the futures" in risk.summary
 
@@ -335,7 +335,9 @@ def test_copy_on_read_that_ends_below_the_limit_is_no_risk():
 
 
 def test_distant_limit_is_only_information():
-    (risk,) = (f for f in found(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk")
+    (risk,) = (
+        f for f in findings_of(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk"
+    )
     assert risk.severity == "info"
     assert "too far away" in risk.summary
     assert "out" not in risk.summary.split()
@@ -347,7 +349,7 @@ def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
 
 def test_full_host_is_a_risk_without_growth():
     script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
-    risk = found(script)
+    risk = findings_of(script)
     assert [(f.kind, f.severity, f.eta) for f in risk] == [("host-oom-risk", "critical", None)]
 
 
@@ -357,7 +359,7 @@ def test_page_cache_is_no_demand():
 
 
 def test_every_finding_has_two_measurements():
-    script = finished(
+    script = finish(
         memory(training(), main=600 * RAMP, workers_private=250 * SATURATING, host=900 * RAMP, limit=7000 * MIB)
     )
     for finding in diagnose(script.tables()).findings:

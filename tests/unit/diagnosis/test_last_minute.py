@@ -16,7 +16,7 @@ WORKER = ("node", 1000, 7000)
 FORMER = ("node", 900, 3000)
 
 
-def killed():
+def killed_training():
     """A training of 120 s whose worker's growth ends with it; another worker left in its first seconds."""
     script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=235)
     seconds = [START_SECONDS + second for second in range(120)]
@@ -30,7 +30,7 @@ def killed():
 
 
 def test_last_minute_has_samples_only_of_processes_alive_then():
-    samples = last_minute(killed().tables())
+    samples = last_minute(killed_training().tables())
     assert set(samples["pid"]) == {MAIN[1], WORKER[1]}
     assert set(samples[samples["pid"] == MAIN[1]]["role"]) == {"main"}
     assert samples["seconds"].between(-60, 0).all()
@@ -40,7 +40,7 @@ def test_last_minute_has_samples_only_of_processes_alive_then():
 
 
 def test_report_of_a_death_has_memory_and_state_of_each_process():
-    verdict = diagnose(killed().tables())
+    verdict = diagnose(killed_training().tables())
     body = json.loads(json.dumps(card.report(verdict, run_id="r", name="n")["summary"]["last_minute"]))
     main, worker = body
     assert (main["role"], main["pid"], main["rank"], main["step"]) == ("main", MAIN[1], 0, 234)
@@ -56,7 +56,7 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
 
 
 def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
-    script = killed()
+    script = killed_training()
     del script.manifest["exit_status"]
     script.living = frozenset({MAIN})
     assert diagnose(script.tables()).summary["last_minute"] == []

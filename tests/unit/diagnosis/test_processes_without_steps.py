@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, finished, ns, sample_host, sample_process
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, finish, ns, sample_host, sample_process
 
 from collector.diagnosis.run.columns import before_teardown
 from collector.diagnosis.verdict import diagnose
@@ -22,7 +22,7 @@ def program(grown, *, key=MAIN, script=None, watched=False, **more):
     return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=10**13)
 
 
-def see(script, name, *, has_torch, obstacle):
+def note_program(script, name, *, has_torch, obstacle):
     """Note the Python program that the collector saw."""
     script.event(
         START_SECONDS + 3,
@@ -45,8 +45,8 @@ RAMP = 10.0 * np.arange(180)
 
 
 def test_leak_without_iterations_is_found_with_less_confidence():
-    script = finished(program(RAMP))
-    see(script, "serve.py", has_torch=False, obstacle=None)
+    script = finish(program(RAMP))
+    note_program(script, "serve.py", has_torch=False, obstacle=None)
     (found,) = leaks(script)
     assert found.severity == "warning"
     assert found.confidence < 0.85
@@ -59,27 +59,27 @@ def test_leak_without_iterations_is_found_with_less_confidence():
 def test_memory_released_at_the_end_hides_no_leak():
     grown = RAMP.copy()
     grown[-3:] = [900, 300, 0]
-    assert len(leaks(finished(program(grown)))) == 1
+    assert len(leaks(finish(program(grown)))) == 1
     assert len(leaks(program(grown, watched=True))) == 1
 
 
 def test_memory_released_repeatedly_is_no_leak():
-    assert leaks(finished(program(10.0 * (np.arange(60) % 6)))) == []
+    assert leaks(finish(program(10.0 * (np.arange(60) % 6)))) == []
 
 
 def test_short_growth_without_iterations_is_information():
-    (found,) = leaks(finished(program(RAMP[:60])))
+    (found,) = leaks(finish(program(RAMP[:60])))
     assert found.severity == "info"
 
 
 @pytest.mark.parametrize(("asked_for", "count"), [(np.full(180, 2000.0), 0), (200 + RAMP, 1)])
 def test_filling_memory_allocated_before_is_no_leak(asked_for, count):
-    assert len(leaks(finished(program(RAMP, data_bytes=asked_for * MIB)))) == count
+    assert len(leaks(finish(program(RAMP, data_bytes=asked_for * MIB)))) == count
 
 
 def test_memory_released_slowly_is_no_teardown():
     grown = np.concatenate([10.0 * np.arange(30), 300 - 10.0 * np.arange(30)])
-    assert leaks(finished(program(grown))) == []
+    assert leaks(finish(program(grown))) == []
 
 
 def test_growth_of_a_live_process_without_iterations_is_information():
@@ -107,7 +107,7 @@ def test_interrupted_watch_leaves_the_process_running():
 
 
 def test_run_without_iterations_names_the_attached_process():
-    script = finished(program(np.zeros(60)))
+    script = finish(program(np.zeros(60)))
     script.event(START_SECONDS + 2, "process-attached", argv=["python", "serve.py"], parent_pid=90)
     script.events = [event for event in script.events if event["kind"] != "process-exit"]
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "cannot-tell"]
@@ -126,14 +126,14 @@ def test_run_without_iterations_names_the_attached_process():
 def test_training_without_hooks_gets_the_reason_and_a_remedy(obstacle, why, remedy):
     script = program(np.zeros(60))
     script.event(START_SECONDS + 61, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=0)
-    see(script, "train.py", has_torch=True, obstacle=obstacle)
+    note_program(script, "train.py", has_torch=True, obstacle=obstacle)
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "cannot-tell"]
     assert why in found.summary
     assert remedy in found.advice[0].text
 
 
 def test_run_is_running_while_a_process_left_behind_lives():
-    script = finished(program(np.zeros(60)))
+    script = finish(program(np.zeros(60)))
     left = [{"pid": 777, "start_ticks": 7, "argv": ["python", "train.py"], "is_python": True}]
     script.event(START_SECONDS + 99, "left-running", COLLECTOR, processes=left)
     script.living = frozenset({("node", 777, 7)})

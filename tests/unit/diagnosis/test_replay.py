@@ -15,7 +15,7 @@ from collector.diagnosis.tuning.what_if import forecast, option_text
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 
-def played(fetches, loop, *, workers, prefetch, in_order=True, cores=float("inf"), stood=None):
+def simulate_events(fetches, loop, *, workers, prefetch, in_order=True, cores=float("inf"), stood=None):
     """Return when the last batch is yielded, step by step as torch's DataLoader does it.
 
     Each fetch, and each pass of the loop, is a list of (computes, seconds); threads that compute share the cores.
@@ -79,7 +79,7 @@ def test_throughput_equals_that_of_an_event_driven_simulation(fetches, workers, 
     trace = Trace(cpu=np.zeros(len(loop)), blocked=fetches, loop=loop, epochs=(len(loop),))
     setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
     work, pauses = ([[(False, took)] for took in part] for part in (fetches, loop))
-    seconds = played(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order)
+    seconds = simulate_events(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order)
     assert predict(trace, [setting])[0].batches_per_second == pytest.approx(len(loop) / seconds, rel=1e-6)
 
 
@@ -115,7 +115,7 @@ def test_threads_that_compute_share_the_cores(cores, computing):
     )
     for workers in (1, 2, 4, 7):
         found = predict(trace, [Setting(num_workers=workers, prefetch_factor=2)])[0]
-        seconds = played(slices, loops_work, workers=workers, prefetch=2, cores=cores)
+        seconds = simulate_events(slices, loops_work, workers=workers, prefetch=2, cores=cores)
         assert found.batches_per_second == pytest.approx(150 / seconds, rel=0.12)
 
 
@@ -201,7 +201,7 @@ def test_held_batches_equal_those_of_an_event_driven_simulation(workers, prefetc
     setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
     work, pauses = ([[(False, took)] for took in part] for part in (fetches, loop))
     stood = []
-    seconds = played(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order, stood=stood)
+    seconds = simulate_events(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order, stood=stood)
     found = predict(trace, [setting])[0].held_batches
     assert found == pytest.approx(1 + sum(stood) / seconds, rel=1e-6)
 

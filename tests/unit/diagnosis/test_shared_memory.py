@@ -36,12 +36,12 @@ def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 102
     )
 
 
-def found(script):
+def findings_of(script):
     return [*find_shared_memory(script.tables()), *find_deaths(script.tables())]
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_segments_that_come_and_go_are_no_leak(healthy):
 
 @pytest.mark.parametrize("where", ["mapped", "cgroup"])
 def test_segments_that_stay_are_a_leak_of_the_run(where):
-    leak = found(training(shm=10.0 * AT, **{where: 10.0 * AT}))
+    leak = findings_of(training(shm=10.0 * AT, **{where: 10.0 * AT}))
     assert [f.kind for f in leak] == ["shm-leak", "shm-exhaustion-risk"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.05)
     assert len({e.name for e in leak[0].evidence}) >= 2
@@ -72,21 +72,21 @@ def test_segments_that_several_processes_map_are_a_leak_of_the_run():
     for pid in (71, 72):
         other = (MAIN[0], pid, 4800 + pid)
         sample_process(script, SECONDS, other, ROLE_MAIN, private=held, rss=held, shm_bytes=3.0 * AT * MIB)
-    leak = next(f for f in found(script) if f.kind == "shm-leak")
+    leak = next(f for f in findings_of(script) if f.kind == "shm-leak")
     assert leak.value_of("process_shm_rise_bytes") > 0.7 * leak.value_of("shm_used_rise_bytes")
     assert leak.confidence == 0.9
 
 
 def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
     leak = next(
-        f for f in found(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
+        f for f in findings_of(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
     )
     assert leak.rate.value == pytest.approx(4 * MIB, rel=0.1)
     assert "Other programs fill it too" in leak.summary
 
 
 def test_unmapped_segments_are_found_by_the_kernels_count():
-    leak = next(f for f in found(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
+    leak = next(f for f in findings_of(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
     assert "no process of the run maps it" in leak.summary
     assert leak.confidence < 0.9
 
@@ -109,13 +109,13 @@ def test_unconfirmed_growth_is_not_claimed():
 
 
 def test_risk_has_the_time_until_shm_is_full():
-    risk = next(f for f in found(training(shm=10.0 * AT, mapped=10.0 * AT, total=1200)) if "risk" in f.kind)
+    risk = next(f for f in findings_of(training(shm=10.0 * AT, mapped=10.0 * AT, total=1200)) if "risk" in f.kind)
     assert risk.severity == "critical"
     assert risk.eta.mid_seconds == pytest.approx(60, rel=0.2)
 
 
 def test_no_room_for_the_next_batches_is_a_risk_without_growth():
-    risk = found(training(shm=FLAT + 40, total=64, payload=10))
+    risk = findings_of(training(shm=FLAT + 40, total=64, payload=10))
     assert [(f.kind, f.severity, f.eta) for f in risk] == [("shm-exhaustion-risk", "warning", None)]
     assert kinds(training(shm=FLAT + 40, total=64, payload=4)) == []
 
@@ -139,7 +139,9 @@ def test_worker_killed_by_sigbus_with_full_shm_is_blamed_on_it(message):
     full = np.where(AT >= 56, 55.0, 20.0)  # the sample after its end finds room again
     full[-1] = 20
     death = next(
-        f for f in found(killed_by_sigbus(training(shm=full, total=64), message=message)) if "risk" not in f.kind
+        f
+        for f in findings_of(killed_by_sigbus(training(shm=full, total=64), message=message))
+        if "risk" not in f.kind
     )
     assert (death.kind, death.locus.worker, death.limit.value) == ("shm-bus-error", 1, 64 * MIB)
     assert {"shm_used_bytes", "signal"} <= {e.name for e in death.evidence}
@@ -154,4 +156,4 @@ def test_main_process_can_die_of_full_shm():
     script = training(shm=FLAT + 55, total=64)
     script.living = frozenset()
     script.event(SECONDS[-1], "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-7)
-    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in found(script)]
+    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in findings_of(script)]

@@ -50,14 +50,14 @@ def in_proportion(busy):
     return [1.0 / max(busy, 1)] * busy
 
 
-def judged(begins, ends, workers):
+def measure(begins, ends, workers):
     return measure_sharing(begins, ends, ends - begins, workers.astype(np.intp), np.arange(len(begins)))
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("spread", [0.1, 0.6])
 def test_workers_served_in_turn_are_found(workers, spread):
-    found = judged(*fetches(in_turn, workers=workers, spread=spread))
+    found = measure(*fetches(in_turn, workers=workers, spread=spread))
     assert found.is_shared
     assert not found.is_apart
     assert found.correlation_ratio > 0.5
@@ -65,7 +65,7 @@ def test_workers_served_in_turn_are_found(workers, spread):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_proportional_sharing_is_found_by_the_pauses_of_others(workers):
-    found = judged(*fetches(in_proportion, workers=workers, pause=0.01))
+    found = measure(*fetches(in_proportion, workers=workers, pause=0.01))
     assert found.is_shared
     assert found.slowdown_sigmas > 2.71
     assert found.service.mean() == pytest.approx(0.02, rel=0.05), "what a batch takes if nobody else is served"
@@ -74,12 +74,12 @@ def test_proportional_sharing_is_found_by_the_pauses_of_others(workers):
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.6, 1.2])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_independent_workers_are_not_taken_for_sharing(spread, workers):
-    found = [judged(*fetches(alone, workers=workers, spread=spread, seed=seed, batches=300)) for seed in range(15)]
+    found = [measure(*fetches(alone, workers=workers, spread=spread, seed=seed, batches=300)) for seed in range(15)]
     assert not any(each.is_shared for each in found)
 
 
 def test_nearly_equal_batches_served_in_turn_are_found():
-    found = judged(*fetches(in_turn, spread=0.005))
+    found = measure(*fetches(in_turn, spread=0.005))
     assert found.queue_sigmas > 2.71
     assert found.is_shared
     assert not found.is_sure
@@ -92,7 +92,7 @@ def test_workers_at_a_fixed_pace_are_not_taken_for_sharing():
         due = np.add.outer(0.04 * np.arange(150), [0.0, 0.013]).ravel()
         ends = due + draw.exponential(5e-5, len(due))
         begins = np.concatenate([due[:2] - 0.04, ends[:-2]]) + GAP * draw.lognormal(0, 0.3, len(due))
-        found.append(judged(begins, ends, np.tile([0, 1], 150)))
+        found.append(measure(begins, ends, np.tile([0, 1], 150)))
     assert all(each.queue_sigmas > 2.71 for each in found), "who begins later ends no later"
     assert not any(each.is_shared for each in found)
 
@@ -106,7 +106,7 @@ def test_temporarily_busy_machine_is_no_sharing():
 
 
 def test_pauses_of_others_show_independent_workers():
-    assert judged(*fetches(alone, pause=0.01)).is_apart
+    assert measure(*fetches(alone, pause=0.01)).is_apart
 
 
 def test_pattern_of_long_and_short_batches_is_no_sharing():
@@ -128,7 +128,7 @@ def test_few_stalls_of_all_workers_are_no_sharing():
 
 
 def test_proportional_sharing_without_pauses_is_undecided():
-    found = judged(*fetches(in_proportion, spread=0.05, batches=150))
+    found = measure(*fetches(in_proportion, spread=0.05, batches=150))
     assert not found.is_shared
     assert not found.is_apart
 

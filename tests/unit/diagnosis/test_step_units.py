@@ -1,7 +1,7 @@
 """Definition of a step, which share of the run is lost, and what is not known without a DataLoader."""
 
 import pytest
-from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, ns, simulate, started
+from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate, start_training
 
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.summary import step_unit
@@ -22,7 +22,7 @@ def step_rows(count, unit, begin=START_SECONDS + 2, every=0.2, **more):
 
 
 @pytest.fixture
-def recorded(tmp_path):
+def load_steps(tmp_path):
     """Writes steps into the journals of a run, each a unit and the time in the optimizer, and loads its tables."""
 
     def load(*steps):
@@ -49,8 +49,8 @@ def recorded(tmp_path):
     ],
     ids=["optimizer", "batches", "own", "older run", "older evaluation"],
 )
-def test_only_steps_of_the_highest_unit_count(recorded, steps, count, unit):
-    tables = recorded(*steps)
+def test_only_steps_of_the_highest_unit_count(load_steps, steps, count, unit):
+    tables = load_steps(*steps)
     assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
     assert step_unit(tables) == unit
 
@@ -60,7 +60,7 @@ def trainings(*, rank=None):
     script = Script()
     for number, key in enumerate(CHILDREN):
         of_rank = None if rank is None else rank + number
-        started(script, key=key, rank=of_rank)
+        start_training(script, key=key, rank=of_rank)
         script.add("step", step_rows(100, UNIT_OPTIMIZER, optimizer_ns=1000.0), key, of_rank)
     return script
 
@@ -79,19 +79,19 @@ def test_wait_of_a_short_process_is_no_warning():
         service=jittered(0.03),
         consumer=jittered(0.0005),
         batches=20,
-        script=started(script, key=PARENT, begin=late),
+        script=start_training(script, key=PARENT, begin=late),
         key=PARENT,
         begin=late,
     )
     script.now_seconds = late + 3
-    found = diagnose(finished(script).tables())
+    found = diagnose(finish(script).tables())
     assert {finding.severity for finding in found.findings} == {"info"}
     (loading,) = [finding for finding in found.findings if finding.kind == "inline-loading"]
     assert loading.value_of("lost_wall_ratio") < 0.02
 
 
 def test_data_wait_is_unknown_without_a_dataloader():
-    script = started().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
+    script = start_training().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
     verdict = diagnose(script.tables())
     assert verdict.summary["data_wait_ratio"] is None
     assert verdict.step_unit == "optimizer step"
@@ -102,7 +102,7 @@ def test_time_outside_the_step_has_its_share_on_the_cpu():
     rows = step_rows(40, UNIT_OPTIMIZER, batches_count=0, **phases)
     for row in rows[::2]:
         row["outside_cpu_ns"] = 90e6  # read in every other stretch
-    outside = diagnose(started().add("step", rows).tables()).summary["outside_step"]
+    outside = diagnose(start_training().add("step", rows).tables()).summary["outside_step"]
     assert outside["ratio"] == pytest.approx(0.6)
     assert outside["cpu_ratio"] == pytest.approx(0.75)
     assert outside["seconds"] == pytest.approx(0.12)
@@ -113,9 +113,9 @@ def test_a_loop_with_a_dataloader_has_no_time_outside_the_step():
     assert diagnose(tables).summary["outside_step"] is None
 
 
-def validated(*, every=10, validation=20):
+def training_with_validation(*, every=10, validation=20):
     """A training that validates by another loader after each `every` of 50 steps; batches of 8 samples."""
-    script, now, rows, steps = started(), START_SECONDS + 2, [], []
+    script, now, rows, steps = start_training(), START_SECONDS + 2, [], []
     index = {0: 0, 1: 0}
 
     def batch(loader, seconds):
@@ -136,14 +136,14 @@ def validated(*, every=10, validation=20):
 
 
 def test_samples_per_second_exclude_validation():
-    with_validation = diagnose(validated().tables()).summary["throughput"]["samples_per_second"]
+    with_validation = diagnose(training_with_validation().tables()).summary["throughput"]["samples_per_second"]
     seconds = 49 * 0.11 + 4 * 20 * 0.01
     assert with_validation == pytest.approx(49 * 8 / seconds, rel=0.01)
 
 
 def test_validation_alone_is_no_training_loader():
     """The training makes its batches by hand, and validates by a DataLoader."""
-    script = validated(every=25)
+    script = training_with_validation(every=25)
     script.parts["batch"] = [rows[rows["loader"] == 1] for rows in script.parts["batch"]]
     assert diagnose(script.tables()).summary["throughput"]["samples_per_second"] is None
 
@@ -167,7 +167,7 @@ def test_findings_of_forked_trainers_have_their_pids():
     script = Script()
     for loader, key in enumerate(CHILDREN):
         run = {"loader": loader, "service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
-        simulate(workers=2, prefetch=2, script=started(script, key=key), key=key, **run)
+        simulate(workers=2, prefetch=2, script=start_training(script, key=key), key=key, **run)
     found = [each for each in diagnose(script.tables()).findings if each.kind == "workers-too-slow"]
     assert sorted(finding.locus.main_pid for finding in found) == [100, 101]
 
@@ -199,7 +199,7 @@ def test_slow_startup_in_a_short_run_is_information(epochs, words):
 
 
 def test_crash_finding_has_its_line_and_no_escape_codes():
-    script = started().event(
+    script = start_training().event(
         START_SECONDS + 5,
         "exception",
         type="ValueError",

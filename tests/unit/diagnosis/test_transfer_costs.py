@@ -9,7 +9,7 @@ from collector.diagnosis.tuning.overheads import assumed_overheads, overheads
 MS = 1e6
 
 
-def handed_over(*, fetch_ms, gap_ms, took_ms, count=60):
+def transfers(*, fetch_ms, gap_ms, took_ms, count=60):
     """One worker without end; the loop asks 5 ms after each batch is made, and has it so long after that."""
     begun = np.arange(count) * (fetch_ms + gap_ms) * MS
     made = begun + fetch_ms * MS
@@ -27,8 +27,8 @@ def handed_over(*, fetch_ms, gap_ms, took_ms, count=60):
 
 
 def test_transfer_from_waiting_and_computing_workers_is_separated():
-    computes = handed_over(fetch_ms=20, gap_ms=0.5, took_ms=12)
-    waits = handed_over(fetch_ms=20, gap_ms=40, took_ms=2).assign(epoch=1)
+    computes = transfers(fetch_ms=20, gap_ms=0.5, took_ms=12)
+    waits = transfers(fetch_ms=20, gap_ms=40, took_ms=2).assign(epoch=1)
     found = overheads(pd.concat([computes, waits], ignore_index=True), prefetch_factor=2, computing_ratio=1.0)
     assert found.hand_over == pytest.approx(0.002, rel=0.1)
     assert found.busy_hand_over == pytest.approx(0.010, rel=0.1)
@@ -36,7 +36,7 @@ def test_transfer_from_waiting_and_computing_workers_is_separated():
 
 
 def test_worker_with_one_index_never_computes_during_transfer():
-    rows = handed_over(fetch_ms=20, gap_ms=8, took_ms=2)
+    rows = transfers(fetch_ms=20, gap_ms=8, took_ms=2)
     found = overheads(rows, prefetch_factor=1, computing_ratio=0.5)
     assert found.hand_over == pytest.approx(0.002)
     assert found.dispatch == pytest.approx(0.001)
@@ -44,7 +44,7 @@ def test_worker_with_one_index_never_computes_during_transfer():
 
 
 def test_waiting_loop_measures_the_transfer_time():
-    rows = handed_over(fetch_ms=20, gap_ms=30, took_ms=2)
+    rows = transfers(fetch_ms=20, gap_ms=30, took_ms=2)
     rows["asked_ns"] = rows["made_ns"] - 10 * MS
     found = overheads(rows, prefetch_factor=2, computing_ratio=1.0)
     assert found.transfer + found.hand_over == pytest.approx(0.007)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, sample_process, simulate
+from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, sample_process, simulate
 
 from collector.diagnosis import verdict as verdict_module
 from collector.diagnosis.verdict import diagnose
@@ -38,7 +38,7 @@ def test_tiny_run_gets_only_cannot_tell(workers, prefetch, batches, service, con
     script = simulate(
         workers=workers, prefetch=prefetch, service=jittered(service), consumer=jittered(consumer), batches=batches
     )
-    verdict = diagnose(finished(script).tables())
+    verdict = diagnose(finish(script).tables())
     assert {finding.kind for finding in verdict.findings} == {"cannot-tell"}
     assert verdict.batches == batches
     assert verdict.status == "finished"
@@ -46,7 +46,7 @@ def test_tiny_run_gets_only_cannot_tell(workers, prefetch, batches, service, con
 
 def test_verdict_has_the_figures_of_the_run():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02, 0.01), batches=200)
-    verdict = diagnose(finished(script).tables())
+    verdict = diagnose(finish(script).tables())
     assert (verdict.steps, verdict.batches, verdict.workers_reporting) == (200, 200, (2, 2))
     throughput = verdict.summary["throughput"]
     assert throughput["batches_per_second"] == pytest.approx(50, rel=0.05)
@@ -117,7 +117,7 @@ def test_lost_records_are_reported():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS + 2, "records-lost", stream="batch", count=12)
     script.lost_count = 12
-    found = diagnose(finished(script).tables()).findings
+    found = diagnose(finish(script).tables()).findings
     assert [f.kind for f in found] == ["samples-lost", "compute-bound"]
     assert "12 records" in found[0].summary
 
@@ -125,7 +125,7 @@ def test_lost_records_are_reported():
 def test_disabled_hook_is_reported():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS + 2, "hook-disabled", hook="step", error="AttributeError: x")
-    found = diagnose(finished(script).tables()).findings
+    found = diagnose(finish(script).tables()).findings
     assert [f.kind for f in found] == ["compute-bound", "cannot-tell"]
     assert "'step'" in found[1].summary
 
@@ -147,7 +147,7 @@ def test_missing_values_in_every_column_break_no_rule():
                     "rank",
                 ):
                     part[column] = np.nan
-    for finding in diagnose(finished(script).tables()).findings:
+    for finding in diagnose(finish(script).tables()).findings:
         assert finding.kind == "cannot-tell"
         assert "failed" not in finding.summary
 
@@ -166,7 +166,7 @@ def several_loaders(begin_of, **settings):
             begin=begin_of(loader),
             **{name: values[loader] for name, values in settings.items()},
         )
-    return {f.locus.loader for f in diagnose(finished(script).tables()).findings if f.kind == "workers-too-slow"}
+    return {f.locus.loader for f in diagnose(finish(script).tables()).findings if f.kind == "workers-too-slow"}
 
 
 def test_loaders_created_for_each_epoch_are_one_loop():

@@ -21,7 +21,7 @@ from collector.diagnosis.tuning.stage_speedup import speed_ups, wait_summaries
 SLOW = {"workers": 4, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 300}
 
 
-def only(script):
+def only_breakdown(script):
     (seen,) = wait_breakdowns(script.tables())
     return seen
 
@@ -66,7 +66,7 @@ def test_parts_of_every_wait_add_up(workers, prefetch, in_order, persistent, ser
         workers=workers, prefetch=prefetch, in_order=in_order, persistent=persistent, seed=seed, startup=0.2,
         service=jittered(service, cv=0.8), consumer=jittered(0.02, cv=0.5), batches=10, epochs=2, collate_share=0.3,
     )  # fmt: skip
-    seen = only(in_stages(script, decode=0.5, read=0.2))
+    seen = only_breakdown(in_stages(script, decode=0.5, read=0.2))
     assert seen.parts.sum(axis=1).to_numpy() == pytest.approx(seen.waits["wait_ns"].to_numpy(), abs=10)
     assert (seen.parts.to_numpy() >= 0).all()
     assert seen.by_part.get(UNKNOWN, 0) == 0
@@ -74,21 +74,23 @@ def test_parts_of_every_wait_add_up(workers, prefetch, in_order, persistent, ser
 
 
 def test_wait_is_divided_by_the_stages_of_the_awaited_batch():
-    seen = only(in_stages(simulate(collate_share=0.0, **SLOW), decode=0.6, read=0.3))
+    seen = only_breakdown(in_stages(simulate(collate_share=0.0, **SLOW), decode=0.6, read=0.3))
     assert list(seen.by_part) == ["decode", "read", OTHER]
     assert [seconds / seen.wait_seconds for seconds in seen.by_part.values()] == pytest.approx([0.6, 0.3, 0.1])
 
 
 def test_startup_and_waiting_for_an_index_are_separate_parts():
-    started = only(simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)}))
+    started = only_breakdown(
+        simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)})
+    )
     assert started.by_part[START] == pytest.approx(1.4)
     script = simulate(**SLOW)
     for batches in script.parts["batch"]:  # a sampler of 5 ms: it runs in `next`, not on the queue
         batches["wait_ns"] += 5e6
         batches["time_ns"] += 5e6
         batches["blocked_ns"] = batches["wait_ns"] - 5e6
-    assert only(script).by_part[DISPATCH] == pytest.approx(300 * 0.005, rel=0.02)
-    inline = only(simulate(**{**SLOW, "workers": 0}))
+    assert only_breakdown(script).by_part[DISPATCH] == pytest.approx(300 * 0.005, rel=0.02)
+    inline = only_breakdown(simulate(**{**SLOW, "workers": 0}))
     assert IDLE not in inline.by_part
     assert START not in inline.by_part
 
@@ -99,20 +101,20 @@ def test_wait_for_a_finished_batch_is_transfer():
         batches["wait_ns"] += 3e6
         batches["time_ns"] += 3e6
         batches["blocked_ns"] = batches["wait_ns"]
-    seen = only(script)
+    seen = only_breakdown(script)
     assert seen.by_part[TRANSFER] == pytest.approx(0.9, rel=0.02)
 
 
 def test_slow_worker_blocks_batches_that_are_ready():
-    one = only(simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])}))
+    one = only_breakdown(simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])}))
     assert one.head_of_line_seconds > 0.9 * one.wait_seconds
-    assert only(simulate(**{**SLOW, "workers": 1})).head_of_line_seconds == 0
+    assert only_breakdown(simulate(**{**SLOW, "workers": 1})).head_of_line_seconds == 0
 
 
 def test_wait_without_a_fetch_record_is_unknown():
     script = simulate(**SLOW)
     script.parts["fetch"] = [rows.iloc[:-10] for rows in script.parts["fetch"]]
-    seen = only(script)
+    seen = only_breakdown(script)
     lost = seen.waits.loc[seen.waits["made_ns"].isna(), "wait_ns"]
     assert len(lost) == 40
     assert seen.by_part[UNKNOWN] == pytest.approx(lost.sum() / 1e9)
@@ -132,15 +134,15 @@ def test_only_time_with_complete_records_counts():
 def test_target_per_batch_removes_the_wait():
     """The stage at the length that the table names, in another simulation: the loop no longer waits."""
     script = in_stages(simulate(collate_share=0.0, **SLOW), decode=0.7, read=0.1)
-    gains = speed_ups(script.tables(), only(script))
+    gains = speed_ups(script.tables(), only_breakdown(script))
     assert gains["decode"]["batch_seconds"] == pytest.approx(0.042, rel=0.05)
     shorter = 0.06 - gains["decode"]["batch_seconds"] + gains["decode"]["enough_seconds"]
-    assert only(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
+    assert only_breakdown(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
     longer = shorter + 0.01
-    assert only(simulate(**{**SLOW, "service": jittered(longer)})).wait_ratio > 0.1
+    assert only_breakdown(simulate(**{**SLOW, "service": jittered(longer)})).wait_ratio > 0.1
     assert gains["read"]["enough_seconds"] is None
     assert gains["read"]["free_wait_ratio"] == pytest.approx(
-        only(simulate(**{**SLOW, "service": jittered(0.054)})).wait_ratio, abs=0.03
+        only_breakdown(simulate(**{**SLOW, "service": jittered(0.054)})).wait_ratio, abs=0.03
     )
 
 
@@ -157,7 +159,7 @@ def test_longest_waiting_loop_is_first_in_the_summaries():
 
 def test_slow_worker_stands_out_in_round_and_timeline():
     script = simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])})
-    seen = only(script)
+    seen = only_breakdown(script)
     folded = waits_by_position(seen)
     assert folded["worker"].tolist() == folded["position"].tolist() == [0, 1, 2, 3]
     assert folded["n"].sum() == 300 - seen.loop.ramp
@@ -175,4 +177,4 @@ def test_slow_worker_stands_out_in_round_and_timeline():
 
 
 def test_run_too_short_for_a_steady_round_has_no_timeline():
-    assert lanes(only(simulate(**{**SLOW, "batches": 20}))) is None
+    assert lanes(only_breakdown(simulate(**{**SLOW, "batches": 20}))) is None

@@ -81,7 +81,7 @@ def cuda_with(stats: list[dict], **more: object) -> SimpleNamespace:
     )
 
 
-def recorded_by(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
+def record_gauges(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
     written: list[tuple[int, ...]] = []
     events = SimpleNamespace(append=lambda kind, **fields: None)
     DeviceGauges(fake).record(SimpleNamespace(device_memory=written.extend, events=events), step)
@@ -90,16 +90,16 @@ def recorded_by(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int
 
 def test_every_device_in_use_is_recorded():
     pinned = {"host_memory_stats_as_nested_dict": lambda: PINNED}
-    rows = recorded_by(cuda_with([STATS, UNUSED, STATS], **pinned))
+    rows = record_gauges(cuda_with([STATS, UNUSED, STATS], **pinned))
     assert sorted(rows) == [0, 2]
     assert rows[2]["pinned_allocated_bytes"] == PINNED["allocated_bytes"]["current"]
 
-    old_torch = recorded_by(cuda_with([STATS]))
+    old_torch = record_gauges(cuda_with([STATS]))
     assert old_torch[0]["pinned_allocated_bytes"] == MISSING_INT64
 
     fake = cuda_with([STATS])
     fake.cuda.get_allocator_backend = lambda: "cudaMallocAsync"
-    malloc_async = recorded_by(fake)
+    malloc_async = record_gauges(fake)
     assert malloc_async[0]["reserved_bytes"] == RESERVED
     assert malloc_async[0]["oom_count"] == MISSING_INT64, "it always says 0"
 

@@ -55,7 +55,7 @@ def tidegauge(monkeypatch, capsys, tmp_path):
     return call
 
 
-def shown(table) -> str:
+def render(table) -> str:
     stream = io.StringIO()
     Console(file=stream, width=120).print(table)
     return stream.getvalue()
@@ -179,7 +179,7 @@ def test_runs_are_listed_newest_first_from_saved_reports(tmp_path):
     findings = [{"severity": "critical", "kind": "killed"}]
     listing.save_report(judged, {"schema": 1, "run": facts, "findings": findings})
     write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
-    lines = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
+    lines = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
     assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
     assert re.search(r"ended +— +— +—", lines[2])
@@ -223,7 +223,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
     (broken / MANIFEST).write_text("[]")
     (whole / listing.REPORT_NAME).write_text("{")
-    text = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
+    text = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
     assert re.search(rf"{broken.name} +damaged", text)
     assert re.search(rf"{whole.name} +abandoned", text)
 
@@ -301,7 +301,7 @@ def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
     ]
     assert [check.remedy for check in checks] == [None] * len(checks)
     assert not (tmp_path / "not").exists()
-    text = shown(doctor_checks.checks_table(checks))
+    text = render(doctor_checks.checks_table(checks))
     assert text.count("ok") >= len(checks)
     assert "none: NVIDIA driver not found" in text
 
@@ -316,7 +316,7 @@ def test_doctor_gives_a_remedy_for_each_problem(tmp_path):
         doctor_checks.check_home(tmp_path / "file" / "home"),
     ]
     assert all(check.remedy for check in lacking)
-    text = shown(doctor_checks.checks_table(lacking))
+    text = render(doctor_checks.checks_table(lacking))
     assert text.count("warning") == len(lacking)
     assert "--shm-size=8g" in text
 
@@ -340,7 +340,7 @@ STARTED = {
     ],
 )
 def test_doctor_judges_hooks_by_their_events(exit_status, stderr, events, said):
-    text = shown(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
+    text = render(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
     assert ("warning" in text) == (said is not None)
     assert said is None or said in text
 
