@@ -1,7 +1,7 @@
-"""The recorded runs of tests/data: unpacked, as the tables that the rules look at, and with changed records.
+"""The recorded runs of tests/data: unpacked, as the tables that the rules read, and with changed records.
 
 Tests of what a rule or a page says start from a run that real processes recorded. Where no run shows a case, they
-take the nearest one and drop or scale rows of it: `changed` does so with tables, `edit` and `add_process` with the
+take the nearest one and drop or scale rows of it: `with_columns` changes tables, `edit` and `add_process` the
 journals of an unpacked run.
 """
 
@@ -95,7 +95,7 @@ def only_rows(tables: RunTables, stream: str, chosen: Callable[[pd.DataFrame], A
 
 
 def with_event(tables: RunTables, kind: str, **fields: Any) -> RunTables:
-    """Return a run in which the training process tells one thing more."""
+    """Return a run with one more event of the training process."""
     events = [*tables.events, {**_main_process(tables), "kind": kind, **fields}]
     return replace(tables, events=sorted(events, key=lambda event: event["time_ns"]))
 
@@ -186,7 +186,7 @@ def add_process(
     rank: int | None = None,
     change: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | None] = lambda _: None,
 ) -> None:
-    """Let another process tell the same in some streams of an unpacked run, or what `change` makes of it.
+    """Give another process the same records in some streams of an unpacked run, or what `change` makes of them.
 
     Args:
         run: its directory.

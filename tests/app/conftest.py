@@ -9,7 +9,7 @@ from tests.recorded_runs import unpack
 
 @pytest.fixture(autouse=True)
 def wait_for_verdicts(monkeypatch):
-    """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
+    """Let pages wait for their verdict and read each run again, however busy the machine is."""
     refresh._content_slot.cache_clear()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
     monkeypatch.setattr("app.runtime.drawing.PAINT_SECONDS", 0)

@@ -1,4 +1,4 @@
-"""Memory arenas of the server's threads: used and given back."""
+"""Memory arenas of the server's threads: their number, and memory that returns to the kernel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arena
 
 
 def run_script(script, home):
-    """The two figures that a process prints which has opened the dashboard."""
+    """Run a script in a process that has opened the dashboard; return the two figures that it prints."""
     words = [sys.executable, "-c", OPEN_DASHBOARD + script, str(home / "malloc.xml")]
     environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from tests.recorded_runs import recorded, unpack
 SHORT = replace(runs.HEALTHY, name="short", steps=60)
 #: A run with more steps than points of the chart.
 LONG = replace(runs.HEALTHY, name="long", steps=1700, step_ms=10.0)
-#: One in each hundred, as where a worker hangs again and again.
+#: Steps that take long, one in each hundred, as if a worker hung repeatedly.
 HUNG = range(50, 1700, 100)
 
 
@@ -31,8 +31,8 @@ def record(monkeypatch, tmp_path):
         monkeypatch.setattr(Writers, "append", changed)
         run_dir = runs.make_run(tmp_path, script)
         for path in (run_dir / "events").iterdir():
-            told = path.read_text()
-            path.write_text(told.replace('"batch_size": 64', f'"batch_size": {batch_size}'))
+            text = path.read_text()
+            path.write_text(text.replace('"batch_size": 64', f'"batch_size": {batch_size}'))
         return run_dir.name
 
     return write
@@ -42,10 +42,10 @@ def record(monkeypatch, tmp_path):
 def compare(monkeypatch, tmp_path):
     """Opens the page on a run and others."""
 
-    def look(run, *others, **query):
+    def open_page(run, *others, **query):
         return open_view(monkeypatch, tmp_path, "compare", run=run, compare=list(others), **query)
 
-    return look
+    return open_page
 
 
 def samples(count):

@@ -1,6 +1,6 @@
 """CUDA out-of-memory errors on the pages: their marks, the last minute, and the peaks that include them.
 
-The runs were recorded; where none has what a test is about, rows or the error of one are changed.
+The runs were recorded. If no run shows a case, rows or the error of one are changed.
 """
 
 import base64
@@ -134,7 +134,7 @@ def test_caught_error_has_a_hollow_mark_and_is_no_death(monkeypatch, tmp_path):
 
 
 def test_peaks_include_the_fatal_step(monkeypatch, tmp_path):
-    """The driver was not asked any more when memory ran out."""
+    """The driver's last sample is from before memory ran out."""
     run_dir, error = unpack("another-job", tmp_path), error_of("another-job")
     memory = records_of(run_dir, "device_memory")
     sample = recorded("another-job").streams["device"].dropna(subset="process_used_bytes").iloc[-1]
@@ -184,7 +184,7 @@ def test_last_value_is_from_when_the_run_still_used_the_gpu(monkeypatch, tmp_pat
     assert at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Last"] == size(used)
     line = next(trace for trace in figures(at)[0]["data"] if trace["name"].startswith("used"))
     last = max(numbers(line["x"]))
-    # Where the driver names no process, the process must have been seen alive after the sample.
+    # If the driver names no process, the process must have been seen alive after the sample.
     assert last == pytest.approx(elapsed(run_dir, samples["time_ns"].iloc[-1 if names_processes else -2]))
     assert last <= elapsed(run_dir, exits.max())
     now = open_view(monkeypatch, tmp_path, "gpu_memory").dataframe[0].value.iloc[-1]

@@ -1,6 +1,6 @@
 """GPUs of one host and of several: no spike is lost, and each has its own chart and row.
 
-The runs were recorded; where none has what a test is about, rows of one are scaled, dropped or recorded by another
+The runs were recorded. If no run shows a case, rows of one are scaled, dropped or recorded by another
 process too.
 """
 
@@ -21,7 +21,7 @@ SECOND_NS = 10**9
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
 #: Bytes of a process's context on a simulated device, and bytes that its driver keeps.
 CONTEXT, DRIVER_RESERVED = 256 * MIB, 64 * MIB
-#: Fields of an error that are missing where no observer could be attached.
+#: Fields of an error that are missing if no observer could be attached.
 MISSING_FIELDS = (
     "limit_bytes",
     "free_bytes",
@@ -30,7 +30,7 @@ MISSING_FIELDS = (
     "reserved_bytes",
     "error_time_ns",
 )
-#: From this record on, nothing changes in the run but what a test does to it.
+#: Number of the record from which on nothing changes in the run, except by a test.
 STEADY = 100
 
 
@@ -56,7 +56,7 @@ def grid(run_dir, host=None):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """400 steps with batches of uneven size, beside another job on the GPU."""
+    """400 steps with batches of uneven size; another job uses the GPU too."""
     return unpack("uneven-batches", tmp_path)
 
 
@@ -273,7 +273,7 @@ def test_gpu_of_a_fatal_out_of_memory_error_has_met_its_limit(monkeypatch, tmp_p
 
 
 def add_gpu(run_dir, host, rank=None, more=0):
-    """Let the GPU of another host have the same records, with `more` bytes in use besides."""
+    """Give the GPU of another host the same records, with `more` bytes in use."""
     change = raise_all(allocated_bytes=more, reserved_bytes=more, reserved_peak_bytes=more)
     add_process(run_dir, ["device_memory"], host=host, rank=rank, change=change)
     add_process(run_dir, ["device"], host=host, change=raise_all(used_bytes=more, process_used_bytes=more))

@@ -1,4 +1,4 @@
-"""The words of the memory pages on processes that start, that die young, and that still run."""
+"""The text of the memory pages about processes that start, end early or still run."""
 
 import re
 import socket
@@ -22,7 +22,7 @@ MAIN, VICTIM, COLLECTOR = ((NO_SUCH_PID + number, 1000 + number) for number in (
 
 
 def sample(run_dir, who, begin_seconds, *values, role=ROLE_MAIN, every=0.5, **more):
-    """More samples of a process; seconds since the first step began, which the run takes 40 s to end from."""
+    """Add samples of a process; seconds since the first step began, 40 s before the end of the run."""
     host = socket.gethostname()
     begin_ns = layout.read_manifest(run_dir)["anchors"][host]["time_ns"] + 2 * SECOND_NS
     agent = Writers(run_dir / "journal", Identity(host, who[0] + 500, 901))
@@ -53,7 +53,7 @@ def home_with_startup_peak(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def home_with_lost_worker(tmp_path_factory):
-    """A killed run with a worker of which RSS alone was read, last 5 s before the end, and gone at the end."""
+    """A killed run with a worker without PSS, last sampled 5 s before the end and gone at the end."""
     home = tmp_path_factory.mktemp("bereft")
     run_dir = runs.make_run(home, runs.replace(runs.HEALTHY, exit_status=-9))
     place = {"role": ROLE_WORKER, "loader": 0, "worker": 2}

@@ -1,4 +1,4 @@
-"""One reading of a run leaves its answers to the next."""
+"""Read sessions of one run share the results of queries until the run changes."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""The words about waiting and lag: how much, of what, in which unit, and why."""
+"""The text of the pages about waiting and lag: amounts, units, loops and reasons."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def recent_of(**script):
 
 
 def headline_of(recent, *findings):
-    """The headline of a page on which nothing asks for something to be done."""
+    """Return the headline of a page without warnings."""
     return worker_stalls.answer_in_words(moment(recent, *findings))
 
 
@@ -178,7 +178,7 @@ def test_chart_with_a_single_pattern_has_a_legend():
 
 
 class FakeIngester:
-    """Take all, or the number that was set."""
+    """Ingester whose steps are complete unless `whole` is False."""
 
     whole = True
 

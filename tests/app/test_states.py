@@ -1,4 +1,4 @@
-"""Every view of a home, of runs and of a store in every state that they can be in."""
+"""Every view in every state of a home, of its runs and of the store."""
 
 import csv
 import io
@@ -51,7 +51,7 @@ def write_run(script):
 
 
 def damage_run(*steps):
-    """A healthy run to which something happens."""
+    """Return a function that writes a healthy run and damages it by these steps."""
 
     def make(home):
         run = Run(runs.make_run(home, runs.HEALTHY))
@@ -297,17 +297,17 @@ def test_live_panels_refresh_in_turns_and_all_after_a_break(monkeypatch, tmp_pat
     built, build = [], refresh.build
     monkeypatch.setattr(refresh, "build", lambda one, moment: built.append(one.name) or build(one, moment))
 
-    def look():
+    def draw():
         built.clear()
         at = open_view(monkeypatch, tmp_path, "overview")
         return list(built), len(figures(at))
 
-    first, second, third = look(), look(), look()
+    first, second, third = draw(), draw(), draw()
     assert sorted(second[0] + third[0]) == sorted(first[0])
     assert "Step time" in third[0]
     assert first[1] == second[1] == third[1] == 2
     monkeypatch.setattr(drawing, "REUSE_LIMIT_NS", 0)
-    assert look() == first
+    assert draw() == first
 
 
 @pytest.mark.parametrize(

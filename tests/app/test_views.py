@@ -167,8 +167,8 @@ def test_workers_are_inline_only_if_their_loader_is_known(monkeypatch, homes, tm
     assert reporting(homes["inline"]) == "inline"
     run_dir = runs.make_run(tmp_path, runs.INLINE)
     for log in (run_dir / "events").iterdir():
-        told = [line for line in log.read_text().splitlines(keepends=True) if '"kind": "loader"' not in line]
-        log.write_text("".join(told))
+        lines_left = [line for line in log.read_text().splitlines(keepends=True) if '"kind": "loader"' not in line]
+        log.write_text("".join(lines_left))
     assert reporting(tmp_path) == "—"
 
 

@@ -1,4 +1,4 @@
-"""`streamlit run app`, as a user starts it, in a real Chromium: while a real job runs, and over runs that ended."""
+"""`streamlit run app`, as a user starts it, in a real Chromium: during a real job, and with runs that ended."""
 
 import os
 import re
@@ -26,20 +26,20 @@ from tests.conftest import wait_for
 ROOT = Path(__file__).parents[2]
 ARTIFACTS = ROOT / "test-artifacts"
 START_SECONDS = 60
-#: From a step's end to its point in the dashboard.
+#: Longest time from the end of a step to its point in the dashboard.
 FRESH_SECONDS = 2.0
-#: The page that reads most rests in proportion, and tests on the other core make it slower still.
+#: Page -> its longest time: the page that reads most is renewed less often, and other tests slow it down.
 HEAVY = {WORKER_STALLS: 6.0}
 #: Views without charts for a job that has no GPU, has not died, and is compared with no other.
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
-#: Recorded beside the live job, the death last, so that it is the newest.
+#: Runs that have ended, the killed one last, so that it is the newest.
 ENDED = (make_run.HOSTILE, make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
-#: Streamlit looks for its server beside the page before it looks at the root.
+#: Paths that Streamlit requests below the page before it requests them at the root.
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 
-#: Pages have a time to be fresh in, which other tests on the same cores would take.
+#: Other tests on the same cores would delay pages beyond their time to be fresh.
 pytestmark = pytest.mark.alone
 
 
@@ -101,7 +101,7 @@ def await_fresh(page, seconds=FRESH_SECONDS):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A page of a dashboard that follows a live job beside ended runs, and everything in it that should not be."""
+    """A page of a dashboard with a live job and ended runs, the run of the job, and the errors of the page."""
     home = tmp_path_factory.mktemp("home")
     for script in ENDED:
         make_run.make_run(home, script)
@@ -127,7 +127,7 @@ def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
     page, run, complaints = live
     try:
         _check_view(page, view)
-    finally:  # a picture tells most when the test fails
+    finally:  # the picture is most useful when the test fails
         page.screenshot(path=ARTIFACTS / f"{view.path}.png", full_page=True)
     assert page.locator("[data-testid=stException]").count() == 0
     assert page.locator("[data-testid=stAlertContentError]").all_inner_texts() == []
@@ -290,7 +290,7 @@ def _base(page):
 
 
 def _ended_run(run, script):
-    """The run of a script of `ENDED`, beside the live one."""
+    """Return the run of a script of `ENDED`."""
     return next(other for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
 
 

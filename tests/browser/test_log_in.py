@@ -1,4 +1,4 @@
-"""A dashboard behind a real OpenID Connect log-in, in a real Chromium: who is refused, and who gets in."""
+"""A dashboard behind a real OpenID Connect log-in, in a real Chromium: visitors are refused or admitted."""
 
 import json
 import threading

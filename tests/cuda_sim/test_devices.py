@@ -12,13 +12,13 @@ from collector.store.lake.reader import read
 from collector.store.queries.gpu_memory import devices
 from tests.cuda_sim.conftest import PROGRAMS
 
-#: Often enough for samples of what a small program holds.
+#: Options for samples in quick succession: the programs are short.
 OFTEN = ("--interval", "0.2")
 
 
 @pytest.fixture
 def train(watched, tmp_path):
-    """Runs `devices.py`, and gives the run and what each of its processes said, by its pid."""
+    """Run `devices.py`; return the run, and pid -> what that process wrote."""
 
     def start(*arguments, launcher=(), **environ):
         directory = tmp_path / "said"

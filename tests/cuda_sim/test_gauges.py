@@ -7,7 +7,7 @@ import json
 import pandas as pd
 import pytest
 
-#: All that cudaMallocAsync's pool tells of the device.
+#: Gauges that cudaMallocAsync's pool has.
 MALLOC_ASYNC_GAUGES = {
     "allocated_bytes",
     "active_bytes",
@@ -20,7 +20,7 @@ PINNED = {"pinned_allocated_bytes", "pinned_active_bytes"}
 
 @pytest.fixture
 def run_program(watched, tmp_path):
-    """Runs a program, and gives the run, its records and the numbers that it wrote, one row for each step."""
+    """Run a program; return the run, its records, and the numbers that it wrote, one row for each step."""
 
     def start(program, *arguments, **environ):
         run = watched(program, str(tmp_path / "statistics"), *arguments, memory="480M", **environ)

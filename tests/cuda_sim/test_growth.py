@@ -1,4 +1,4 @@
-"""Memory that each step keeps is reported with its mechanism, at any pace; what only looks so is silent."""
+"""Memory that each step keeps is reported with its mechanism, at any pace; growth that ends has no warning."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import time
 
 
 def test_live_finding_comes_a_minute_before_the_limit_is_met(watched, tmp_path):
-    """Approached over two minutes: 1200 MiB at 10 MiB/s."""
+    """The limit is approached over two minutes: 1200 MiB at 10 MiB/s."""
     findings_log = tmp_path / "told"
     command = f"echo $(date +%s) $TIDEGAUGE_FINDING_KIND >> {findings_log}"
     arguments = ("tensors", "--bytes", str(512 << 10), "--seconds", "0.045", "--steps", "9000")

@@ -1,4 +1,4 @@
-"""CUDA memory runs out: does the account say what PyTorch's own message says?"""
+"""CUDA memory runs out: the finding has the figures of PyTorch's own message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CIRCUMSTANCES = {
     "a share of the device": (("--fraction", "0.4"), {}),
     "another process": (("--other", str(600 << 20)), {}),
 }
-#: Two decimals of the message's GiB.
+#: Rounding error of the message, which has GiB with two decimals.
 ROUNDING_BYTES = 0.006 * 2**30
 
 

@@ -21,8 +21,8 @@ def test_attach_and_detach_in_the_middle_record_those_steps(devices, tmp_path):
     run = Run(Path(said["run_dir"]))
     wait_for(lambda: run.manifest["end_time_ns"], "the end of the run")
     report = [*TIDEGAUGE, "report", str(run.path), "--format", "json"]
-    told = subprocess.run(report, env=environ, capture_output=True, text=True, check=True)
-    watched = Watched(done, json.loads(told.stdout), run)
+    output = subprocess.run(report, env=environ, capture_output=True, text=True, check=True)
+    watched = Watched(done, json.loads(output.stdout), run)
     records = watched.table("device_memory").groupby("step").last()
     assert list(records["allocated_bytes"]) == said["allocated_bytes"]
     (error,) = watched.findings("cuda-oom")

@@ -1,4 +1,4 @@
-"""Snapshots of a training on the GPU, asked for while it runs."""
+"""Snapshots of a training on the GPU, requested while it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SnapshotTraining:
     """A training that was asked for snapshots.
 
     Attributes:
-        said: what it wrote itself: `outputs` of the commands, and for each step the bytes that PyTorch says are
+        said: what it wrote: `outputs` of the commands, and for each step the bytes that PyTorch reports as
             allocated and reserved when it ends, and how many tensors it keeps.
         answers: what -> the event of the snapshot.
 
@@ -156,7 +156,7 @@ def test_profile_has_the_gpu_bytes_of_each_operator(training):
 
 def test_growth_names_the_line_that_keeps_gpu_tensors(training):
     output = training.output("growth")
-    told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
-    assert told, output
-    assert float(told[1]) * 1024 == PIECE * int(told[2])
-    assert training.document("growth")["held_grown_bytes"]["cuda:0"] == int(told[2]) * PIECE
+    line = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
+    assert line, output
+    assert float(line[1]) * 1024 == PIECE * int(line[2])
+    assert training.document("growth")["held_grown_bytes"]["cuda:0"] == int(line[2]) * PIECE

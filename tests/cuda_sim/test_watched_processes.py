@@ -22,10 +22,10 @@ def test_watched_process_gets_a_forecast_for_its_gpu(devices, tmp_path: Path):
             text=True,
             check=False,
         )
-    told = subprocess.run(
+    report = subprocess.run(
         [*TIDEGAUGE, "report", *home, "--format", "json"], env=environ, capture_output=True, text=True, check=True
     )
-    [risk] = [each for each in json.loads(told.stdout)["findings"] if each["kind"] == "gpu-oom-risk"]
+    [risk] = [each for each in json.loads(report.stdout)["findings"] if each["kind"] == "gpu-oom-risk"]
     assert risk["limit"]["value"] == 1 << 30
     assert evidence(risk)["process_used_rise_bytes"] > 100 << 20
     assert "GPU 0" in watched.stderr  # the card

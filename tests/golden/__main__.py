@@ -1,4 +1,4 @@
-"""Compare every page of the kept runs with the golden files, or write these; all of them take some minutes.
+"""Compare every page of the recorded runs with the golden files, or write these; all of them take some minutes.
 
 python -m tests.golden [--write] [NAME …]
 """

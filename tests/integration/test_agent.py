@@ -49,7 +49,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start_process():
-    """Starts a launcher with pipes; what is still alive at the end of the test is killed."""
+    """Start a launcher with pipes; kill it at the end of the test if it is still alive."""
     with contextlib.ExitStack() as stack:
 
         def start(argv, **options):
@@ -219,8 +219,8 @@ def test_failing_ingest_keeps_journals_and_reports_once(home, start_process):
 
     assert process.returncode == 6
     log = "".join(path.read_text() for path in run.events_dir.iterdir())
-    told = [json.loads(line) for line in log.splitlines() if "collector-problem" in line]
-    assert [one["part"] for one in told] == ["ingest"]
+    problems = [json.loads(line) for line in log.splitlines() if "collector-problem" in line]
+    assert [one["part"] for one in problems] == ["ingest"]
     assert list(run.journal_dir.glob("*.process.*.journal"))
 
 

@@ -1,4 +1,4 @@
-"""The totals that are kept beside the lake are those of a reader of the whole run, at every moment."""
+"""The running totals of a run equal those of a reader of the whole run, at every moment."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Exporting a run: the files hold all that a reader sees, in order, or they are not there."""
+"""Export of a run: the files hold all that a reader sees, in order, or there are none."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_schema_has_unit_and_meaning_of_every_column(run, tmp_path):
     schema = json.loads((tmp_path / "out" / "schema.json").read_text())
     assert set(schema["tables"]) == {"step", "batch", "event"}
     assert schema["tables"]["step"]["one_per"] == STREAMS["step"].one_per
-    for table, told in schema["tables"].items():
-        assert set(told["columns"]) == set(pd.read_parquet(tmp_path / "out" / f"{table}.parquet"))
-        assert all(column["unit"] and column["meaning"] for column in told["columns"].values())
+    for table, description in schema["tables"].items():
+        assert set(description["columns"]) == set(pd.read_parquet(tmp_path / "out" / f"{table}.parquet"))
+        assert all(column["unit"] and column["meaning"] for column in description["columns"].values())
     assert list(schema["tables"]["batch"]["columns"]) == [
         column.name for column in (*STREAMS["batch"].columns, *IDENTITY)
     ]

@@ -1,4 +1,4 @@
-"""Whatever fails, the training goes on as without us: same losses, same exit status, and one event that says so."""
+"""A failure in Tidegauge does not change the training: same losses, same exit status, and one event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "fail_open.py"
 TIDEGAUGE = Path(sys.executable).with_name("tidegauge")
-#: Hooks that fail as a whole when one of these raises; each says so.
+#: Function -> hook that is disabled and reported when it raises.
 PRINCIPAL = {
     "LoaderHook.on_iterator": "batch",
     "LoaderHook.on_epoch_start": "batch",
@@ -38,7 +38,7 @@ PRINCIPAL = {
 
 @pytest.fixture(scope="module")
 def user_project(tmp_path_factory) -> Path:
-    """A directory with packages that bear our names, and a sitecustomize."""
+    """A directory with packages named like Tidegauge's, and a sitecustomize."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("collector", "app"):
         (folder / name).mkdir()

@@ -117,23 +117,23 @@ def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, tmp_path):
 
 
 def test_report_explains_why_nothing_could_attach(home, tmp_path):
-    """Without site-packages torch must be found otherwise; then no file of ours runs at start-up."""
+    """Without site-packages torch must be found otherwise; then no file of Tidegauge runs at start-up."""
     packages = Path(layout.__file__).parents[1], *map(Path, filter(os.path.isdir, sys.path))
     path = os.pathsep.join(map(str, packages))
     command = f"import sys; sys.path[:0] = {path!r}.split({os.pathsep!r}); import torch, time; time.sleep(2)"
     _, reported = run_and_report(home, sys.executable, "-S", "-c", command, cwd=tmp_path)
-    (told,) = findings(reported, "cannot-tell")
-    assert "started with -S" in told["summary"]
-    assert "Leave -S out" in told["advice"][0]["text"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "started with -S" in found["summary"]
+    assert "Leave -S out" in found["advice"][0]["text"]
 
 
 def test_report_says_that_no_training_was_seen(home):
     _, reported = run_and_report(home, sys.executable, "-c", "import torch, time; time.sleep(1)")
-    (told,) = findings(reported, "cannot-tell")
-    assert "attached to process" in told["summary"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "attached to process" in found["summary"]
     _, reported = run_and_report(home, "sleep", "3")
-    (told,) = findings(reported, "cannot-tell")
-    assert "none of its processes is Python" in told["summary"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "none of its processes is Python" in found["summary"]
 
 
 def test_steps_of_children_count_and_not_the_parents_evaluation(home):
@@ -165,8 +165,8 @@ def test_crash_finding_and_loader_event_name_their_lines(home):
     assert "foreign.py:" in crash["summary"]
     assert "in raises_in_colour: the loss is nan" in crash["summary"]
     run = Run(next((home / "runs").iterdir()))
-    told = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
-    (loader,) = [event for event in told if event["kind"] == "loader"]
+    found = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
+    (loader,) = [event for event in found if event["kind"] == "loader"]
     assert (Path(loader["file"]).name, loader["variable"]) == ("foreign.py", "train_loader")
 
 

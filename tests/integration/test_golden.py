@@ -1,6 +1,6 @@
-"""The kept runs give the same reports and figures as when tests/data/golden was written.
+"""The recorded runs give the same reports and figures as when tests/data/golden was written.
 
-After a change that is meant: python -m tests.golden --write, and look at the difference. Without --write that
+After an intended change: python -m tests.golden --write, and check the difference. Without --write that
 compares every page of every run.
 """
 
@@ -11,7 +11,7 @@ import pytest
 from tests.golden import golden_files, run_outputs
 from tests.golden.cases import CASES, COMPARISON, RECORDED_GPU, pages_of
 
-#: Kept as journals: with a lake made of them they are the same run.
+#: Runs that are recorded as journals; ingested into a lake, they give the same report.
 STORED = ("ddp", "crash")
 
 

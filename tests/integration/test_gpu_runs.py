@@ -72,5 +72,5 @@ def test_html_report_has_the_gpu_sections(tmp_path, name, titles):
     page = tmp_path / "report.html"
     done = tidegauge(tmp_path, "report", unpack(name, tmp_path), "--format", "html", "--output", page)
     assert done.returncode == 0, done.stderr
-    told = page.read_text()
-    assert [title for title in titles if f"<h3>{title}</h3>" not in told] == []
+    html = page.read_text()
+    assert [title for title in titles if f"<h3>{title}</h3>" not in html] == []

@@ -27,7 +27,7 @@ HOSTILE = '[/]../<b>"q"\n\x1b[31m![x](http://h/p.png)\udcff'
 
 @pytest.fixture(scope="module")
 def undamaged_run(tmp_path_factory):
-    """A run with a lake and a tail beyond it."""
+    """A run with a lake and journal records beyond it."""
     run = make_run(tmp_path_factory.mktemp("whole"))
     writer = Writer(run, 11)
     writer.write(600)
@@ -39,7 +39,7 @@ def undamaged_run(tmp_path_factory):
 
 @pytest.fixture
 def run(undamaged_run, tmp_path):
-    """A copy of it, in a home of its own."""
+    """A copy of the undamaged run, in a home of its own."""
     return Run(shutil.copytree(undamaged_run.path, tmp_path / "home" / "runs" / undamaged_run.run_id))
 
 
@@ -242,7 +242,7 @@ def test_hostile_names_are_escaped_and_stay_in_the_home(tmp_path):
 
 
 def test_unreadable_runs_and_journals_hide_nothing_else(run, tmp_path):
-    """Read as an unprivileged user: one run may not be looked into, one journal of the other may not be read."""
+    """An unprivileged user may not open one run and may not read one journal of the other."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     home = run.path.parent.parent

@@ -78,7 +78,7 @@ def picture_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def pictures(picture_folder, tmp_path) -> Path:
-    """A copy of them."""
+    """A copy of the pictures."""
     return shutil.copytree(picture_folder, tmp_path / "pictures")
 
 
@@ -152,7 +152,7 @@ def test_sweep_claims_only_measured_settings():
 def test_killed_worker_ends_the_training_with_torchs_error():
     done = run("-P", "-m", "training_harness.jobs", "fault", "worker-killed", "--at-batch", 5)
     assert done.returncode == 1
-    # Which of these comes last is torch's timing: its signal handler, its look at workers, or a broken connection.
+    # The last error depends on torch's timing: its signal handler, its check of workers, or a broken connection.
     assert re.search(r"is killed by signal: Killed|exited unexpectedly|Connection\w+Error|EOFError", done.stderr)
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: the report names the victim, and no journalled record is lost or doubled.
+"""SIGKILL at random moments: the report names the victim, and no record in a journal is lost or doubled.
 
 `TIDEGAUGE_KILLS=50` sets how often (make kills); once for each kind of victim is enough for each push.
 """
@@ -74,7 +74,7 @@ def verdict(home: Path, run: Run) -> dict:
 
 @contextmanager
 def journals_kept(run: Run, directory: Path) -> Iterator[Run]:
-    """Hard links to every journal of a run: the collector deletes those that it has taken in."""
+    """Hold hard links to every journal of a run: the collector deletes those that it has ingested."""
     kept = Run(directory)
     kept.journal_dir.mkdir(parents=True)
     ended = threading.Event()

@@ -52,7 +52,7 @@ def run(tmp_path_factory) -> AttachedRun:
 
 @pytest.fixture(scope="module")
 def batches(run) -> pd.DataFrame:
-    """The batch records, each beside what its rows said."""
+    """The batch records, each with what its rows said."""
     truth = pd.DataFrame(json.loads((run.run.path / "truth.json").read_text()))
     recorded = run.table("batch")
     assert len(recorded) == len(truth)
@@ -77,7 +77,7 @@ def test_hooks_do_not_change_the_batches(run):
 
 
 def test_every_batch_names_the_worker_that_made_it(batches):
-    """One whose iterator keeps no books has none, rather than a wrong one."""
+    """A batch of an iterator without `_task_info` has no worker, rather than a wrong one."""
     wrong = batches[batches.worker.fillna(-9) != batches.true_worker.fillna(-9)]
     assert wrong.empty, wrong[["case", *KEY, "true_worker"]].to_string()
 

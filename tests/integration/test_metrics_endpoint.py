@@ -24,7 +24,7 @@ from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 STEPS = 40
 PAUSED = REPOSITORY / "tests" / "scripts" / "paused.py"
-#: `make prometheus` puts the binaries there where the package is not installed.
+#: Folder of the binaries of `make prometheus`, for machines without the package.
 BINARIES = REPOSITORY / ".venv" / "prometheus" / "usr" / "bin"
 
 
@@ -41,7 +41,7 @@ def get(url: str) -> str:
 
 
 class Collector:
-    """A command line of Tidegauge that serves metrics; it ends when it is let go on."""
+    """A command line of Tidegauge that serves metrics; its training ends once the file `go-on` is there."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.go_on = folder / "go-on"

@@ -31,7 +31,7 @@ for line in sys.stdin:
     print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
 """
 
-#: Prints what doctor says of the devices; its argument is the /proc to look at.
+#: Prints what doctor says about the devices; its argument is the /proc to read.
 DOCTOR = """
 import json, sys
 from pathlib import Path

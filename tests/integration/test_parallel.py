@@ -1,4 +1,4 @@
-"""Several devices and several processes: DataParallel's parts, ranks in one run, attempts kept apart."""
+"""Several devices and several processes: DataParallel's parts, ranks in one run, separate attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPTS = REPOSITORY / "tests" / "scripts"
 
 def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(run_attached, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    # Else torch keeps the store of the first attempt, where the second may meet the dead rank's address.
+    # Without this, torch reuses the store of the first attempt, with the address of the dead rank in it.
     environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     run = run_attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
     assert run.done.returncode == 0, run.done.stderr
@@ -54,7 +54,7 @@ def test_parts_of_data_parallel_are_stages_of_their_batch(run_attached, tmp_path
 
 
 def test_ranks_that_attach_from_code_join_one_run(tmp_path):
-    """Eight at once, and a late one; their launcher is this process. One of another launcher is not among them."""
+    """Eight ranks start at once and one late, launched by this process; a rank of another launcher is apart."""
     code = "from pathlib import Path; from training_harness import layout; print(*layout.join_or_create_run("
     code += f"Path({str(tmp_path)!r}), name='ddp', argv=[]))"
     environ = bare_environment() | {"LOCAL_RANK": "0", "WORLD_SIZE": "9"}
@@ -64,13 +64,13 @@ def test_ranks_that_attach_from_code_join_one_run(tmp_path):
         return subprocess.Popen(argv, env=environ | changes, stdout=subprocess.PIPE, text=True)
 
     at_once = [start() for _ in range(8)]
-    told = [process.communicate()[0].split() for process in at_once]
+    outputs = [process.communicate()[0].split() for process in at_once]
     late = start().communicate()[0].split()
     other = start("sh", "-c", '"$@"; true', "sh").communicate()[0].split()
     alone = start(WORLD_SIZE="1").communicate()[0].split()
 
-    [shared] = {directory for directory, _ in [*told, late]}
-    assert sorted(made for _, made in told) == ["False"] * 7 + ["True"]
+    [shared] = {directory for directory, _ in [*outputs, late]}
+    assert sorted(made for _, made in outputs) == ["False"] * 7 + ["True"]
     assert late[1] == "False"
     assert (other[1], alone[1]) == ("True", "True")
     assert {directory.name for directory in (tmp_path / "runs").iterdir()} == {

@@ -1,4 +1,4 @@
-"""Deleting old runs: which go, who holds one, and a kill at every point of it."""
+"""Deletion of old runs: the choice, runs in use, and a kill at every point of it."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_run_with_a_reader_or_ingester_is_not_deleted(home):
 
 
 def test_run_without_a_collector_is_not_deleted_while_it_trains(home):
-    """Its pid says nothing here, as in another container; the lock on its journal does."""
+    """The pid means nothing here, as in another container; the lock on the journal does."""
     run = make_ended_run(home)
     writer = Writer(run, 2**22 + 1, host=HOST)
     writer.write(3)

@@ -1,4 +1,4 @@
-"""The last data loading of a run of several ranks, as the pages about it look at it."""
+"""The recent data loading of a run of several ranks, as its pages read it."""
 
 import pytest
 from store_helpers import make_run

@@ -1,4 +1,4 @@
-"""A long run through its tiles: what a look shows is what its rows would show, whatever became of the tiles."""
+"""Rollups of a long run: figures equal those of the raw rows, whatever happened to the rollups."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Training:
             "process", rank, common | sampled | grown | pss | {"loader": MISSING["i"], "rss_bytes": 2 * 10**8}
         )
 
-        # A GPU larger than the recorded one, and each time another part of it: so there is one largest sample.
+        # The GPU is larger than the recorded one, and another part of it is used each time: one sample is largest.
         factor = self._random.uniform(16, 32)
         scaled = {name: int(value * factor) for name, value in HELD[step % len(HELD)].items()}
         troubles = {"alloc_retry_count": step // 500, "oom_count": int(step >= 3000) * rank}
@@ -100,7 +100,7 @@ def training(tmp_path, monkeypatch):
 
 
 def read_figures(run, rank=None):
-    """Every figure of the whole run that can come of tiles, and what the views of them are made of."""
+    """Return every figure that can come from rollups, the counts of samples, and whether rollups were read."""
     with read(run) as snapshot:
         reach = spans.extent(snapshot)
         within = spans.span(snapshot, reach, origin=0, window="run", rank=rank)
@@ -137,7 +137,7 @@ def read_figures(run, rank=None):
 
 
 def assert_same(found, expected):
-    """Sums, extremes and their times are the same; what is of one bucket may be of its neighbour, by one tile."""
+    """Check that sums, extremes and their times are equal; a value may be in the neighbouring bucket."""
     (tables, counts, _), (raw_tables, raw_counts, _) = found, expected
     assert counts == raw_counts
     for name in ("throughput", "processes", "open files", "ranks", "gpus"):

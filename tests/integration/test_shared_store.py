@@ -296,10 +296,10 @@ def test_run_id_is_used_once_and_replaces_a_mirrored_manifest(environment, home)
     environment.setenv("TIDEGAUGE_RUN_ID", "exp-2")
     elsewhere = Run(layout.create_run(home.parent / "elsewhere", name="x", argv=[]))
     shared.register({**elsewhere.manifest, "host": "other", "anchors": {"other": layout.wall_anchor()}})
-    told = find_run(home, "exp-2")
-    assert told.manifest["host"] == "other"
+    mirrored = find_run(home, "exp-2")
+    assert mirrored.manifest["host"] == "other"
     with pytest.raises(TidegaugeError, match="run exp-2 is of other nodes: collect it there"):
-        Ingester(told)
+        Ingester(mirrored)
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):
         layout.create_run(home, name="x", argv=[])

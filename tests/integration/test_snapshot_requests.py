@@ -124,11 +124,11 @@ def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
         resumed.note_event(answer[0])
         resumed.investigate([leak])
         assert not asked.exists(), "once per run and process"
-        told = add_allocation_sites(leak, load_tables(run), running=True)
-        assert told.held_by[0].site.endswith("asked.py:41"), "in no function"
-        assert told.held_by[0].grown_count == 50
-        assert told.held_by[0].grown_bytes > 50 * 80_000
-        assert from_json(json.loads(json.dumps(as_json(told)))) == told
+        held_leak = add_allocation_sites(leak, load_tables(run), running=True)
+        assert held_leak.held_by[0].site.endswith("asked.py:41"), "in no function"
+        assert held_leak.held_by[0].grown_count == 50
+        assert held_leak.held_by[0].grown_bytes > 50 * 80_000
+        assert from_json(json.loads(json.dumps(as_json(held_leak)))) == held_leak
 
         taken, refused = ask("allocator")
         assert taken == {}

@@ -53,10 +53,10 @@ def test_locked_catalog_delays_records_and_doctor_reports_it(tmp_path):
             assert seen(run) == journalled(run)
             log.append("collector-problem", part="ingest", error=problem)
             agent.append(*record_values(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
-            told = check_latest_run(tmp_path)
-            assert "wait outside its lake since 90 s" in told.detail
-            assert "the lake did not take the records" in told.detail
-            assert told.remedy is not None
+            check = check_latest_run(tmp_path)
+            assert "wait outside its lake since 90 s" in check.detail
+            assert "the lake did not take the records" in check.detail
+            assert check.remedy is not None
         after = ingester.step()
         assert after.problems == ()
         agent.append(*record_values(STREAMS["agent"], 2, {"ingest_lag_ns": 10**9}))
@@ -134,9 +134,9 @@ def test_damaged_file_stops_maintenance_of_its_table_only(tmp_path):
         log.append("collector-problem", part="upkeep", error=problem)
         writer.write(100)
         assert ingester.step().problems == ()
-        told = check_latest_run(tmp_path)
-        assert "table step was not tidied up" in told.detail
-        assert told.remedy is not None
+        check = check_latest_run(tmp_path)
+        assert "table step was not tidied up" in check.detail
+        assert check.remedy is not None
         damaged.write_bytes(whole)
     assert ask_the_lake(run, files.format("step")) == 1
     assert seen(run) == journalled(run)

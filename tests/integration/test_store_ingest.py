@@ -1,4 +1,4 @@
-"""From the journals into the lake, exactly once, whatever happens on the way."""
+"""Ingest from the journals into the lake, exactly once, despite faults."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_damaged_journal_is_a_problem_and_nothing_else_is_lost(tmp_path):
 
 
 def test_lost_records_are_counted_once(tmp_path):
-    """A writer's later header and its closing event tell of the same loss."""
+    """A writer's later header and its closing event report the same loss."""
     run = make_run(tmp_path)
     writer = Writer(run, 11, segment_bytes=1)
     writer.write()

@@ -1,4 +1,4 @@
-"""A reader's view of a run: lake and live tail, whole and once, whatever state the run is in."""
+"""A reader's view of a run: lake and journals, complete and without duplicates, in every state of the run."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_many_threads_may_read_at_once(run):
     Writer(run, 11).write(200)
     ingest(run)
 
-    def look(_):
+    def sum_steps(_):
         with read(run) as snapshot:
             return int(snapshot.query("SELECT sum(step) AS s FROM step")["s"][0])
 
     with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(look, range(12))) == {sum(range(200))}
+        assert set(pool.map(sum_steps, range(12))) == {sum(range(200))}
 
 
 def test_damaged_journal_is_named_and_the_rest_is_read(run):
@@ -199,7 +199,7 @@ def test_lake_without_data_is_reported_and_journals_are_read(run):
 
 
 def test_recreated_lake_is_read_again(run):
-    for count in (120, 30):  # as many commits as before, so the snapshots have the same numbers
+    for count in (120, 30):  # there are as many commits as before: the snapshots have the same numbers
         Writer(run, count).write(count)
         ingest(run)
         assert seen(run) == journalled(run)
@@ -239,7 +239,7 @@ def read_only(run):
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-#: Commits the run's journals and dies with the catalog's write-ahead log still beside it.
+#: Commits the run's journals and dies while the catalog still has its write-ahead log.
 COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
@@ -313,10 +313,10 @@ def test_reach_of_a_stream_includes_lake_and_journals(run):
         ingest(run)
     writer.write(5)
     with read(run) as snapshot:
-        told = snapshot.query("FROM step_reach")
+        reach = snapshot.query("FROM step_reach")
         seen = snapshot.query("SELECT count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns FROM step")
-        assert told.equals(seen)
-        assert told["n"].tolist() == [45]
+        assert reach.equals(seen)
+        assert reach["n"].tolist() == [45]
         assert snapshot.query("FROM device_reach")["n"].tolist() == [0]
 
 

@@ -69,9 +69,9 @@ def test_tune_prints_json_for_programs(tmp_path):
     command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["schema"] == 1
-    first, second = told["trials"]
+    printed = json.loads(done.stdout)
+    assert printed["schema"] == 1
+    first, second = printed["trials"]
     assert first["title"] == "as it is"
     assert first["setting"] == {"num_workers": 1, "prefetch_factor": 2, "in_order": True}
     assert second["predicted"]["low"] < second["predicted"]["batches_per_second"] < second["predicted"]["high"]
@@ -115,9 +115,9 @@ def test_tune_tries_batch_sizes(tmp_path):
     command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr
-    table, told = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
+    table, printed = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert [row.split()[0] for row in table] == ["4", "16"]
     assert all(re.search(r"\d MiB", row) for row in table)
-    assert told[0].startswith("Fastest, within 5%: batch_size=")
-    assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps? accumulated\.", told[-1])
+    assert printed[0].startswith("Fastest, within 5%: batch_size=")
+    assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps? accumulated\.", printed[-1])

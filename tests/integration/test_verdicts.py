@@ -1,4 +1,4 @@
-"""Real jobs with one known fault each, and their twins without it: is the verdict right?
+"""Real jobs with one known fault each, and their twins without it: the verdict names the fault.
 
 The jobs mostly sleep, so those of a group run side by side; each is started once for the module.
 """
@@ -34,7 +34,7 @@ GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "600"),
         "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "600"),
     },
-    {  # apart from the healthy: what they take from the host is a risk to whatever runs beside them
+    {  # separate from the healthy jobs: memory that these take is a risk to other jobs of the host
         "main-leak": (*JOB, "fault", "main-leak", "--steps", "900"),
         "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "600"),
         "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "600"),

@@ -1,4 +1,4 @@
-"""A verdict on the way that fails, hangs or comes too late; tests/integration has those that are reported."""
+"""Live verdicts that fail, hang or come too late; tests/integration has those that are reported."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from training_harness.journal import EventLog, Identity
 
 
 class World:
-    """An outlook on a run that is not there, and what it says."""
+    """Live verdicts of a run that does not exist, and what they report."""
 
     def __init__(self, path):
         self.messages = []
@@ -44,7 +44,7 @@ def world(tmp_path):
 
 @pytest.fixture
 def hanging_program(tmp_path, monkeypatch):
-    """In place of Python, a program that says that it began, and goes on for ever."""
+    """A program in place of Python that makes a file when it begins, and never ends."""
     program = tmp_path / "hangs"
     program.write_text(f"#!/bin/sh\necho > {tmp_path / 'began'}\nexec sleep 300\n")
     program.chmod(0o700)

@@ -1,4 +1,4 @@
-"""The metrics by themselves: from what is known at one moment to samples, and their documentation."""
+"""The metrics alone: the samples of one moment, and the documentation."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Figures: names, units, the budget of points, and the words."""
+"""Figures: names, units, number of points, and captions."""
 
 import functools
 import re
@@ -320,7 +320,7 @@ def _usage_chart(seconds=30.0):
 
 
 def _with_marks(chart, *, epochs=(), findings=(), clock=CLOCK):
-    """The lines over the figure as (place, height, dash), and its labels as (place, text)."""
+    """Return a chart with marks, its lines as (place, height, dash), and its labels."""
     begun = [Mark(at_seconds=at, words=f"epoch {n}") for n, at in enumerate(epochs)]
     since = [Mark(at_seconds=at, words=words, address=address) for at, words, address in findings]
     chart = add_marks(chart, begun, since, LIGHT, clock)

@@ -1,4 +1,4 @@
-"""Figures of step times: no slow step leaves them without a word, and what a point stands for is said."""
+"""Figures of step times: captions name every slow step off the axis and what a point stands for."""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from app.theme import DARK, LIGHT
 
 
 def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
-    """Steps of 10 ms, of which those at the places in `slow` are slower; of a group of n it is one."""
+    """Steps of 10 ms; those at the places in `slow` are slower, one in a group of n."""
     table = pd.DataFrame({"step": np.arange(count) * n, "n": n, "wait_ms": 0.1 * mean_ms, "rest_ms": 0.9 * mean_ms})
     table["slowest_ms"] = 1.2 * mean_ms if n > 1 else mean_ms
     table.loc[list(slow), "slowest_ms"] = slow_ms

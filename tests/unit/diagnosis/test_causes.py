@@ -1,4 +1,4 @@
-"""Causes beside slow workers, on simulated runs whose truth is known, each with a healthy twin."""
+"""Causes other than slow workers, on simulated runs whose truth is known, each with a healthy twin."""
 
 import re
 
@@ -21,7 +21,7 @@ def loading_findings(script):
 
 
 def with_longer_waits(script, seconds, *, blocked, **columns):
-    """The same run, if so much of the loop's own time was spent in `next()`."""
+    """Return a run whose loop spends these seconds more in each `next()`."""
     for part in script.parts["batch"]:
         part["wait_ns"] += ns(seconds)
         part["blocked_ns"] += ns(seconds) if blocked else 0
@@ -182,7 +182,7 @@ def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
 def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=200):
     """Two ranks that meet in the backward pass; rank 1 takes longer by `late` in one phase.
 
-    Its allocator may flush the cache as often as one of a recorded run did, and that of rank 0 never.
+    Rank 1's allocator can flush the cache as often as a recorded run did; that of rank 0 never does.
     """
     flushes = recorded("caught-errors").streams["device_memory"]["alloc_retry_count"].to_numpy()
     script, generator = Script(), np.random.default_rng(0)

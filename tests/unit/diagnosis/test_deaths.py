@@ -1,4 +1,4 @@
-"""The right victim is named, and no one else."""
+"""Deaths of processes: the right victim is named, and no other process."""
 
 import pytest
 from simulated_runs import (
@@ -24,7 +24,7 @@ KILLED_MESSAGE = "DataLoader worker (pid 1001) is killed by signal: Killed. "
 
 
 def training(*, collector=True):
-    """A run of two workers in the middle of its training; everyone lives."""
+    """Return a run of two workers in the middle of its training, with all processes alive."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.01), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
     script.living = frozenset({MAIN, COLLECTOR, *WORKERS})
@@ -34,7 +34,7 @@ def training(*, collector=True):
 
 
 def end_run(script, exit_status=None, *, alive=()):
-    """Everyone has ended but `alive`; the collector saw it in good order if it knows the exit status."""
+    """End all processes except `alive`; with an exit status, the collector saw the end."""
     end = script.now_seconds
     script.living = frozenset(alive)
     if exit_status is not None:
@@ -305,7 +305,7 @@ def test_finished_helper_gives_exit_status_zero():
 
 
 def ranks(parent=99, count=2):
-    """A launcher (the command) with training processes below it that all vanished."""
+    """Return a launcher (the command) with training processes below it that all ended without a word."""
     script = Script()
     script.manifest["command"].update(pid=parent, start_ticks=4000)
     for rank in range(count):
@@ -359,7 +359,7 @@ def test_many_victims_in_one_loader_are_one_finding():
 
 
 def deaths_after_kill(counts, column, demand):
-    """A training that SIGKILL ends after as many ticks as there are counts of a kill counter."""
+    """Return the deaths in a training that SIGKILL ends after as many ticks as the kill counter has values."""
     script = Script().event(START_SECONDS, "process-start")
     count = len(counts)
     seconds = [START_SECONDS + second for second in range(count)]

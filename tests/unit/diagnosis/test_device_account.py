@@ -1,4 +1,4 @@
-"""The parts of a device's memory add up to what is used, whatever is known of them."""
+"""The parts of a device's memory add up to what is used, however many of them are known."""
 
 import pandas as pd
 import pytest
@@ -21,7 +21,7 @@ def plain(row, *names):
 RANK = plain(RUN.streams["device_memory"].iloc[-1], "allocated_bytes", "reserved_bytes", "inactive_split_bytes")
 SAMPLE = RUN.streams["device"].dropna(subset="process_used_bytes").iloc[-1]
 DEVICE = plain(SAMPLE, "used_bytes", "process_used_bytes", "other_used_bytes")
-#: The same if two ranks had it.
+#: The same sample for two such ranks.
 DEVICE_OF_TWO = {
     "used_bytes": DEVICE["used_bytes"] + DEVICE["process_used_bytes"],
     "process_used_bytes": 2 * DEVICE["process_used_bytes"],

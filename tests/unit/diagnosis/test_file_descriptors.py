@@ -1,4 +1,4 @@
-"""Files that stay open are found; what opens and closes them is not."""
+"""Files that stay open are found; files that are closed again are not."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The time until a limit is met, where memory comes and goes above a level that rises, and rises unevenly."""
+"""The time until a limit is met, for memory that comes and goes above an unevenly rising level."""
 
 import math
 
@@ -28,7 +28,7 @@ SERIES = {
 
 
 def forecast(series, *, seen, seed):
-    """(error of the middle, whether the interval has the truth) after `seen` of the way to a limit of 100."""
+    """Return (error of the middle, interval has the truth) after `seen` of the way to a limit of 100."""
     generator = np.random.default_rng(seed)
     values = SERIES[series](generator, int(generator.integers(200, 900)))
     met = int(np.argmax(values >= 100))

@@ -1,4 +1,4 @@
-"""GPU memory: growth is named by its mechanism, and what merely looks like growth is silent.
+"""GPU memory: growth is named by its mechanism; memory that only seems to grow has no finding.
 
 The runs were recorded (tests/recorded_runs.py): PyTorch's own allocator made their records on simulated devices.
 """
@@ -30,7 +30,7 @@ from tests.recorded_runs import (
 )
 from training_harness.records import ROLE_MAIN
 
-#: Runs whose memory does not grow, whatever it looks like: batches of uneven size beside another job, evaluations
+#: Runs whose memory only seems to grow: batches of uneven size with another job on the GPU, evaluations
 #: that hold more for a while, an optimizer whose state is made late.
 HEALTHY = ("uneven-batches", "evaluation", "late-optimizer")
 #: Each step keeps a tensor of 1 MiB, takes 1 MiB from the driver, or has one more pinned buffer of 256 KiB at once.
@@ -38,7 +38,7 @@ TENSORS, LIBRARY, PINNED = "tensor-leak", "library-growth", "pinned-cache"
 HOLES = "gpu-fragmentation"
 #: Bytes of a process's context on a simulated device.
 CONTEXT = 256 * MIB
-#: Bytes that the job beside `another-job` holds.
+#: Bytes of the other job in the run `another-job`.
 OTHER_JOB = 400 * MIB + CONTEXT
 #: Columns that grow in the samples of a process whose heap grows.
 HOST_GAUGES = ("rss_bytes", "data_bytes", "private_dirty_bytes", "pss_bytes")
@@ -88,7 +88,7 @@ def more(name, size):
 
 
 def with_other_job(tables, others):
-    """Return a run with another job on its GPU, which holds so much in each sample."""
+    """Return a run with another job on its GPU, which holds `others` bytes in each sample."""
     return with_driver(
         tables,
         used_bytes=lambda rows: rows["used_bytes"] + others,
@@ -432,7 +432,7 @@ def test_unknown_memory_stays_unattributed():
 
 
 def test_figures_come_from_the_message_without_an_observer():
-    """cudaMallocAsync has none (c10/cuda/CUDAMallocAsyncAllocator.cpp)."""
+    """cudaMallocAsync has no observers (c10/cuda/CUDAMallocAsyncAllocator.cpp)."""
     run = recorded("malloc-async")
     error = error_of(run)
     assert "requested_bytes" not in error
@@ -453,7 +453,7 @@ def test_process_share_that_binds_is_named():
 
 
 def test_advice_with_the_largest_gain_is_first():
-    """The cache held as much as was asked for, and another job far more."""
+    """The cache held as much as was requested, and another job far more."""
     run = recorded("another-job")
     error = error_of(run)
     pieces = error["reserved_bytes"] - error["allocated_bytes"]

@@ -1,4 +1,4 @@
-"""Growth is found in what leaks, and not in what merely looks like it."""
+"""Growth is found in series that leak, and not in series that only seem to."""
 
 import numpy as np
 import pytest

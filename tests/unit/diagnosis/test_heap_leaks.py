@@ -1,4 +1,4 @@
-"""Heaps that keep taking memory, and those that only seem to."""
+"""Heaps that grow, and heaps that only seem to."""
 
 import re
 
@@ -46,7 +46,7 @@ def memory(
     free=None,
     **host_settings,
 ):
-    """Samples of everyone: growth in MiB over what they held at first; `free` is what the main heap has free."""
+    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of the main heap."""
     generator = np.random.default_rng(0)
 
     def series(base, growth):
@@ -146,7 +146,7 @@ REPLAY = {
         217 210
     """,
 }
-#: Recorded: 2 KiB kept in each step, amid the same.
+#: Recorded: 2 KiB leaked in each step, with the same noise.
 LEAK_INTO_HOLES = {
     "resident": """
         231 279 304 278 278 278 278 301 301 301 301 346 324 324 324 324 324 336 336 336 377 386 386 346 346
@@ -287,7 +287,7 @@ def test_growth_towards_the_limit_has_a_forecast_in_time_and_steps():
 
 
 def test_memory_of_a_live_verdict_is_no_demand():
-    """It holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
+    """The verdict holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
     verdict = 100 * (np.arange(60) % 10 == 3)
     script = memory(training(), main=100 * RAMP, host=100 * RAMP + verdict, limit=4300 * MIB)
     rows = [

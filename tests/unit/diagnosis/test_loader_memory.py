@@ -15,7 +15,7 @@ SHARED = 300.0  # MiB that the training process and its workers share
 
 
 def simulate_training(*, workers=2, prefetch=2, fetch=0.06, payload=0, private=100.0, copied=0.0, late_pss=None):
-    """Ten seconds or more of a loop whose processes fork: MiB, by second where they grow."""
+    """Return a loop of ten seconds or more with forked workers; sizes in MiB, by second where they grow."""
     script = simulate(
         workers=workers, prefetch=prefetch, service=jittered(fetch), consumer=jittered(0.03), batches=400
     )

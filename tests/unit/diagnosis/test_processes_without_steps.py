@@ -1,4 +1,4 @@
-"""Processes that neither load nor step: judged from their first sample to their teardown."""
+"""Processes without batches and steps: judged from their first sample to their teardown."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ COLLECTOR = ("node", 90, 4900)
 
 
 def program(grown, *, key=MAIN, script=None, watched=False, **more):
-    """A run of a process without hooks that holds 200 MiB and `grown` MiB more, then sampled as gone."""
+    """Return a run of a process without hooks that holds 200 MiB and `grown` MiB more, and then ends."""
     script = script or Script()
     if watched:
         script.manifest["watched"] = True
@@ -23,7 +23,7 @@ def program(grown, *, key=MAIN, script=None, watched=False, **more):
 
 
 def note_program(script, name, *, has_torch, obstacle):
-    """Note the Python program that the collector saw."""
+    """Add an event about a Python program that the collector saw."""
     script.event(
         START_SECONDS + 3,
         "process-seen",

@@ -19,7 +19,7 @@ def simulate_events(fetches, loop, *, workers, prefetch, in_order=True, cores=fl
     """Return when the last batch is yielded, step by step as torch's DataLoader does it.
 
     Each fetch, and each pass of the loop, is a list of (computes, seconds); threads that compute share the cores.
-    To `stood` comes how long each batch stood ready.
+    `stood` receives the time for which each batch was ready.
     """
     sent = min(workers * prefetch, len(fetches))
     queues = [list(range(worker, sent, workers)) for worker in range(workers)]
@@ -344,7 +344,7 @@ def test_run_without_cpu_time_of_children_still_has_a_prediction():
 
 
 def with_memory(*, limit):
-    """A run on a host with so much memory: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
+    """Return a run with a memory limit: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
     script = simulate(workers=2, prefetch=2, cores=8.0, **RUN)
     for rows in script.parts["batch"]:
         rows["payload_bytes"] = 50 * MIB

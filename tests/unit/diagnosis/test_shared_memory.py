@@ -1,4 +1,4 @@
-"""Findings on what fills /dev/shm, and on the process that dies of it."""
+"""Findings about a full /dev/shm, and about processes that it kills."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
 
 
 def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
-    """60 s of healthy loading; MiB of /dev/shm in use, mapped by the training process, of its cgroup."""
+    """Return 60 s of healthy loading, with MiB of /dev/shm in use, mapped by training, and of its cgroup."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     for part in script.parts["batch"]:
         part["payload_bytes"] = payload * MIB

@@ -1,4 +1,4 @@
-"""Workers that wait for one thing in common, on fetches that are drawn."""
+"""Workers that wait for one shared resource, on random fetches."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ GAP = 5e-4  # seconds, of a worker between two fetches
 
 
 def fetches(serve, *, workers=2, batches=600, spread=0.3, seed=0, pause=0.0):
-    """Workers that fetch without end.
+    """Return the fetches of workers that never pause for the loop.
 
     Args:
         serve: (how many are busy) -> the speed of each, in the order in which they began.
         spread: of the work of a batch, lognormal.
-        pause: seconds of a worker between two fetches, besides a gap, on average.
+        pause: mean seconds of a worker between two fetches, in addition to a gap.
 
     """
     draw = np.random.default_rng(seed)
@@ -110,7 +110,7 @@ def test_pauses_of_others_show_independent_workers():
 
 
 def test_pattern_of_long_and_short_batches_is_no_sharing():
-    """Batches by length, four long and four short ones: of two workers both have long ones at the same time."""
+    """Four long batches follow four short ones, so that two workers have long ones at the same time."""
     begins, ends, workers = fetches(alone, spread=0.02)
     long = np.arange(len(begins)) // 4 % 2
     found = measure_sharing(begins, ends, 0.02 * (1 + long), workers.astype(np.intp), np.arange(len(begins)))

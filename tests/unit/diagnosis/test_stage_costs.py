@@ -15,7 +15,7 @@ def pipeline(**more):
 
 
 def in_stages(script, share=0.5):
-    """The workers decode for a part of `__getitem__`, and the loop computes a loss of 2 ms."""
+    """Add a stage `decode` to each fetch, and a stage `loss` of 2 ms to the loop."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = fetches[["time_ns", "loader", "epoch", "index", "worker"]].assign(

@@ -55,7 +55,7 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
 
 
 def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
-    """A loop that has its batches in time, whose main thread waits for a core for this share of its time."""
+    """Return the finding about a loop with batches in time, whose main thread waits for a core."""
     script = simulate(
         workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
     )
@@ -120,7 +120,7 @@ def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
     assert (found.kind, found.limited_by, found.severity) == ("workers-too-slow", "oversubscribed", "warning")
     assert "3.9 of 4 usable cores" in found.summary
     assert "no more workers and threads than cores" in found.advice[1].text
-    for waits in (0.3, 0.99):  # however long both wait, who does not use the cores does not take them
+    for waits in (0.3, 0.99):  # however long both wait, workers that do not use the cores do not take them
         others = crowded(split=queueing, cores_used=0.4, waits=waits)
         assert (others.kind, others.severity) == ("compute-bound", "info")
         assert "others use the rest" in others.summary

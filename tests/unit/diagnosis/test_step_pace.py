@@ -1,4 +1,4 @@
-"""The pace of the next steps, from that of the ones before."""
+"""The pace of the next steps, estimated from the steps before."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ AHEAD = np.ones(FUTURES_COUNT)  # as far as what was observed
 
 
 def progress(seconds_per_step, *, idle_seconds=0.0):
-    """Samples of each second of a training, which begins after a while."""
+    """Return the pace from one sample per second of a training, which begins after `idle_seconds`."""
     ends = idle_seconds + np.cumsum(seconds_per_step)
     times = np.arange(0.0, ends[-1])
     return StepPace.of(times, np.searchsorted(ends, times).astype(float))

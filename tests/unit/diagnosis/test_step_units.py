@@ -1,4 +1,4 @@
-"""Definition of a step, which share of the run is lost, and what is not known without a DataLoader."""
+"""Definition of a step, the share of the run that is lost, and values that are unknown without a DataLoader."""
 
 import pytest
 from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate, start_training

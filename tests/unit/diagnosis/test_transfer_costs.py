@@ -1,4 +1,4 @@
-"""Time that passing batches takes, on a worker whose times are made up."""
+"""Time of passing batches, on a worker with made-up times."""
 
 import numpy as np
 import pandas as pd
@@ -10,7 +10,7 @@ MS = 1e6
 
 
 def transfers(*, fetch_ms, gap_ms, took_ms, count=60):
-    """One worker without end; the loop asks 5 ms after each batch is made, and has it so long after that."""
+    """Return batches of one worker; the loop asks 5 ms after each is made, and gets it `took_ms` later."""
     begun = np.arange(count) * (fetch_ms + gap_ms) * MS
     made = begun + fetch_ms * MS
     return pd.DataFrame(

@@ -27,7 +27,7 @@ def only_breakdown(script):
 
 
 def in_stages(script, **shares):
-    """The same run with stages in each fetch: so much of its `__getitem__`."""
+    """Add stages to each fetch: name -> share of its `__getitem__`."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = [
@@ -41,7 +41,7 @@ def in_stages(script, **shares):
 
 
 def collating_seconds(script):
-    """Return the seconds that makers of awaited batches collated meanwhile, wait by wait and fetch by fetch."""
+    """Return the seconds that workers of awaited batches collated during the wait, fetch by fetch."""
     tables, total = script.tables(), 0.0
     for batch in tables.stream("batch").itertuples():
         made = tables.stream("fetch")

@@ -1,4 +1,4 @@
-"""Resources that blocked fetches wait for, and which advice follows from it."""
+"""Resources that blocked fetches wait for, and the advice that follows."""
 
 import numpy as np
 import pytest

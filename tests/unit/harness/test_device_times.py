@@ -1,4 +1,4 @@
-"""Device times of a step, against a CUDA whose events come to pass when the test says so."""
+"""Device times of a step, on a fake CUDA whose events complete when the test says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START_NS = 10 * SAMPLE_EVERY_NS
 
 
 class Cuda:
-    """A device with a clock of its own (ms); events up to `done_ms` have come to pass."""
+    """A device with its own clock (ms); events up to `done_ms` are complete."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0

@@ -1,6 +1,6 @@
 """Allocator gauges, the census, compact snapshots, and what is written when CUDA runs out of memory.
 
-There is no CUDA here: its functions are stood in for by ones that return what PyTorch's own allocator reported on a
+There is no CUDA here: its functions are replaced by ones that return what PyTorch's own allocator reported on a
 simulated device (torch.cuda.memory_stats, host_memory_stats, memory_snapshot, _snapshot).
 """
 
@@ -38,7 +38,7 @@ NAMES = [column.name for column in DEVICE_MEMORY.columns[3:]]
 STATE = allocator_state()
 STATS, UNUSED, PINNED, SNAPSHOT = (STATE[name] for name in ("device", "unused", "host", "snapshot"))
 [ERROR] = recorded("out-of-memory").events_of("cuda-oom")
-#: Bytes that were asked for, that the process may have, and that were free.
+#: Bytes that were requested, that the process may have, and that were free.
 ASKED, LIMIT, FREE = (ERROR[f"{name}_bytes"] for name in ("requested", "limit", "free"))
 ALLOCATED, RESERVED = (STATS[f"{name}_bytes"]["all"]["current"] for name in ("allocated", "reserved"))
 
@@ -46,7 +46,11 @@ ALLOCATED, RESERVED = (STATS[f"{name}_bytes"]["all"]["current"] for name in ("al
 def test_gauges_follow_the_stream_and_unknown_ones_are_missing():
     full = dict(zip(NAMES, gauges(STATS, PINNED), strict=True))
     pools = STATS["reserved_bytes_by_private_pools"].values()
-    now = {name: told["all"]["current"] for name, told in STATS.items() if isinstance(told, dict) and "all" in told}
+    now = {
+        name: reported["all"]["current"]
+        for name, reported in STATS.items()
+        if isinstance(reported, dict) and "all" in reported
+    }
     assert full == {
         **{name: now[name] for name in NAMES if name in now},
         "allocated_peak_bytes": STATS["allocated_bytes"]["all"]["peak"],
@@ -105,7 +109,7 @@ def test_every_device_in_use_is_recorded():
 
 
 class Hostile:
-    """Nothing of this may be asked while the objects of a process are walked."""
+    """An object that fails if the census calls any of its code."""
 
     @property
     def __class__(self):
@@ -185,7 +189,7 @@ SIZES = [segment["total_size"] for segment in LARGEST_FIRST]
 
 
 def stack_of(document, entry):
-    """The frames that a compact document tells of a block or of an entry of the trace."""
+    """Return the frames of a block, or of an entry of the trace, in a compact document."""
     return [document["frames"][frame] for frame in document["stacks"][entry["stack"]]] if "stack" in entry else []
 
 
@@ -217,7 +221,7 @@ def test_compact_snapshot_keeps_blocks_of_the_largest_segments():
 
 @pytest.fixture
 def out_of_memory(tmp_path, monkeypatch):
-    """A process whose CUDA has just been initialised: its hook, its progress and what it has said."""
+    """A process whose CUDA has just been initialised: its hook, its progress and its events."""
     monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     current = session.start(layout.create_run(tmp_path, name="oom", argv=[]))
@@ -271,10 +275,14 @@ def test_oom_in_a_worker_is_recorded_at_once(out_of_memory, monkeypatch):
     monkeypatch.setattr("training_harness.hooks.training.cuda_oom.is_worker", lambda: True)
     for _ in range(5):  # a dataset that tries again
         world.observers[0](1, ASKED, LIMIT, FREE)
-    told = world.events("cuda-oom")
-    assert len(told) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
-    assert (told[0]["device"], told[0]["requested_bytes"], told[0]["allocated_bytes"]) == (1, ASKED, ALLOCATED)
-    assert (told[0]["step"], told[0]["caught"]) == (None, None), (
+    reported = world.events("cuda-oom")
+    assert len(reported) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
+    assert (reported[0]["device"], reported[0]["requested_bytes"], reported[0]["allocated_bytes"]) == (
+        1,
+        ASKED,
+        ALLOCATED,
+    )
+    assert (reported[0]["step"], reported[0]["caught"]) == (None, None), (
         "a worker is in no step; what becomes of it is open"
     )
 
@@ -313,9 +321,9 @@ def test_fatal_oom_is_recorded_with_its_message_and_a_snapshot(out_of_memory):
     world.observers[0](0, ASKED, LIMIT, FREE)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 104.00 MiB.")
     sys.excepthook(type(error), error, None)
-    (told,) = world.events("cuda-oom")
-    assert (told["caught"], told["type"], told["requested_bytes"]) == (False, "OutOfMemoryError", ASKED)
-    assert (world.current.run_dir / told["path"]).is_file()
+    (reported,) = world.events("cuda-oom")
+    assert (reported["caught"], reported["type"], reported["requested_bytes"]) == (False, "OutOfMemoryError", ASKED)
+    assert (world.current.run_dir / reported["path"]).is_file()
     sys.excepthook(ValueError, ValueError("nothing to do with it"), None)
     assert len(world.events("cuda-oom")) == 1
     world.observers[0](0, ASKED, LIMIT, FREE)  # in the same step, and caught
@@ -359,9 +367,9 @@ def test_profile_and_growth_end_at_their_limit_and_on_close(out_of_memory, monke
     world.progress.requests.expire(world.current, 2)
     assert not is_running()
     assert gc.get_freeze_count() == 0
-    (told,) = world.events("snapshot")
-    assert told["request"] == f"{what}-2"
-    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    (reported,) = world.events("snapshot")
+    assert reported["request"] == f"{what}-2"
+    saved = json.loads(gzip.decompress((world.current.run_dir / reported["path"]).read_bytes()))
     assert saved["steps_count"] == 0
 
     if what == "growth":
@@ -388,9 +396,9 @@ def test_memory_history_is_recorded_on_request_and_pickled(out_of_memory, monkey
     assert world.history == [{"enabled": "all", "stacks": "python", "max_entries": 500}]
     world.observers[0](0, ASKED, LIMIT, FREE)
     world.end_step()
-    (told,) = world.events("cuda-oom")
-    assert pickle.loads((world.current.run_dir / told["pickle"]).read_bytes()) == SNAPSHOT
-    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    (reported,) = world.events("cuda-oom")
+    assert pickle.loads((world.current.run_dir / reported["pickle"]).read_bytes()) == SNAPSHOT
+    saved = json.loads(gzip.decompress((world.current.run_dir / reported["path"]).read_bytes()))
     first = next(frames for s in LARGEST_FIRST for block in s["blocks"] if (frames := frames_of(block)))
     assert saved["frames"][0] == list(first[0])
     world.hook.remove()
@@ -412,9 +420,9 @@ def test_fatal_oom_is_recorded_without_observers(out_of_memory):
     assert [event["hook"] for event in world.events("hook-disabled")] == ["cuda_oom_observer"]
     error = RuntimeError("CUDA error: out of memory")
     sys.excepthook(RuntimeError, error, None)
-    (told,) = world.events("cuda-oom")
-    assert (told["device"], told["message"]) == (None, str(error))
-    assert "not meaningful" in told["snapshot_error"]
+    (reported,) = world.events("cuda-oom")
+    assert (reported["device"], reported["message"]) == (None, str(error))
+    assert "not meaningful" in reported["snapshot_error"]
 
 
 def test_only_cuda_out_of_memory_errors_are_recognised():

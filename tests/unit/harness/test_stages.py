@@ -1,4 +1,4 @@
-"""Stages: whose time is whose, when the CPU clock is read, and what recognising a call leaves as it was."""
+"""Stages: the time of each, the readings of the CPU clock, and calls that stay unchanged."""
 
 from __future__ import annotations
 

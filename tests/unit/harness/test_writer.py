@@ -88,8 +88,8 @@ def test_invalid_value_loses_only_the_records_held_with_it(run):
     writer.append(*step_record(3))
     writer.close()
     assert steps_in(run) == [0, 3]
-    told = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
-    assert {(each["count"], each["reason"]) for each in told} == {(2, "not-a-record")}
+    losses = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert {(each["count"], each["reason"]) for each in losses} == {(2, "not-a-record")}
 
 
 def test_threads_that_share_a_writer_lose_and_double_nothing(run):
@@ -147,11 +147,11 @@ def test_writer_without_a_collector_stops_until_there_is_room(run):
     for number in range(100):
         writer.append(*step_record(number))
     assert steps_in(run) == list(range(30))
-    told = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
-    assert {(each["kind"], each["stream"], each["reason"]) for each in told} == {
+    losses = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert {(each["kind"], each["stream"], each["reason"]) for each in losses} == {
         ("records-lost", "step", "not-collected")
     }
-    assert [each["count"] for each in told] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each["count"] for each in losses] == [1, 2, 4, 8, 16, 32, 64]
     list_segments(run)[0].unlink()
     now[0] = RETRY_AFTER_NS
     writer.append(*step_record(100))

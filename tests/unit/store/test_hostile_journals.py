@@ -1,4 +1,4 @@
-"""Whatever bytes stand in a journal or an event log: a table, nothing yet, or one line that says what is wrong."""
+"""Any bytes in a journal or an event log give a table, nothing yet, or a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding runs and the processes of theirs that still live."""
+"""Find runs, and their processes that are still alive."""
 
 from __future__ import annotations
 
