@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
-from shared_world import BUCKET, Postgres, s3_service
+from store_services import BUCKET, Postgres, s3_service
 
 from collector.store.cluster import postgres as shared
 from collector.store.lake import lake

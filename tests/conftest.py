@@ -21,7 +21,7 @@ import pytest
 from collector import cli
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.warm import WarmPython
+from tests.warm_python import WarmPython
 from training_harness import layout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -31,18 +31,18 @@ TRAIN = REPOSITORY / "tests" / "scripts" / "train.py"
 PYTHON = os.environ.get("TIDEGAUGE_TEST_PYTHON", sys.executable)
 WARM_PYTHON = WarmPython(PYTHON)
 
-# Processes that the tests start inherit ignored signals, as those of nohup or of a background job.
+# Processes that the tests start would inherit signals that nohup or a background job ignores.
 for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
 
-#: Files that take longest, in that order: begun last, one of them would keep a single core busy at the end.
+#: Files that take longest, in that order: if one of them began last, the other cores would be idle at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_jobs", "test_tiles", "test_golden", "test_shared_store", "test_loaders"),
-    *("test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent", "test_two_nodes"),
-    *("test_fail_open", "test_attach", "test_views", "test_store_kill", "test_stages_of_runs", "test_store_reader"),
-    *("test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations", "test_parallel"),
-    *("test_requests", "test_watch", "test_gpu_runs"),
+    *("test_foreign_code", "test_jobs", "test_rollups", "test_golden", "test_shared_store", "test_loaders"),
+    *("test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent"),
+    *("test_two_nodes", "test_fail_open", "test_attach", "test_views", "test_store_kill", "test_pipeline_stages"),
+    *("test_store_reader", "test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations"),
+    *("test_parallel", "test_snapshot_requests", "test_watch", "test_gpu_runs"),
 )
 
 
@@ -65,7 +65,7 @@ def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
 
 
 def bare_environment() -> dict[str, str]:
-    """This process's environment without anything of Tidegauge's."""
+    """Return this process's environment without Tidegauge's variables."""
     return {key: value for key, value in os.environ.items() if not key.startswith("TIDEGAUGE")}
 
 
@@ -90,7 +90,7 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedRun:
     """A finished script and the run that it left."""
 
     done: subprocess.CompletedProcess[str]
@@ -113,8 +113,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def attached(home: Path) -> Callable[..., Attached]:
-    """Runs a Python command under the shim, without a collector, and returns its run.
+def run_attached(home: Path) -> Callable[..., AttachedRun]:
+    """Run a Python command under the shim, without a collector, and return its run.
 
     A script begins in a warm Python, unless a new one is asked for; options of Python need a new one.
     """
@@ -124,7 +124,7 @@ def attached(home: Path) -> Callable[..., Attached]:
         environ: Mapping[str, str] | None = None,
         run_dir: Path | None = None,
         in_new_python: bool = False,
-    ) -> Attached:
+    ) -> AttachedRun:
         words = [str(part) for part in command]
         directory = run_dir or layout.create_run(home, name="test", argv=words)
         env = bare_environment() | {layout.RUN_DIR_VARIABLE: str(directory), "PYTHONPATH": str(SHIM)}
@@ -135,6 +135,6 @@ def attached(home: Path) -> Callable[..., Attached]:
             )
         else:
             done = WARM_PYTHON.run(*words, env=env, timeout=120)
-        return Attached(done, Run(directory))
+        return AttachedRun(done, Run(directory))
 
     return start

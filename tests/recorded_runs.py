@@ -1,7 +1,7 @@
-"""The recorded runs of tests/data: unpacked, as the tables that the rules look at, and with changed records.
+"""The recorded runs of tests/data: unpacked, as the tables that the rules read, and with changed records.
 
 Tests of what a rule or a page says start from a run that real processes recorded. Where no run shows a case, they
-take the nearest one and drop or scale rows of it: `changed` does so with tables, `edit` and `add_process` with the
+take the nearest one and drop or scale rows of it: `with_columns` changes tables, `edit` and `add_process` the
 journals of an unpacked run.
 """
 
@@ -82,7 +82,7 @@ def _scratch() -> Path:
     return folder
 
 
-def changed(tables: RunTables, stream: str, change: Callable[[pd.DataFrame], Mapping[str, Any]]) -> RunTables:
+def with_columns(tables: RunTables, stream: str, change: Callable[[pd.DataFrame], Mapping[str, Any]]) -> RunTables:
     """Return a run with other columns in one stream: `change` gets its rows and returns name -> values."""
     rows = tables.streams[stream]
     return replace(tables, streams={**tables.streams, stream: rows.assign(**change(rows))})
@@ -95,8 +95,8 @@ def only_rows(tables: RunTables, stream: str, chosen: Callable[[pd.DataFrame], A
 
 
 def with_event(tables: RunTables, kind: str, **fields: Any) -> RunTables:
-    """Return a run in which the training process tells one thing more."""
-    events = [*tables.events, {**_teller(tables), "kind": kind, **fields}]
+    """Return a run with one more event of the training process."""
+    events = [*tables.events, {**_main_process(tables), "kind": kind, **fields}]
     return replace(tables, events=sorted(events, key=lambda event: event["time_ns"]))
 
 
@@ -111,7 +111,7 @@ def with_changed_event(tables: RunTables, kind: str, **fields: Any) -> RunTables
     return replace(tables, events=events)
 
 
-def _teller(tables: RunTables) -> Mapping[str, Any]:
+def _main_process(tables: RunTables) -> Mapping[str, Any]:
     command = tables.manifest["command"]
     return {**command, "rank": None}
 
@@ -186,7 +186,7 @@ def add_process(
     rank: int | None = None,
     change: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | None] = lambda _: None,
 ) -> None:
-    """Let another process tell the same in some streams of an unpacked run, or what `change` makes of it.
+    """Give another process the same records in some streams of an unpacked run, or what `change` makes of them.
 
     Args:
         run: its directory.
@@ -211,7 +211,7 @@ def remove(run: Path, stream: str, *, host: str = "*") -> None:
         path.unlink()
 
 
-def tell(run: Path, kind: str, *, host: str | None = None, rank: int | None = None, **fields: Any) -> None:
+def add_event(run: Path, kind: str, *, host: str | None = None, rank: int | None = None, **fields: Any) -> None:
     """Add an event like the first of its kind in an unpacked run, with other fields, of another host or rank."""
     logs = sorted((run / "events").glob("*.jsonl"))
     events = [json.loads(line) for path in logs for line in path.read_text().splitlines()]

@@ -8,15 +8,15 @@ from tests.recorded_runs import unpack
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Pages are looked at with their verdict, however busy the machine is, and read by each test itself."""
+def wait_for_verdicts(monkeypatch):
+    """Let pages wait for their verdict and read each run again, however busy the machine is."""
     refresh._content_slot.cache_clear()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
     monkeypatch.setattr("app.runtime.drawing.PAINT_SECONDS", 0)
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def homes(tmp_path_factory):
     """A home per state, each with one run."""
     scripts = (runs.HEALTHY, runs.KILLED, runs.SLOW_WORKER, runs.INLINE, runs.NO_SMAPS, runs.NO_DATA)
     homes = {script.name: tmp_path_factory.mktemp(script.name) for script in scripts}

@@ -1,6 +1,6 @@
 """Writes realistic runs with the real journal writer: what a training of a few minutes leaves behind.
 
-The processes are invented, but for the command itself, which is this process: so a live run really lives.
+The processes are made up. Only the command is a real process, this one, so that a live run is alive.
 """
 
 from __future__ import annotations
@@ -153,25 +153,25 @@ def _begin(events: _Events, script: Script, main: Identity, begin: int) -> None:
 
 
 def begin_epochs(run_dir: Path, who: Identity, begun_seconds: Mapping[int, float], *, loader: int = 0) -> None:
-    """Tell of more epochs, by number, that began so long after the run was made; to make an iterator took 0.5 s."""
+    """Add epochs: number -> seconds after the run was made. Making an iterator took 0.5 s."""
     origin_ns = layout.read_manifest(run_dir)["anchors"][socket.gethostname()]["time_ns"]
     for epoch, seconds in begun_seconds.items():
         begun_ns = origin_ns + int(seconds * 1e9)
-        told = {"loader": loader, "epoch": epoch, "worker_pids": [], "begun_ns": begun_ns}
-        _Events(run_dir / "events").append(who, begun_ns + 500 * MS, "epoch-start", **told)
+        fields = {"loader": loader, "epoch": epoch, "worker_pids": [], "begun_ns": begun_ns}
+        _Events(run_dir / "events").append(who, begun_ns + 500 * MS, "epoch-start", **fields)
 
 
 def begin_attempts(run_dir: Path, who: Identity, begun_seconds: Mapping[int, float]) -> None:
-    """Tell of processes that a launcher started, by the number of the attempt, so long after the run was made."""
+    """Add processes that a launcher started: number of the attempt -> seconds after the run was made."""
     origin_ns = layout.read_manifest(run_dir)["anchors"][socket.gethostname()]["time_ns"]
     for attempt, seconds in begun_seconds.items():
         time_ns = origin_ns + int(seconds * 1e9)
-        told = {"argv": ["train.py"], "torch": "2.13.0", "attempt": attempt, "parent_pid": 1, "capabilities": {}}
-        _Events(run_dir / "events").append(who, time_ns, "process-start", **told)
+        fields = {"argv": ["train.py"], "torch": "2.13.0", "attempt": attempt, "parent_pid": 1, "capabilities": {}}
+        _Events(run_dir / "events").append(who, time_ns, "process-start", **fields)
 
 
 class _Events:
-    """Events with a time of our choosing: `EventLog` stamps now."""
+    """Events with a given time: `EventLog` stamps the present."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

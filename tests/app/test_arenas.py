@@ -1,4 +1,4 @@
-"""Memory arenas of the server's threads: used and given back."""
+"""Memory arenas of the server's threads: their number, and memory that returns to the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OPENED = """
+OPEN_DASHBOARD = """
 import ctypes, sys, threading
 from pathlib import Path
 from streamlit.testing.v1 import AppTest
@@ -38,7 +38,7 @@ together.wait()
 print(before, arenas_count())
 together.wait()
 """
-GIVEN_BACK = """
+TAKE_AND_FREE = """
 def take(count, size_bytes):
     blocks = (ctypes.c_void_p * count)()  # not a list: that grows, and would come to lie on top of them
     for index in range(count):
@@ -61,19 +61,19 @@ print(before, read_rollup("/proc", "self").private_dirty_bytes)
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
 
 
-def told(script, home):
-    """The two figures that a process prints which has opened the dashboard."""
-    words = [sys.executable, "-c", OPENED + script, str(home / "malloc.xml")]
+def run_script(script, home):
+    """Run a script in a process that has opened the dashboard; return the two figures that it prints."""
+    words = [sys.executable, "-c", OPEN_DASHBOARD + script, str(home / "malloc.xml")]
     environment = {**os.environ, "TIDEGAUGE_HOME": str(home)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return map(int, done.stdout.split())
 
 
-def test_the_threads_of_a_server_share_few_arenas(tmp_path):
-    before, with_threads = told(ARENAS, tmp_path)
+def test_server_threads_share_few_arenas(tmp_path):
+    before, with_threads = run_script(ARENAS, tmp_path)
     assert with_threads <= max(before, 2)
 
 
-def test_what_a_thread_of_the_server_frees_goes_back_to_the_kernel(tmp_path):
-    before_bytes, after_bytes = told(GIVEN_BACK, tmp_path)
+def test_memory_freed_by_a_server_thread_returns_to_the_kernel(tmp_path):
+    before_bytes, after_bytes = run_script(TAKE_AND_FREE, tmp_path)
     assert after_bytes - before_bytes < 8 * 2**20

@@ -6,15 +6,15 @@ from dataclasses import replace
 import make_run as runs
 import numpy as np
 import pytest
+from dashboard_pages import figures, open_view, texts, trace_names
 from make_records import MISSING_INT32, MS, Writers
-from opened import figures, open_view, texts, trace_names
 
 from tests.recorded_runs import recorded, unpack
 
 SHORT = replace(runs.HEALTHY, name="short", steps=60)
 #: A run with more steps than points of the chart.
 LONG = replace(runs.HEALTHY, name="long", steps=1700, step_ms=10.0)
-#: One in each hundred, as where a worker hangs again and again.
+#: Steps that take long, one in each hundred, as if a worker hung repeatedly.
 HUNG = range(50, 1700, 100)
 
 
@@ -31,8 +31,8 @@ def record(monkeypatch, tmp_path):
         monkeypatch.setattr(Writers, "append", changed)
         run_dir = runs.make_run(tmp_path, script)
         for path in (run_dir / "events").iterdir():
-            told = path.read_text()
-            path.write_text(told.replace('"batch_size": 64', f'"batch_size": {batch_size}'))
+            text = path.read_text()
+            path.write_text(text.replace('"batch_size": 64', f'"batch_size": {batch_size}'))
         return run_dir.name
 
     return write
@@ -42,10 +42,10 @@ def record(monkeypatch, tmp_path):
 def compare(monkeypatch, tmp_path):
     """Opens the page on a run and others."""
 
-    def look(run, *others, **query):
+    def open_page(run, *others, **query):
         return open_view(monkeypatch, tmp_path, "compare", run=run, compare=list(others), **query)
 
-    return look
+    return open_page
 
 
 def samples(count):
@@ -67,7 +67,7 @@ def answer(at):
     return next(text.value for text in at.markdown if "gainst" in text.value).replace("\\", "").strip("*")
 
 
-def test_waits_within_a_group_of_steps_reach_the_top_of_the_picture(record, compare):
+def test_band_reaches_the_slowest_step_of_each_group(record, compare):
     calm, hung = record(LONG), record(LONG, slow(HUNG))
     at = compare(hung, calm)
     chart = figures(at)[0]
@@ -81,7 +81,7 @@ def test_waits_within_a_group_of_steps_reach_the_top_of_the_picture(record, comp
     assert "Each line is the mean of up to 3 steps, and the band above it reaches to the slowest of them." in said
 
 
-def test_what_is_above_the_end_of_the_axis_is_named_run_by_run(record, compare):
+def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
     calm, hung = record(LONG), record(LONG, slow((700, 1300)))
     at = compare(calm, hung)
     top = figures(at)[0]["layout"]["yaxis"]["range"][1]
@@ -91,7 +91,7 @@ def test_what_is_above_the_end_of_the_axis_is_named_run_by_run(record, compare):
     assert f"points of {calm}" not in said
 
 
-def test_the_first_steps_of_a_long_run_are_drawn_over_time_too(record, compare):
+def test_first_steps_of_a_long_run_have_a_time(record, compare):
     steps = replace(LONG, steps=5000, step_ms=1.7)
     at = compare(record(steps, slow((1,))), record(steps))
     mean, first, *_ = figures(at)[0]["data"]
@@ -99,7 +99,7 @@ def test_the_first_steps_of_a_long_run_are_drawn_over_time_too(record, compare):
     assert values_of(first)[0] == 1160
 
 
-def test_the_answer_names_each_run_and_compares_samples_where_steps_are_not_alike(record, compare):
+def test_answer_compares_samples_where_steps_differ_in_size(record, compare):
     large = record(replace(SHORT, step_ms=200.0), samples(64))
     small = record(SHORT, samples(4), batch_size=4)
     twin = record(replace(SHORT, step_ms=200.0, name="twin"), samples(64))
@@ -117,7 +117,7 @@ def test_the_answer_names_each_run_and_compares_samples_where_steps_are_not_alik
     assert f"; against {twin}: as many samples per second, as much host memory." in alike
 
 
-def test_steps_of_several_batches_are_not_compared_with_those_of_one(record, compare):
+def test_steps_of_several_batches_are_compared_by_samples(record, compare):
     once = record(SHORT)
     often = record(SHORT, lambda stream, values: {"samples_count": 256} if stream == "step" else {})
     at = compare(once, often)
@@ -125,14 +125,14 @@ def test_steps_of_several_batches_are_not_compared_with_those_of_one(record, com
     assert "compare samples per second rather than steps" in texts(at)
 
 
-def test_batches_of_another_size_tell_it_where_samples_are_not_counted(record, compare):
+def test_answer_mentions_another_batch_size_without_sample_counts(record, compare):
     four, other = record(SHORT, samples(MISSING_INT32), batch_size=4), record(SHORT, samples(MISSING_INT32))
     assert answer(compare(four, other)) == (
         f"Against {other} (with another batch size): no samples per second to compare, as much host memory."
     )
 
 
-def test_every_figure_has_its_n(record, compare, tmp_path):
+def test_every_figure_shows_its_sample_count(record, compare, tmp_path):
     run, other = unpack("leak-to-the-end", tmp_path).name, record(SHORT)
     at = compare(run, other)
     table = at.dataframe[0].value.set_index("Figure")
@@ -145,7 +145,7 @@ def test_every_figure_has_its_n(record, compare, tmp_path):
     assert table.loc["Peak /dev/shm", other].endswith("n = 12)")
 
 
-def test_of_a_loop_without_steps_the_wait_is_of_its_batches(record, compare):
+def test_data_wait_of_a_loop_without_steps_counts_its_batches(record, compare):
     evaluation = record(SHORT, lambda stream, values: None if stream == "step" else {})
     table = compare(evaluation, record(SHORT)).dataframe[0].value.set_index("Figure")
     assert table.loc["Data wait", evaluation].endswith("(n = 60)")

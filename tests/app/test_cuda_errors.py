@@ -1,6 +1,6 @@
 """CUDA out-of-memory errors on the pages: their marks, the last minute, and the peaks that include them.
 
-The runs were recorded; where none has what a test is about, rows or the error of one are changed.
+The runs were recorded. If no run shows a case, rows or the error of one are changed.
 """
 
 import base64
@@ -8,7 +8,7 @@ import base64
 import numpy as np
 import pandas as pd
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 
 from app.figures import devices
 from app.figures.axis import Mark, add_marks
@@ -40,7 +40,7 @@ def error_of(name):
 
 
 @pytest.fixture
-def died(tmp_path):
+def leaking_run(tmp_path):
     """A run with a leak that ends when the memory of its GPU runs out."""
     return unpack("leak-to-the-end", tmp_path)
 
@@ -59,30 +59,30 @@ def marks(figure):
     return {trace["name"]: trace for trace in figure["data"] if trace.get("mode") == "markers"}
 
 
-def dotted(figure):
+def dotted_lines(figure):
     return [shape["x0"] for shape in figure["layout"].get("shapes", ()) if shape["line"].get("dash") == "dot"]
 
 
 @pytest.mark.parametrize("free", [ERROR["free_bytes"], 26 * MIB])
 @pytest.mark.parametrize("page", PAGES)
-def test_the_fatal_error_is_an_x_and_a_dotted_line_at_its_own_time(monkeypatch, tmp_path, died, page, free):
-    change_events(died, "cuda-oom", free_bytes=free)
+def test_fatal_error_is_an_x_and_a_dotted_line_at_its_time(monkeypatch, tmp_path, leaking_run, page, free):
+    change_events(leaking_run, "cuda-oom", free_bytes=free)
     at = open_view(monkeypatch, tmp_path, page)
     gpu = figures(at)[0]
-    error, seconds = marks(gpu)["out of memory"], elapsed(died, ERROR["error_time_ns"])
+    error, seconds = marks(gpu)["out of memory"], elapsed(leaking_run, ERROR["error_time_ns"])
     assert numbers(error["x"]) == pytest.approx([seconds])
     assert numbers(error["y"]) == pytest.approx([(TOTAL - free) / MIB])
     assert error["marker"]["symbol"] == "x"
-    assert max(dotted(gpu)) == pytest.approx(seconds)  # after that of the leak
+    assert max(dotted_lines(gpu)) == pytest.approx(seconds)  # after that of the leak
     assert f"cuda-oom at step {ERROR['step']}" in str(gpu["layout"]["annotations"])
     said = f"Out of memory at step {ERROR['step']} ({seconds:.0f} s): 2 MiB requested, {size(free)} free."
     assert said in texts(at)
 
 
-def test_over_steps_it_stands_at_the_step_that_never_ended(monkeypatch, tmp_path, died):
+def test_fatal_error_is_drawn_at_its_unfinished_step(monkeypatch, tmp_path, leaking_run):
     gpu = figures(open_view(monkeypatch, tmp_path, "oom_risk", x="step"))[0]
     assert gpu["layout"]["xaxis"]["title"]["text"] == "step"
-    assert len(records_of(died, "step")) == ERROR["step"]
+    assert len(records_of(leaking_run, "step")) == ERROR["step"]
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([ERROR["step"]])
 
 
@@ -97,7 +97,7 @@ def test_the_account_at_an_error_is_the_allocators_own(monkeypatch, tmp_path, na
     assert peak["Total"] == size(error["limit_bytes"] - error["free_bytes"])
 
 
-def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
+def test_axis_reaches_an_error_after_the_last_sample():
     chart = TimeChart(title="", figure=over_time(LIGHT, y_title=""), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
@@ -106,7 +106,7 @@ def test_the_line_of_the_error_is_on_figures_whose_last_sample_came_before():
     assert drawn.layout.xaxis.range[1] > 33.0
 
 
-def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, died):
+def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_path, leaking_run):
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     gpu, processes = figures(at)[:2]
     assert "How did the memory of GPU 0 run out?" in texts(at)
@@ -115,19 +115,19 @@ def test_the_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp
     assert "main" in trace_names(processes)
 
 
-def test_the_minute_is_that_of_the_error_where_records_go_on(monkeypatch, tmp_path, died):
+def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, leaking_run):
     def sampled_later(records):
         later = records[-1:].copy()
         later["time_ns"] += 600 * SECOND_NS
         return np.concatenate([records, later])
 
-    edit(died, "host", sampled_later)
+    edit(leaking_run, "host", sampled_later)
     gpu = figures(open_view(monkeypatch, tmp_path, "post_mortem"))[0]
-    seconds = elapsed(died, ERROR["error_time_ns"])
+    seconds = elapsed(leaking_run, ERROR["error_time_ns"])
     assert numbers(marks(gpu)["out of memory"]["x"]) == pytest.approx([seconds / 60])
 
 
-def test_a_caught_error_is_hollow_and_no_death(monkeypatch, tmp_path):
+def test_caught_error_has_a_hollow_mark_and_is_no_death(monkeypatch, tmp_path):
     run_dir = unpack("caught-errors", tmp_path)
     errors = recorded("caught-errors").events_of("cuda-oom")
     at = open_view(monkeypatch, tmp_path, "oom_risk")
@@ -136,7 +136,7 @@ def test_a_caught_error_is_hollow_and_no_death(monkeypatch, tmp_path):
     assert mark["marker"]["symbol"] == "x-open"
     times = [elapsed(run_dir, each["error_time_ns"]) for each in errors]
     assert numbers(mark["x"]) == pytest.approx(times)
-    assert not dotted(gpu)
+    assert not dotted_lines(gpu)
     count = sum(each["errors_count"] for each in errors)
     assert f"Out-of-memory errors that the training caught: {count}." in texts(at)
     met = at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Limit met"]
@@ -145,7 +145,7 @@ def test_a_caught_error_is_hollow_and_no_death(monkeypatch, tmp_path):
 
 
 def test_peaks_include_the_fatal_step(monkeypatch, tmp_path):
-    """The driver was not asked any more when memory ran out."""
+    """The driver's last sample is from before memory ran out."""
     run_dir, error = unpack("another-job", tmp_path), error_of("another-job")
     memory = records_of(run_dir, "device_memory")
     sample = recorded("another-job").streams["device"].dropna(subset="process_used_bytes").iloc[-1]
@@ -163,7 +163,7 @@ def test_peaks_include_the_fatal_step(monkeypatch, tmp_path):
     assert at_peak["Unattributed"] == size(sample["reserved_bytes"])  # what the driver keeps
 
 
-def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path):
+def test_process_share_that_was_met_has_its_own_line(monkeypatch, tmp_path):
     unpack("share-met", tmp_path)
     share = size(error_of("share-met")["limit_bytes"])
     for page in ("oom_risk", "post_mortem"):
@@ -174,7 +174,7 @@ def test_a_share_that_was_met_is_a_line_of_its_own(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("names_processes", [True, False])
-def test_last_is_while_processes_of_the_run_used_the_gpu(monkeypatch, tmp_path, names_processes):
+def test_last_value_is_from_when_the_run_still_used_the_gpu(monkeypatch, tmp_path, names_processes):
     run_dir = unpack("uneven-batches", tmp_path)
     run = recorded("uneven-batches")
     samples = run.streams["device"].dropna(subset="process_used_bytes")
@@ -195,7 +195,7 @@ def test_last_is_while_processes_of_the_run_used_the_gpu(monkeypatch, tmp_path, 
     assert at.dataframe[0].value.set_index("Limit").loc["GPU 0", "Last"] == size(used)
     line = next(trace for trace in figures(at)[0]["data"] if trace["name"].startswith("used"))
     last = max(numbers(line["x"]))
-    # Where the driver names no process, the process must have been seen alive after the sample.
+    # If the driver names no process, the process must have been seen alive after the sample.
     assert last == pytest.approx(elapsed(run_dir, samples["time_ns"].iloc[-1 if names_processes else -2]))
     assert last <= elapsed(run_dir, exits.max())
     now = open_view(monkeypatch, tmp_path, "gpu_memory").dataframe[0].value.iloc[-1]
@@ -228,7 +228,7 @@ def lines_of(name):
     return {line: line_of(values.to_numpy(dtype=float)) for line, values in columns.items()}
 
 
-def test_allocated_lies_over_the_area_of_reserved():
+def test_allocated_is_a_thick_line_over_the_area_of_reserved():
     lines = lines_of("leak-to-the-end")
     chart = devices.usage(lines, NO_ERRORS, LIGHT, name="GPU 0", capacity_bytes=TOTAL)
     reserved, allocated, _ = chart.figure.data
@@ -238,7 +238,7 @@ def test_allocated_lies_over_the_area_of_reserved():
     assert allocated.line.width > 2 * reserved.line.width
 
 
-def test_areas_of_two_ranks_would_hide_each_other():
+def test_two_ranks_are_drawn_as_lines_without_areas():
     one = lines_of("leak-to-the-end")
     both = {}
     for name, line in one.items():
@@ -262,7 +262,7 @@ def account_of(capacity_bytes):
     return devices.account(parts, NO_FLUSHES, NO_ERRORS, LIGHT, **words), rows
 
 
-def test_the_axis_of_a_small_use_ends_above_it_and_the_capacity_is_in_words():
+def test_axis_of_small_usage_ends_above_the_peak():
     chart, rows = account_of(8 * GIB)
     peak = rows["reserved_bytes"].max()
     assert chart.figure.layout.yaxis.title.text == "device memory (MiB)"
@@ -275,14 +275,14 @@ def test_the_axis_of_a_small_use_ends_above_it_and_the_capacity_is_in_words():
     assert [trace.name for trace in chart.figure.data] == ["allocated", "cached"]  # no fragmentation, no layer
 
 
-def test_the_axis_of_a_large_use_reaches_to_the_capacity():
+def test_axis_of_large_usage_reaches_the_capacity():
     chart, rows = account_of(TOTAL // 2 + 100 * MIB)
     assert rows["reserved_bytes"].max() < 420 * MIB
     assert chart.figure.layout.yaxis.range[1] == pytest.approx(420 * 1.12)
     assert "capacity 420 MiB" in chart.figure.layout.annotations[0].text
 
 
-def test_a_pause_in_a_burst_of_steps_is_no_gap_and_missing_samples_are():
+def test_missing_samples_are_a_gap_but_short_pauses_are_not():
     burst = np.cumsum([*[0.003] * 50, 0.02, *[0.003] * 50])
     assert not pauses(burst)
     assert not pauses(np.cumsum([*[0.01] * 20, 1.5, *[0.01] * 20]))

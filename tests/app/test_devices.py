@@ -1,12 +1,12 @@
 """GPUs of one host and of several: no spike is lost, and each has its own chart and row.
 
-The runs were recorded; where none has what a test is about, rows of one are scaled, dropped or recorded by another
+The runs were recorded. If no run shows a case, rows of one are scaled, dropped or recorded by another
 process too.
 """
 
 import numpy as np
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 
 from collector.diagnosis import diagnose
 from collector.diagnosis.run.device_account import accounts
@@ -14,17 +14,24 @@ from collector.store.lake.reader import read
 from collector.store.queries import gpu_memory, spans
 from collector.store.runs.run import Run
 from collector.units import percent, size
-from tests.recorded_runs import add_process, change_events, edit, recorded, records_of, remove, tell, unpack
+from tests.recorded_runs import add_event, add_process, change_events, edit, recorded, records_of, remove, unpack
 from training_harness import layout
 
 MIB = 2**20
 SECOND_NS = 10**9
 PARTS = ("allocated", "cached", "fragmentation", "non-PyTorch", "other processes", "unattributed")
 #: Bytes of a process's context on a simulated device, and bytes that its driver keeps.
-CONTEXT, OF_DRIVER = 256 * MIB, 64 * MIB
-#: Fields of an error that are missing where no observer could be attached.
-UNTOLD = ("limit_bytes", "free_bytes", "requested_bytes", "allocated_bytes", "reserved_bytes", "error_time_ns")
-#: From this record on, nothing changes in the run but what a test does to it.
+CONTEXT, DRIVER_RESERVED = 256 * MIB, 64 * MIB
+#: Fields of an error that are missing if no observer could be attached.
+MISSING_FIELDS = (
+    "limit_bytes",
+    "free_bytes",
+    "requested_bytes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "error_time_ns",
+)
+#: Number of the record from which on nothing changes in the run, except by a test.
 STEADY = 100
 
 
@@ -50,12 +57,12 @@ def grid(run_dir, host=None):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """400 steps with batches of uneven size, beside another job on the GPU."""
+    """400 steps with batches of uneven size; another job uses the GPU too."""
     return unpack("uneven-batches", tmp_path)
 
 
 @pytest.fixture
-def last(run_dir):
+def steady_gauges(run_dir):
     """The records of the allocator and of the driver that stay the same: gauge -> bytes."""
     memory, driver = records_of(run_dir, "device_memory"), records_of(run_dir, "device")
     used = driver[driver["process_used_bytes"] >= 0]
@@ -85,32 +92,35 @@ def steady(parts, run_dir):
     return parts[parts["elapsed_seconds"] > since + 1]
 
 
-def test_a_spike_between_two_samples_is_the_peak_and_its_parts_are_of_that_moment(run_dir, last):
+def test_peak_between_samples_has_the_parts_of_its_moment(run_dir, steady_gauges):
     by, place = 400 * MIB, 277
     edit(run_dir, "device_memory", raise_at(place, allocated_bytes=by, reserved_bytes=by))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
     totals = total_of(parts)
     peak = parts.loc[totals.idxmax()]
-    other = last["other_used_bytes"]
-    assert totals.max() == last["reserved_bytes"] + by + other
-    assert (peak["allocated"], peak["other processes"]) == (last["allocated_bytes"] + by, other)
-    unused = last["reserved_bytes"] - last["allocated_bytes"]
-    assert (peak["cached"] + peak["fragmentation"], peak["fragmentation"]) == (unused, last["inactive_split_bytes"])
+    other = steady_gauges["other_used_bytes"]
+    assert totals.max() == steady_gauges["reserved_bytes"] + by + other
+    assert (peak["allocated"], peak["other processes"]) == (steady_gauges["allocated_bytes"] + by, other)
+    unused = steady_gauges["reserved_bytes"] - steady_gauges["allocated_bytes"]
+    assert (peak["cached"] + peak["fragmentation"], peak["fragmentation"]) == (
+        unused,
+        steady_gauges["inactive_split_bytes"],
+    )
     assert np.isnan(peak["non-PyTorch"])  # the driver was not asked then
-    assert (parts["allocated"] > last["allocated_bytes"]).sum() == 1
-    assert (totals.drop(totals.idxmax()) == last["used_bytes"]).all()
+    assert (parts["allocated"] > steady_gauges["allocated_bytes"]).sum() == 1
+    assert (totals.drop(totals.idxmax()) == steady_gauges["used_bytes"]).all()
     at_ns = records_of(run_dir, "device_memory")["time_ns"][place]
     assert abs(peak["elapsed_seconds"] - (at_ns - origin_ns(run_dir)) / SECOND_NS) <= 0.5
 
 
-def test_a_spike_of_tensors_out_of_the_cache_shows_in_what_is_allocated(run_dir, last):
+def test_spike_served_from_the_cache_shows_in_allocated(run_dir, steady_gauges):
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=20 * MIB))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
-    assert parts["allocated"].max() == last["allocated_bytes"] + 20 * MIB
-    assert (total_of(parts) == last["used_bytes"]).all()
+    assert parts["allocated"].max() == steady_gauges["allocated_bytes"] + 20 * MIB
+    assert (total_of(parts) == steady_gauges["used_bytes"]).all()
 
 
-def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was_then(run_dir, last):
+def test_spike_outside_pytorch_has_the_allocator_state_of_its_moment(run_dir, steady_gauges):
     asked_ns = records_of(run_dir, "device")["time_ns"]
 
     def hold_more_between_samples(records):
@@ -122,11 +132,11 @@ def test_a_spike_that_the_driver_saw_outside_pytorch_has_the_allocator_as_it_was
     edit(run_dir, "device", raise_at(40, used_bytes=140 * MIB, process_used_bytes=140 * MIB))
     parts = steady(accounts(*grid(run_dir)[:2]), run_dir)
     peak = parts.loc[total_of(parts).idxmax()]
-    assert peak[["allocated", "cached", "fragmentation"]].sum() == last["reserved_bytes"]
+    assert peak[["allocated", "cached", "fragmentation"]].sum() == steady_gauges["reserved_bytes"]
     assert peak["non-PyTorch"] == CONTEXT + 140 * MIB
 
 
-def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
+def test_each_bucket_shows_its_fullest_moment(run_dir):
     random = np.random.default_rng(3)
 
     def scale_allocator(records):
@@ -165,16 +175,19 @@ def test_each_bucket_is_one_moment_and_that_of_most(run_dir):
         assert (row.reserved_bytes, row.allocated_bytes) == (record["reserved_bytes"], record["allocated_bytes"])
 
 
-def test_at_the_end_stands_the_newest_and_not_the_most_of_its_bucket(run_dir, last):
+def test_last_bucket_shows_its_newest_value(run_dir, steady_gauges):
     newest_ns, by = records_of(run_dir, "device_memory")["time_ns"][-1], 400 * MIB
     edit(run_dir, "device_memory", raise_at(-6, allocated_bytes=by, reserved_bytes=by))
     edit(run_dir, "device", lambda records: records[records["time_ns"] < newest_ns])
     parts = accounts(*grid(run_dir)[:2])
-    assert parts["allocated"].iloc[-2:].tolist() == [last["allocated_bytes"] + by, last["allocated_bytes"]]
+    assert parts["allocated"].iloc[-2:].tolist() == [
+        steady_gauges["allocated_bytes"] + by,
+        steady_gauges["allocated_bytes"],
+    ]
     assert parts["elapsed_seconds"].iloc[-1] == pytest.approx((newest_ns - origin_ns(run_dir)) / SECOND_NS)
 
 
-def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
+def test_spikes_of_two_processes_on_one_gpu_are_both_shown(run_dir, steady_gauges):
     add_process(
         run_dir, ["device_memory"], pid=1, change=raise_at(310, allocated_bytes=90 * MIB, reserved_bytes=90 * MIB)
     )
@@ -183,7 +196,7 @@ def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
     remove(run_dir, "device")
     parts = accounts(*grid(run_dir)[:2])  # without a driver: what the allocators hold
     totals = parts["allocated"] + parts["cached"] + parts["fragmentation"]
-    both = 2 * last["reserved_bytes"]
+    both = 2 * steady_gauges["reserved_bytes"]
     assert totals.max() == both + 150 * MIB  # the first one's, with the other's of that moment
     assert set(totals) >= {both, both + 150 * MIB}
     driver, allocators, _ = grid(run_dir)
@@ -191,7 +204,7 @@ def test_spikes_of_two_processes_on_one_gpu_are_both_kept(run_dir, last):
     assert allocators.groupby("bucket").size().iloc[2:].unique().tolist() == [2]
 
 
-def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, run_dir, last):
+def test_headroom_is_measured_at_the_allocators_own_peak(monkeypatch, tmp_path, run_dir, steady_gauges):
     def peaks(records):
         records["allocated_peak_bytes"], records["reserved_peak_bytes"] = 840 * MIB, 900 * MIB
 
@@ -199,7 +212,7 @@ def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, ru
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     row = at.dataframe[0].value.set_index("Limit").loc["GPU 0"]
     shown = (row["Last"], row["Peak"], row["Headroom at peak"])
-    assert shown == (size(last["used_bytes"]), size(900 * MIB), size(124 * MIB))
+    assert shown == (size(steady_gauges["used_bytes"]), size(900 * MIB), size(124 * MIB))
     lines = at.dataframe[1].value.set_index("Memory")["PyTorch's own peak"]
     assert lines[["allocated", "reserved"]].tolist() == [size(840 * MIB), size(900 * MIB)]
     assert "the peak of reserved that PyTorch counts" in texts(at)
@@ -209,48 +222,50 @@ def test_headroom_is_what_the_allocators_own_peak_left(monkeypatch, tmp_path, ru
     )
 
 
-def test_where_the_driver_saw_more_the_peak_is_its(monkeypatch, tmp_path, run_dir, last):
+def test_peak_is_the_drivers_where_it_saw_more(monkeypatch, tmp_path, run_dir, steady_gauges):
     edit(run_dir, "device", raise_at(40, used_bytes=100 * MIB))
     row = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit").loc["GPU 0"]
-    peak = last["used_bytes"] + 100 * MIB
-    assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(last["total_bytes"] - peak))
+    peak = steady_gauges["used_bytes"] + 100 * MIB
+    assert (row["Peak"], row["Headroom at peak"]) == (size(peak), size(steady_gauges["total_bytes"] - peak))
 
 
-def test_the_peak_of_the_account_is_that_of_the_chart_of_its_limit(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_and_limit_chart_have_the_same_peak(monkeypatch, tmp_path, run_dir, steady_gauges):
     by = 450 * MIB
     edit(run_dir, "device_memory", raise_at(277, allocated_bytes=by, reserved_bytes=by))
     lines = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[1].value.set_index("Memory")
-    allocated = [size(last["allocated_bytes"]), size(last["allocated_bytes"] + by)]
+    allocated = [size(steady_gauges["allocated_bytes"]), size(steady_gauges["allocated_bytes"] + by)]
     assert lines.loc["allocated", ["Last", "Peak of samples"]].tolist() == allocated
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
-    peak = last["reserved_bytes"] + by + last["other_used_bytes"]
-    share = percent(peak / last["total_bytes"])
-    assert f"Peak {size(peak)}, {share} of the capacity of {size(last['total_bytes'])}." in texts(at)
+    peak = steady_gauges["reserved_bytes"] + by + steady_gauges["other_used_bytes"]
+    share = percent(peak / steady_gauges["total_bytes"])
+    assert f"Peak {size(peak)}, {share} of the capacity of {size(steady_gauges['total_bytes'])}." in texts(at)
     rows = at.dataframe[0].value
     assert rows["Allocated"].tolist() == allocated[::-1]
     assert rows["Non-PyTorch"].tolist()[0] == "—"
 
 
-def test_the_account_of_a_gpu_adds_up_to_what_the_driver_says(monkeypatch, tmp_path, run_dir, last):
+def test_memory_account_of_a_gpu_adds_up_to_the_drivers_figure(monkeypatch, tmp_path, run_dir, steady_gauges):
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     assert trace_names(figures(at)[0]) == list(PARTS)
-    assert f"capacity {size(last['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
+    assert f"capacity {size(steady_gauges['total_bytes'])}" in figures(at)[0]["layout"]["annotations"][0]["text"]
     now = at.dataframe[0].value.iloc[-1]
-    cached = last["reserved_bytes"] - last["allocated_bytes"] - last["inactive_split_bytes"]
-    held = (last["allocated_bytes"], cached, last["inactive_split_bytes"], CONTEXT)
-    parts = (*held, last["other_used_bytes"], OF_DRIVER)
-    assert sum(parts) == last["used_bytes"]
+    cached = (
+        steady_gauges["reserved_bytes"] - steady_gauges["allocated_bytes"] - steady_gauges["inactive_split_bytes"]
+    )
+    held = (steady_gauges["allocated_bytes"], cached, steady_gauges["inactive_split_bytes"], CONTEXT)
+    parts = (*held, steady_gauges["other_used_bytes"], DRIVER_RESERVED)
+    assert sum(parts) == steady_gauges["used_bytes"]
     names = [name[:1].upper() + name[1:] for name in PARTS]
     assert now[names].tolist() == [size(part) for part in parts]
-    assert (now["GPU"], now["Total"]) == ("GPU 0", size(last["used_bytes"]))
+    assert (now["GPU"], now["Total"]) == ("GPU 0", size(steady_gauges["used_bytes"]))
     assert now["When"].startswith("last, ")
-    assert now["Of capacity"] == percent(last["used_bytes"] / last["total_bytes"])
+    assert now["Of capacity"] == percent(steady_gauges["used_bytes"] / steady_gauges["total_bytes"])
 
 
 @pytest.mark.parametrize(
-    ("unknown", "met"), [((), "met: 640 MiB, training ended"), (UNTOLD, "met: training ended")]
+    ("unknown", "met"), [((), "met: 640 MiB, training ended"), (MISSING_FIELDS, "met: training ended")]
 )
-def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
+def test_gpu_of_a_fatal_out_of_memory_error_has_met_its_limit(monkeypatch, tmp_path, unknown, met):
     run_dir = unpack("leak-to-the-end", tmp_path)
     if unknown:
         change_events(run_dir, "cuda-oom", **dict.fromkeys(unknown), message="CUDA")
@@ -259,14 +274,14 @@ def test_the_gpu_that_a_training_died_of_has_met_its_limit(monkeypatch, tmp_path
 
 
 def add_gpu(run_dir, host, rank=None, more=0):
-    """Let the GPU of another host have the same records, with `more` bytes in use besides."""
+    """Give the GPU of another host the same records, with `more` bytes in use."""
     change = raise_all(allocated_bytes=more, reserved_bytes=more, reserved_peak_bytes=more)
     add_process(run_dir, ["device_memory"], host=host, rank=rank, change=change)
     add_process(run_dir, ["device"], host=host, change=raise_all(used_bytes=more, process_used_bytes=more))
 
 
 @pytest.mark.parametrize("name", ["uneven-batches", "tensor-leak"])
-def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path, name):
+def test_gpu_names_omit_the_host_if_there_is_only_one(monkeypatch, tmp_path, name):
     unpack(name, tmp_path)
     at = open_view(monkeypatch, tmp_path, "oom_risk")
     assert "How near is GPU 0 to its limit?" in texts(at)
@@ -275,7 +290,7 @@ def test_gpus_of_one_host_are_named_without_it(monkeypatch, tmp_path, name):
     assert overview["GPU reserved peak"].proto.help.startswith("Device 0: ")
 
 
-def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
+def test_gpus_of_two_hosts_have_separate_charts_and_rows(monkeypatch, tmp_path, run_dir, steady_gauges):
     add_gpu(run_dir, "node-b", more=100 * MIB)
     names = ["GPU 0 of node-b", "GPU 0 of vm"]
     at = open_view(monkeypatch, tmp_path, "oom_risk")
@@ -285,12 +300,12 @@ def test_gpus_of_two_hosts_are_told_apart(monkeypatch, tmp_path, run_dir, last):
     assert all(trace_names(gpu) == ["reserved", "allocated", "used, all processes"] for gpu in gpus.values())
     table = at.dataframe[0].value.set_index("Limit")
     assert [limit for limit in table.index if limit.startswith("GPU")] == names
-    used = last["used_bytes"]
+    used = steady_gauges["used_bytes"]
     assert table.loc[names[0], ["Last", "Peak"]].tolist() == [size(used + 100 * MIB)] * 2
     assert table.loc[names[1], ["Last", "Peak"]].tolist() == [size(used)] * 2
     assert table.loc[names, "Limit met"].tolist() == ["not forecast"] * 2
     overview = {metric.label: metric for metric in open_view(monkeypatch, tmp_path, "overview").metric}
-    reserved = size(last["reserved_peak_bytes"] + 100 * MIB)
+    reserved = size(steady_gauges["reserved_peak_bytes"] + 100 * MIB)
     assert overview["GPU reserved peak"].proto.help.startswith(f"Device 0 of node-b: {reserved}")
 
 
@@ -305,9 +320,9 @@ def test_charts_of_a_gpu_mark_only_its_own_findings(monkeypatch, tmp_path):
         assert "on GPU" not in labels
 
 
-def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_dir):
+def test_chosen_rank_is_drawn_only_on_its_own_gpu(monkeypatch, tmp_path, run_dir):
     for rank, host in enumerate(("node-a", "node-b")):
-        tell(run_dir, "process-start", host=host, rank=rank)
+        add_event(run_dir, "process-start", host=host, rank=rank)
         add_gpu(run_dir, host, rank)
     remove(run_dir, "device_memory", host="vm")
     remove(run_dir, "device", host="vm")
@@ -317,10 +332,10 @@ def test_a_chosen_rank_is_shown_on_its_own_gpu_alone(monkeypatch, tmp_path, run_
     assert trace_names(shown["node-a"]) == ["used, all processes"]
 
 
-def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatch, tmp_path, run_dir):
+def test_fullest_gpus_and_that_of_the_chosen_rank_are_drawn(monkeypatch, tmp_path, run_dir):
     hosts = [f"node-{place}" for place in range(6)]
     for rank, (host, more) in enumerate(zip(hosts, (150, 10, 60, 0, 130, 100), strict=True)):
-        tell(run_dir, "process-start", host=host, rank=rank)
+        add_event(run_dir, "process-start", host=host, rank=rank)
         add_gpu(run_dir, host, rank, more * MIB)
     remove(run_dir, "device_memory", host="vm")
     remove(run_dir, "device", host="vm")
@@ -341,7 +356,7 @@ def test_of_many_gpus_the_fullest_are_drawn_and_that_of_a_chosen_rank(monkeypatc
         assert drawn(view, question, rank="3")[1] == ["node-0", "node-3", "node-4", "node-5"]
 
 
-def counted(column, steps):
+def raise_count(column, steps):
     """Change a count: it is one higher from each of these steps on."""
 
     def change(records):
@@ -350,9 +365,9 @@ def counted(column, steps):
     return change
 
 
-def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(monkeypatch, tmp_path, run_dir):
-    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, *range(200, 400))))
-    edit(run_dir, "device_memory", counted("oom_count", (300,)))
+def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, run_dir):
+    edit(run_dir, "device_memory", raise_count("alloc_retry_count", (10, *range(200, 400))))
+    edit(run_dir, "device_memory", raise_count("oom_count", (300,)))
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
     assert marks["cache flushed"]["text"][0] == "in step 10"
@@ -364,9 +379,9 @@ def test_each_flush_of_the_cache_and_each_oom_is_a_mark_and_many_are_counted(mon
     assert f"Cache flushed: 201 times. Out of memory at step 300 ({seconds:.0f} s)." in texts(at)
 
 
-def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
-    edit(run_dir, "device_memory", counted("alloc_retry_count", (10, 20, 350)))
-    edit(run_dir, "device_memory", counted("oom_count", (30,)))
+def test_window_excludes_flushes_and_errors_from_before_it(run_dir):
+    edit(run_dir, "device_memory", raise_count("alloc_retry_count", (10, 20, 350)))
+    edit(run_dir, "device_memory", raise_count("oom_count", (30,)))
     run = Run(run_dir)
     with read(run) as snapshot:
         reach = spans.extent(snapshot)
@@ -379,7 +394,7 @@ def test_of_a_short_window_what_was_counted_before_is_no_news(run_dir):
     assert errors.empty
 
 
-def test_what_a_process_held_is_gone_with_it(run_dir, last):
+def test_memory_of_a_process_is_dropped_when_it_exits(run_dir, steady_gauges):
     """Another process takes 150 steps, lives 2 s longer, and ends."""
     add_process(run_dir, ["device_memory"], pid=1, change=lambda records: records[:150])
     pid = recorded("uneven-batches").manifest["command"]["pid"]
@@ -400,5 +415,5 @@ def test_what_a_process_held_is_gone_with_it(run_dir, last):
     after = held[held.index > ended_ns]
     assert len(before) > 5
     assert len(after) > 5
-    assert (before == 2 * last["reserved_bytes"]).all()
-    assert (after == last["reserved_bytes"]).all()
+    assert (before == 2 * steady_gauges["reserved_bytes"]).all()
+    assert (after == steady_gauges["reserved_bytes"]).all()

@@ -28,7 +28,7 @@ def html(tmp_path_factory):
     return (home / "report.html").read_text()
 
 
-def test_the_file_needs_no_other(html):
+def test_report_file_is_self_contained(html):
     head, body = html.split("<body>")
     beside_plotly = re.sub(r"<script>.*</script>", "", head, flags=re.DOTALL) + body
     assert len(html) - len(beside_plotly) > 4e6  # plotly's script is in it, once
@@ -37,7 +37,7 @@ def test_the_file_needs_no_other(html):
     assert "default-src 'none'" in html
 
 
-def test_it_has_the_figures_and_words_of_every_view(html):
+def test_report_has_the_figures_and_text_of_every_view(html):
     for title in (
         "Which processes hold the host memory?",
         "How near is GPU 0 to its limit?",
@@ -53,7 +53,7 @@ def test_it_has_the_figures_and_words_of_every_view(html):
     assert "cannot be shown" not in html
 
 
-def test_what_other_settings_would_give_is_there_as_the_sliders_begin(tmp_path):
+def test_report_shows_the_forecast_at_the_sliders_start(tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
     html = (tmp_path / "report.html").read_text()
@@ -64,19 +64,19 @@ def test_what_other_settings_would_give_is_there_as_the_sliders_begin(tmp_path):
     assert '<dt class="quiet">Throughput</dt>' in html
 
 
-def test_what_is_marked_leads_to_the_section_that_has_its_evidence(html):
+def test_marks_link_to_the_section_with_their_evidence(html):
     for page in ("gpu-memory", "post-mortem"):
         assert f'href=\\"#{page}\\"' in html or f"href=\\u0022#{page}" in html
         assert f'<h2 id="{page}">' in html
 
 
-def test_hostile_names_are_text(html):
+def test_hostile_names_are_escaped(html):
     assert "&lt;script&gt;alert(1)" in html
     assert "<script>alert(1)" not in html
     assert "<img" not in html.split("<body>")[1]
 
 
-def test_without_the_dashboard_one_line_says_what_to_install(monkeypatch, tmp_path):
+def test_error_names_the_extra_to_install_without_streamlit(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.NO_DATA)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "streamlit" else found(name))

@@ -1,4 +1,4 @@
-"""Every view of a home, of runs and of a store in every state that they can be in."""
+"""Every view in every state of a home, of its runs and of the store."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ import make_run as runs
 import pandas as pd
 import pytest
 import streamlit as st
-from opened import drawn, figures, open_view, run_of, texts, walk
+from dashboard_pages import checked_figures, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
 from app.frame import is_expected
@@ -46,12 +46,12 @@ class State:
     shows: bool | None = True
 
 
-def recorded(script):
+def write_run(script):
     return lambda home: runs.make_run(home, script)
 
 
-def spoiled(*steps):
-    """A healthy run to which something happens."""
+def damage_run(*steps):
+    """Return a function that writes a healthy run and damages it by these steps."""
 
     def make(home):
         run = Run(runs.make_run(home, runs.HEALTHY))
@@ -103,29 +103,29 @@ STATES = {
     "home cannot be read": State(
         make=put_a_file_for_a_folder, says="or set TIDEGAUGE_HOME", gives=DOCTOR, shows=False
     ),
-    "no steps yet": State(make=recorded(runs.STARTING), says="No records yet", gives=DOCTOR, shows=False),
-    "left nothing": State(make=recorded(runs.NO_DATA), says="left no records", gives=DOCTOR, shows=False),
-    "live": State(make=recorded(runs.LIVE), says="newest record", gives="tidegauge report 2"),
-    "stale": State(make=recorded(runs.STALE), says="stale", gives="tidegauge collect 2"),
-    "finished, on the CPU": State(make=recorded(runs.HEALTHY), says="finished", gives="--format html"),
-    "died": State(make=recorded(runs.KILLED), says="killed", gives="tidegauge report 2"),
-    "damaged journal": State(make=spoiled(break_a_journal), says="it begins with", gives=DOCTOR),
-    "damaged manifest": State(make=spoiled(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
-    "damaged lake": State(make=spoiled(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
+    "no steps yet": State(make=write_run(runs.STARTING), says="No records yet", gives=DOCTOR, shows=False),
+    "left nothing": State(make=write_run(runs.NO_DATA), says="left no records", gives=DOCTOR, shows=False),
+    "live": State(make=write_run(runs.LIVE), says="newest record", gives="tidegauge report 2"),
+    "stale": State(make=write_run(runs.STALE), says="stale", gives="tidegauge collect 2"),
+    "finished, on the CPU": State(make=write_run(runs.HEALTHY), says="finished", gives="--format html"),
+    "died": State(make=write_run(runs.KILLED), says="killed", gives="tidegauge report 2"),
+    "damaged journal": State(make=damage_run(break_a_journal), says="it begins with", gives=DOCTOR),
+    "damaged manifest": State(make=damage_run(break_the_manifest), says="is damaged", gives=DOCTOR, shows=False),
+    "damaged lake": State(make=damage_run(take_in, cut_a_file), says="is damaged", gives=DOCTOR, shows=None),
     "newer lake": State(
-        make=spoiled(take_in, make_the_catalog_newer), says="only the journals", gives=DOCTOR, shows=False
+        make=damage_run(take_in, make_the_catalog_newer), says="only the journals", gives=DOCTOR, shows=False
     ),
     "newer schema": State(
-        make=spoiled(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
+        make=damage_run(make_the_manifest_newer), says="upgrade Tidegauge", gives=DOCTOR, shows=False
     ),
     "store out of reach": State(
-        make=spoiled(put_into_the_store), says="the shared store cannot be opened", gives=DOCTOR
+        make=damage_run(put_into_the_store), says="the shared store cannot be opened", gives=DOCTOR
     ),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_path, name):
+def test_every_view_shows_the_state_and_the_next_command(monkeypatch, tmp_path, name):
     if name == "store out of reach":
         monkeypatch.setenv(layout.STORE_VARIABLE, NOWHERE)
         monkeypatch.setenv(layout.DATA_VARIABLE, str(tmp_path))
@@ -140,7 +140,7 @@ def test_every_view_says_how_things_are_and_what_to_type_next(monkeypatch, tmp_p
         assert any(state.gives in code.value for code in at.code), (view, [code.value for code in at.code])
         assert "Traceback" not in said
         if state.shows:
-            drawn(at, view)
+            checked_figures(at, view)
             assert all(chart.proto.alt for chart in at.get("plotly_chart"))
             assert at.header[0].value.endswith("?")
             assert "data as of" in said
@@ -157,19 +157,19 @@ def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
     assert figures(at)
 
 
-def test_a_spreadsheet_computes_nothing_of_a_table():
+def test_csv_cells_are_no_spreadsheet_formulas():
     texts = ["=1+1", "+347 MiB/min", "-3%", "@SUM(A1)", "\t=2", 'say "a, b"']
     (header, *rows) = csv.reader(io.StringIO(sheet(pd.DataFrame({"=cmd|' /C calc'!A0": texts}))))
     assert [row[0].lstrip("'") for row in rows] == texts
     assert all(cell.startswith("'") for cell in (*header, *(row[0] for row in rows[:-1])))
 
 
-def test_a_panel_that_fails_leaves_the_others(monkeypatch, made):
+def test_failing_panel_leaves_the_others(monkeypatch, homes):
     def fail(*_):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("collector.store.queries.throughput", fail)
-    at = open_view(monkeypatch, made["killed"], "overview")
+    at = open_view(monkeypatch, homes["killed"], "overview")
     assert [error.value for error in at.error] == ["Key figures cannot be shown: a defect"]
     assert len(figures(at)) == 2
 
@@ -189,7 +189,7 @@ def test_figures_do_not_wait_for_the_verdict(monkeypatch, tmp_path):
     assert "**slow-worker**" in texts(at)
 
 
-def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
+def test_answer_is_drawn_before_the_figures(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     order, build, draw_status = [], refresh.build, drawing.Drawing._draw_status
     monkeypatch.setattr(drawing.Drawing, "_draw_status", lambda *of: order.append("line") or draw_status(*of))
@@ -198,7 +198,7 @@ def test_the_answer_does_not_wait_for_the_figures(monkeypatch, tmp_path):
     assert order[:2] == ["line", "panel"]
 
 
-def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_path):
+def test_drawing_pauses_before_the_first_charts(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     order, draw = [], drawing.draw
     pause = SimpleNamespace(**{**vars(time), "sleep": lambda _: order.append("pause")})
@@ -211,7 +211,7 @@ def test_a_browser_has_time_to_paint_before_its_first_charts(monkeypatch, tmp_pa
     assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note"]
 
 
-def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_path):
+def test_page_refreshes_while_a_requested_verdict_is_pending(monkeypatch, tmp_path):
     manifest = runs.make_run(tmp_path, runs.SLOW_WORKER) / "run.json"
     open_view(monkeypatch, tmp_path, "overview")  # there is one, until the run changes
     seen, timers = threading.Event(), []
@@ -227,7 +227,7 @@ def test_a_verdict_asked_for_while_a_run_is_read_is_waited_for(monkeypatch, tmp_
     assert timers[-1] == {"run_every": refresh.REFRESH_SECONDS}
 
 
-def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
+def test_verdict_is_renewed_in_proportion_to_its_cost(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
     monkeypatch.setattr("app.runtime.verdicts.VERDICT_SECONDS", 0)
 
@@ -243,7 +243,7 @@ def test_a_verdict_rests_as_long_as_it_cost(monkeypatch, tmp_path):
     assert newest() is not second
 
 
-def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
+def test_abandoned_run_is_judged_once(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.LIVE))
     gone = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": 1}
     layout.write_manifest(run.path, {**run.manifest, "command": gone, "collector": gone})
@@ -254,14 +254,14 @@ def test_a_run_that_nobody_ended_is_judged_once(monkeypatch, tmp_path):
     assert found[0] is found[1]
 
 
-def test_an_old_verdict_says_so(monkeypatch, tmp_path):
+def test_old_verdict_shows_its_age(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
     monkeypatch.setattr("app.runtime.drawing.OLD_SECONDS", 0)
     assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
 
 
-def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
+def test_paused_page_does_not_change(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
     at = open_view(monkeypatch, tmp_path, "overview")
     before = [chart.proto.spec for chart in at.get("plotly_chart")]
@@ -274,7 +274,7 @@ def test_what_is_paused_stays_as_it_was(monkeypatch, tmp_path):
     assert not figures(at)
 
 
-def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
+def test_sessions_on_the_same_page_share_its_content(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.LIVE)
     monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", 1e6)
     first = figures(open_view(monkeypatch, tmp_path, "overview"))
@@ -283,7 +283,7 @@ def test_who_looks_at_the_same_shares_what_was_read(monkeypatch, tmp_path):
     assert not figures(open_view(monkeypatch, tmp_path, "overview", window="last 5 min"))
 
 
-def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_path):
+def test_time_waiting_for_cores_is_not_part_of_the_page_cost(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     build, waited = refresh.build, []
     monkeypatch.setattr(refresh, "build", lambda one, moment: waited.append(time.sleep(0.5)) or build(one, moment))
@@ -291,23 +291,23 @@ def test_a_page_that_waited_for_the_cores_is_no_older_for_it(monkeypatch, tmp_pa
     assert content.cost_ns < 0.5e9 * len(waited)
 
 
-def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkeypatch, tmp_path):
+def test_live_panels_refresh_in_turns_and_all_after_a_break(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     monkeypatch.setattr("app.runtime.drawing.REST_PER_COST", -1)
     built, build = [], refresh.build
     monkeypatch.setattr(refresh, "build", lambda one, moment: built.append(one.name) or build(one, moment))
 
-    def look():
+    def draw():
         built.clear()
         at = open_view(monkeypatch, tmp_path, "overview")
         return list(built), len(figures(at))
 
-    first, second, third = look(), look(), look()
+    first, second, third = draw(), draw(), draw()
     assert sorted(second[0] + third[0]) == sorted(first[0])
     assert "Step time" in third[0]
     assert first[1] == second[1] == third[1] == 2
     monkeypatch.setattr(drawing, "REUSE_LIMIT_NS", 0)
-    assert look() == first
+    assert draw() == first
 
 
 @pytest.mark.parametrize(
@@ -321,12 +321,12 @@ def test_a_live_page_is_renewed_by_turns_and_all_of_it_for_who_comes_back(monkey
         ({}, False),
     ],
 )
-def test_the_list_of_visitors_says_who_is_expected(claims, expected):
+def test_visitor_list_admits_addresses_and_domains(claims, expected):
     assert is_expected(claims, ["ada@example.org", "@team.example.org"]) is expected
     assert is_expected(claims, None)
 
 
-def test_a_damaged_snapshot_is_named_and_the_account_is_shown(monkeypatch, tmp_path):
+def test_damaged_snapshot_is_reported_and_the_account_is_shown(monkeypatch, tmp_path):
     run_dir = unpack("leak-to-the-end", tmp_path)
     next((run_dir / "snapshots").iterdir()).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     at = open_view(monkeypatch, tmp_path, "gpu_memory")

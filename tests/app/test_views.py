@@ -4,8 +4,18 @@ import socket
 
 import make_run as runs
 import pytest
+from dashboard_pages import (
+    EMPTY_ON_GPU,
+    checked_figures,
+    figures,
+    longest_trace,
+    open_view,
+    run_of,
+    texts,
+    trace_names,
+    walk,
+)
 from make_records import NO_SUCH_PID
-from opened import EMPTY_ON_GPU, drawn, figures, open_view, points, run_of, texts, trace_names, walk
 
 from app.figures.base import MAX_POINTS
 from app.format import plain
@@ -18,17 +28,17 @@ from tests.recorded_runs import recorded, unpack
 from training_harness.journal import Identity
 
 
-def test_every_view_draws_a_run_with_a_gpu_within_the_budget_of_points(monkeypatch, made):
-    run_id = run_of(made["cuda"]).name
-    for view, at in walk(monkeypatch, made["cuda"]):
+def test_every_view_draws_a_gpu_run_within_the_point_budget(monkeypatch, homes):
+    run_id = run_of(homes["cuda"]).name
+    for view, at in walk(monkeypatch, homes["cuda"]):
         assert not at.error, [error.value for error in at.error]
-        for figure in drawn(at, view, cuda=True):
+        for figure in checked_figures(at, view, cuda=True):
             assert figure["layout"]["uirevision"] == run_id
-            assert points(figure) <= MAX_POINTS
+            assert longest_trace(figure) <= MAX_POINTS
 
 
-def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch, made):
-    at = open_view(monkeypatch, made["healthy"], "overview")
+def test_healthy_cpu_run_has_no_gpu_figures(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["healthy"], "overview")
     assert at.subheader[0].value == "Nothing needs attention"
     assert "CPU-only run" in texts(at)
     shown = {metric.label: metric.value for metric in at.metric}
@@ -39,20 +49,20 @@ def test_a_healthy_cpu_run_has_no_gpu_card_and_no_zero_in_its_place(monkeypatch,
     assert len(shown) <= 6
 
 
-def test_the_overview_and_the_report_give_the_same_figures(monkeypatch, made):
-    summary = diagnose(load_tables(Run(run_of(made["healthy"])))).summary
-    at = open_view(monkeypatch, made["healthy"], "overview", window="last 500 steps")
+def test_overview_and_report_give_the_same_figures(monkeypatch, homes):
+    summary = diagnose(load_tables(Run(run_of(homes["healthy"])))).summary
+    at = open_view(monkeypatch, homes["healthy"], "overview", window="last 500 steps")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Data wait"] == percent(summary["data_wait_ratio"])
     assert shown["Peak host memory (PSS)"].startswith(size(summary["peak"]["run_pss_bytes"]))
 
 
-def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
+def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, homes):
     rows = recorded("leak-to-the-end").streams["device_memory"]
-    overview = open_view(monkeypatch, made["cuda"], "overview")
+    overview = open_view(monkeypatch, homes["cuda"], "overview")
     shown = {m.label: m.value for m in overview.metric}["GPU reserved peak"]
     assert shown == percent(rows["reserved_bytes"].max() / (640 << 20))
-    at = open_view(monkeypatch, made["cuda"], "oom_risk")
+    at = open_view(monkeypatch, homes["cuda"], "oom_risk")
     gpu = figures(at)[0]
     assert trace_names(gpu) == ["reserved", "allocated", "used, all processes", "out of memory"]
     assert gpu["layout"]["yaxis"]["title"]["text"] == "used (MiB)"
@@ -62,8 +72,8 @@ def test_gpu_memory_is_shown_against_its_capacity(monkeypatch, made):
     assert table["Capacity"].tolist()[0] == "640 MiB"
 
 
-def test_every_limit_of_the_host_is_shown_with_its_capacity(monkeypatch, made):
-    table = open_view(monkeypatch, made["healthy"], "oom_risk").dataframe[0].value
+def test_every_host_limit_is_shown_with_its_capacity(monkeypatch, homes):
+    table = open_view(monkeypatch, homes["healthy"], "oom_risk").dataframe[0].value
     assert table["Limit"].tolist() == [
         "cgroup memory",
         "host memory",
@@ -73,33 +83,33 @@ def test_every_limit_of_the_host_is_shown_with_its_capacity(monkeypatch, made):
     assert table["Capacity"].tolist() == ["8 GiB", "16 GiB", "2 GiB", "100"]
 
 
-def test_a_killed_run_leads_with_its_findings_and_links_to_the_evidence(monkeypatch, made):
-    at = open_view(monkeypatch, made["killed"], "overview")
+def test_killed_run_begins_with_findings_and_links_to_evidence(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["killed"], "overview")
     assert at.subheader[0].value.endswith("need attention")
     said = texts(at)
     assert "**killed**" in said
     assert "**copy-on-read-growth**" in said
-    gravest = diagnose(load_tables(Run(run_of(made["killed"])))).findings[0]
+    gravest = diagnose(load_tables(Run(run_of(homes["killed"])))).findings[0]
     assert said.count(plain(gravest.summary)) == 1
     assert "Measured:" in said
     assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
 
 
-def test_the_leak_is_marked_where_it_begins(monkeypatch, made):
-    at = open_view(monkeypatch, made["killed"], "leak_timeline")
+def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["killed"], "leak_timeline")
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
     assert "copy-on-read-growth since step 0" in [mark["text"] for mark in lines["layout"]["annotations"]]
-    overview = open_view(monkeypatch, made["killed"], "overview", window="last 500 steps")
-    run_id = run_of(made["killed"]).name
+    overview = open_view(monkeypatch, homes["killed"], "overview", window="last 500 steps")
+    run_id = run_of(homes["killed"]).name
     (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
     assert f'href="post-mortem?run={run_id}&amp;window=last+500+steps"' in killed
     assert "killed at step 1,199" in killed
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
 
 
-def test_a_restart_of_the_job_is_marked_on_what_runs_over_time(monkeypatch, tmp_path):
+def test_job_restart_is_marked_on_charts_over_time(monkeypatch, tmp_path):
     run_dir = runs.make_run(tmp_path, runs.HEALTHY)
     runs.begin_attempts(run_dir, Identity(socket.gethostname(), NO_SUCH_PID, 1000), {0: 2.0, 1: 21.0})
     for view in ("overview", "oom_risk", "leak_timeline", "worker_stalls"):
@@ -109,14 +119,14 @@ def test_a_restart_of_the_job_is_marked_on_what_runs_over_time(monkeypatch, tmp_
             assert all("post-mortem?run=" in mark["text"] for mark in marked)
 
 
-def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, made):
-    at = open_view(monkeypatch, made["no-smaps"], "leak_timeline")
+def test_rss_is_labelled_where_smaps_cannot_be_read(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["no-smaps"], "leak_timeline")
     assert [figure["layout"]["yaxis"]["title"]["text"] for figure in figures(at)] == ["RSS (GiB)", "RSS (GiB)"]
     assert set(at.dataframe[0].value["Private dirty"]) == {"—"}
 
 
-def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+def test_the_slow_worker_is_named_above_its_figures(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     assert at.header[0].value == "What does training wait for, and which worker causes it?"
     assert "**Worker 1 of loader 0 holds up the training" in texts(at)
     lanes, fold = figures(at)[:2]
@@ -125,14 +135,14 @@ def test_the_slow_worker_is_named_above_its_figures(monkeypatch, made):
     assert at.dataframe[0].value["Worker"].tolist() == [f"worker {n}" for n in range(4)]
 
 
-def test_what_is_waited_is_never_called_unexplained_above_its_explanation(monkeypatch, made):
+def test_headline_names_a_minor_finding_that_explains_the_wait(monkeypatch, homes):
     monkeypatch.setattr("app.blocks.needs_attention", lambda findings: [])  # as if it were no more than an advice
     said = "of its time over the last 400 batches: see slow-worker"
-    assert said in texts(open_view(monkeypatch, made["slow-worker"], "worker_stalls"))
+    assert said in texts(open_view(monkeypatch, homes["slow-worker"], "worker_stalls"))
 
 
-def test_the_sliders_say_what_other_settings_would_give(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+def test_sliders_change_the_forecast(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     workers, prefetch = at.slider
     before = {m.label: m.value for m in at.metric}
     workers.set_value(1)
@@ -148,32 +158,32 @@ def test_the_sliders_say_what_other_settings_would_give(monkeypatch, made):
     assert "prefetch_factor = 1" in texts(at)
 
 
-def test_the_stage_table_says_what_is_waited_for_and_what_would_be_enough(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "pipeline_stages")
+def test_stage_table_has_the_wait_and_the_target_per_batch(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "pipeline_stages")
     assert "The training waits 23% of its time" in texts(at)
     table = at.dataframe[0].value.set_index("Stage")
     assert table.loc["decode", "Per batch"] == "124 ms"
     assert table.loc["decode", "Target per batch"] != "—"
     assert table.loc["collate", "Calls"] == "400"
-    healthy = open_view(monkeypatch, made["healthy"], "pipeline_stages")
+    healthy = open_view(monkeypatch, homes["healthy"], "pipeline_stages")
     assert "None: the training waits 0.5%" in texts(healthy)
 
 
-def test_workers_are_called_inline_only_once_their_loader_is_known(monkeypatch, made, tmp_path):
+def test_workers_are_inline_only_if_their_loader_is_known(monkeypatch, homes, tmp_path):
     def reporting(home):
         at = open_view(monkeypatch, home, "agent_health")
         return next(metric.value for metric in at.metric if metric.label == "Workers reporting")
 
-    assert reporting(made["inline"]) == "inline"
+    assert reporting(homes["inline"]) == "inline"
     run_dir = runs.make_run(tmp_path, runs.INLINE)
     for log in (run_dir / "events").iterdir():
-        told = [line for line in log.read_text().splitlines(keepends=True) if '"kind": "loader"' not in line]
-        log.write_text("".join(told))
+        lines_left = [line for line in log.read_text().splitlines(keepends=True) if '"kind": "loader"' not in line]
+        log.write_text("".join(lines_left))
     assert reporting(tmp_path) == "—"
 
 
-def test_loading_without_workers_is_called_inline(monkeypatch, made):
-    at = open_view(monkeypatch, made["inline"], "worker_stalls")
+def test_loading_without_workers_is_called_inline(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["inline"], "worker_stalls")
     assert "num_workers = 0" in texts(at)
     assert at.dataframe[0].value["Worker"].tolist() == ["inline"]
 
@@ -188,11 +198,11 @@ def test_loading_without_workers_is_called_inline(monkeypatch, made):
         ("```![x](u)` <b>&lt;", "\\`\\`\\`!\\[x\\](u)\\` \\<b>\\&lt;"),
     ],
 )
-def test_markdown_makes_nothing_of_a_text(text, shown):
+def test_markdown_in_a_text_is_escaped(text, shown):
     assert plain(text) == shown
 
 
-def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
+def test_address_selects_the_run_and_the_window(monkeypatch, tmp_path):
     first = runs.make_run(tmp_path, runs.KILLED)
     runs.make_run(tmp_path, runs.INLINE)
     newest = open_view(monkeypatch, tmp_path, "overview")
@@ -204,11 +214,11 @@ def test_the_address_chooses_the_run_and_the_window(monkeypatch, tmp_path):
     assert "over 500 steps" in step_time.proto.help
 
 
-def test_what_takes_the_memory_of_a_gpu_is_shown_with_its_segments_and_lines(monkeypatch, made):
+def test_gpu_memory_page_shows_account_segments_and_allocation_sites(monkeypatch, homes):
     run = recorded("leak-to-the-end")
     rows = run.streams["device_memory"]
     peak, total = rows["allocated_bytes"].max(), 640 << 20
-    at = open_view(monkeypatch, made["cuda"], "gpu_memory")
+    at = open_view(monkeypatch, homes["cuda"], "gpu_memory")
     stack, segments = figures(at)
     parts = ["allocated", "fragmentation", "non-PyTorch", "unattributed"]  # nothing is cached
     assert trace_names(stack) == [*parts, "cache flushed", "out of memory"]
@@ -230,15 +240,15 @@ def test_what_takes_the_memory_of_a_gpu_is_shown_with_its_segments_and_lines(mon
     assert sites["In use"].iloc[0] == size(298 << 20)  # 1 MiB of each of its steps
 
 
-def test_each_view_has_its_figures_as_a_table_to_read_and_to_take_along(monkeypatch, made):
-    for view, at in walk(monkeypatch, made["cuda"]):
+def test_each_view_has_tables_that_can_be_downloaded(monkeypatch, homes):
+    for view, at in walk(monkeypatch, homes["cuda"]):
         taken = [button.proto.label for button in at.get("download_button")]
         assert len(taken) == len(at.dataframe), view
         assert at.dataframe or view in EMPTY_ON_GPU, view
 
 
-def test_host_memory_and_step_time_are_told_in_numbers_too(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "overview")
+def test_host_memory_and_step_time_have_tables(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "overview")
     memory, steps = (table.value for table in at.dataframe)
     assert memory["Processes"].tolist() == ["main", "workers", "together"]
     shown = {metric.label: metric.value for metric in at.metric}
@@ -247,26 +257,26 @@ def test_host_memory_and_step_time_are_told_in_numbers_too(monkeypatch, made):
     assert steps["Data wait"].tolist() == [shown["Data wait"]]
 
 
-def test_every_chart_over_time_can_be_drawn_over_steps(monkeypatch, made):
-    at = open_view(monkeypatch, made["healthy"], "overview", x="step")
+def test_charts_over_time_can_be_drawn_over_steps(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["healthy"], "overview", x="step")
     host, step = figures(at)
     assert host["layout"]["xaxis"]["title"]["text"] == step["layout"]["xaxis"]["title"]["text"] == "step"
-    at = open_view(monkeypatch, made["healthy"], "overview")
+    at = open_view(monkeypatch, homes["healthy"], "overview")
     assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures(at)} == {"elapsed (s)"}
 
 
-def test_the_post_mortem_names_the_process_and_shows_its_last_minute(monkeypatch, made):
-    at = open_view(monkeypatch, made["killed"], "post_mortem")
+def test_post_mortem_names_the_processes_of_the_last_minute(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["killed"], "post_mortem")
     assert "**killed**" in texts(at)
     assert {m.label: m.value for m in at.metric}["Ended with"] == "signal 9 (SIGKILL)"
     lines = figures(at)[0]
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
     assert set(at.dataframe[0].value["Exit seen"]) == {"no"}
-    at = open_view(monkeypatch, made["healthy"], "post_mortem")
+    at = open_view(monkeypatch, homes["healthy"], "post_mortem")
     assert "No. The run finished normally (exit status 0)." in texts(at)
 
 
-def test_runs_are_compared_figure_by_figure_and_setting_by_setting(monkeypatch, tmp_path):
+def test_compare_page_shows_figures_and_settings_of_each_run(monkeypatch, tmp_path):
     unpack("leak-to-the-end", tmp_path)
     for script in (runs.HEALTHY, runs.SLOW_WORKER, runs.HEALTHY):
         runs.make_run(tmp_path, script)
@@ -291,8 +301,8 @@ def sorted_runs(home):
     return [run.path for run in list_runs(home)]
 
 
-def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
-    at = open_view(monkeypatch, made["healthy"], "agent_health")
+def test_agent_health_shows_reporting_workers_and_cost(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["healthy"], "agent_health")
     assert "No records lost" in texts(at)
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Workers reporting"] == "2 of 2"
@@ -302,13 +312,13 @@ def test_agent_health_tells_who_reports_and_what_it_costs(monkeypatch, made):
     assert at.dataframe[0].value["Records in the lake"].tolist() == ["3,950"]
 
 
-def test_each_figure_explains_its_terms(monkeypatch, made):
-    at = open_view(monkeypatch, made["cuda"], "gpu_memory")
+def test_each_figure_explains_its_terms(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["cuda"], "gpu_memory")
     helps = [markdown.proto.help for markdown in at.markdown]
     assert any("[**fragmentation**](terms#fragmentation): free pieces" in text for text in helps)
 
 
-def test_the_page_of_terms_explains_each_of_them_without_a_run(monkeypatch, tmp_path):
+def test_terms_page_works_without_a_run(monkeypatch, tmp_path):
     at = open_view(monkeypatch, tmp_path, "terms")
     assert [(term.value, term.anchor) for term in at.subheader][:2] == [
         ("allocated", "allocated"),

@@ -1,4 +1,4 @@
-"""The dashboard and the browser come from the script that takes the pictures for the documentation."""
+"""Import path of the script that takes the pictures for the docs: it starts the dashboard and the browser."""
 
 import sys
 from pathlib import Path

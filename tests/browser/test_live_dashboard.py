@@ -1,4 +1,4 @@
-"""`streamlit run app`, as a user starts it, in a real Chromium: while a real job runs, and over runs that ended."""
+"""`streamlit run app`, as a user starts it, in a real Chromium: during a real job, and with runs that ended."""
 
 import os
 import re
@@ -26,20 +26,20 @@ from tests.conftest import wait_for
 ROOT = Path(__file__).parents[2]
 ARTIFACTS = ROOT / "test-artifacts"
 START_SECONDS = 60
-#: From a step's end to its point in the dashboard.
+#: Longest time from the end of a step to its point in the dashboard.
 FRESH_SECONDS = 2.0
-#: The page that reads most rests in proportion, and tests on the other core make it slower still.
+#: Page -> its longest time: the page that reads most is renewed less often, and other tests slow it down.
 HEAVY = {WORKER_STALLS: 6.0}
 #: Views without charts for a job that has no GPU, has not died, and is compared with no other.
 WITHOUT_CHARTS = (GPU_MEMORY, POST_MORTEM, COMPARE)
 WINDOW = "last 5 min"
 LIVE = "browser"
-#: Recorded beside the live job, the death last, so that it is the newest.
+#: Runs that have ended, the killed one last, so that it is the newest.
 ENDED = (make_run.HOSTILE, make_run.HEALTHY, make_run.SLOW_WORKER, make_run.KILLED)
-#: Streamlit looks for its server beside the page before it looks at the root.
+#: Paths that Streamlit requests below the page before it requests them at the root.
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 
-#: Pages have a time to be fresh in, which other tests on the same cores would take.
+#: Other tests on the same cores would delay pages beyond their time to be fresh.
 pytestmark = pytest.mark.alone
 
 
@@ -101,7 +101,7 @@ def await_fresh(page, seconds=FRESH_SECONDS):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A page of a dashboard that follows a live job beside ended runs, and everything in it that should not be."""
+    """A page of a dashboard with a live job and ended runs, the run of the job, and the errors of the page."""
     home = tmp_path_factory.mktemp("home")
     for script in ENDED:
         make_run.make_run(home, script)
@@ -116,18 +116,18 @@ def live(tmp_path_factory):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("response", lambda answer: _note_failure(answer, complaints))
         page.on("console", lambda message: _note_console(message, complaints))
-        page.on("request", lambda request: _note_stranger(request.url, base, complaints))
+        page.on("request", lambda request: _note_foreign_request(request.url, base, complaints))
         page.goto(screenshots.address(base, "overview", run=run.run_id, window=WINDOW))
         screenshots.await_view(page)
         yield page, run, complaints
 
 
 @pytest.mark.parametrize("view", PAGES, ids=lambda view: view.path)
-def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
+def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
     page, run, complaints = live
     try:
-        _look(page, view)
-    finally:  # a picture tells most when the test fails
+        _check_view(page, view)
+    finally:  # the picture is most useful when the test fails
         page.screenshot(path=ARTIFACTS / f"{view.path}.png", full_page=True)
     assert page.locator("[data-testid=stException]").count() == 0
     assert page.locator("[data-testid=stAlertContentError]").all_inner_texts() == []
@@ -137,7 +137,7 @@ def test_a_view_is_live_and_clean_while_a_job_runs(live, view):
     assert "window=last+5+min" in page.url
 
 
-def _look(page, view):
+def _check_view(page, view):
     page.get_by_role("link", name=view.title).first.click()
     page.wait_for_url(f"**/{screenshots.VIEWS[view.path]}?*")
     screenshots.await_view(page)
@@ -151,7 +151,7 @@ def _look(page, view):
     await_fresh(page, HEAVY.get(view, FRESH_SECONDS))
 
 
-def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
+def test_dragging_in_a_chart_pauses_the_page_and_keeps_the_zoom(live):
     page, _, complaints = live
     page.get_by_role("link", name="Overview").first.click()
     page.locator(".stMarkdownBadge", has_text=re.compile("live|stale")).first.wait_for(timeout=15_000)
@@ -180,7 +180,7 @@ def test_who_holds_a_chart_pauses_it_and_keeps_the_zoom(live):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
+def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
     page, run, complaints = live
     base = _base(page)
     ended = [other.run_id for other in list_runs(run.path.parents[1]) if other.path != run.path]
@@ -189,7 +189,7 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
     others = [run_id for run_id in ended if run_id != died and "-hostile-" not in run_id]
     page.goto(screenshots.address(base, "compare", run=died, compare=others))
     page.locator(".legendtext", has_text=others[-1]).first.wait_for(timeout=30_000)
-    _photograph(page, f"ended-three-{theme}")
+    _take_screenshots(page, f"ended-three-{theme}")
     titles = {page_of.path: page_of.title for page_of in PAGES}
     for view in reversed(screenshots.VIEWS):  # ends on the overview
         if f"/{screenshots.VIEWS[view]}?" not in page.url:
@@ -197,7 +197,7 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
         page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
         screenshots.await_view(page)
         assert f"run={died}" in page.url
-        _photograph(page, f"ended-{view}-{theme}")
+        _take_screenshots(page, f"ended-{view}-{theme}")
         assert page.evaluate(_CUT_LABELS) == []
         assert page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count() == 0
     page.go_back()
@@ -206,10 +206,10 @@ def test_ended_runs_are_seen_in_both_themes_and_sizes(live, theme):
     assert complaints == []
 
 
-def test_who_clicks_gets_what_is_asked_for(live):
+def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page, run, complaints = live
     base = _base(page)
-    slow, well = (_ended(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
+    slow, well = (_ended_run(run, script).run_id for script in (make_run.SLOW_WORKER, make_run.HEALTHY))
     page.goto(screenshots.address(base, "worker-stalls", run=slow))
     screenshots.await_view(page)
     memory = page.locator("[data-testid=stMetric]", has_text="Host memory")
@@ -243,9 +243,9 @@ def test_who_clicks_gets_what_is_asked_for(live):
 
 
 @pytest.mark.parametrize("view", ["worker-stalls", "pipeline-stages"])
-def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
+def test_hostile_names_make_no_links_and_no_requests(live, view):
     page, run, complaints = live
-    hostile = _ended(run, make_run.HOSTILE).run_id
+    hostile = _ended_run(run, make_run.HOSTILE).run_id
     page.goto(screenshots.address(_base(page), view, run=hostile))
     screenshots.await_view(page)
     assert page.get_by_text("e.st").count() > 0
@@ -253,7 +253,7 @@ def test_what_others_named_leads_nowhere_and_asks_nobody(live, view):
     assert complaints == []
 
 
-def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
+def test_keyboard_focus_on_a_chart_pauses_the_page(live):
     page, run, complaints = live
     page.goto(screenshots.address(_base(page), "overview", run=run.run_id))
     screenshots.await_view(page)
@@ -268,15 +268,15 @@ def test_who_comes_to_a_chart_by_the_keyboard_pauses_it(live):
     assert complaints == []
 
 
-def test_the_html_report_opens_without_a_network(live, tmp_path):
+def test_html_report_opens_without_a_network(live, tmp_path):
     page, run, _ = live
-    slow = _ended(run, make_run.SLOW_WORKER)
+    slow = _ended_run(run, make_run.SLOW_WORKER)
     (tmp_path / "report.html").write_text(render(slow, diagnose(load_tables(slow))))
     alone = page.context.browser.new_page()
     complaints = []
     alone.on("pageerror", lambda error: complaints.append(str(error)))
     alone.on("console", lambda message: _note_console(message, complaints))
-    alone.on("request", lambda request: _note_stranger(request.url, "file:", complaints))
+    alone.on("request", lambda request: _note_foreign_request(request.url, "file:", complaints))
     alone.goto(f"file://{tmp_path}/report.html")
     alone.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 10")
     alone.screenshot(path=ARTIFACTS / "report.png", full_page=True)
@@ -289,8 +289,8 @@ def _base(page):
     return "/".join(page.url.split("/")[:3])
 
 
-def _ended(run, script):
-    """The run of a script of `ENDED`, beside the live one."""
+def _ended_run(run, script):
+    """Return the run of a script of `ENDED`."""
     return next(other for other in list_runs(run.path.parents[1]) if f"-{script.name}-" in other.run_id)
 
 
@@ -308,7 +308,7 @@ _SAMPLES = (
 )
 
 
-def _photograph(page, name):
+def _take_screenshots(page, name):
     for width, _ in screenshots.SIZES:
         screenshots.show_whole(page, width)
         page.wait_for_timeout(300)  # Plotly draws once more after a resize
@@ -331,6 +331,6 @@ def _note_console(message, complaints):
         complaints.append(message.text)
 
 
-def _note_stranger(url, base, complaints):
+def _note_foreign_request(url, base, complaints):
     if not url.startswith((base, base.replace("http", "ws"), "data:", "blob:")):
         complaints.append(f"asked {url}")

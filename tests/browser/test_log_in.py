@@ -1,4 +1,4 @@
-"""A dashboard behind a real OpenID Connect log-in, in a real Chromium: who is refused, and who gets in."""
+"""A dashboard behind a real OpenID Connect log-in, in a real Chromium: visitors are refused or admitted."""
 
 import json
 import threading
@@ -97,7 +97,7 @@ def page(tmp_path):
             yield page
 
 
-def test_who_is_not_expected_sees_no_run(page):
+def test_only_listed_visitors_see_runs(page):
     for account in (None, WRONG, RIGHT):
         Provider.account = account
         page.get_by_text("Log in to see the runs").wait_for()

@@ -1,4 +1,4 @@
-"""Counts what a training does, in the training's own processes and without Tidegauge.
+"""Count what a training does, in the training's own processes and without Tidegauge.
 
 Python imports this at start-up through `counter.pth`, which `run.py` puts into the environment of the programs, so
 every process of a program has it: ranks, children and workers alike, bare and attached. Once `torch` is imported,
@@ -145,7 +145,7 @@ class AfterTorch:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return torch's own spec with a loader that calls us afterwards."""
+        """Return torch's own spec with a loader that puts the counters in afterwards."""
         if name != "torch":
             return None
         sys.meta_path.remove(cls)

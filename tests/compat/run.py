@@ -1,4 +1,4 @@
-"""Runs trainers of other libraries bare and attached, and compares what Tidegauge says with an independent count.
+"""Run trainers of other libraries bare and attached, and compare Tidegauge's figures with an independent count.
 
     python tests/compat/run.py [PROGRAM…]
 
@@ -39,7 +39,7 @@ START = (
 )
 LOSS = re.compile(r"(loss|sum|accuracy|probabilities)\b.* \S+$")
 TIMEOUT_SECONDS = 300
-#: Two cores have to do for the training and its workers: with more threads a report of too few would be right.
+#: Variables that limit the threads: with more of them, a finding about too few cores would be right.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

@@ -18,26 +18,26 @@ def write(tmp_path):
     return write
 
 
-def test_optimizers_that_take_turns_count_once_and_those_that_follow_each_other_add_up(write):
+def test_alternating_optimizers_count_once_and_successive_ones_add_up(write):
     turns = [("step", thing, 1, 0) for thing in (0, 1, 0, 1, 0)]
     later = [("step", 2, 1, 0)] * 4
     assert read(write(1, turns + later)).steps == 3 + 4
 
 
-def test_the_ranks_of_a_group_step_together_and_other_processes_add_up(write):
+def test_ranks_of_a_group_count_once_and_other_processes_add_up(write):
     write(1, [("step", 0, 2, 0)] * 5)
     write(2, [("step", 0, 2, 0)] * 4)
     assert read(write(3, [("step", 0, 1, 0)] * 7)).steps == 5 + 7
 
 
-def test_without_an_optimizer_batches_are_steps_and_without_a_loader_forward_passes(write):
+def test_batches_or_forward_passes_are_steps_without_an_optimizer(write):
     forwards = [("forward", 0, 1, 0)] * 6
     assert read(write(1, forwards)) == Truth(6, "forward", 0, 0, 1)
     batches = [("batch", 0, 1, 2)] * 3 + [("batch", 1, 1, 1)] * 2
     assert read(write(1, forwards + batches)) == Truth(5, "batch", 5, 3, 1)
 
 
-def test_a_line_cut_short_by_a_kill_is_left_out(write):
+def test_line_cut_short_by_a_kill_is_ignored(write):
     place = write(1, [("step", 0, 1, 0)] * 3)
     with (place / "1.jsonl").open("a") as file:
         file.write('["step", 0, ')

@@ -1,4 +1,4 @@
-"""Reads what `counter.py` wrote: the steps, batches, workers and processes of a training."""
+"""Read what `counter.py` wrote: the steps, batches, workers and processes of a training."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 .cuda/bin/python -m tests.cuda_sim.record [NAME …]
 
-`allocator` is no run: what PyTorch tells of its allocators (programs/allocator_state.py).
+`allocator` is no run: it is PyTorch's statistics of its allocators (programs/allocator_state.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Recording:
         words: the program and its arguments.
         memory: of each device.
         options: of `tidegauge run`.
-        environ: variables that it gets besides.
-        others_bytes: memory that another job has on device 0 meanwhile, besides its context.
+        environ: further variables of its environment.
+        others_bytes: memory that another job has on device 0 meanwhile, without its context.
 
     """
 
@@ -124,7 +124,7 @@ def record(name: str, recording: Recording) -> Path:
 
 
 def record_allocator() -> Path:
-    """Keep what PyTorch tells of its allocators."""
+    """Keep PyTorch's statistics of its allocators."""
     with prepared("1G,1G") as (folder, environ):
         subprocess.run(["python", "allocator_state.py", str(ALLOCATOR)], cwd=folder, env=environ, check=True)
     return ALLOCATOR

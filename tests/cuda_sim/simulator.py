@@ -64,7 +64,7 @@ def environment(
         memory: of each device, separated by commas; K, M and G are powers of 1024.
         devices: how many there are.
         name: programs with the same name share the devices; a new one if it is empty.
-        base: what the environment holds besides.
+        base: further variables of the environment.
     """
     changes = {
         "CUDA_SIM_NAME": name or uuid.uuid4().hex[:12],

@@ -1,4 +1,4 @@
-"""Memory that each step keeps is reported with its mechanism, at any pace; what only looks so is silent."""
+"""Memory that each step keeps is reported with its mechanism, at any pace; growth that ends has no warning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
     ("kind", "finding"),
     [("tensors", "gpu-tensor-leak"), ("library", "gpu-non-pytorch-growth"), ("pinned", "pinned-cache-growth")],
 )
-def test_what_grows_is_told(watched, kind, finding, pace):
+def test_growth_is_reported_with_its_mechanism(watched, kind, finding, pace):
     run = watched("growth.py", kind, "--pace", pace, memory="4G")
     assert run.done.returncode == 0, run.done.stderr
     assert run.findings(finding)
@@ -18,7 +18,7 @@ def test_what_grows_is_told(watched, kind, finding, pace):
 
 
 @pytest.mark.parametrize("kind", ["variable", "evaluation", "filling", "nothing"])
-def test_what_ends_by_itself_is_silent(watched, kind):
+def test_memory_that_levels_off_has_no_warning(watched, kind):
     run = watched("growth.py", kind, memory="4G")
     assert run.done.returncode == 0, run.done.stderr
     assert run.warned == set()

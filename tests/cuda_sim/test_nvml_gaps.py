@@ -12,7 +12,7 @@ OFTEN = ("--interval", "0.2")
 LEAK = ("growth.py", "tensors", "--bytes", str(1 << 20), "--steps", "200", "--seconds", "0.02")
 
 
-def test_without_nvml_a_leak_is_judged_by_what_pytorch_tells(watched):
+def test_leak_is_judged_by_pytorchs_statistics_without_nvml(watched):
     run = watched(*LEAK, options=OFTEN, memory="700M", CUDA_SIM_NO_NVML="1")
     assert run.done.returncode == 0, run.done.stderr
     assert run.table("device").empty
@@ -23,7 +23,7 @@ def test_without_nvml_a_leak_is_judged_by_what_pytorch_tells(watched):
     assert run.findings("gpu-tensor-leak")
 
 
-def test_where_nvml_names_no_processes_no_process_is_blamed(watched):
+def test_no_process_is_blamed_if_nvml_names_none(watched):
     run = watched("errors.py", "forward", options=OFTEN, CUDA_SIM_NO_PROCESSES="1")
     samples = run.table("device")
     assert samples["used_bytes"].max() > 0
@@ -34,7 +34,7 @@ def test_where_nvml_names_no_processes_no_process_is_blamed(watched):
 
 
 @pytest.fixture
-def lost(watched, tmp_path):
+def lost_gpu_run(watched, tmp_path):
     """A finished run whose GPU fell off the bus in its middle."""
     marker, said = tmp_path / "lost", tmp_path / "said"
     said.mkdir()
@@ -44,24 +44,24 @@ def lost(watched, tmp_path):
     return run
 
 
-def test_a_gpu_that_is_lost_is_missing_from_then_on(lost):
-    samples = lost.table("device")
+def test_samples_of_a_lost_gpu_are_missing_from_then_on(lost_gpu_run):
+    samples = lost_gpu_run.table("device")
     gauges = ["used_bytes", "total_bytes", "process_used_bytes", "utilisation_ratio", "temperature_celsius"]
     known = samples[gauges].notna()
     assert known.iloc[0][["used_bytes", "total_bytes"]].all()
     assert not known.iloc[-1].any()
     assert known["used_bytes"].is_monotonic_decreasing, "once lost, it stays so"
-    assert len(lost.table("device_memory")) == len(lost.table("step")), "PyTorch goes on telling"
-    assert lost.report["run"]["status"] == "finished"
+    assert len(lost_gpu_run.table("device_memory")) == len(lost_gpu_run.table("step")), "PyTorch goes on telling"
+    assert lost_gpu_run.report["run"]["status"] == "finished"
 
 
-def test_the_report_says_that_a_gpu_was_lost(lost):
-    assert any("NVML" in each["summary"] for each in lost.report["findings"])
-    with read(lost.run) as session:
+def test_report_has_a_finding_for_a_lost_gpu(lost_gpu_run):
+    assert any("NVML" in each["summary"] for each in lost_gpu_run.report["findings"])
+    with read(lost_gpu_run.run) as session:
         assert devices(session)["used_bytes"].isna().all()
 
 
-def test_a_part_of_a_divided_gpu_is_a_device_of_its_own(watched, tmp_path):
+def test_mig_instance_is_a_device(watched, tmp_path):
     part = "MIG-00000002-0000-0000-0000-000000000000"
     environ = {"CUDA_SIM_MIG": "1", "CUDA_VISIBLE_DEVICES": part}
     run = watched("devices.py", str(tmp_path), "--use", "0", options=OFTEN, memory="1G,2G", count=2, **environ)

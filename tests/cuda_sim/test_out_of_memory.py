@@ -1,4 +1,4 @@
-"""CUDA memory runs out: does the account say what PyTorch's own message says?"""
+"""CUDA memory runs out: the finding has the figures of PyTorch's own message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CIRCUMSTANCES = {
     "a share of the device": (("--fraction", "0.4"), {}),
     "another process": (("--other", str(600 << 20)), {}),
 }
-#: Two decimals of the message's GiB.
+#: Rounding error of the message, which has GiB with two decimals.
 ROUNDING_BYTES = 0.006 * 2**30
 
 
@@ -24,7 +24,7 @@ def same(value: float, said: float) -> bool:
 
 @pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_account_is_that_of_the_error(watched, place, circumstance):
+def test_finding_has_the_figures_of_the_error_message(watched, place, circumstance):
     arguments, environ = CIRCUMSTANCES[circumstance]
     run = watched("errors.py", place, *arguments, **environ)
     (found,) = run.findings("cuda-oom")
@@ -43,7 +43,7 @@ def test_the_account_is_that_of_the_error(watched, place, circumstance):
     assert run.report["summary"]["peak"]["device_reserved_bytes"] >= figures["reserved_bytes"]
 
 
-def test_errors_that_the_training_catches_have_the_account_of_the_error_too(watched):
+def test_caught_error_has_the_figures_of_its_message(watched):
     run = watched("errors.py", "backward", "--catch")
     (found,) = run.findings("cuda-oom")
     figures, said = evidence(found), message_figures(run.done.stderr.rpartition("CUDA out of memory")[2])
@@ -51,7 +51,7 @@ def test_errors_that_the_training_catches_have_the_account_of_the_error_too(watc
     assert same(figures["allocated_bytes"], said["allocated_bytes"])
 
 
-def test_without_observers_the_message_tells(watched):
+def test_figures_come_from_the_message_without_observers(watched):
     run = watched("errors.py", "forward", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     (found,) = run.findings("cuda-oom")
     said = message_figures(run.done.stderr)

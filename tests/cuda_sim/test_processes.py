@@ -12,7 +12,7 @@ from tests.conftest import wait_for
 from tests.cuda_sim.conftest import PROGRAMS, TIDEGAUGE, Watched
 
 
-def test_attached_in_the_middle_and_detached_before_the_end(devices, tmp_path):
+def test_attach_and_detach_in_the_middle_record_those_steps(devices, tmp_path):
     environ = devices(TIDEGAUGE_HOME=str(tmp_path / "home"))
     command = [sys.executable, str(PROGRAMS / "attached.py"), str(tmp_path / "said")]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
@@ -21,8 +21,8 @@ def test_attached_in_the_middle_and_detached_before_the_end(devices, tmp_path):
     run = Run(Path(said["run_dir"]))
     wait_for(lambda: run.manifest["end_time_ns"], "the end of the run")
     report = [*TIDEGAUGE, "report", str(run.path), "--format", "json"]
-    told = subprocess.run(report, env=environ, capture_output=True, text=True, check=True)
-    watched = Watched(done, json.loads(told.stdout), run)
+    output = subprocess.run(report, env=environ, capture_output=True, text=True, check=True)
+    watched = Watched(done, json.loads(output.stdout), run)
     records = watched.table("device_memory").groupby("step").last()
     assert list(records["allocated_bytes"]) == said["allocated_bytes"]
     (error,) = watched.findings("cuda-oom")
@@ -30,7 +30,7 @@ def test_attached_in_the_middle_and_detached_before_the_end(devices, tmp_path):
     assert watched.failed_hooks == []
 
 
-def test_memory_that_runs_out_in_a_worker_is_told_of_that_worker(watched):
+def test_out_of_memory_in_a_worker_names_that_worker(watched):
     run = watched("workers.py", memory="1G")
     assert "OutOfMemoryError in DataLoader worker process 1" in run.done.stderr
     found = run.findings("cuda-oom")

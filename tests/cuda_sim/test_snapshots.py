@@ -1,4 +1,4 @@
-"""Snapshots of a training on the GPU, asked for while it runs."""
+"""Snapshots of a training on the GPU, requested while it runs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MODEL = (256 * 256 * 4, 256 * 4)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SnapshotTraining:
     """A training that was asked for snapshots.
 
     Attributes:
-        said: what it wrote itself: `outputs` of the commands, and for each step the bytes that PyTorch says are
+        said: what it wrote: `outputs` of the commands, and for each step the bytes that PyTorch reports as
             allocated and reserved when it ends, and how many tensors it keeps.
         answers: what -> the event of the snapshot.
 
@@ -59,11 +59,11 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def ask():
+def train():
     """Runs the program once for each set of options."""
     found = {}
 
-    def start(watched, tmp_path, *options) -> Asked:
+    def start(watched, tmp_path, *options) -> SnapshotTraining:
         if options not in found:
             run = watched("asking.py", str(tmp_path / "said"), *COMMANDS.values(), options=options, memory="1G")
             assert run.done.returncode == 0, run.done.stderr
@@ -73,15 +73,15 @@ def ask():
                     if event["kind"] == "snapshot":
                         answers[event["what"]] = event
             assert answers.keys() == COMMANDS.keys(), said["outputs"]
-            found[options] = Asked(run, said, answers)
+            found[options] = SnapshotTraining(run, said, answers)
         return found[options]
 
     return start
 
 
 @pytest.fixture
-def asked(ask, watched, tmp_path) -> Asked:
-    return ask(watched, tmp_path, "--memory-history", str(HISTORY))
+def training(train, watched, tmp_path) -> SnapshotTraining:
+    return train(watched, tmp_path, "--memory-history", str(HISTORY))
 
 
 def line_of(text: str) -> int:
@@ -94,21 +94,21 @@ def in_use(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [block for block in blocks if block["state"] == "active_allocated"]
 
 
-def test_the_bytes_of_a_snapshot_are_pytorchs_to_the_byte(asked):
-    allocated, reserved, _ = asked.at("allocator")
-    allocator = asked.document("allocator")
+def test_snapshot_bytes_equal_pytorchs_statistics(training):
+    allocated, reserved, _ = training.at("allocator")
+    allocator = training.document("allocator")
     assert sum(segment["total_size"] for segment in allocator["segments"]) == reserved
     assert sum(block["size"] for block in in_use(allocator)) == allocated
     assert 0 < sum(map(len, allocator["device_traces"])) <= HISTORY
-    whole = pickle.loads((asked.run.run.path / asked.answers["allocator"]["pickle"]).read_bytes())
+    whole = pickle.loads((training.run.run.path / training.answers["allocator"]["pickle"]).read_bytes())
     assert sum(segment["total_size"] for segment in whole["segments"]) == reserved
 
 
-def test_a_snapshot_names_the_lines_that_allocated_what_there_is(asked):
+def test_snapshot_names_the_allocation_site_of_each_block(training):
     """Autograd's own thread has no line: it makes the two gradients and a workspace of cuBLAS."""
-    allocated, _, kept = asked.at("allocator")
-    nameless = [block["size"] for block in in_use(asked.document("allocator")) if "stack" not in block]
-    sites = newest_allocator_snapshot(asked.run.run).sites.set_index("site")
+    allocated, _, kept = training.at("allocator")
+    nameless = [block["size"] for block in in_use(training.document("allocator")) if "stack" not in block]
+    sites = newest_allocator_snapshot(training.run.run).sites.set_index("site")
     assert sites["allocated_bytes"].sum() == allocated - sum(nameless)
     assert sorted(nameless)[:-1] == sorted(MODEL)
     assert len(nameless) == 3
@@ -118,45 +118,45 @@ def test_a_snapshot_names_the_lines_that_allocated_what_there_is(asked):
     assert sites.loc[site, "allocated_bytes"] == sum(MODEL)
 
 
-def test_without_its_history_the_bytes_are_the_same_and_no_line_is_named(ask, watched, tmp_path):
-    asked = ask(watched, tmp_path)
-    allocated, reserved, _ = asked.at("allocator")
-    snapshot = newest_allocator_snapshot(asked.run.run)
+def test_snapshot_without_history_has_bytes_but_no_sites(train, watched, tmp_path):
+    training = train(watched, tmp_path)
+    allocated, reserved, _ = training.at("allocator")
+    snapshot = newest_allocator_snapshot(training.run.run)
     assert snapshot.segments["total_bytes"].sum() == reserved
     assert snapshot.segments["allocated_bytes"].sum() == allocated
     assert snapshot.sites.empty
-    assert "pickle" not in asked.answers["allocator"]
+    assert "pickle" not in training.answers["allocator"]
 
 
-def test_the_training_goes_on_as_before(asked):
+def test_snapshots_do_not_change_the_training(training):
     """Each step keeps one tensor more, and nothing else: before, between and after the answers."""
-    steps = asked.said["steps"]
-    last = max(answer["step"] for answer in asked.answers.values())
+    steps = training.said["steps"]
+    last = max(answer["step"] for answer in training.answers.values())
     assert len(steps) - last > 50
     assert [kept for _, _, kept in steps] == list(range(1, len(steps) + 1))
     assert {after[0] - before[0] for before, after in itertools.pairwise(steps[1:])} == {PIECE}
-    assert len(asked.run.table("step")) == len(steps)
-    assert asked.run.failed_hooks == []
+    assert len(training.run.table("step")) == len(steps)
+    assert training.run.failed_hooks == []
 
 
-def test_the_census_counts_the_tensors_of_the_gpu(asked):
-    _, _, kept = asked.at("census")
-    (row,) = [row for row in asked.document("census")["rows"] if row["shape"] == [PIECE]]
+def test_census_counts_the_tensors_of_the_gpu(training):
+    _, _, kept = training.at("census")
+    (row,) = [row for row in training.document("census")["rows"] if row["shape"] == [PIECE]]
     assert (row["device"], row["tensors_count"], row["storage_bytes"]) == ("cuda:0", kept, kept * PIECE)
 
 
-def test_a_profile_tells_what_operators_allocate_on_the_gpu(asked):
-    profile = asked.document("profile")
+def test_profile_has_the_gpu_bytes_of_each_operator(training):
+    profile = training.document("profile")
     assert profile["steps_count"] == STEPS_OF_PROFILE
     empty = next(each for each in profile["operators"] if each["operator"] == "aten::empty")
     assert empty["calls_count"] >= STEPS_OF_PROFILE
     assert empty["device_bytes"] >= STEPS_OF_PROFILE * PIECE
-    assert gzip.decompress((asked.run.run.path / asked.answers["profile"]["trace"]).read_bytes())
+    assert gzip.decompress((training.run.run.path / training.answers["profile"]["trace"]).read_bytes())
 
 
-def test_growth_names_the_line_that_keeps_tensors_on_the_gpu(asked):
-    output = asked.output("growth")
-    told = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
-    assert told, output
-    assert float(told[1]) * 1024 == PIECE * int(told[2])
-    assert asked.document("growth")["held_grown_bytes"]["cuda:0"] == int(told[2]) * PIECE
+def test_growth_names_the_line_that_keeps_gpu_tensors(training):
+    output = training.output("growth")
+    line = re.search(rf"\+([\d.]+) KiB .*asking\.py:{line_of('# KEPT')}: (\d+) more tensors", output)
+    assert line, output
+    assert float(line[1]) * 1024 == PIECE * int(line[2])
+    assert training.document("growth")["held_grown_bytes"]["cuda:0"] == int(line[2]) * PIECE

@@ -1,4 +1,4 @@
-"""Compare every page of the kept runs with the golden files, or write these; all of them take some minutes.
+"""Compare every page of the recorded runs with the golden files, or write these; all of them take some minutes.
 
 python -m tests.golden [--write] [NAME …]
 """
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.golden import golden_files, judged
+from tests.golden import golden_files, run_outputs
 from tests.golden.cases import CASES, COMPARISON, RECORDED_GPU
 
 
@@ -26,7 +26,9 @@ def main() -> None:
     changed = 0
     for name in options.names or subjects:
         with tempfile.TemporaryDirectory() as folder:
-            said = judged.compare(Path(folder)) if name == COMPARISON else judged.judge(name, Path(folder))
+            said = (
+                run_outputs.compare(Path(folder)) if name == COMPARISON else run_outputs.judge(name, Path(folder))
+            )
         is_new = not golden_files.golden_path(name).exists()
         lines = "new" if is_new else golden_files.differing(name, golden_files.read_golden(name), said)
         changed += bool(lines)

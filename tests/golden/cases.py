@@ -1,4 +1,4 @@
-"""The runs that are kept in tests/data/runs: which training each one is of."""
+"""The recorded runs in tests/data/runs, and the training of each."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _PAGES = (
 )
 
 
-#: Pages that are left out, because they are not the same each time: of moments with equally full GPUs any is drawn.
+#: Pages that differ from time to time and are left out: any of several equally full moments of a GPU is drawn.
 _UNSTEADY = {"cuda-oom": ("gpu-memory",)}
 
 
@@ -144,5 +144,5 @@ def pages_of(name: str) -> tuple[str, ...]:
     return next(pages for names, pages in _PAGES if name in names)
 
 
-#: Runs that `tidegauge compare` and the page Compare show beside each other.
+#: Runs that `tidegauge compare` and the page Compare show side by side.
 COMPARISON, COMPARED = "compare", ("slow-worker", "workers-too-slow")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-#: Parts of a figure that are of its look and hardly vary: a golden file names them, and looks.json has them once.
+#: Parts of a figure's layout that hardly vary: a golden file names them, and looks.json has them once.
 LOOKS = GOLDEN / "looks.json"
 _LOOK_WORDS = """
     align automargin autorange bargap barmode bgcolor colorbar colorscale fill fillcolor font gridcolor height
@@ -47,7 +47,7 @@ def write_golden(name: str, value: Any) -> None:
 
 
 def drop_unused_looks() -> None:
-    """Leave only those looks that a golden file names."""
+    """Drop the layouts that no golden file names."""
     texts = [path.read_text() for path in GOLDEN.glob("*.json") if path != LOOKS]
     looks = json.loads(LOOKS.read_text())
     LOOKS.write_text(
@@ -140,7 +140,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _title(value: Any) -> str:
-    """Return what an item of a list is of: the kind of a finding, the name of a trace, the words of a figure."""
+    """Return the title of an item of a list: the kind of a finding, the name of a trace, the text of a figure."""
     names = (
         [str(value[name]) for name in ("kind", "name", "words") if name in value] if isinstance(value, dict) else []
     )

@@ -1,4 +1,4 @@
-"""Reads the pages of a run from the HTML report: their words in order, and each figure as Plotly draws it."""
+"""Read the pages of a run from the HTML report: their words in order, and each figure as Plotly draws it."""
 
 from __future__ import annotations
 

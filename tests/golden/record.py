@@ -24,7 +24,7 @@ import cv2
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
 from tests.golden.cases import CASES, Case
-from tests.golden.judged import LAKE, LEFT_OUT
+from tests.golden.run_outputs import LAKE, LEFT_OUT
 from tests.recorded_runs import RUNS
 from training_harness.jobs import photographs
 

@@ -1,4 +1,4 @@
-"""Ingesters that are killed again and again, in the middle of what they do, while their writers go on appending.
+"""Ingesters that are killed repeatedly, in the middle of their work, while writers go on appending.
 
     python tests/integration/store_crashes.py [--rounds 500] [--seed N] [--begin ROUND]
 
@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from store_world import HOST, Writer, in_the_lake, journalled, make_run, on_disk, seen
+from store_helpers import HOST, Writer, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
@@ -97,7 +97,7 @@ for line in sys.stdin:
 
 
 class World:
-    """One run whose writers append all the time, and a reader that looks at it all the time."""
+    """One run with writers that append, and a reader that reads, all the time."""
 
     def __init__(self, home: Path) -> None:
         self.run = make_run(home)
@@ -119,7 +119,7 @@ class World:
             thread.join()
 
     def check(self) -> None:
-        """Count what a reader sees: of each writer all records up to some moment of the look, each once."""
+        """Count what a reader sees: all records of each writer up to some moment of the read session, each once."""
         if self._failure is not None:
             raise self._failure
         before = {writer.identity.pid: writer.written for writer in self.writers}
@@ -165,7 +165,7 @@ class World:
     def _look(self) -> None:
         pause = random.Random(0)
         try:
-            while not self._ended.wait(pause.uniform(0.05, 0.3)):  # between looks there is time to delete
+            while not self._ended.wait(pause.uniform(0.05, 0.3)):  # between read sessions there is time to delete
                 self.check()
                 self.looks += 1
         except BaseException as error:  # noqa: BLE001 - raised again by the next check

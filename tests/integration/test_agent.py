@@ -48,8 +48,8 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def started():
-    """Starts a launcher with pipes; what is still alive at the end of the test is killed."""
+def start_process():
+    """Start a launcher with pipes; kill it at the end of the test if it is still alive."""
     with contextlib.ExitStack() as stack:
 
         def start(argv, **options):
@@ -95,7 +95,7 @@ def events(run, kind):
     return [json.loads(body) for body in bodies]
 
 
-def last_of(run, pid):
+def last_sample(run, pid):
     processes = table(run, "process")
     return processes[processes.process_pid == pid].iloc[-1]
 
@@ -104,7 +104,7 @@ def last_of(run, pid):
     ("script", "exit_code", "exit_status"),
     [("exit 3", 3, 3), ("kill -KILL $$", 137, -9)],
 )
-def test_the_exit_status_is_the_commands_own(home, script, exit_code, exit_status):
+def test_exit_status_is_that_of_the_command(home, script, exit_code, exit_status):
     done = run_to_end(home, "sh", "-c", script)
 
     assert done.returncode == exit_code
@@ -115,13 +115,13 @@ def test_the_exit_status_is_the_commands_own(home, script, exit_code, exit_statu
     command = manifest["command"]
     [ended] = events(run, "command-exit")
     assert (ended["command_pid"], ended["exit_status"]) == (command["pid"], exit_status)
-    last = last_of(run, command["pid"])
+    last = last_sample(run, command["pid"])
     assert (last.process_start_ticks, last.alive, last.exit_status) == (command["start_ticks"], 0, exit_status)
     assert [one["resumed"] for one in events(run, "collector-start")] == [False]
     assert len(events(run, "collector-stop")) == 1
 
 
-def test_a_command_that_does_not_exist(home):
+def test_missing_command_exits_with_127_and_makes_no_run(home):
     done = run_to_end(home, "no-such-command-here", "--x")
 
     assert done.returncode == 127
@@ -129,7 +129,7 @@ def test_a_command_that_does_not_exist(home):
     assert list_runs(home) == [], "a typo does not become the latest run"
 
 
-def test_a_command_that_is_not_executable(home, tmp_path):
+def test_command_without_permission_exits_with_126(home, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o600)
@@ -140,21 +140,21 @@ def test_a_command_that_is_not_executable(home, tmp_path):
     assert list_runs(home) == []
 
 
-def test_the_command_has_the_streams_of_the_shell(home):
+def test_command_inherits_the_standard_streams(home):
     done = run_to_end(home, "sh", "-c", "cat; echo problem >&2", input="through and through")
 
     assert done.stdout == "through and through"
     assert "problem" in done.stderr
 
 
-def test_the_command_finds_its_run_and_its_own_path(home):
+def test_command_sees_its_run_directory_and_its_own_pythonpath(home):
     script = "import os, sys; print(os.environ['TIDEGAUGE_RUN_DIR']); print('/of/the/user' in sys.path)"
     done = run_to_end(home, sys.executable, "-c", script, env={**os.environ, "PYTHONPATH": "/of/the/user"})
 
     assert done.stdout.splitlines() == [str(only_run(home).path), "True"]
 
 
-def test_an_empty_part_of_the_search_path_is_still_the_current_directory(home, tmp_path):
+def test_empty_entry_of_pythonpath_is_still_the_current_directory(home, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "train.py").write_text("import beside; print(beside.NAME)")
     (tmp_path / "beside.py").write_text("NAME = 'found'")
@@ -164,14 +164,14 @@ def test_an_empty_part_of_the_search_path_is_still_the_current_directory(home, t
     assert (done.returncode, done.stdout) == (0, "found\n")
 
 
-def test_switched_off_there_is_no_trace(home):
+def test_disabled_tidegauge_leaves_no_trace(home):
     done = run_to_end(home, "sh", "-c", "exit 4", env={**os.environ, "TIDEGAUGE_DISABLED": "1"})
 
     assert (done.returncode, done.stderr) == (4, "")
     assert not home.exists()
 
 
-def test_a_home_that_cannot_be_written_is_one_warning_and_the_command_runs(tmp_path, home):
+def test_command_runs_with_one_warning_if_home_is_not_writable(tmp_path, home):
     tmp_path.joinpath("file").touch()
     done = run_to_end(tmp_path / "file/home", "sh", "-c", "echo ran; exit 5")
 
@@ -193,7 +193,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_disk_at_the_start_is_one_warning_and_the_command_runs(small_disk, home):
+def test_command_runs_with_one_warning_on_a_full_disk(small_disk, home):
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as filler:
         filler.write(bytes(2 * MIB))
     done = run_to_end(small_disk / "home", "sh", "-c", "echo ran; exit 5")
@@ -203,7 +203,7 @@ def test_a_full_disk_at_the_start_is_one_warning_and_the_command_runs(small_disk
     assert "No space left on device" in warning
 
 
-def test_a_disk_that_fills_up_during_the_run_harms_nobody(small_disk, home):
+def test_disk_that_fills_up_does_not_harm_the_command(small_disk, home):
     script = f"dd if=/dev/zero of={small_disk}/filler bs=64k 2>/dev/null; sleep 0.5; echo ran; exit 5"
     done = run_to_end(small_disk / "home", "sh", "-c", script)
 
@@ -211,16 +211,16 @@ def test_a_disk_that_fills_up_during_the_run_harms_nobody(small_disk, home):
     assert "Traceback" not in done.stderr
 
 
-def test_an_ingest_that_cannot_work_leaves_the_journals_and_says_so_once(home, started):
-    process = started(launcher(home, "sh", "-c", "read line; exit 6"))
+def test_failing_ingest_keeps_journals_and_reports_once(home, start_process):
+    process = start_process(launcher(home, "sh", "-c", "read line; exit 6"))
     run = Run(Path(process.stderr.readline().strip()))
     (run.path / "lake.sqlite").mkdir(exist_ok=True)
     process.communicate("go on\n", timeout=60)
 
     assert process.returncode == 6
     log = "".join(path.read_text() for path in run.events_dir.iterdir())
-    told = [json.loads(line) for line in log.splitlines() if "collector-problem" in line]
-    assert [one["part"] for one in told] == ["ingest"]
+    problems = [json.loads(line) for line in log.splitlines() if "collector-problem" in line]
+    assert [one["part"] for one in problems] == ["ingest"]
     assert list(run.journal_dir.glob("*.process.*.journal"))
 
 
@@ -234,8 +234,8 @@ child.wait()
 """
 
 
-def test_the_tree_below_the_command_is_sampled_and_an_orphan_is_not_waited_for(home, started):
-    process = started(launcher(home, sys.executable, "-c", TREE))
+def test_process_tree_is_sampled_and_orphans_are_not_awaited(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", TREE))
     run = Run(Path(process.stderr.readline().strip()))
     child, grandchild = map(int, process.stdout.readline().split())
     wait_for_sample_of(run, grandchild)
@@ -249,8 +249,8 @@ def test_the_tree_below_the_command_is_sampled_and_an_orphan_is_not_waited_for(h
     roles = dict(zip(processes.process_pid, processes.role, strict=True))
     assert roles[child] == roles[grandchild] == ROLE_OTHER
     assert roles[manifest["collector"]["pid"]] == ROLE_COLLECTOR
-    assert last_of(run, child).alive == 0
-    assert last_of(run, grandchild).alive == 1
+    assert last_sample(run, child).alive == 0
+    assert last_sample(run, grandchild).alive == 1
     sampled = processes[(processes.process_pid == grandchild) & processes.pss_bytes.notna()]
     assert (sampled.pss_bytes <= sampled.rss_bytes).all()
     assert (sampled.private_dirty_bytes <= sampled.uss_bytes).all()
@@ -280,15 +280,15 @@ os.waitpid(worker, 0)
 """
 
 
-def test_processes_have_the_roles_that_the_events_give_them(home, started):
-    process = started(launcher(home, sys.executable, "-c", TRAINING))
+def test_processes_have_the_roles_that_events_give_them(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", TRAINING))
     run = Run(Path(process.stderr.readline().strip()))
     worker = int(process.stdout.readline())
     wait_for(lambda: (table(run, "process").role == ROLE_WORKER).any(), "a sample of the worker")
     process.communicate("end\n", timeout=60)
 
-    assert last_of(run, run.manifest["command"]["pid"]).role == ROLE_MAIN
-    last = last_of(run, worker)
+    assert last_sample(run, run.manifest["command"]["pid"]).role == ROLE_MAIN
+    last = last_sample(run, worker)
     assert (last.role, last.loader, last.worker, last.alive) == (ROLE_WORKER, 2, 0, 0)
 
 
@@ -303,8 +303,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_goes_to_the_command_and_the_run_is_closed(home, started):
-    process = started(launcher(home, sys.executable, "-c", INTERRUPTED))
+def test_ctrl_c_reaches_the_command_and_closes_the_run(home, start_process):
+    process = start_process(launcher(home, sys.executable, "-c", INTERRUPTED))
     run = Run(Path(process.stderr.readline().strip()))
     assert process.stdout.readline() == "True\n"
     os.killpg(process.pid, signal.SIGINT)
@@ -316,11 +316,11 @@ def test_ctrl_c_goes_to_the_command_and_the_run_is_closed(home, started):
     assert len(events(run, "collector-stop")) == 1
 
 
-def test_signals_are_handed_on_to_the_command(home, started):
+def test_signals_are_forwarded_to_the_command(home, start_process):
     names = ("HUP", "USR1", "USR2", "XCPU", "TERM")
     traps = "; ".join(f"trap 'echo {name}' {name}" for name in names[:-1])
     script = f"{traps}; trap 'echo TERM; exit 8' TERM; echo ready; while :; do sleep 0.05; done"
-    process = started(launcher(home, "sh", "-c", script))
+    process = start_process(launcher(home, "sh", "-c", script))
     assert process.stdout.readline() == "ready\n"
     for name in names:
         process.send_signal(signal.Signals[f"SIG{name}"])
@@ -328,8 +328,8 @@ def test_signals_are_handed_on_to_the_command(home, started):
     assert process.wait(timeout=60) == 8
 
 
-def test_the_command_survives_the_death_of_the_collector_and_the_run_is_resumed(home, started):
-    process = started(launcher(home, "sh", "-c", "echo ready; read line; echo $line; read line"))
+def test_command_survives_a_killed_collector_and_the_run_resumes(home, start_process):
+    process = start_process(launcher(home, "sh", "-c", "echo ready; read line; echo $line; read line"))
     run = Run(Path(process.stderr.readline().strip()))
     assert process.stdout.readline() == "ready\n"
     command = run.manifest["command"]["pid"]
@@ -341,7 +341,7 @@ def test_the_command_survives_the_death_of_the_collector_and_the_run_is_resumed(
     assert process.stdout.readline() == "still here\n"
     before = len(table(run, "process"))
 
-    resumed = started([sys.executable, "-P", "-c", COLLECTOR, str(run.path)])
+    resumed = start_process([sys.executable, "-P", "-c", COLLECTOR, str(run.path)])
     while len(table(run, "process")) == before:
         pass
     process.stdin.write("end\n")
@@ -351,7 +351,7 @@ def test_the_command_survives_the_death_of_the_collector_and_the_run_is_resumed(
     assert (resumed.returncode, errors) == (0, "")
     assert [one["resumed"] for one in events(run, "collector-start")] == [False, True]
     assert len(events(run, "collector-stop")) == 1
-    assert last_of(run, command).alive == 0
+    assert last_sample(run, command).alive == 0
     manifest = run.manifest
     assert manifest["collector"]["pid"] == resumed.pid
     assert manifest["end_time_ns"] is not None
@@ -363,7 +363,7 @@ def test_the_command_survives_the_death_of_the_collector_and_the_run_is_resumed(
     assert doubled.empty
 
 
-def test_a_finished_run_can_be_collected_again_and_gains_nothing_but_the_note(home):
+def test_finished_run_can_be_collected_again(home):
     run_to_end(home, "sh", "-c", "exit 3")
     run = only_run(home)
     steps = len(table(run, "host"))

@@ -32,7 +32,7 @@ def memory_group():
 HUNGRY = "import os, sys; print('ready', flush=True); sys.stdin.readline(); x = b'x' * (200 << 20)"
 
 
-def test_the_limit_of_a_real_cgroup_and_the_kill_in_it(memory_group):
+def test_cgroup_limit_and_oom_kill_are_sampled(memory_group):
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", HUNGRY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -19,15 +19,15 @@ def bare_losses() -> str:
     return run_bare(TRAIN).stdout
 
 
-def test_spawned_workers_report_when_the_script_drops_pythonpath(attached):
+def test_spawned_workers_report_when_the_script_drops_pythonpath(run_attached):
     options = ("--num-workers=2", "--start-method=spawn", "--drop-pythonpath", "--epochs=1")
-    run = attached(TRAIN, *options, in_new_python=True)
+    run = run_attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("fetch")) == 16
 
 
-def test_inline_loading_is_recorded_as_inline(attached):
-    run = attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1", in_new_python=True)
+def test_inline_loading_is_recorded_as_inline(run_attached):
+    run = run_attached(TRAIN, "--num-workers=0", "--row-ms=2", "--epochs=1", in_new_python=True)
     batch, fetch = run.table("batch"), run.table("fetch")
     assert set(batch.worker) == set(fetch.worker) == {-1}
     assert batch.outstanding_count.isna().all(), "there is no queue to look at"
@@ -37,16 +37,16 @@ def test_inline_loading_is_recorded_as_inline(attached):
     assert (batch.wait_ns >= 4 * 2e6).all()
 
 
-def test_a_loader_inside_a_dataset_is_part_of_the_fetch(attached):
-    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", "--dataset=nested", "--epochs=1")
+def test_a_loader_inside_a_dataset_is_part_of_the_fetch(run_attached):
+    run = run_attached(TRAIN, "--num-workers=2", "--start-method=fork", "--dataset=nested", "--epochs=1")
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("batch")) == len(run.table("fetch")) == 16
     assert len(run.events("process-start")) == 1
 
 
-def test_a_killed_worker_is_named(attached):
+def test_a_killed_worker_is_named(run_attached):
     options = ("--num-workers=2", "--start-method=fork", "--kill-worker-at=40", "--row-ms=1")
-    run = attached(TRAIN, *options, in_new_python=True)
+    run = run_attached(TRAIN, *options, in_new_python=True)
     assert run.done.returncode == 1
     assert "killed by signal" in run.done.stderr
     (died,) = map(json.loads, run.events("worker-died").body)
@@ -60,7 +60,7 @@ def test_a_killed_worker_is_named(attached):
     assert all(re.search(rf"^{kind}: ", run.done.stderr, re.MULTILINE) for kind in raised), run.done.stderr
 
 
-def test_a_killed_worker_is_named_though_its_iterator_is_kept(attached, tmp_path):
+def test_killed_worker_is_named_while_its_iterator_is_referenced(run_attached, tmp_path):
     script = tmp_path / "keeps.py"
     script.write_text(
         "import os, signal, time, torch\n"
@@ -77,15 +77,15 @@ def test_a_killed_worker_is_named_though_its_iterator_is_kept(attached, tmp_path
         "        raise\n"
         "main()\n"
     )
-    run = attached(script)
+    run = run_attached(script)
     assert run.done.returncode == 1
     assert "killed by signal" in run.done.stderr
     (died,) = map(json.loads, run.events("worker-died").body)
     assert (died["worker"], died["exit_code"]) == (1, -9)
 
 
-def test_an_uncaught_exception_and_the_exit_are_recorded(attached):
-    run = attached(TRAIN, "--crash-at-step=5")
+def test_an_uncaught_exception_and_the_exit_are_recorded(run_attached):
+    run = run_attached(TRAIN, "--crash-at-step=5")
     assert run.done.returncode == 1
     (raised,) = map(json.loads, run.events("exception").body)
     assert raised["message"] == "the loss is not a number"
@@ -93,31 +93,31 @@ def test_an_uncaught_exception_and_the_exit_are_recorded(attached):
     assert len(run.events("process-exit")) == 1
 
 
-def test_an_exception_in_a_dataset_reaches_the_script_unchanged(attached):
+def test_an_exception_in_a_dataset_reaches_the_script_unchanged(run_attached):
     arguments = ("--num-workers=2", "--start-method=fork", "--raise-at=3")
-    run = attached(TRAIN, *arguments)
+    run = run_attached(TRAIN, *arguments)
     assert run.done.returncode == 1
     assert "ValueError: a bad row" in run.done.stderr
 
 
-def test_disabled_leaves_no_trace(attached):
-    run = attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"}, in_new_python=True)
+def test_disabled_hooks_leave_no_trace(run_attached):
+    run = run_attached(TRAIN, environ={"TIDEGAUGE_DISABLED": "1"}, in_new_python=True)
     assert run.done.returncode == 0
     assert list(run.run.journal_dir.iterdir()) == []
     assert list(run.run.events_dir.iterdir()) == []
 
 
-def test_the_users_own_sitecustomize_runs(attached, tmp_path):
+def test_the_users_own_sitecustomize_runs(run_attached, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = 'was here'\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, sitecustomize; print(mine, sitecustomize.__file__)\n")
     path = f"{layout.Path(layout.__file__).parent / 'bootstrap'}:{tmp_path}"
-    run = attached(script, environ={"PYTHONPATH": path}, in_new_python=True)
+    run = run_attached(script, environ={"PYTHONPATH": path}, in_new_python=True)
     assert run.done.stdout.split() == ["was", "here", str(tmp_path / "sitecustomize.py")]
 
 
 @pytest.mark.parametrize("stream", ["batch", "step"])
-def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses, tmp_path, stream):
+def test_failing_hook_reports_once_and_training_goes_on(run_attached, bare_losses, tmp_path, stream):
     script = tmp_path / "script.py"
     script.write_text(
         "import runpy, torch.utils.data\n"
@@ -125,7 +125,7 @@ def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses,
         f"session.active.{stream} = None\n"
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
-    run = attached(script)
+    run = run_attached(script)
     assert run.done.returncode == 0, run.done.stderr
     assert run.done.stdout == bare_losses
     (disabled,) = map(json.loads, run.events("hook-disabled").body)
@@ -133,7 +133,7 @@ def test_a_failing_hook_says_so_once_and_training_goes_on(attached, bare_losses,
     assert {name: len(run.table(name)) for name in ("batch", "step")} == {"batch": 32, "step": 32, stream: 0}
 
 
-def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
+def test_missing_private_names_cost_only_their_columns(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch._utils, torch\n"
@@ -152,14 +152,14 @@ def test_missing_private_names_cost_a_column_not_the_run(attached, tmp_path):
         f"runpy.run_path({str(TRAIN)!r}, run_name='__main__')\n"
     )
     directory = layout.create_run(tmp_path, name="kept", argv=[])
-    run = attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
+    run = run_attached(script, run_dir=directory, environ={"KEPT": str(directory)}, in_new_python=True)
     assert run.done.returncode == 0, run.done.stderr
     assert len(run.table("batch")) == 16
     (start,) = map(json.loads, run.events("process-start").body)
     assert start["capabilities"]["_get_data"] is False
 
 
-def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
+def test_hooks_allow_start_methods_threads_and_sparse_batches(run_attached, tmp_path):
     """Choose the start method after a first loader, iterate in short-lived threads, yield sparse batches."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -177,7 +177,7 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
         "list(rows)\n"
         "multiprocessing.set_start_method('spawn')\n"
     )
-    run = attached(script)
+    run = run_attached(script)
     assert run.done.returncode == 0, run.done.stderr
     assert run.done.stdout.split() == ["0"]
     batch = run.table("batch")
@@ -185,7 +185,7 @@ def test_what_a_script_may_do_it_may_still_do(attached, tmp_path):
     assert (batch.groupby("loader").payload_bytes.count() == 0).sum() == 1, "a sparse tensor has no size in bytes"
 
 
-def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
+def test_hooks_do_not_change_a_compiled_optimizer_step(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\n"
@@ -199,7 +199,7 @@ def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
         "torch.compile(lambda: parameter.sum().backward(), backend='eager')()\n"
         "print(parameter.tolist(), dict(counters['graph_break']), counters['frames']['total'])\n"
     )
-    run = attached(script, in_new_python=True)
+    run = run_attached(script, in_new_python=True)
     done = subprocess.run(
         [sys.executable, script], env=bare_environment(), capture_output=True, text=True, check=True
     )
@@ -211,7 +211,7 @@ def test_a_compiled_optimizer_step_is_traced_as_without_us(attached, tmp_path):
     assert int(attached_frames) <= int(bare_frames) + 2, "the two hooks, each traced once and found empty"
 
 
-def test_a_training_child_of_multiprocessing_says_farewell(attached, tmp_path):
+def test_training_child_of_multiprocessing_records_its_exit(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, torch\n"
@@ -221,32 +221,32 @@ def test_a_training_child_of_multiprocessing_says_farewell(attached, tmp_path):
         "    child = multiprocessing.get_context('fork').Process(target=train)\n"
         "    child.start(); child.join(); print(child.pid)\n"
     )
-    run = attached(script)
+    run = run_attached(script)
     child = int(run.done.stdout)
     assert run.events("process-start").pid.tolist() == [child]
     assert run.events("process-exit").pid.tolist() == [child]
 
 
-def test_secrets_on_the_command_line_are_not_kept(attached, tmp_path):
+def test_secrets_on_the_command_line_are_not_recorded(run_attached, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch\nfrom torch.utils.data import DataLoader\nlist(DataLoader(torch.ones(2, 2)))\n")
-    run = attached(script, "--lr=0.1", "--api-key=hunter2", "--wandb-token", "hunter2", "--epochs", "3")
+    run = run_attached(script, "--lr=0.1", "--api-key=hunter2", "--wandb-token", "hunter2", "--epochs", "3")
     kept = run.events("process-start").body[0] + (run.run.path / layout.MANIFEST).read_text()
     assert "hunter2" not in kept
     assert "--lr=0.1" in kept
 
 
-def test_a_journal_that_cannot_be_written_does_not_stop_training(attached, home):
+def test_a_journal_that_cannot_be_written_does_not_stop_training(run_attached, home):
     directory = layout.create_run(home, name="gone", argv=[])
     for part in ("journal", "events"):
         (directory / part).rmdir()
-    run = attached(TRAIN, "--num-workers=2", "--start-method=fork", run_dir=directory)
+    run = run_attached(TRAIN, "--num-workers=2", "--start-method=fork", run_dir=directory)
     assert run.done.returncode == 0
     assert run.done.stderr == ""
     assert run.done.stdout == run_bare(TRAIN, "--num-workers=2", "--start-method=fork").stdout
 
 
-def test_attach_and_detach_from_code(home, tmp_path):
+def test_attach_and_detach_work_from_code(home, tmp_path):
     script = tmp_path / "notebook.py"
     script.write_text(
         "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"

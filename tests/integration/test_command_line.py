@@ -52,7 +52,7 @@ def home(tmp_path) -> Home:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Home, subprocess.CompletedProcess[str]]:
+def finished_training(tmp_path_factory) -> tuple[Home, subprocess.CompletedProcess[str]]:
     """A home with the run of one training, and what was printed meanwhile."""
     made = Home(tmp_path_factory.mktemp("trained"))
     done = made("run", "--name", "demo", "--tag", "lr=0.1", "--interval", "0.2", "--", *TRAINING)
@@ -60,8 +60,8 @@ def trained(tmp_path_factory) -> tuple[Home, subprocess.CompletedProcess[str]]:
     return made, done
 
 
-def test_the_command_keeps_its_stdout_and_the_card_goes_to_stderr(trained):
-    home, done = trained
+def test_command_keeps_its_stdout_and_card_goes_to_stderr(finished_training):
+    home, done = finished_training
     assert re.fullmatch(r"100 \d\.\d{4}\n", done.stdout)
     assert home.newest.name in done.stderr
     assert "finished, exit status 0" in done.stderr
@@ -69,8 +69,8 @@ def test_the_command_keeps_its_stdout_and_the_card_goes_to_stderr(trained):
     assert done.stderr.rstrip().endswith("tidegauge dashboard")
 
 
-def test_the_report_is_json_for_programs(trained):
-    home, _ = trained
+def test_report_prints_json_for_programs(finished_training):
+    home, _ = finished_training
     done = home("report", "--format", "json")
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} in the JSON"))
@@ -84,8 +84,8 @@ def test_the_report_is_json_for_programs(trained):
         assert set(finding) >= {"kind", "severity", "confidence", "locus", "since_step", "evidence", "advice"}
 
 
-def test_a_run_is_found_by_prefix_and_path(trained):
-    home, _ = trained
+def test_a_run_is_found_by_prefix_and_path(finished_training):
+    home, _ = finished_training
     for spec in (home.newest.name[:-2], home.newest):
         done = home.ask("report", spec)
         assert done.returncode == 0, done.stderr
@@ -93,8 +93,8 @@ def test_a_run_is_found_by_prefix_and_path(trained):
         assert "\x1b[" not in done.stdout
 
 
-def test_a_report_goes_to_a_file(trained, tmp_path):
-    home, _ = trained
+def test_report_writes_to_a_file(finished_training, tmp_path):
+    home, _ = finished_training
     card, body = tmp_path / "card.txt", tmp_path / "report.json"
     assert home.ask("report", "--output", card).stdout == ""
     assert home.newest.name in card.read_text()
@@ -106,8 +106,8 @@ def test_a_report_goes_to_a_file(trained, tmp_path):
     assert refused.stderr.count("\n") == 1
 
 
-def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_path):
-    home, _ = trained
+def test_compare_fails_if_a_condition_is_met(finished_training, tmp_path):
+    home, _ = finished_training
     other = tmp_path / "other"
     shutil.copytree(home.newest, other)
     manifest = json.loads((other / "run.json").read_text())
@@ -128,8 +128,8 @@ def test_two_runs_are_compared_and_a_condition_fails_the_command(trained, tmp_pa
     assert re.fullmatch(r"tidegauge: batches<5%: Batches per second of other is .*\n", done.stderr)
 
 
-def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
-    home, _ = trained
+def test_copied_run_directory_can_be_reported_elsewhere(finished_training, tmp_path):
+    home, _ = finished_training
     copy = tmp_path / "elsewhere"
     home.newest.rename(copy)
     try:
@@ -140,15 +140,15 @@ def test_a_copied_run_directory_is_reported_on_elsewhere(trained, tmp_path):
     assert json.loads(done.stdout)["run"]["steps"] == 150
 
 
-def test_the_list_shows_what_the_report_found(trained):
-    home, _ = trained
+def test_run_list_shows_status_and_steps(finished_training):
+    home, _ = finished_training
     done = home.ask("runs")
     assert done.returncode == 0, done.stderr
     assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
 
 
-def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monkeypatch, capsys):
-    home, _ = trained
+def test_export_and_queries_of_the_docs_page_work(finished_training, tmp_path, monkeypatch, capsys):
+    home, _ = finished_training
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TIDEGAUGE_HOME", str(home.path))
     page = QUERYING.read_text()
@@ -180,32 +180,32 @@ def test_a_run_is_exported_and_queried_as_the_page_says(trained, tmp_path, monke
         ("echo out; kill -9 $$", 137, "killed, signal 9 (SIGKILL)"),
     ],
 )
-def test_the_exit_status_is_the_commands_own(home, script, status, said):
+def test_exit_status_is_that_of_the_command(home, script, status, said):
     done = home("run", "--", "sh", "-c", script)
     assert done.returncode == status
     assert done.stdout == "out\n"
     assert said in " ".join(done.stderr.split())
 
 
-def test_a_command_that_is_not_there(home):
+def test_missing_command_exits_with_127(home):
     done = home("run", "--", "no-such-command")
     assert done.returncode == 127
     assert "no-such-command: command not found" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_options_of_the_command_are_its_own(home):
+def test_options_after_the_command_belong_to_it(home):
     done = home("run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--name", "x", "--home")
     assert done.stdout == "['--name', 'x', '--home']\n"
 
 
-def test_switched_off_it_is_not_there(home):
+def test_disabled_tidegauge_leaves_no_trace(home):
     done = home("run", "--", "sh", "-c", "exit 5", TIDEGAUGE_DISABLED="1")
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     assert not home.path.exists()
 
 
-def test_a_built_in_job_runs_under_watch(home):
+def test_built_in_job_is_recorded(home):
     done = home("job", "fault", "slow-worker", "--steps", "150")
     assert done.returncode == 0, done.stderr
     assert re.search(r"done: \d+ steps", done.stdout)
@@ -213,15 +213,15 @@ def test_a_built_in_job_runs_under_watch(home):
     assert "4 of 4 report" in done.stderr
 
 
-def test_the_help_of_a_job_makes_no_run(home):
+def test_help_of_a_job_makes_no_run(home):
     done = home("job", "diabetes", "--help")
     assert done.returncode == 0
     assert "--sweep" in done.stdout
     assert not home.path.exists()
 
 
-def test_a_run_that_nobody_followed_is_collected(attached, home):
-    recorded = attached(
+def test_collect_ingests_a_run_without_a_collector(run_attached, home):
+    recorded = run_attached(
         ROOT / TRAINING[1], *TRAINING[2:], run_dir=layout.create_run(home.path, name="alone", argv=[])
     )
     assert recorded.done.returncode == 0, recorded.done.stderr

@@ -1,10 +1,10 @@
-"""The totals that are kept beside the lake are those of a reader of the whole run, at every moment."""
+"""The running totals of a run equal those of a reader of the whole run, at every moment."""
 
 import threading
 
 import pandas as pd
 import pytest
-from store_world import HOST, Writer, make_run
+from store_helpers import HOST, Writer, make_run
 
 from collector.store.lake.counters import ALLOCATOR, Counts
 from collector.store.lake.ingest import Ingester
@@ -36,34 +36,34 @@ def read_sums(run):
     return sums
 
 
-def known(totals):
+def without_samples(totals):
     return {
         rank: {name: value for name, value in sums.items() if name != "samples"} for rank, sums in totals.items()
     }
 
 
-def test_they_are_right_before_during_and_after_the_ingest_and_when_it_is_resumed(run):
+def test_totals_are_right_around_an_ingest_and_when_it_is_resumed(run):
     first, second = Writer(run, 100), Writer(run, 101, host=HOST)
     first.write(300)
     counts = Counts(run)
-    assert known(counts.now().sums) == read_sums(run)
+    assert without_samples(counts.now().sums) == read_sums(run)
     with Ingester(run, counts=counts) as ingester:
         ingester.step()
-        assert known(counts.now().sums) == read_sums(run)
+        assert without_samples(counts.now().sums) == read_sums(run)
         first.write(50)
         second.write(400)
-        assert known(counts.now().sums) == read_sums(run)
+        assert without_samples(counts.now().sums) == read_sums(run)
         ingester.step()
     second.write(7)
     resumed = Counts(run)
     with Ingester(run, counts=resumed) as ingester:
-        assert known(resumed.now().sums) == known(counts.now().sums) == read_sums(run)
+        assert without_samples(resumed.now().sums) == without_samples(counts.now().sums) == read_sums(run)
         ingester.step()
-        assert known(resumed.now().sums) == read_sums(run)
+        assert without_samples(resumed.now().sums) == read_sums(run)
     assert read_sums(run)["training-node", 0]["steps"] == 350
 
 
-def test_they_never_fall_while_an_ingest_moves_the_records(run):
+def test_totals_never_fall_during_an_ingest(run):
     writer, counts, seen = Writer(run, 100), Counts(run), []
     over = threading.Event()
 
@@ -83,7 +83,7 @@ def test_they_never_fall_while_an_ingest_moves_the_records(run):
     assert counts.now().sums["training-node", 0]["steps"] == 2000
 
 
-def test_samples_that_no_batch_tells_are_no_sum(run):
+def test_missing_sample_counts_make_no_sum(run):
     Writer(run, 100).write(3)  # its sample counts are missing in `step`; `batch` has numbers
     journal = JournalWriter(
         run.journal_dir, STREAMS["batch"], Identity(host="other", pid=1, start_ticks=1, rank=None)
@@ -95,7 +95,7 @@ def test_samples_that_no_batch_tells_are_no_sum(run):
     assert sums["training-node", 0]["samples"] > 0
 
 
-def test_of_the_allocator_the_newest_record_of_each_device_counts(run):
+def test_newest_allocator_record_of_each_device_counts(run):
     """The records of two devices, of one process to the last step but one, and then of another."""
     rows = recorded("two-devices").streams["device_memory"].sort_values("time_ns", kind="stable")
     columns = [column.name for column in STREAMS["device_memory"].columns]

@@ -1,4 +1,4 @@
-"""Whatever fails, the training goes on as without us: same losses, same exit status, and one event that says so."""
+"""A failure in Tidegauge does not change the training: same losses, same exit status, and one event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "fail_open.py"
 TIDEGAUGE = Path(sys.executable).with_name("tidegauge")
-#: Hooks that fail as a whole when one of these raises; each says so.
+#: Function -> hook that is disabled and reported when it raises.
 PRINCIPAL = {
     "LoaderHook.on_iterator": "batch",
     "LoaderHook.on_epoch_start": "batch",
@@ -38,7 +38,7 @@ PRINCIPAL = {
 
 @pytest.fixture(scope="module")
 def user_project(tmp_path_factory) -> Path:
-    """A directory with packages that bear our names, and a sitecustomize."""
+    """A directory with packages named like Tidegauge's, and a sitecustomize."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("collector", "app"):
         (folder / name).mkdir()
@@ -48,7 +48,7 @@ def user_project(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(user_project) -> subprocess.CompletedProcess[str]:
+def bare_run(user_project) -> subprocess.CompletedProcess[str]:
     """The odd process without Tidegauge; its third line holds the losses."""
     return subprocess.run(
         [sys.executable, SCRIPT, "odd"], cwd=user_project, capture_output=True, text=True, timeout=120, check=False,
@@ -69,14 +69,14 @@ def under_tidegauge(
     )  # fmt: skip
 
 
-def test_whatever_part_fails_the_losses_are_the_same_and_it_is_said_once(bare, tmp_path):
+def test_any_failing_part_leaves_losses_equal_and_reports_once(bare_run, tmp_path):
     done = subprocess.run(
         [sys.executable, SCRIPT, "sabotage", tmp_path / "runs"], capture_output=True, text=True, timeout=200,
         env=bare_environment() | {layout.HOME_VARIABLE: str(tmp_path)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     attempts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each for each in attempts if each["losses"] != losses_of(bare) or each["error"]] == []
+    assert [each for each in attempts if each["losses"] != losses_of(bare_run) or each["error"]] == []
     disabled = {}
     for each in attempts:
         logs = (tmp_path / "runs" / each["run"]).glob("events/*.jsonl")
@@ -108,11 +108,11 @@ def assert_the_run_can_be_read(run: Run) -> None:
     diagnose(load_tables(run))
 
 
-def test_a_process_that_does_odd_things_does_them_unchanged(bare, user_project, tmp_path):
+def test_odd_process_behaves_as_without_tidegauge(bare_run, user_project, tmp_path):
     done = under_tidegauge(tmp_path, sys.executable, SCRIPT, "odd", project=user_project)
-    assert bare.returncode == done.returncode == 3, done.stderr
-    assert done.stdout.startswith(bare.stdout), done.stdout
-    assert "the user has a app" in bare.stdout
+    assert bare_run.returncode == done.returncode == 3, done.stderr
+    assert done.stdout.startswith(bare_run.stdout), done.stdout
+    assert "the user has a app" in bare_run.stdout
     run = find_run(tmp_path, "latest")
     with read(run) as snapshot:
         passes = snapshot.query("SELECT loader, epoch, count(*) AS n FROM batch GROUP BY ALL ORDER BY min(time_ns)")
@@ -127,10 +127,10 @@ def test_a_process_that_does_odd_things_does_them_unchanged(bare, user_project, 
     assert "process-exit" not in kinds
 
 
-def test_an_isolated_interpreter_trains_unharmed_and_is_seen_all_the_same(bare, tmp_path):
+def test_isolated_interpreter_trains_unharmed_and_is_recorded(bare_run, tmp_path):
     done = under_tidegauge(tmp_path, sys.executable, "-I", SCRIPT, "losses")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == losses_of(bare)
+    assert done.stdout.splitlines()[0] == losses_of(bare_run)
     with read(find_run(tmp_path, "latest")) as snapshot:
         assert snapshot.query("SELECT count(*) AS n FROM step").n[0] > 0
     shutil.rmtree(tmp_path)

@@ -49,7 +49,7 @@ def findings(reported: dict, kind: str) -> list[dict]:
     return [finding for finding in reported["findings"] if finding["kind"] == kind]
 
 
-def test_a_leak_without_dataloader_and_optimizer_is_found_step_by_step(home):
+def test_leak_is_found_without_dataloader_and_optimizer(home):
     output, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 14, 1024)
     passes = int(output.split()[0])
     assert (reported["run"]["step_unit"], reported["run"]["steps"]) == ("forward pass", passes)
@@ -62,22 +62,22 @@ def test_a_leak_without_dataloader_and_optimizer_is_found_step_by_step(home):
     assert "No training was seen" not in output
 
 
-def test_the_same_loop_without_the_leak_has_no_warning(home):
+def test_loop_without_a_leak_has_no_warning(home):
     _, reported = run_and_report(home, sys.executable, SCRIPT, "written_by_hand", 8, 0)
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
 
 
 @pytest.mark.parametrize("count", [40])
-def test_the_outermost_module_is_counted_though_a_part_of_it_led_first(attached, count):
-    run = attached(SCRIPT, "passes_of_nested_modules", count)
+def test_forward_passes_of_the_outermost_module_are_counted(run_attached, count):
+    run = run_attached(SCRIPT, "passes_of_nested_modules", count)
     assert run.done.returncode == 0, run.done.stderr
     steps = run.table("step")
     assert count - 1 <= steps["step"].max() + 1 - 5 <= count
     assert run.events("hook-disabled").empty
 
 
-def test_a_compiled_model_compiles_and_counts_as_ever(attached):
-    run = attached(SCRIPT, "compiled", 20, in_new_python=True)
+def test_compiled_model_gives_the_same_output_and_is_counted(run_attached):
+    run = run_attached(SCRIPT, "compiled", 20, in_new_python=True)
     bare = run_bare(SCRIPT, "compiled", 20)
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
@@ -86,9 +86,9 @@ def test_a_compiled_model_compiles_and_counts_as_ever(attached):
 
 
 @pytest.mark.parametrize("case", ["odd_calls", "closes_descriptors"])
-def test_what_a_program_does_to_its_classes_and_files_comes_out_as_ever(attached, tmp_path, case):
+def test_hooks_survive_odd_calls_and_closed_descriptors(run_attached, tmp_path, case):
     folder = () if case == "odd_calls" else (tmp_path,)
-    run = attached(SCRIPT, case, *folder)
+    run = run_attached(SCRIPT, case, *folder)
     bare = run_bare(SCRIPT, case, *folder)
     assert bare.returncode == 0, bare.stderr
     assert (run.done.returncode, run.done.stdout) == (0, bare.stdout), run.done.stderr
@@ -96,7 +96,7 @@ def test_what_a_program_does_to_its_classes_and_files_comes_out_as_ever(attached
     assert run.table("step")["step"].max() + 1 == {"odd_calls": 11, "closes_descriptors": 40}[case]
 
 
-def test_time_between_forward_and_backward_is_seen_as_outside_the_step(home):
+def test_time_outside_the_step_is_measured(home):
     _, reported = run_and_report(home, sys.executable, SCRIPT, "own_batches", 100)
     assert reported["run"]["steps"] == 100
     assert reported["run"]["step_unit"] == "optimizer step"
@@ -116,27 +116,27 @@ def test_hooks_survive_a_launch_line_that_drops_pythonpath(home, tmp_path):
     assert steps.n.tolist() == [20] * len(launches)
 
 
-def test_where_nothing_can_attach_the_true_reason_is_told(home, tmp_path):
-    """Without site-packages torch must be found otherwise; then no file of ours runs at start-up."""
+def test_report_explains_why_nothing_could_attach(home, tmp_path):
+    """Without site-packages torch must be found otherwise; then no file of Tidegauge runs at start-up."""
     packages = Path(layout.__file__).parents[1], *map(Path, filter(os.path.isdir, sys.path))
     path = os.pathsep.join(map(str, packages))
     command = f"import sys; sys.path[:0] = {path!r}.split({os.pathsep!r}); import torch, time; time.sleep(2)"
     _, reported = run_and_report(home, sys.executable, "-S", "-c", command, cwd=tmp_path)
-    (told,) = findings(reported, "cannot-tell")
-    assert "started with -S" in told["summary"]
-    assert "Leave -S out" in told["advice"][0]["text"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "started with -S" in found["summary"]
+    assert "Leave -S out" in found["advice"][0]["text"]
 
 
-def test_a_program_without_training_is_told_as_such(home):
+def test_report_says_that_no_training_was_seen(home):
     _, reported = run_and_report(home, sys.executable, "-c", "import torch, time; time.sleep(1)")
-    (told,) = findings(reported, "cannot-tell")
-    assert "attached to process" in told["summary"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "attached to process" in found["summary"]
     _, reported = run_and_report(home, "sleep", "3")
-    (told,) = findings(reported, "cannot-tell")
-    assert "none of its processes is Python" in told["summary"]
+    (found,) = findings(reported, "cannot-tell")
+    assert "none of its processes is Python" in found["summary"]
 
 
-def test_steps_are_the_childrens_and_the_parents_evaluation_is_no_loss_of_the_run(home):
+def test_steps_of_children_count_and_not_the_parents_evaluation(home):
     _, reported = run_and_report(home, sys.executable, SCRIPT, "children_train_and_the_parent_evaluates")
     assert (reported["run"]["steps"], reported["run"]["step_unit"]) == (80, "optimizer step")
     assert [finding for finding in reported["findings"] if finding["severity"] != "info"] == []
@@ -151,33 +151,33 @@ def test_ranks_of_a_process_group_need_no_environment(home):
     assert {finding["locus"].get("rank") for finding in findings(reported, "compute-bound")} == {0, 1}
 
 
-def test_children_that_compute_samples_are_no_reading(home):
+def test_fetches_that_compute_in_children_are_not_io_bound(home):
     _, reported = run_and_report(home, sys.executable, SCRIPT, "samples_from_children")
     (slow,) = findings(reported, "workers-too-slow")
     assert slow.get("limited_by") != "io"
     assert {each["name"]: each["value"] for each in slow["evidence"]}["fetch_children_cpu_ratio"] > 0.3
 
 
-def test_an_exception_tells_its_line_in_plain_text_and_the_loader_its_own(home):
+def test_crash_finding_and_loader_event_name_their_lines(home):
     done = under_tidegauge(home, sys.executable, SCRIPT, "raises_in_colour")
     assert done.returncode == 1
     (crash,) = findings(report(home), "crashed")
     assert "foreign.py:" in crash["summary"]
     assert "in raises_in_colour: the loss is nan" in crash["summary"]
     run = Run(next((home / "runs").iterdir()))
-    told = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
-    (loader,) = [event for event in told if event["kind"] == "loader"]
+    found = [json.loads(line) for log in run.events_dir.iterdir() for line in log.read_text().splitlines()]
+    (loader,) = [event for event in found if event["kind"] == "loader"]
     assert (Path(loader["file"]).name, loader["variable"]) == ("foreign.py", "train_loader")
 
 
-def test_an_exception_in_a_worker_tells_the_line_there(home):
+def test_crash_finding_names_the_line_in_the_worker(home):
     assert under_tidegauge(home, sys.executable, SCRIPT, "raises_in_a_worker").returncode == 1
     (crash,) = findings(report(home), "crashed")
     assert "in __getitem__: ValueError: row 20 is empty" in crash["summary"]
     assert "foreign.py:" in crash["summary"]
 
 
-def test_a_training_that_the_command_leaves_in_the_background_is_told_to_run(home, tmp_path):
+def test_training_left_in_the_background_is_reported_as_running(home, tmp_path):
     script = tmp_path / "background.sh"
     script.write_text(f"{sys.executable} {SCRIPT} written_by_hand 15 0 > /dev/null 2>&1 &\n")
     output, _ = run_and_report(home, "bash", script)
@@ -186,7 +186,7 @@ def test_a_training_that_the_command_leaves_in_the_background_is_told_to_run(hom
     wait_for(lambda: report(home)["run"]["status"] == "finished", "the end of the training")
 
 
-def test_a_watch_that_is_given_up_leaves_a_running_process(home):
+def test_interrupted_watch_reports_a_running_process(home):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         watch = subprocess.Popen(
             [sys.executable, "-P", "-m", "collector", "watch", str(process.pid), "--interval", "0.2"],
@@ -202,7 +202,7 @@ def test_a_watch_that_is_given_up_leaves_a_running_process(home):
         process.kill()
 
 
-def test_a_notebook_is_judged_when_it_detaches(home):
+def test_notebook_gets_its_verdict_when_it_detaches(home):
     with subprocess.Popen(
         [sys.executable, str(SCRIPT), "detaches"],
         stdin=subprocess.PIPE,

@@ -32,13 +32,13 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_the_cause_is_told_and_nothing_else(name):
+def test_verdict_names_the_cause_and_nothing_else(name):
     found = diagnose(recorded(name)).findings
     assert {each.kind for each in found if each.severity != "info"} == WARNED[name]
 
 
 @pytest.mark.parametrize("name", ["out-of-memory", "share-met", "another-job", "leak-to-the-end"])
-def test_the_account_of_an_error_is_that_of_pytorchs_message(name):
+def test_out_of_memory_finding_has_the_figures_of_pytorchs_message(name):
     run = recorded(name)
     [error] = [each for each in diagnose(run).findings if each.kind == "cuda-oom"]
     [event] = run.events_of("cuda-oom")
@@ -50,12 +50,12 @@ def test_the_account_of_an_error_is_that_of_pytorchs_message(name):
     )
 
 
-def test_a_share_that_was_met_is_the_limit():
+def test_process_share_that_was_met_is_the_limit():
     [error] = [each for each in diagnose(recorded("share-met")).findings if each.kind == "cuda-oom"]
     assert error.limit.value == pytest.approx(0.3 * 2048 * MIB, rel=0.05)
 
 
-def test_each_of_two_devices_is_judged_by_itself():
+def test_each_of_two_devices_has_its_own_finding():
     leaks = [each for each in diagnose(recorded("two-devices")).findings if each.kind == "gpu-tensor-leak"]
     assert {each.locus.device for each in leaks} == {0, 1}
 
@@ -68,9 +68,9 @@ def test_each_of_two_devices_is_judged_by_itself():
         ("two-devices", ["What takes the memory of GPU 1?", "How near is GPU 1 to its limit?"]),
     ],
 )
-def test_every_page_shows_the_gpu(tmp_path, name, titles):
+def test_html_report_has_the_gpu_sections(tmp_path, name, titles):
     page = tmp_path / "report.html"
     done = tidegauge(tmp_path, "report", unpack(name, tmp_path), "--format", "html", "--output", page)
     assert done.returncode == 0, done.stderr
-    told = page.read_text()
-    assert [title for title in titles if f"<h3>{title}</h3>" not in told] == []
+    html = page.read_text()
+    assert [title for title in titles if f"<h3>{title}</h3>" not in html] == []

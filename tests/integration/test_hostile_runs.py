@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from store_world import HOST, Writer, ask_the_lake, make_run
+from store_helpers import HOST, Writer, ask_the_lake, make_run
 
 from collector import cli
 from collector.errors import TidegaugeError
@@ -26,8 +26,8 @@ HOSTILE = '[/]../<b>"q"\n\x1b[31m![x](http://h/p.png)\udcff'
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run with a lake and a tail beyond it."""
+def undamaged_run(tmp_path_factory):
+    """A run with a lake and journal records beyond it."""
     run = make_run(tmp_path_factory.mktemp("whole"))
     writer = Writer(run, 11)
     writer.write(600)
@@ -38,9 +38,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
-    """A copy of it, in a home of its own."""
-    return Run(shutil.copytree(whole.path, tmp_path / "home" / "runs" / whole.run_id))
+def run(undamaged_run, tmp_path):
+    """A copy of the undamaged run, in a home of its own."""
+    return Run(shutil.copytree(undamaged_run.path, tmp_path / "home" / "runs" / undamaged_run.run_id))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def change_the_data(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, change_the_data])
-def test_a_damaged_parquet_file_is_one_line_and_the_other_streams_are_read(run, tidegauge, tmp_path, damage):
+def test_damaged_parquet_file_is_one_line_and_others_are_read(run, tidegauge, tmp_path, damage):
     before = {path.name for path in run.journal_dir.iterdir()}
     damage(parquet(run, "step"))
     for command in (("report",), ("export", "--to", tmp_path / "out")):
@@ -92,22 +92,23 @@ def test_a_damaged_parquet_file_is_one_line_and_the_other_streams_are_read(run, 
     assert before <= {path.name for path in run.journal_dir.iterdir()}
 
 
-def of_a_newer_ducklake(run):
+def set_newer_ducklake_version(run):
     catalog = sqlite3.connect(run.catalog_path)
     with catalog:
         catalog.execute("UPDATE ducklake_metadata SET value = '99.0' WHERE key = 'version'")
     catalog.close()
 
 
-def with_half_a_log(run):
+def damage_write_ahead_log(run):
     run.catalog_path.with_name("lake.sqlite-wal").write_bytes(os.urandom(3000))
     run.catalog_path.write_bytes(run.catalog_path.read_bytes()[:10_000])
 
 
 @pytest.mark.parametrize(
-    ("change", "remedy"), [(of_a_newer_ducklake, "use the Tidegauge that wrote it"), (with_half_a_log, "away")]
+    ("change", "remedy"),
+    [(set_newer_ducklake_version, "use the Tidegauge that wrote it"), (damage_write_ahead_log, "away")],
 )
-def test_a_catalog_that_cannot_be_read_is_told_and_the_journals_are_shown(run, tidegauge, tmp_path, change, remedy):
+def test_unreadable_catalog_is_reported_and_journals_are_read(run, tidegauge, tmp_path, change, remedy):
     change(run)
     status, _, stderr = tidegauge("export", "--to", tmp_path / "out")
     assert status == 0
@@ -120,7 +121,7 @@ def test_a_catalog_that_cannot_be_read_is_told_and_the_journals_are_shown(run, t
         assert snapshot.query("SELECT count(*) AS n FROM step")["n"][0] == 607
 
 
-def test_tables_and_columns_of_a_newer_tidegauge_are_left_alone(run):
+def test_tables_and_columns_of_a_newer_version_are_left_alone(run):
     with store_of(run).open_writable() as connection:
         connection.execute("CREATE TABLE lake.dream (time_ns BIGINT)")
         connection.execute("ALTER TABLE lake.step ADD COLUMN mood VARCHAR")
@@ -134,7 +135,7 @@ def test_tables_and_columns_of_a_newer_tidegauge_are_left_alone(run):
 
 
 @pytest.mark.parametrize("part", ["journal", "events", "data", "lake.sqlite", "lake.lock"])
-def test_what_a_link_in_a_run_leads_to_is_neither_changed_nor_deleted(run, tmp_path, part):
+def test_target_of_a_symlink_in_a_run_is_not_changed_or_deleted(run, tmp_path, part):
     other = tmp_path / "others"
     shutil.copytree(run.path, other)
     (other / "data" / "main").mkdir(exist_ok=True)
@@ -155,7 +156,7 @@ def test_what_a_link_in_a_run_leads_to_is_neither_changed_nor_deleted(run, tmp_p
     assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_that_is_a_link_is_deleted_as_a_link(run, tmp_path):
+def test_deleting_a_symlinked_run_deletes_only_the_link(run, tmp_path):
     elsewhere = shutil.move(run.path, tmp_path / "elsewhere")
     run.path.symlink_to(elsewhere)
     os.utime(elsewhere)
@@ -165,7 +166,7 @@ def test_a_run_that_is_a_link_is_deleted_as_a_link(run, tmp_path):
     assert (tmp_path / "elsewhere" / "lake.sqlite").exists()
 
 
-def test_pipes_and_devices_in_a_run_hold_nobody_up(run, tidegauge):
+def test_pipes_and_devices_in_a_run_are_skipped(run, tidegauge):
     for name in ("readers.lock", "report.json"):
         (run.path / name).unlink(missing_ok=True)
         os.mkfifo(run.path / name)
@@ -184,7 +185,7 @@ def test_pipes_and_devices_in_a_run_hold_nobody_up(run, tidegauge):
     ['{"schema": 1}', "[" * 100_000, '{"schema": 1, "name": "x", "anchors": {}, "command": {"pid": "7"}}', None],
     ids=["no fields", "deep", "another type", "too large"],
 )
-def test_a_manifest_by_hand_is_one_line_and_the_list_goes_on(run, tidegauge, text):
+def test_damaged_manifest_is_one_line_and_others_are_listed(run, tidegauge, text):
     bad = Run(shutil.copytree(run.path, run.path.with_name("20990101-000000-bad-0000")))
     if text is None:
         os.truncate(bad.path / layout.MANIFEST, 2**40)
@@ -202,7 +203,7 @@ def test_a_manifest_by_hand_is_one_line_and_the_list_goes_on(run, tidegauge, tex
 
 
 @pytest.mark.parametrize("report", ['{"schema": 1}', '{"schema": 1, "run": 3, "findings": [4]}', "[" * 100_000])
-def test_a_kept_report_by_hand_is_left_out_of_the_list(run, tidegauge, report):
+def test_run_with_a_damaged_saved_report_is_still_listed(run, tidegauge, report):
     (run.path / "report.json").write_text(report)
     status, stdout, _ = tidegauge("runs")
     assert status == 0
@@ -210,13 +211,13 @@ def test_a_kept_report_by_hand_is_left_out_of_the_list(run, tidegauge, report):
 
 
 @pytest.mark.parametrize("spec", ["x" * 300, "~nosuchuser", "../..", "\x1b[31m", "a\nb"])
-def test_a_hostile_name_of_a_run_is_one_line(tidegauge, spec):
+def test_hostile_run_argument_is_a_one_line_error(tidegauge, spec):
     status, _, stderr = tidegauge("report", spec)
     assert (status, stderr.count("\n")) == (2, 1)
     assert "\x1b" not in stderr
 
 
-def test_hostile_names_are_shown_as_text_and_stay_in_the_home(tmp_path):
+def test_hostile_names_are_escaped_and_stay_in_the_home(tmp_path):
     environ = {**os.environ, "TIDEGAUGE_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-P", "-m", "training_harness.command"]
     options = ["--name", HOSTILE + "n" * 300, "--tag", f"{HOSTILE}={HOSTILE}"]
@@ -240,8 +241,8 @@ def test_hostile_names_are_shown_as_text_and_stay_in_the_home(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"home", "card.txt"}
 
 
-def test_what_another_user_keeps_private_hides_nothing_else(run, tmp_path):
-    """Read as an unprivileged user: one run may not be looked into, one journal of the other may not be read."""
+def test_unreadable_runs_and_journals_hide_nothing_else(run, tmp_path):
+    """An unprivileged user may not open one run and may not read one journal of the other."""
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     home = run.path.parent.parent

@@ -16,32 +16,32 @@ PAGE = (REPOSITORY / "docs" / "integrations.md").read_text()
 
 
 @pytest.fixture
-def example(attached, tmp_path, monkeypatch):
+def run_example(run_attached, tmp_path, monkeypatch):
     """Runs the program of a section, without the shim."""
 
     def run(section):
         script = tmp_path / "train.py"
         script.write_text(re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)[1])
         monkeypatch.chdir(tmp_path)
-        made = attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}, in_new_python=True)
+        made = run_attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}, in_new_python=True)
         assert made.done.returncode == 0, made.done.stderr
         return made
 
     return run
 
 
-def told(run, kind):
+def events_of(run, kind):
     return [json.loads(body) for body in run.events(kind).body]
 
 
 def phases(run):
     """The phases with their epoch and step; one that is recorded twice counts once."""
-    found = [(event["phase"], event["epoch"], event["step"]) for event in told(run, "phase")]
+    found = [(event["phase"], event["epoch"], event["step"]) for event in events_of(run, "phase")]
     return [phase for place, phase in enumerate(found) if place == 0 or phase != found[place - 1]]
 
 
-def test_lightning(example):
-    run = example("Lightning")
+def test_lightning_callback_records_phases_and_parameters(run_example):
+    run = run_example("Lightning")
     assert len(run.table("step")) == 16
     assert phases(run) == [
         ("validation", 0, 0),  # Lightning's sanity check
@@ -53,13 +53,13 @@ def test_lightning(example):
         ("train", 1, 16),
         ("done", 2, 16),
     ]
-    [parameters] = told(run, "hyper-parameters")
+    [parameters] = events_of(run, "hyper-parameters")
     assert parameters["framework"] == "lightning"
     assert parameters["values"].items() >= {"lr": 0.1, "max_epochs": 2}.items()
 
 
-def test_transformers(example):
-    run = example("transformers")
+def test_transformers_callback_records_phases_and_parameters(run_example):
+    run = run_example("transformers")
     steps = run.table("step")
     assert len(steps) == 8
     # Micro-batches of one optimizer step; the Trainer takes one ahead, so that the first step has more.
@@ -72,17 +72,17 @@ def test_transformers(example):
         ("train", 2, 8),
         ("done", 2, 8),
     ]
-    [parameters] = told(run, "hyper-parameters")
+    [parameters] = events_of(run, "hyper-parameters")
     assert parameters["values"].items() >= {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}.items()
     assert "learning_rate" not in parameters["values"], "a default"
 
 
-def test_nested_hyper_parameters_are_not_written_out():
+def test_nested_hyper_parameters_are_shortened_to_their_type():
     given = [0.1, True, None, "adam", float("inf"), {"api_key": "hunter2"}, ["hunter2"], Hook("x")]
     assert list(map(_short, given)) == [0.1, True, None, "adam", "inf", "dict", "list", "Hook"]
 
 
-def test_a_callback_that_fails_is_silent_from_then_on():
+def test_failing_callback_is_not_called_again():
     class Callback:
         reporter = SimpleNamespace(hook=Hook("framework"))
         calls = 0

@@ -44,28 +44,28 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-class Ended(NamedTuple):
+class JobResult(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
 @pytest.fixture
-def job(capfd) -> Callable[..., Ended]:
+def job(capfd) -> Callable[..., JobResult]:
     """Runs a job in this process, which has torch already."""
 
-    def run_job(*arguments: object) -> Ended:
+    def run_job(*arguments: object) -> JobResult:
         try:
             status = main([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = ended.code
-        return Ended(status, *capfd.readouterr())
+        return JobResult(status, *capfd.readouterr())
 
     return run_job
 
 
 @pytest.fixture(scope="module")
-def made_pictures(tmp_path_factory) -> Path:
+def picture_folder(tmp_path_factory) -> Path:
     """Two classes of eight small photographs."""
     folder = tmp_path_factory.mktemp("pictures")
     for name in ("discs", "rings"):
@@ -77,12 +77,12 @@ def made_pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def pictures(made_pictures, tmp_path) -> Path:
-    """A copy of them."""
-    return shutil.copytree(made_pictures, tmp_path / "pictures")
+def pictures(picture_folder, tmp_path) -> Path:
+    """A copy of the pictures."""
+    return shutil.copytree(picture_folder, tmp_path / "pictures")
 
 
-def test_a_photograph_is_large_varied_and_always_the_same():
+def test_photographs_are_large_varied_and_reproducible():
     first, again = photographs.compose("dunes", 3), photographs.compose("dunes", 3)
     other = photographs.compose("dunes", 4)
     assert first.shape == (1080, 1920, 3)
@@ -94,7 +94,7 @@ def test_a_photograph_is_large_varied_and_always_the_same():
     assert all(250_000 < size < 650_000 for size in sizes_bytes)
 
 
-def test_an_interrupted_making_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+def test_interrupted_making_of_photographs_is_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(photographs, "PER_CLASS", 1)
     folder = tmp_path / "photographs"
     photographs.ensure_photographs(folder)
@@ -113,7 +113,7 @@ def test_an_interrupted_making_goes_on_where_it_stopped(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("loader", [["--num-workers", 0], ["--num-workers", 1, "--start-method", "spawn"]])
-def test_the_images_job_trains_on_a_folder_of_classes(pictures, loader, job):
+def test_images_job_trains_on_a_folder_of_classes(pictures, loader, job):
     options = ["--data", pictures, "--epochs", 2, "--batch-size", 4, "--limit", 8, "--log-every", 1]
     done = job("images", *options, *loader)
     assert done.returncode == 0, done.stderr
@@ -122,7 +122,7 @@ def test_the_images_job_trains_on_a_folder_of_classes(pictures, loader, job):
     assert "done: 4 steps" in done.stdout
 
 
-def test_the_diabetes_job_learns(job):
+def test_diabetes_job_lowers_its_loss(job):
     done = job("diabetes", "--epochs", 20)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
@@ -130,7 +130,7 @@ def test_the_diabetes_job_learns(job):
     assert losses[-1] < losses[0] - 0.03
 
 
-def test_the_sweep_measures_each_number_of_workers_and_says_why(job):
+def test_sweep_measures_and_explains_each_number_of_workers(job):
     done = job("diabetes", "--sweep", "0-1")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ +(\d)  +([\d.]+)  +([\d.]+)  +(\d+)$", done.stdout, re.MULTILINE)
@@ -139,7 +139,7 @@ def test_the_sweep_measures_each_number_of_workers_and_says_why(job):
     assert "UserWarning" not in done.stderr
 
 
-def test_the_sweep_claims_only_what_it_measured():
+def test_sweep_claims_only_measured_settings():
     slow, fast = (
         Timing(num_workers=number, pass_seconds=took, first_batch_seconds=0.01)
         for number, took in ((0, 2.0), (2, 1.0))
@@ -149,24 +149,24 @@ def test_the_sweep_claims_only_what_it_measured():
     assert "0 workers is right" not in said
 
 
-def test_a_killed_worker_ends_the_training_as_torch_has_it():
+def test_killed_worker_ends_the_training_with_torchs_error():
     done = run("-P", "-m", "training_harness.jobs", "fault", "worker-killed", "--at-batch", 5)
     assert done.returncode == 1
-    # Which of these comes last is torch's timing: its signal handler, its look at workers, or a broken connection.
+    # The last error depends on torch's timing: its signal handler, its check of workers, or a broken connection.
     assert re.search(r"is killed by signal: Killed|exited unexpectedly|Connection\w+Error|EOFError", done.stderr)
 
 
-def test_a_crash_is_an_exception_of_the_training(job):
+def test_crash_job_raises_an_exception_in_training(job):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         job("fault", "crash", "--at-batch", 3, "--num-workers", 0)
 
 
-def test_a_worker_that_writes_to_lost_shared_memory_dies_of_a_bus_error(job):
+def test_shm_bus_error_job_kills_its_worker_with_a_bus_error(job):
     with pytest.raises(RuntimeError, match=r"killed by signal: Bus error|exited unexpectedly"):
         job("fault", "shm-bus-error", "--at-batch", 1)
 
 
-def test_every_fault_is_named_in_the_list_with_a_finding_of_the_vocabulary(job):
+def test_fault_list_names_every_fault_and_its_finding(job):
     listed = {line.split()[0]: line.split()[1] for line in job("fault", "--list").stdout.splitlines()}
     assert listed == {kind: fault.finding for kind, fault in FAULTS.items()}
     assert set(listed.values()) <= set(KINDS)
@@ -186,7 +186,7 @@ def segments(monkeypatch) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, fault in FAULTS.items() if fault.ranks_count == 1])
-def test_a_fault_and_its_twin_take_the_same_steps_and_leave_nothing(kind, job, segments):
+def test_fault_job_and_its_fixed_twin_leave_nothing_behind(kind, job, segments):
     allowed = len(os.listdir("/proc/self/fd")) + 2
     for twin in ([], ["--fixed"]):
         done = job("fault", kind, "--steps", 3, *twin)
@@ -217,7 +217,7 @@ def test_a_fault_and_its_twin_take_the_same_steps_and_leave_nothing(kind, job, s
         ("fd-leak", lambda _kept: len(os.listdir("/proc/self/fd")), 8),
     ],
 )
-def test_a_leak_is_real_and_ends_at_its_limit(kind, count, more, job, segments, monkeypatch):
+def test_leak_jobs_leak_up_to_their_limit(kind, count, more, job, segments, monkeypatch):
     """Eight steps that take 256 or 512 KiB, or a descriptor, with 1 MiB allowed."""
     counted = []
 
@@ -257,7 +257,7 @@ def test_a_leak_is_real_and_ends_at_its_limit(kind, count, more, job, segments, 
         (["ddp", "--nproc", "0"], "argument --nproc: 0 is below 1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(pictures, arguments, said, job):
+def test_bad_input_is_a_one_line_error_with_exit_status_2(pictures, arguments, said, job):
     if "--prefetch-factor" in arguments:
         arguments = [*arguments, "--data", pictures]
     done = job(*arguments)
@@ -275,7 +275,7 @@ def test_bad_input_is_one_line_and_exit_2(pictures, arguments, said, job):
         ("1,2,3,4,5,6,7,8,2", "line 3: the label is '2', it must be 0 or 1"),
     ],
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path, line, said, job):
+def test_bad_row_is_reported_with_its_line_number(tmp_path, line, said, job):
     table = tmp_path / "table.csv"
     table.write_text(f"a,b,c,d,e,f,g,h,label\n1,2,3,4,5,6,7,8,0\n{line}\n")
     done = job("diabetes", "--data", table)
@@ -283,7 +283,7 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, line, said, job):
     assert done.stderr == f"tidegauge job diabetes: {table} {said}\n"
 
 
-def test_a_file_that_is_no_image_is_named_even_from_a_worker(pictures, job):
+def test_invalid_image_is_named_even_from_a_worker(pictures, job):
     for path in (pictures / "discs").glob("*.jpg"):
         path.write_bytes(b"not an image")
     done = job("images", "--data", pictures, "--num-workers", 1)
@@ -300,7 +300,7 @@ def test_a_folder_without_classes_is_refused(tmp_path, job):
     assert "it needs one subfolder per class" in done.stderr
 
 
-def test_smaller_micro_batches_learn_the_same_and_each_tells_its_memory(job):
+def test_micro_batches_learn_the_same_and_show_their_memory(job):
     options = ["--effective-batch", 16, "--steps", 3, "--length", 8, "--depth", 1, "--num-workers", 0]
     done = job("accumulate", *options, "--micro-batch", 16, 4)
     assert done.returncode == 0, done.stderr
@@ -311,7 +311,7 @@ def test_smaller_micro_batches_learn_the_same_and_each_tells_its_memory(job):
     assert re.search(r"losses differ by at most \S+ over 3 steps .*: the same training", done.stdout)
 
 
-def test_another_training_is_not_called_the_same():
+def test_trainings_with_other_losses_are_not_called_the_same():
     one, other = (
         Choice(batch, 16 // batch, 0.1, {}, losses) for batch, losses in ((16, [7.0, 6.0]), (4, [7.0, 6.1]))
     )
@@ -319,7 +319,7 @@ def test_another_training_is_not_called_the_same():
     assert "NOT the same training" in agreement([one, other])
 
 
-def test_dataparallel_runs_without_a_gpu_and_says_so(job, monkeypatch):
+def test_dataparallel_job_runs_on_the_cpu_without_a_gpu(job, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     done = job("dataparallel", "--batch-size", 4, "--steps", 5, "--length", 8, "--num-workers", 0)
@@ -329,15 +329,15 @@ def test_dataparallel_runs_without_a_gpu_and_says_so(job, monkeypatch):
     assert "done: 5 steps" in done.stdout
 
 
-def test_ddp_starts_its_ranks_itself(home, attached):
+def test_ddp_job_starts_its_ranks(home, run_attached):
     options = ("--nproc", "2", "--backend", "gloo", "--steps", "5", "--length", "8", "--batch-size", "4")
-    run = attached("-P", "-m", "training_harness.jobs", "ddp", *options, "--num-workers", "0")
+    run = run_attached("-P", "-m", "training_harness.jobs", "ddp", *options, "--num-workers", "0")
     assert run.done.returncode == 0, run.done.stderr
     assert "done: 5 steps in each of 2 ranks, gloo" in run.done.stdout
     assert run.table("step").groupby("rank")["step"].nunique().to_dict() == {0: 5, 1: 5}
 
 
-def test_the_example_repeats_its_losses_to_the_last_bit():
+def test_example_losses_do_not_depend_on_the_number_of_workers():
     options = (ROOT / "examples" / "plain_train.py", "--steps", 12, "--print-losses")
     runs = [run_bare(*options, "--num-workers", number) for number in (0, 2)]
     assert [done.returncode for done in runs] == [0, 0], runs[1].stderr
@@ -345,7 +345,7 @@ def test_the_example_repeats_its_losses_to_the_last_bit():
     assert len(runs[0].stdout.splitlines()) == 12
 
 
-def test_the_example_trains_on_two_ranks():
+def test_example_trains_on_two_ranks():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run(*torchrun, "examples/plain_train.py", "--steps", 100, "--num-workers", 0)
     assert done.returncode == 0, done.stderr

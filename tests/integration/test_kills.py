@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: the report names the victim, and no journalled record is lost or doubled.
+"""SIGKILL at random moments: the report names the victim, and no record in a journal is lost or doubled.
 
 `TIDEGAUGE_KILLS=50` sets how often (make kills); once for each kind of victim is enough for each push.
 """
@@ -56,7 +56,7 @@ def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def said_farewell(run: Run, pid: int) -> bool:
+def has_recorded_exit(run: Run, pid: int) -> bool:
     return any(event["pid"] == pid for event in events(run, "worker-exit"))
 
 
@@ -74,7 +74,7 @@ def verdict(home: Path, run: Run) -> dict:
 
 @contextmanager
 def journals_kept(run: Run, directory: Path) -> Iterator[Run]:
-    """Hard links to every journal of a run: the collector deletes those that it has taken in."""
+    """Hold hard links to every journal of a run: the collector deletes those that it has ingested."""
     kept = Run(directory)
     kept.journal_dir.mkdir(parents=True)
     ended = threading.Event()
@@ -115,7 +115,7 @@ def assert_every_record_is_in_the_lake_once(run: Run, kept: Run) -> None:
 
 
 @pytest.mark.parametrize("number", range(TIMES))
-def test_the_victim_is_named_and_nothing_is_lost(tmp_path, number):
+def test_killed_process_is_named_and_no_record_is_lost(tmp_path, number):
     victim = VICTIMS[number % len(VICTIMS)]
     chance = random.Random()
     collector, run = start(tmp_path)
@@ -139,7 +139,9 @@ def test_the_victim_is_named_and_nothing_is_lost(tmp_path, number):
         wait_for(lambda: has_ended(main_pid), "the death of the training")
         survivors = [pid for pid in workers.values() if pid not in pids]
         # An orphaned worker may hang in its exit, where its queue's pipe is full and unread; it has left its loop.
-        wait_for(lambda: all(has_ended(pid) or said_farewell(run, pid) for pid in survivors), "the survivors' ends")
+        wait_for(
+            lambda: all(has_ended(pid) or has_recorded_exit(run, pid) for pid in survivors), "the survivors' ends"
+        )
         report = verdict(tmp_path, run)
     found = {(each["kind"], each["locus"].get("role"), each["locus"].get("worker")) for each in report["findings"]}
     kinds = {kind for kind, _, _ in found}

@@ -15,7 +15,7 @@ import pytest
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.trust import workers_reporting
 from collector.store.runs.run import Run
-from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment
+from tests.conftest import PYTHON, REPOSITORY, SHIM, AttachedRun, bare_environment
 from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "loaders.py"
@@ -24,7 +24,7 @@ MS = 1e6
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Attached:
+def run(tmp_path_factory) -> AttachedRun:
     """The script's attached run; its bare twin ran meanwhile, and printed `bare`."""
     home = tmp_path_factory.mktemp("home")
     directory = layout.create_run(home, name="loaders", argv=[])
@@ -47,12 +47,12 @@ def run(tmp_path_factory) -> Attached:
     assert bare.returncode == 0, complaint
     (directory / "bare").write_text(expected)
     (directory / "truth.json").write_bytes((home / "attached.json").read_bytes())
-    return Attached(subprocess.CompletedProcess([SCRIPT], attached.returncode, seen, errors), Run(directory))
+    return AttachedRun(subprocess.CompletedProcess([SCRIPT], attached.returncode, seen, errors), Run(directory))
 
 
 @pytest.fixture(scope="module")
 def batches(run) -> pd.DataFrame:
-    """The batch records, each beside what its rows said."""
+    """The batch records, each with what its rows said."""
     truth = pd.DataFrame(json.loads((run.run.path / "truth.json").read_text()))
     recorded = run.table("batch")
     assert len(recorded) == len(truth)
@@ -65,11 +65,11 @@ def fetches(run, batches) -> pd.DataFrame:
     return run.table("fetch").merge(batches[[*KEY, "case"]], on=KEY, validate="one_to_one")
 
 
-def bodies(run: Attached, kind: str) -> list[dict]:
+def bodies(run: AttachedRun, kind: str) -> list[dict]:
     return [json.loads(body) for body in run.events(kind).body]
 
 
-def test_the_training_sees_what_it_would_see_without_us(run):
+def test_hooks_do_not_change_the_batches(run):
     assert run.done.returncode == 0, run.done.stderr
     assert run.done.stdout == (run.run.path / "bare").read_text()
     (disabled,) = bodies(run, "hook-disabled")
@@ -77,19 +77,19 @@ def test_the_training_sees_what_it_would_see_without_us(run):
 
 
 def test_every_batch_names_the_worker_that_made_it(batches):
-    """One whose iterator keeps no books has none, rather than a wrong one."""
+    """A batch of an iterator without `_task_info` has no worker, rather than a wrong one."""
     wrong = batches[batches.worker.fillna(-9) != batches.true_worker.fillna(-9)]
     assert wrong.empty, wrong[["case", *KEY, "true_worker"]].to_string()
 
 
-def test_every_batch_has_the_record_of_its_making(batches, fetches):
+def test_every_batch_has_its_fetch_record(batches, fetches):
     """A killed worker takes those of its last milliseconds with it."""
     kept = ~batches.case.isin(["failing", "foreign"])
     assert (fetches.case != "failing").sum() == kept.sum()
     assert not batches.duplicated(["loader", "epoch", "index"]).any()
 
 
-def test_samples_are_counted_by_the_loop_or_by_the_worker(batches, fetches):
+def test_samples_are_counted_in_the_loop_or_in_the_worker(batches, fetches):
     counted = batches[batches.samples_count.notna()]
     assert (counted.samples_count == counted.true_samples).all()
     assert {"map_style", "left_early", "several", "stateful"} <= set(counted.case)
@@ -99,7 +99,7 @@ def test_samples_are_counted_by_the_loop_or_by_the_worker(batches, fetches):
     assert (made.samples_count == made.true_samples).all()
 
 
-def test_waits_hold_what_they_are_made_of(batches):
+def test_waits_include_blocked_time_and_queue_counts(batches):
     queued = batches[batches.worker >= 0]
     assert (queued.wait_ns >= queued.blocked_ns).all()
     assert queued[["outstanding_count", "parked_count", "ready_count"]].notna().all(axis=None)
@@ -111,13 +111,13 @@ def test_waits_hold_what_they_are_made_of(batches):
     assert (weighed.payload_bytes == weighed.true_samples * 2 * 8).all(), "int64 rows of two"
 
 
-def test_batches_that_come_before_their_turn_are_parked(batches):
+def test_batches_that_arrive_early_are_parked(batches):
     first = batches[batches.case == "parked"].iloc[0]
     assert first.wait_ns >= 390 * MS
     assert (first.parked_count, first.outstanding_count) == (2, 2), "the other worker made its two meanwhile"
 
 
-def test_batches_that_the_loop_is_late_for_are_ready(batches):
+def test_batches_that_wait_for_the_loop_are_ready(batches):
     assert batches[batches.case == "ready"].ready_count.max() >= 1
 
 
@@ -129,7 +129,7 @@ def test_out_of_order_batches_overtake_the_late_one(batches):
     assert sorted(late["index"]) == list(range(8))
 
 
-def test_the_time_of_a_fetch_is_told_apart(fetches):
+def test_fetch_time_is_split_into_its_parts(fetches):
     fetch = fetches[fetches.case == "split"]
     assert len(fetch) == 4
     assert (fetch.getitem_ns >= 4 * 3 * MS).all(), "four rows of 3 ms"
@@ -143,7 +143,7 @@ def test_the_time_of_a_fetch_is_told_apart(fetches):
     assert (fetch.cpu_ns > 0).all()
 
 
-def test_a_workers_start_is_timed_from_the_iterators_begin(run, batches):
+def test_worker_start_is_timed_from_the_start_of_the_iterator(run, batches):
     loader = int(batches[batches.case == "split"].loader.iloc[0])
     (epoch,) = (event for event in bodies(run, "epoch-start") if event["loader"] == loader)
     frame = run.events("worker-ready").assign(body=lambda rows: rows.body.map(json.loads))
@@ -155,21 +155,21 @@ def test_a_workers_start_is_timed_from_the_iterators_begin(run, batches):
     assert (fetch.idle_ns < ready.body.map(lambda body: body["setup_ns"]).max()).all(), "setting up is not idling"
 
 
-def test_epochs_go_on_where_workers_persist_and_where_loaders_are_made_anew(batches):
+def test_epochs_continue_with_persistent_workers_and_new_loaders(batches):
     epochs = batches.groupby(["case", "loader"]).epoch.nunique()
     assert epochs["thrown_away"].tolist() == [4, 1, 1, 1], "one loader, made four times; three that live at once"
     assert sorted(epochs["left_early"]) == [1, 3]
     assert batches[batches.case == "cycled"].epoch.nunique() == 1
 
 
-def test_loaders_inside_a_dataset_belong_to_its_fetch(run, batches):
+def test_loaders_inside_a_dataset_are_part_of_its_fetch(run, batches):
     inside = batches[batches.case == "inside"]
     counts = inside.groupby("loader").worker.agg(["count", "first"])
     assert sorted(map(tuple, counts.to_numpy())) == [(3, 0), (6, -1)], "the outer loaders look alike"
     assert len(run.events("process-start")) == 1
 
 
-def test_deaths_are_told_with_their_exit_status(run):
+def test_worker_deaths_are_recorded_with_their_exit_status(run):
     died = bodies(run, "worker-died")
     assert sorted(event["exit_code"] for event in died) == [-9, 3]
     assert {event["worker"] for event in died} == {1}
@@ -183,7 +183,7 @@ def test_all_workers_report(run):
     assert reporting == workers > 0
 
 
-def test_torchdatas_loader_keeps_its_state(batches):
+def test_stateful_loader_records_its_batches(batches):
     stateful = batches[batches.case == "stateful"]
     if stateful.empty:
         pytest.skip("torchdata is not installed")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from collector.store.runs.run import Run
-from tests.conftest import PYTHON, REPOSITORY, SHIM, Attached, bare_environment, wait_for
+from tests.conftest import PYTHON, REPOSITORY, SHIM, AttachedRun, bare_environment, wait_for
 from training_harness import layout
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "matrix.py"
@@ -19,7 +19,7 @@ KEY = ["loader", "epoch", "index", "worker"]
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory) -> tuple[Attached, str, dict[str, dict]]:
+def matrix(tmp_path_factory) -> tuple[AttachedRun, str, dict[str, dict]]:
     """The attached run, what its bare twin printed, and what each left behind."""
     home = tmp_path_factory.mktemp("home")
     directory = layout.create_run(home, name="matrix", argv=[])
@@ -42,7 +42,7 @@ def matrix(tmp_path_factory) -> tuple[Attached, str, dict[str, dict]]:
     assert running["bare"].returncode == 0, output["bare"][1]
     left = {name: json.loads((home / name).read_text()) for name in running}
     done = subprocess.CompletedProcess([SCRIPT], running["attached"].returncode, *output["attached"])
-    return Attached(done, Run(directory)), output["bare"][0], left
+    return AttachedRun(done, Run(directory)), output["bare"][0], left
 
 
 def test_losses_are_equal_attached_and_bare(matrix):
@@ -69,7 +69,7 @@ def test_records_are_complete(matrix):
     assert promised == set(run.events("worker-start").pid) == set(run.events("worker-exit").pid)
 
 
-def test_nothing_is_left_behind(matrix):
+def test_no_processes_descriptors_or_segments_are_left(matrix):
     run, _, left = matrix
     assert left["attached"]["children"] == left["bare"]["children"] == 0
     assert left["attached"]["descriptors_again"] <= left["attached"]["descriptors_once"]
@@ -80,7 +80,7 @@ def test_nothing_is_left_behind(matrix):
     wait_for(lambda: not attached_processes(run), "the end of every process")
 
 
-def attached_processes(run: Attached) -> list[str]:
+def attached_processes(run: AttachedRun) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:

@@ -31,7 +31,7 @@ for line in sys.stdin:
     print(json.dumps([sampler.reason, sampler.sample(set(map(int, line.split())))]), flush=True)
 """
 
-#: Prints what doctor says of the devices; its argument is the /proc to look at.
+#: Prints what doctor says about the devices; its argument is the /proc to read.
 DOCTOR = """
 import json, sys
 from pathlib import Path
@@ -82,7 +82,7 @@ def machine(tmp_path_factory) -> Iterator[Machine]:
     simulator.remove_registry(environ["CUDA_SIM_NAME"])
 
 
-def test_memory_is_that_of_all_processes_and_of_the_driver(machine):
+def test_memory_is_split_into_run_other_processes_and_driver(machine):
     mine, _ = machine.hold(0, GIB), machine.hold(0, GIB // 2)
     reason, (first, second) = machine.sampler()(mine)
     assert reason is None
@@ -92,40 +92,40 @@ def test_memory_is_that_of_all_processes_and_of_the_driver(machine):
     assert second["used_bytes"] == second["reserved_bytes"] > 0
 
 
-def test_what_a_process_held_is_free_when_it_is_gone(machine):
+def test_memory_of_an_exited_process_is_free(machine):
     mine, sample = machine.hold(0, GIB), machine.sampler()
     assert sample(mine)[1][0]["process_used_bytes"] == GIB
     machine.processes[0].communicate()
     assert sample(mine)[1][0]["used_bytes"] == sample(mine)[1][0]["reserved_bytes"]
 
 
-def test_devices_are_those_that_the_training_sees(machine):
+def test_sampler_reads_only_visible_devices(machine):
     (only,) = machine.sampler(CUDA_VISIBLE_DEVICES="1")()[1]
     assert (only["device"], only["total_bytes"]) == (0, 2 * GIB)
 
 
-def test_a_part_of_a_divided_gpu_is_chosen_by_its_name(machine):
+def test_mig_instance_is_selected_by_its_name(machine):
     machine.environ["CUDA_SIM_MIG"] = "1"
     (first,) = machine.sampler()()[1]
     (named,) = machine.sampler(CUDA_VISIBLE_DEVICES="MIG-00000002")()[1]
     assert (first["total_bytes"], named["total_bytes"]) == (4 * GIB, 2 * GIB)
 
 
-def test_in_a_container_processes_are_missing_not_zero(machine):
+def test_hidden_processes_are_missing_not_zero(machine):
     mine = machine.hold(0, GIB)
     sample = machine.sampler(CUDA_SIM_NO_PROCESSES="1")(mine)[1][0]
     assert (sample["process_used_bytes"], sample["other_used_bytes"]) == (None, None)
     assert sample["used_bytes"] > GIB
 
 
-def test_a_gpu_that_is_lost_in_the_middle_of_a_run_is_missing_from_then_on(machine, tmp_path):
+def test_samples_of_a_lost_gpu_are_missing_from_then_on(machine, tmp_path):
     sample = machine.sampler(CUDA_SIM_NVML_LOST=str(tmp_path / "lost"))
     assert sample()[1][0]["total_bytes"] == 4 * GIB
     (tmp_path / "lost").touch()
     assert sample()[1][0]["used_bytes"] is None
 
 
-def test_without_a_driver_there_is_a_reason(machine):
+def test_sampler_gives_a_reason_without_a_driver(machine):
     assert machine.sampler(CUDA_SIM_NO_NVML="1")() == ["none: NVIDIA driver not found", []]
 
 
@@ -133,7 +133,7 @@ def doctor(machine, proc, **environ):
     return json.loads(machine.start(DOCTOR, proc, **environ).stdout.readline())
 
 
-def test_doctor_tells_how_many_gpus_how_large_and_whether_processes_are_named(machine, tmp_path):
+def test_doctor_shows_gpus_and_whether_processes_are_named(machine, tmp_path):
     detail, remedy = doctor(machine, "/proc")
     assert "2 GPUs (4 GiB, 2 GiB)" in detail
     assert "no process uses them" in detail

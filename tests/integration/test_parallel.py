@@ -1,4 +1,4 @@
-"""Several devices and several processes: DataParallel's parts, ranks in one run, attempts kept apart."""
+"""Several devices and several processes: DataParallel's parts, ranks in one run, separate attempts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from training_harness import layout
 SCRIPTS = REPOSITORY / "tests" / "scripts"
 
 
-def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path):
+def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(run_attached, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    # Else torch keeps the store of the first attempt, where the second may meet the dead rank's address.
+    # Without this, torch reuses the store of the first attempt, with the address of the dead rank in it.
     environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run = attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
+    run = run_attached(*launcher, SCRIPTS / "ranks.py", tmp_path / "marker", environ=environ)
     assert run.done.returncode == 0, run.done.stderr
     starts = run.events("process-start")
     attempt_of = {pid: json.loads(body)["attempt"] for pid, body in zip(starts.pid, starts.body, strict=True)}
@@ -40,9 +40,9 @@ def test_the_ranks_and_attempts_of_a_torchrun_job_are_one_run(attached, tmp_path
     assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
 
 
-def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path):
+def test_parts_of_data_parallel_are_stages_of_their_batch(run_attached, tmp_path):
     folder = layout.create_run(tmp_path, name="replicas", argv=[])
-    run = attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
+    run = run_attached(SCRIPTS / "replicas.py", folder, environ={layout.RUN_DIR_VARIABLE: ""}, run_dir=folder)
     assert run.done.returncode == 0, run.done.stderr
     stages = run.table("stage")
     names = {"scatter", "replicate", "parallel_apply", "gather"}
@@ -53,8 +53,8 @@ def test_the_parts_of_data_parallel_are_stages_of_their_batch(attached, tmp_path
     assert (parts[parts.stage == "parallel_apply"].duration_ns >= 2_000_000).all()
 
 
-def test_ranks_that_attach_themselves_find_each_other(tmp_path):
-    """Eight at once, and a late one; their launcher is this process. One of another launcher is not among them."""
+def test_ranks_that_attach_from_code_join_one_run(tmp_path):
+    """Eight ranks start at once and one late, launched by this process; a rank of another launcher is apart."""
     code = "from pathlib import Path; from training_harness import layout; print(*layout.join_or_create_run("
     code += f"Path({str(tmp_path)!r}), name='ddp', argv=[]))"
     environ = bare_environment() | {"LOCAL_RANK": "0", "WORLD_SIZE": "9"}
@@ -64,13 +64,13 @@ def test_ranks_that_attach_themselves_find_each_other(tmp_path):
         return subprocess.Popen(argv, env=environ | changes, stdout=subprocess.PIPE, text=True)
 
     at_once = [start() for _ in range(8)]
-    told = [process.communicate()[0].split() for process in at_once]
+    outputs = [process.communicate()[0].split() for process in at_once]
     late = start().communicate()[0].split()
     other = start("sh", "-c", '"$@"; true', "sh").communicate()[0].split()
     alone = start(WORLD_SIZE="1").communicate()[0].split()
 
-    [shared] = {directory for directory, _ in [*told, late]}
-    assert sorted(made for _, made in told) == ["False"] * 7 + ["True"]
+    [shared] = {directory for directory, _ in [*outputs, late]}
+    assert sorted(made for _, made in outputs) == ["False"] * 7 + ["True"]
     assert late[1] == "False"
     assert (other[1], alone[1]) == ("True", "True")
     assert {directory.name for directory in (tmp_path / "runs").iterdir()} == {

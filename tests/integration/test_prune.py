@@ -1,4 +1,4 @@
-"""Deleting old runs: which go, who holds one, and a kill at every point of it."""
+"""Deletion of old runs: the choice, runs in use, and a kill at every point of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_world import HOST, Writer
+from store_helpers import HOST, Writer
 
 from collector.errors import TidegaugeError
 from collector.store.catalogue import find_run, list_runs
@@ -59,7 +59,7 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def ended(home: Path, name: str = "job") -> Run:
+def make_ended_run(home: Path, name: str = "job") -> Run:
     run = Run(layout.create_run(home, name=name, argv=["x"]))
     layout.write_manifest(run.path, {**run.manifest, "end_time_ns": 1})
     return run
@@ -70,7 +70,7 @@ def content(run: Run) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.suffix != ".lock"}
 
 
-def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
+def make_stored_runs(*runs: tuple[int, str | None]) -> list[StoredRun]:
     return [
         StoredRun(run=Run(Path(f"run{place}")), size_bytes=size, keep_reason=needed)
         for place, (size, needed) in enumerate(runs)
@@ -92,13 +92,13 @@ def stored(*runs: tuple[int, str | None]) -> list[StoredRun]:
         (1, 90, [0, 1, 2]),
     ],
 )
-def test_the_oldest_go_until_both_bounds_are_met(keep, max_bytes, gone):
-    runs = stored((30, None), (20, "it is running"), (10, None), (40, None))
+def test_oldest_runs_are_deleted_until_both_bounds_are_met(keep, max_bytes, gone):
+    runs = make_stored_runs((30, None), (20, "it is running"), (10, None), (40, None))
     assert runs_beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
 
 
-def test_what_is_deleted_leaves_no_trace(home):
-    old, new = ended(home, "old"), ended(home, "new")
+def test_deleted_run_leaves_no_trace(home):
+    old, new = make_ended_run(home, "old"), make_ended_run(home, "new")
     (home / "launches").mkdir()
     for name, run in (("host.1.1", old), ("host.2.2", new)):
         (home / "launches" / name).symlink_to(run.path)
@@ -107,8 +107,8 @@ def test_what_is_deleted_leaves_no_trace(home):
     assert [path.name for path in (home / "launches").iterdir()] == ["host.2.2"]
 
 
-def test_a_run_counts_as_it_does_on_disk(home):
-    run = ended(home)
+def test_size_of_a_run_is_its_size_on_disk(home):
+    run = make_ended_run(home)
     (run.path / "snapshots" / "sparse").write_bytes(b"")
     os.truncate(run.path / "snapshots" / "sparse", 2**30)
     (run.path / "data").mkdir()
@@ -117,7 +117,7 @@ def test_a_run_counts_as_it_does_on_disk(home):
     assert stored_runs(home)[0].size_bytes == disk_bytes(run.path) == int(du.stdout.split()[0])
 
 
-def test_a_running_run_stays_until_it_has_ended(home):
+def test_running_run_is_not_deleted_before_its_end(home):
     process = subprocess.Popen(
         [*COMMAND, "run", "--home", home, "--name", "alive", "--", "sh", "-c", "read word"],
         stdin=subprocess.PIPE,
@@ -137,8 +137,8 @@ def test_a_running_run_stays_until_it_has_ended(home):
     assert list((home / "runs").iterdir()) == []
 
 
-def test_who_holds_a_run_keeps_it(home):
-    run = ended(home)
+def test_run_with_a_reader_or_ingester_is_not_deleted(home):
+    run = make_ended_run(home)
     with Ingester(run):
         assert "is already followed by the collector" in delete(home, [run])[run]
     with read(run):
@@ -149,9 +149,9 @@ def test_who_holds_a_run_keeps_it(home):
         pass
 
 
-def test_a_training_that_nobody_collects_keeps_its_run(home):
-    """Its pid says nothing here, as in another container; the lock on its journal does."""
-    run = ended(home)
+def test_run_without_a_collector_is_not_deleted_while_it_trains(home):
+    """The pid means nothing here, as in another container; the lock on the journal does."""
+    run = make_ended_run(home)
     writer = Writer(run, 2**22 + 1, host=HOST)
     writer.write(3)
     assert keep_reason(run) == "it is running"
@@ -165,7 +165,7 @@ def manifest_of(run: Run, **changes: object) -> None:
     layout.write_manifest(run.path, {**run.manifest, **changes})
 
 
-def test_a_run_without_an_end_stays_where_it_may_go_on(home):
+def test_run_without_an_end_is_not_deleted_while_it_may_go_on(home):
     run = Run(layout.create_run(home, name="x", argv=["x"]))
     anchor = layout.wall_anchor()
     assert keep_reason(run) == "it is about to begin"
@@ -183,8 +183,8 @@ def test_a_run_without_an_end_stays_where_it_may_go_on(home):
     assert "is damaged" in keep_reason(run)
 
 
-def test_a_kill_at_any_point_leaves_every_run_whole_or_gone(home):
-    newest_of_three = [ended(home, name) for name in ("first", "second", "third")][-1]
+def test_killed_prune_leaves_every_run_whole_or_gone(home):
+    newest_of_three = [make_ended_run(home, name) for name in ("first", "second", "third")][-1]
     before = {run: content(run) for run in list_runs(home)}
     zygote = subprocess.Popen(
         [sys.executable, "-c", KILLED, home], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -211,8 +211,8 @@ def test_a_kill_at_any_point_leaves_every_run_whole_or_gone(home):
     assert not (newest_of_three.path / LOCK_NAME).exists()
 
 
-def test_at_a_terminal_it_asks(home):
-    run = ended(home)
+def test_prune_asks_at_a_terminal(home):
+    run = make_ended_run(home)
     terminal, inside = pty.openpty()
     with os.fdopen(terminal, "r+b", buffering=0) as ours:
         process = subprocess.Popen(

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import boto3
 import pytest
-from shared_world import (
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
+from store_services import (
     BUCKET,
     PASSWORD,
     SECRET_KEY,
@@ -24,7 +25,6 @@ from shared_world import (
     postgres_programs,
     s3_service,
 )
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.agent import ingest_feed, problems
 from collector.errors import TidegaugeError
@@ -80,7 +80,7 @@ def node(host: str, home: Path, variables: dict[str, str], *command: object) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another host name")
-def test_two_nodes_are_one_run_for_a_third_machine_and_no_secret_is_told(variables, tmp_path):
+def test_two_nodes_are_one_run_elsewhere_and_secrets_stay_hidden(variables, tmp_path):
     homes = {name: tmp_path / name for name in ("node-a", "node-b")}
     said = ""
     with ThreadPoolExecutor() as pool:
@@ -109,7 +109,7 @@ def test_two_nodes_are_one_run_for_a_third_machine_and_no_secret_is_told(variabl
             assert not [path for path in home.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-def test_clocks_of_two_nodes_are_brought_together(environment, tmp_path):
+def test_clocks_of_two_nodes_are_aligned(environment, tmp_path):
     run = make_run(tmp_path / "a")
     writer = Writer(run, 11, host="elsewhere")
     writer.write(10)
@@ -131,7 +131,7 @@ def test_clocks_of_two_nodes_are_brought_together(environment, tmp_path):
         assert times[0] == first_ns + (behind_ns if on_clock_of != "elsewhere" else 0)
 
 
-def test_records_arrive_once_while_the_database_is_killed_and_started(environment, postgres, tmp_path):
+def test_records_arrive_once_across_restarts_of_the_database(environment, postgres, tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, os.getpid(), host=HOST)
     with Ingester(run) as ingester:
@@ -153,7 +153,7 @@ def test_records_arrive_once_while_the_database_is_killed_and_started(environmen
     assert in_the_lake(run) == 1200
 
 
-def test_a_link_that_is_cut_in_a_commit_loses_and_doubles_nothing(environment, postgres, variables, tmp_path):
+def test_link_cut_during_a_commit_loses_and_doubles_nothing(environment, postgres, variables, tmp_path):
     cable = Cable(postgres.port)
     environment.setenv(
         "TIDEGAUGE_STORE",
@@ -175,7 +175,7 @@ def test_a_link_that_is_cut_in_a_commit_loses_and_doubles_nothing(environment, p
 
 
 @pytest.mark.parametrize("fault", ["500", "silence"])
-def test_an_s3_service_in_trouble_delays_records_and_loses_none(fault, environment, variables, tmp_path):
+def test_s3_errors_delay_records_and_lose_none(fault, environment, variables, tmp_path):
     with faulty_s3(variables) as address:
         environment.setenv("AWS_ENDPOINT_URL", address)
         environment.setattr(shared, "_HTTP_TIMEOUT_SECONDS", 1)
@@ -196,7 +196,7 @@ def test_an_s3_service_in_trouble_delays_records_and_loses_none(fault, environme
         assert in_the_lake(run) == 400
 
 
-def test_a_commit_whose_answer_is_lost_is_in_the_lake_once(environment, postgres, variables, tmp_path):
+def test_commit_with_a_lost_answer_is_in_the_lake_once(environment, postgres, variables, tmp_path):
     cable = Cable(postgres.port)
     url = variables["TIDEGAUGE_STORE"].replace(f":{postgres.port}/", f":{cable.port}/").partition("?")[0]
     environment.setenv("TIDEGAUGE_STORE", f"{url}?sslmode=disable&gssencmode=disable")
@@ -219,7 +219,7 @@ def test_a_commit_whose_answer_is_lost_is_in_the_lake_once(environment, postgres
     assert in_the_lake(run) == 400
 
 
-def test_a_frozen_database_is_given_up_at_the_end_and_the_records_wait(environment, postgres, tmp_path):
+def test_frozen_database_times_out_at_the_end_and_records_wait(environment, postgres, tmp_path):
     environment.setattr(ingest_feed, "FINISH_SECONDS", 2.0)
     run = make_run(tmp_path)
     writer = Writer(run, os.getpid(), host=HOST)
@@ -236,7 +236,7 @@ def test_a_frozen_database_is_given_up_at_the_end_and_the_records_wait(environme
     assert seen(run) == journalled(run)
 
 
-def test_many_small_files_become_few_and_no_record_changes(environment, tmp_path):
+def test_maintenance_merges_small_files_and_keeps_records(environment, tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, os.getpid(), host=HOST)
     files = "SELECT count(*) FROM ducklake_list_files('lake', 'step')"
@@ -250,7 +250,7 @@ def test_many_small_files_become_few_and_no_record_changes(environment, tmp_path
     assert seen(run) == journalled(run)
 
 
-def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(environment, tmp_path):
+def test_second_node_with_the_same_host_name_is_refused(environment, tmp_path):
     run = make_run(tmp_path / "a")
     shared.register(run.manifest)
     manifest = {**run.manifest, "anchors": {run.manifest["host"]: layout.wall_anchor()}}
@@ -273,7 +273,7 @@ def test_another_node_of_the_same_name_is_refused_before_it_mixes_its_records(en
         ("postgresql://tide:secret@127.0.0.1:1/d", "/tmp/x", "the shared store cannot be"),
     ],
 )
-def test_a_store_that_cannot_be_is_one_line_without_its_password(store, data, message, home, monkeypatch):
+def test_invalid_store_is_a_one_line_error_without_its_password(store, data, message, home, monkeypatch):
     run = None
     monkeypatch.setenv("TIDEGAUGE_STORE", store)
     monkeypatch.setenv("TIDEGAUGE_DATA", data)
@@ -285,27 +285,27 @@ def test_a_store_that_cannot_be_is_one_line_without_its_password(store, data, me
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_of_the_store_says_what_is_missing_when_the_store_is_not_named(environment, tmp_path):
+def test_run_in_the_store_needs_the_store_variables(environment, tmp_path):
     run = make_run(tmp_path)
     environment.delenv("TIDEGAUGE_STORE")
     with pytest.raises(TidegaugeError, match="set TIDEGAUGE_STORE and TIDEGAUGE_DATA"), read(run):
         pass
 
 
-def test_a_run_id_is_used_once_and_what_was_told_of_it_before_makes_way(environment, home):
+def test_run_id_is_used_once_and_replaces_a_mirrored_manifest(environment, home):
     environment.setenv("TIDEGAUGE_RUN_ID", "exp-2")
     elsewhere = Run(layout.create_run(home.parent / "elsewhere", name="x", argv=[]))
     shared.register({**elsewhere.manifest, "host": "other", "anchors": {"other": layout.wall_anchor()}})
-    told = find_run(home, "exp-2")
-    assert told.manifest["host"] == "other"
+    mirrored = find_run(home, "exp-2")
+    assert mirrored.manifest["host"] == "other"
     with pytest.raises(TidegaugeError, match="run exp-2 belongs to other nodes: collect it there"):
-        Ingester(told)
+        Ingester(mirrored)
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):
         layout.create_run(home, name="x", argv=[])
 
 
-def test_what_is_over_on_all_nodes_can_be_deleted_from_the_store_with_all_its_files(environment, variables, home):
+def test_prune_deletes_finished_runs_and_their_files_from_the_store(environment, variables, home):
     runs = {}
     for name in ("over", "interrupted", "going-on"):
         environment.setenv("TIDEGAUGE_RUN_ID", f"prune-{name}")

@@ -9,8 +9,8 @@ PHASES = ["data_wait_ns", "h2d_ns", "forward_ns", "backward_ns", "optimizer_ns",
 MS = 1e6
 
 
-def test_steps_end_where_the_loop_says_and_every_moment_has_a_phase(attached):
-    run = attached(SCRIPT)
+def test_step_ends_and_phases_match_the_loop(run_attached):
+    run = run_attached(SCRIPT)
     assert run.done.returncode == 0, run.done.stderr
     step = run.table("step")
     child = step[step.pid != step.pid[0]]

@@ -1,4 +1,4 @@
-"""From the journals into the lake, exactly once, whatever happens on the way."""
+"""Ingest from the journals into the lake, exactly once, despite faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, on_disk, seen
 
 from collector.errors import TidegaugeError
 from collector.store import duck
@@ -34,7 +34,7 @@ def parquet_files(run):
     return sorted(run.data_dir.rglob("*.parquet"))
 
 
-def test_a_step_moves_what_is_new_and_an_idle_step_moves_nothing(tmp_path):
+def test_step_moves_only_new_records(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     with Ingester(run) as ingester:
@@ -51,7 +51,7 @@ def test_a_step_moves_what_is_new_and_an_idle_step_moves_nothing(tmp_path):
     assert count(run, "event") == 3
 
 
-def test_the_lag_is_the_age_of_the_oldest_record_outside_the_lake(tmp_path):
+def test_lag_is_the_age_of_the_oldest_record_outside_the_lake(tmp_path):
     run = make_run(tmp_path)
     Writer(run, 11).write(3)
     with read(run) as snapshot:
@@ -60,7 +60,7 @@ def test_the_lag_is_the_age_of_the_oldest_record_outside_the_lake(tmp_path):
         assert ingester.step().lag_ns == 5_000_000_000
 
 
-def test_what_a_worker_wrote_before_it_ended_goes_in_and_again_into_a_new_lake(tmp_path):
+def test_records_of_an_exited_writer_are_ingested_once(tmp_path):
     run = make_run(tmp_path)
     gone = Writer(run, 2**22 + 1, host=os.uname().nodename)
     gone.write(250)
@@ -72,7 +72,7 @@ def test_what_a_worker_wrote_before_it_ended_goes_in_and_again_into_a_new_lake(t
     assert seen(run) == journalled(run)
 
 
-def test_a_backlog_goes_in_bounded_pieces_over_many_files(tmp_path):
+def test_backlog_is_ingested_in_bounded_chunks(tmp_path):
     run = make_run(tmp_path)
     for pid in (11, 12, 13):
         Writer(run, pid, segment_bytes=3000).write(333)
@@ -83,7 +83,7 @@ def test_a_backlog_goes_in_bounded_pieces_over_many_files(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_segments_that_are_in_the_lake_and_finished_are_deleted(tmp_path):
+def test_finished_segments_in_the_lake_are_deleted(tmp_path):
     run = make_run(tmp_path)
     writer, gone = Writer(run, os.getpid(), host=HOST), Writer(run, os.getppid(), host=HOST)
     writer.write(1000)
@@ -104,7 +104,7 @@ def test_segments_that_are_in_the_lake_and_finished_are_deleted(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_segments_of_another_host_stay_for_its_locks_may_not_reach_here(tmp_path):
+def test_segments_of_another_host_are_not_deleted(tmp_path):
     run = make_run(tmp_path)
     Writer(run, 11).write(500)
     there = on_disk(run)
@@ -133,7 +133,7 @@ def test_segments_are_not_deleted_under_a_reader(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_process_with_the_pid_of_one_whose_segments_are_gone_is_read_from_its_start(tmp_path):
+def test_process_with_a_reused_pid_is_read_from_its_start(tmp_path):
     run = make_run(tmp_path)
     with Ingester(run) as ingester:
         for written in (100, 200, 300):
@@ -142,7 +142,7 @@ def test_a_process_with_the_pid_of_one_whose_segments_are_gone_is_read_from_its_
             assert (on_disk(run), in_the_lake(run)) == ([], written)
 
 
-def test_an_abandoned_run_is_resumed_where_it_was_left(tmp_path):
+def test_ingest_of_an_abandoned_run_is_resumed(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -154,7 +154,7 @@ def test_an_abandoned_run_is_resumed_where_it_was_left(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_second_ingester_is_refused_and_told_who_holds_the_run(tmp_path):
+def test_second_ingester_is_refused_with_the_pid_of_the_first(tmp_path):
     run = make_run(tmp_path)
     with Ingester(run), pytest.raises(TidegaugeError, match=f"pid {os.getpid()}: wait until it ends"):
         Ingester(run)
@@ -162,7 +162,7 @@ def test_a_second_ingester_is_refused_and_told_who_holds_the_run(tmp_path):
         assert ingester.step().problems == ()
 
 
-def test_a_damaged_journal_is_a_problem_and_nothing_else_is_lost(tmp_path):
+def test_damaged_journal_is_a_problem_and_nothing_else_is_lost(tmp_path):
     run = make_run(tmp_path)
     Writer(run, 11).write(10)
     (run.journal_dir / "other.9.step.0.journal").write_bytes(b"rubbish that is no journal")
@@ -182,8 +182,8 @@ def test_a_damaged_journal_is_a_problem_and_nothing_else_is_lost(tmp_path):
         assert len(snapshot.problems) == 3
 
 
-def test_lost_records_are_counted_once_whoever_reports_them(tmp_path):
-    """A writer's later header and its closing event tell of the same loss."""
+def test_lost_records_are_counted_once(tmp_path):
+    """A writer's later header and its closing event report the same loss."""
     run = make_run(tmp_path)
     writer = Writer(run, 11, segment_bytes=1)
     writer.write()
@@ -207,7 +207,7 @@ def test_lost_records_are_counted_once_whoever_reports_them(tmp_path):
         assert snapshot.lost_count == 16
 
 
-def test_the_lake_is_private_to_its_user(tmp_path):
+def test_lake_is_private_to_its_user(tmp_path):
     run = make_run(tmp_path)
     Writer(run, 11).write(2000)
     before = os.umask(0o022)
@@ -248,7 +248,7 @@ def test_maintenance_keeps_every_row_in_few_files_and_one_snapshot(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_reader_that_looks_during_maintenance_keeps_its_rows(tmp_path):
+def test_read_session_keeps_its_rows_during_maintenance(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     with Ingester(run) as ingester:
@@ -270,7 +270,7 @@ def test_a_reader_that_looks_during_maintenance_keeps_its_rows(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_files_that_a_killed_ingester_left_are_removed(tmp_path):
+def test_files_of_a_killed_ingester_are_removed(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(2000)
@@ -282,7 +282,7 @@ def test_files_that_a_killed_ingester_left_are_removed(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_lake_of_an_older_version_gets_the_columns_and_tables_that_it_lacks(tmp_path):
+def test_older_lake_gets_missing_columns_and_tables(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(30)
@@ -301,7 +301,7 @@ def test_a_lake_of_an_older_version_gets_the_columns_and_tables_that_it_lacks(tm
         assert snapshot.query("SELECT count(*) AS n, count(h2d_ns) AS h FROM step").values.tolist() == [[35, 5]]
 
 
-def test_a_damaged_lake_is_refused_with_the_remedy(tmp_path):
+def test_damaged_lake_is_refused_with_the_remedy(tmp_path):
     run = make_run(tmp_path)
     run.catalog_path.write_bytes(b"SQLite format 3\x00" + b"\xab" * 5000)
     with pytest.raises(TidegaugeError, match="collect again") as caught:
@@ -312,7 +312,7 @@ def test_a_damaged_lake_is_refused_with_the_remedy(tmp_path):
         assert ingester.step().problems == ()
 
 
-def test_a_lake_that_vanishes_is_a_problem_line_not_an_exception(tmp_path):
+def test_maintenance_of_a_vanished_lake_reports_problems(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     with Ingester(run) as ingester:
@@ -338,7 +338,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
+def test_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
     run = make_run(small_disk)
     writer = Writer(run, 11, segment_bytes=10**6)
     writer.write(200)
@@ -369,7 +369,7 @@ def test_a_full_disk_is_a_problem_and_later_steps_go_on(small_disk):
 
 
 #: Imports once, then forks an ingester for each line on stdin and says its pid.
-def test_missing_extensions_are_one_clear_line(monkeypatch, tmp_path):
+def test_missing_extensions_are_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("HOME", str(tmp_path))
     duck._idle.clear()

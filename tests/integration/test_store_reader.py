@@ -1,4 +1,4 @@
-"""A reader's view of a run: lake and live tail, whole and once, whatever state the run is in."""
+"""A reader's view of a run: lake and journals, complete and without duplicates, in every state of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
-from store_world import HOST, Writer, journalled, make_run, seen
+from store_helpers import HOST, Writer, journalled, make_run, seen
 
 from collector.agent.samplers.samples import record_values
 from collector.diagnosis.run import tables
@@ -55,7 +55,7 @@ def test_journals_are_read_without_a_lake(run):
     assert seen(run) == journalled(run)
 
 
-def test_the_lake_and_the_tail_make_one_table(run):
+def test_lake_and_journals_make_one_table(run):
     writer = Writer(run, 11)
     writer.write(120)
     ingest(run)
@@ -66,7 +66,7 @@ def test_the_lake_and_the_tail_make_one_table(run):
         assert snapshot.query("SELECT count(*) AS n FROM event")["n"][0] == 2
 
 
-def test_a_snapshot_does_not_move(run):
+def test_read_session_does_not_change(run):
     writer = Writer(run, 11)
     writer.write(50)
     with Ingester(run) as ingester:
@@ -81,7 +81,7 @@ def test_a_snapshot_does_not_move(run):
     assert seen(run) == journalled(run)
 
 
-def test_streams_may_be_joined_and_parameters_passed(run):
+def test_queries_can_join_streams_and_take_parameters(run):
     Writer(run, 11).write(20)
     with read(run) as snapshot:
         joined = snapshot.query(
@@ -100,7 +100,7 @@ def test_missing_values_are_nan_and_whole_columns_stay_integers(run):
     assert frame["samples_count"].isna().all()
 
 
-def test_reads_see_a_gapless_prefix_while_records_arrive_and_commit(run):
+def test_reads_during_commits_see_a_prefix_without_gaps(run):
     writer = Writer(run, os.getpid(), host=HOST, segment_bytes=5000)
     finished = threading.Event()
 
@@ -142,15 +142,15 @@ def test_many_threads_may_read_at_once(run):
     Writer(run, 11).write(200)
     ingest(run)
 
-    def look(_):
+    def sum_steps(_):
         with read(run) as snapshot:
             return int(snapshot.query("SELECT sum(step) AS s FROM step")["s"][0])
 
     with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(look, range(12))) == {sum(range(200))}
+        assert set(pool.map(sum_steps, range(12))) == {sum(range(200))}
 
 
-def test_a_damaged_journal_is_named_and_the_rest_is_shown(run):
+def test_damaged_journal_is_named_and_the_rest_is_read(run):
     Writer(run, 11).write(10)
     (run.journal_dir / "x.1.step.0.journal").write_bytes(b"rubbish!")
     with read(run) as snapshot:
@@ -159,7 +159,7 @@ def test_a_damaged_journal_is_named_and_the_rest_is_shown(run):
     assert "x.1.step.0.journal is skipped" in problem
 
 
-def test_a_damaged_event_line_is_still_named_after_it_was_passed(run):
+def test_damaged_event_line_is_reported_in_later_reads(run):
     writer = Writer(run, 11)
     log = EventLog(run.events_dir, writer.identity)
     log.append("loader", loader=0)
@@ -176,7 +176,7 @@ def test_a_damaged_event_line_is_still_named_after_it_was_passed(run):
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\x00" + b"\xab" * 5000])
-def test_a_lake_that_cannot_be_opened_is_said_and_the_journals_are_shown(run, content):
+def test_unreadable_lake_is_reported_and_journals_are_read(run, content):
     Writer(run, 11).write(40)
     ingest(run)
     run.catalog_path.write_bytes(content)
@@ -188,7 +188,7 @@ def test_a_lake_that_cannot_be_opened_is_said_and_the_journals_are_shown(run, co
     assert "\n" not in problem
 
 
-def test_a_lake_without_its_data_is_said_and_the_journals_are_shown(run):
+def test_lake_without_data_is_reported_and_journals_are_read(run):
     writer = Writer(run, 11)
     writer.write(200)
     ingest(run)
@@ -198,8 +198,8 @@ def test_a_lake_without_its_data_is_said_and_the_journals_are_shown(run):
         assert len(snapshot.problems) == 1
 
 
-def test_a_lake_that_is_made_anew_between_two_looks_is_read_anew(run):
-    for count in (120, 30):  # as many commits as before, so the snapshots have the same numbers
+def test_recreated_lake_is_read_again(run):
+    for count in (120, 30):  # there are as many commits as before: the snapshots have the same numbers
         Writer(run, count).write(count)
         ingest(run)
         assert seen(run) == journalled(run)
@@ -209,7 +209,7 @@ def test_a_lake_that_is_made_anew_between_two_looks_is_read_anew(run):
         run.catalog_path.unlink()
 
 
-def test_a_lake_of_which_a_file_is_gone_is_an_error_with_the_remedy(run):
+def test_missing_file_of_a_lake_is_an_error_with_the_remedy(run):
     Writer(run, 11).write(400)
     ingest(run)
     shutil.rmtree(run.data_dir / "main" / "step")
@@ -239,7 +239,7 @@ def read_only(run):
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-#: Commits the run's journals and dies with the catalog's write-ahead log still beside it.
+#: Commits the run's journals and dies while the catalog still has its write-ahead log.
 COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
@@ -255,7 +255,7 @@ with read(run):
 
 
 @pytest.mark.parametrize("collected", ["not", "in good order", "by a collector that was killed"])
-def test_a_read_only_run_can_be_read_but_not_followed(run, read_only, collected):
+def test_read_only_run_can_be_read_but_not_ingested(run, read_only, collected):
     writer = Writer(run, 11)
     writer.write(60)
     if collected == "in good order":
@@ -271,7 +271,7 @@ def test_a_read_only_run_can_be_read_but_not_followed(run, read_only, collected)
         Ingester(run)
 
 
-def test_the_tables_of_a_run(run):
+def test_load_tables_returns_streams_events_and_living_processes(run):
     me = Identity.of_this_process()
     EventLog(run.events_dir, me).append("loader", loader=0, num_workers=2)
     dead = Writer(run, 2**22 + 11, host=me.host)
@@ -297,7 +297,7 @@ def test_the_tables_of_a_run(run):
         assert list(found.stream(name)) == [column.name for column in (*stream.columns, *IDENTITY)]
 
 
-def test_the_tables_hold_the_last_rows_in_order_of_time(run, monkeypatch):
+def test_tables_hold_the_last_rows_in_order_of_time(run, monkeypatch):
     monkeypatch.setattr(tables, "ROWS_PER_STREAM", 30)
     writer = Writer(run, 11)
     writer.write(40)
@@ -306,21 +306,21 @@ def test_the_tables_hold_the_last_rows_in_order_of_time(run, monkeypatch):
     assert load_tables(run).stream("step")["step"].tolist() == list(range(20, 50))
 
 
-def test_how_far_a_stream_reaches_is_known_of_the_lake_and_beyond_it(run):
+def test_reach_of_a_stream_includes_lake_and_journals(run):
     writer = Writer(run, 11)
     for _ in range(2):
         writer.write(20)
         ingest(run)
     writer.write(5)
     with read(run) as snapshot:
-        told = snapshot.query("FROM step_reach")
+        reach = snapshot.query("FROM step_reach")
         seen = snapshot.query("SELECT count(*) AS n, min(time_ns) AS first_ns, max(time_ns) AS last_ns FROM step")
-        assert told.equals(seen)
-        assert told["n"].tolist() == [45]
+        assert reach.equals(seen)
+        assert reach["n"].tolist() == [45]
         assert snapshot.query("FROM device_reach")["n"].tolist() == [0]
 
 
-def test_a_run_of_another_boot_is_read_as_of_its_last_record(run):
+def test_now_of_a_run_of_another_boot_is_its_last_record(run):
     Writer(run, 11).write(5)
     anchors = {socket.gethostname(): layout.wall_anchor() | {"boot_id": "another"}}
     layout.write_manifest(run.path, run.manifest | {"anchors": anchors})
@@ -334,7 +334,7 @@ def sample(writer, stream, seconds, **values):
     writer.append(*record_values(STREAMS[stream], seconds * 10**9, values))
 
 
-def test_a_long_run_keeps_its_beginning_its_peaks_and_its_structure(run, monkeypatch):
+def test_tables_of_a_long_run_keep_its_start_peaks_and_events(run, monkeypatch):
     monkeypatch.setattr(tables, "ROWS_PER_STREAM", 60)
     monkeypatch.setattr(tables, "UNTHINNED_NS", 5 * 10**9)
     me = Identity.of_this_process()
@@ -368,7 +368,7 @@ def test_a_long_run_keeps_its_beginning_its_peaks_and_its_structure(run, monkeyp
     assert found.totals["device"].first_ns is None
 
 
-def test_two_looks_have_one_version_if_they_see_the_same_records(run):
+def test_read_sessions_of_the_same_records_have_one_version(run):
     def version():
         with read(run) as snapshot:
             return snapshot.version
@@ -386,7 +386,7 @@ def test_two_looks_have_one_version_if_they_see_the_same_records(run):
     assert version() is None
 
 
-def test_nothing_is_kept_of_the_files_of_a_lake(run):
+def test_files_of_a_lake_are_not_cached(run):
     kept = "SELECT count(*) AS n FROM duckdb_external_file_cache()"
     writer = Writer(run, 11)
     for _ in range(3):

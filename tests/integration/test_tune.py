@@ -23,7 +23,7 @@ def training(*options: object) -> list[str]:
     return [sys.executable, str(TRAIN), "--row-ms", "2", "--step-ms", "2", *map(str, options)]
 
 
-def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_path):
+def test_ctrl_c_prints_finished_trials_and_their_predictions(tmp_path):
     script = training("--num-workers", 1, "--rows", 100_000)
     options = ["--home", str(tmp_path), "--trial-seconds", "2", "--ceiling"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -45,7 +45,7 @@ def test_trials_are_compared_with_what_was_predicted_and_ctrl_c_keeps_them(tmp_p
     assert not [who for who in psutil.process_iter(["cmdline"]) if script[1:] == (who.info["cmdline"] or [])[1:]]
 
 
-def test_a_tune_that_is_killed_takes_its_trial_along(tmp_path):
+def test_killed_tune_ends_its_trial(tmp_path):
     script = training("--rows", 100_000, "--num-workers", 1)
     command = [*TUNE, "--home", str(tmp_path), "--", "/bin/sh", "-c", f"{shlex.join(script)}; true"]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=bare_environment())
@@ -56,7 +56,7 @@ def test_a_tune_that_is_killed_takes_its_trial_along(tmp_path):
     assert not psutil.wait_procs(family, timeout=30)[1]
 
 
-def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
+def test_failing_training_is_reported_with_its_error(tmp_path):
     command = [*TUNE, "--home", str(tmp_path), "--", *training("--crash-at-step", 3)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=bare_environment())
     assert done.returncode == 1
@@ -64,14 +64,14 @@ def test_a_training_that_fails_is_said_so_with_its_last_words(tmp_path):
     assert "RuntimeError: the loss is not a number" in done.stdout
 
 
-def test_what_was_tried_is_told_to_programs_too(tmp_path):
+def test_tune_prints_json_for_programs(tmp_path):
     options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "1", "--format", "json"]
     command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["schema"] == 1
-    first, second = told["trials"]
+    printed = json.loads(done.stdout)
+    assert printed["schema"] == 1
+    first, second = printed["trials"]
     assert first["title"] == "as it is"
     assert first["setting"] == {"num_workers": 1, "prefetch_factor": 2, "in_order": True}
     assert second["predicted"]["low"] < second["predicted"]["batches_per_second"] < second["predicted"]["high"]
@@ -81,18 +81,18 @@ def test_what_was_tried_is_told_to_programs_too(tmp_path):
     assert first["predicted"]["memory_bytes"] == pytest.approx(first["measured"]["memory_bytes"])
 
 
-def test_loaders_that_keep_a_state_are_as_asked_too(attached, tmp_path):
+def test_trial_settings_apply_to_stateful_loaders(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torchdata.stateful_dataloader import StatefulDataLoader\n"
         "print(sum(batch.sum() for batch in StatefulDataLoader(list(range(8)), batch_size=2)))\n"
     )
-    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "2,3"})
+    run = run_attached(script, environ={TRIAL_LOADER_VARIABLE: "2,3"})
     assert run.done.stdout == "tensor(28)\n", run.done.stderr
     assert set(run.table("batch")["worker"]) == {0, 1}
 
 
-def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path):
+def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(run_attached, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from torch.utils.data import BatchSampler, DataLoader, SequentialSampler\n"
@@ -104,20 +104,20 @@ def test_batches_are_as_large_as_asked_where_torch_makes_them(attached, tmp_path
         "               DataLoader(rows, batch_sampler=of_torch), DataLoader(rows, batch_sampler=own)):\n"
         "    print(len(next(iter(loader))))\n"
     )
-    run = attached(script, environ={TRIAL_LOADER_VARIABLE: "batch*2"})
+    run = run_attached(script, environ={TRIAL_LOADER_VARIABLE: "batch*2"})
     assert run.done.stdout.split() == ["4", "8", "6", "3"], run.done.stderr
     assert "its batch_sampler, Own, makes the batches" in run.events("hook-disabled")["body"].iloc[0]
 
 
-def test_batch_sizes_are_tried(tmp_path):
+def test_tune_tries_batch_sizes(tmp_path):
     script = training("--rows", 100_000, "--row-ms", 0)
     options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "2", "--trials", "1"]
     command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
     assert done.returncode == 0, done.stderr
-    table, told = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
+    table, printed = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert [row.split()[0] for row in table] == ["4", "16"]
     assert all(re.search(r"\d MiB", row) for row in table)
-    assert told[0].startswith("Fastest, within 5%: batch_size=")
-    assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps? accumulated\.", told[-1])
+    assert printed[0].startswith("Fastest, within 5%: batch_size=")
+    assert re.match(r"For an effective batch of 64: batch_size=\d+, \d+ steps? accumulated\.", printed[-1])

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from shared_world import BUCKET, Postgres, postgres_programs, s3_service
+from store_services import BUCKET, Postgres, postgres_programs, s3_service
 
 from collector.store.catalogue import find_run
 from collector.store.lake.reader import read
@@ -61,7 +61,7 @@ def network():
 
 
 @pytest.mark.skipif(not can_make_networks(), reason="needs root, network namespaces and PostgreSQL")
-def test_a_link_that_is_cut_and_healed_in_the_middle_costs_no_record(network, tmp_path, monkeypatch):
+def test_link_cut_during_training_loses_no_record(network, tmp_path, monkeypatch):
     postgres = Postgres(STORE_ADDRESS)
     (tmp_path / "s3").mkdir()
     with s3_service(tmp_path / "s3", STORE_ADDRESS) as s3:

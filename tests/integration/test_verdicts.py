@@ -1,4 +1,4 @@
-"""Real jobs with one known fault each, and their twins without it: is the verdict right?
+"""Real jobs with one known fault each, and their twins without it: the verdict names the fault.
 
 The jobs mostly sleep, so those of a group run side by side; each is started once for the module.
 """
@@ -34,7 +34,7 @@ GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fd-leak-fixed": (*JOB, "fault", "fd-leak", "--fixed", "--steps", "600"),
         "shm-leak-fixed": (*JOB, "fault", "shm-leak", "--fixed", "--steps", "600"),
     },
-    {  # apart from the healthy: what they take from the host is a risk to whatever runs beside them
+    {  # separate from the healthy jobs: memory that these take is a risk to other jobs of the host
         "main-leak": (*JOB, "fault", "main-leak", "--steps", "900"),
         "fd-leak": (*JOB, "fault", "fd-leak", "--steps", "600"),
         "shm-leak": (*JOB, "fault", "shm-leak", "--steps", "600"),
@@ -82,7 +82,7 @@ def warnings(report: dict) -> dict[str, dict]:
     return {each["kind"]: each for each in report["findings"] if each["severity"] != "info"}
 
 
-def test_one_slow_worker_is_named_and_its_twin_is_not_confused_with_it(reports):
+def test_one_slow_worker_and_slow_workers_are_distinguished(reports):
     one, all_slow = warnings(reports["slow-worker"]), warnings(reports["workers-too-slow"])
     assert set(one) == {"slow-worker"}
     assert one["slow-worker"]["locus"]["worker"] == 1
@@ -91,7 +91,7 @@ def test_one_slow_worker_is_named_and_its_twin_is_not_confused_with_it(reports):
 
 
 @pytest.mark.parametrize("kind", ["sampler-bound", "epoch-refill"])
-def test_other_causes_are_named_with_what_they_cost(reports, kind):
+def test_other_causes_are_named_with_their_cost(reports, kind):
     found = warnings(reports[kind])
     assert set(found) == {kind}
     cost = {each["name"]: each["value"] for each in found[kind]["evidence"]}
@@ -99,14 +99,14 @@ def test_other_causes_are_named_with_what_they_cost(reports, kind):
     assert cost["lost_seconds"] > 0.5
 
 
-def test_copy_on_read_is_found_and_its_tensor_backed_twin_is_silent(reports):
+def test_copy_on_read_is_found_and_its_fixed_twin_is_silent(reports):
     found = warnings(reports["copy-on-read"])
     assert set(found) == {"copy-on-read-growth"}
     assert len(found["copy-on-read-growth"]["evidence"]) >= 2
     assert warnings(reports["copy-on-read-fixed"]) == {}
 
 
-def test_a_leak_in_the_training_process_is_found_there(reports):
+def test_leak_in_the_main_process_is_found_there(reports):
     found = warnings(reports["main-leak"])
     assert "main-heap-leak" in found
     assert found["main-heap-leak"]["locus"]["role"] == "main"
@@ -114,21 +114,21 @@ def test_a_leak_in_the_training_process_is_found_there(reports):
     assert not {"copy-on-read-growth", "worker-heap-leak"} & set(found)
 
 
-def test_files_that_stay_open_are_found_and_the_twin_that_closes_them_is_silent(reports):
+def test_fd_leak_is_found_and_its_fixed_twin_is_silent(reports):
     found = warnings(reports["fd-leak"])
     assert found["fd-leak"]["locus"]["role"] == "main"
     assert found["fd-leak"]["rate"]["value"] > 0
     assert warnings(reports["fd-leak-fixed"]) == {}
 
 
-def test_what_fills_dev_shm_is_found_and_the_twin_that_unlinks_it_is_silent(reports):
+def test_shm_leak_is_found_and_its_fixed_twin_is_silent(reports):
     found = warnings(reports["shm-leak"])
     assert found["shm-leak"]["limit"] is None
     assert found["shm-exhaustion-risk"]["limit"]["name"] == "/dev/shm"
     assert warnings(reports["shm-leak-fixed"]) == {}
 
 
-def test_two_ranks_make_one_run_and_every_worker_of_both_reports(reports):
+def test_two_ranks_make_one_run_and_every_worker_reports(reports):
     report = reports["two ranks"]
     assert report["run"]["workers_reporting"] == [4, 4]
     assert report["run"]["steps"] == 200
@@ -137,7 +137,7 @@ def test_two_ranks_make_one_run_and_every_worker_of_both_reports(reports):
 
 
 @pytest.mark.parametrize("name", [name for group in GROUPS for name in group])
-def test_every_finding_says_where_why_and_what_to_do(reports, name):
+def test_every_finding_has_evidence_locus_and_advice(reports, name):
     for finding in reports[name]["findings"]:
         assert len({each["name"] for each in finding["evidence"]}) >= 2
         assert all(each["unit"] and each["window"] and each["n"] > 0 for each in finding["evidence"])

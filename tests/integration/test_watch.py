@@ -24,7 +24,7 @@ child.wait()
 
 
 @pytest.fixture
-def tree():
+def process_tree():
     """A running parent, and its child's pid."""
     environ = bare_environment()
     argv = [sys.executable, "-c", TREE, "--token=hunter2"]
@@ -34,7 +34,7 @@ def tree():
 
 
 @pytest.fixture
-def watching(home):
+def start_watch(home):
     """Starts `tidegauge watch` and waits for its first samples."""
     started = []
 
@@ -67,9 +67,9 @@ def watching(home):
         process.wait()
 
 
-def test_a_watched_tree_is_sampled_until_it_ends(tree, watching):
-    parent, child = tree
-    watcher, run = watching(parent.pid)
+def test_watched_process_tree_is_sampled_until_it_ends(process_tree, start_watch):
+    parent, child = process_tree
+    watcher, run = start_watch(parent.pid)
     parent.stdin.close()
     card = " ".join(watcher.communicate(timeout=60)[1].split())
 
@@ -93,9 +93,9 @@ def test_a_watched_tree_is_sampled_until_it_ends(tree, watching):
     assert "hunter2" not in json.dumps(manifest)
 
 
-def test_ctrl_c_ends_the_watch_and_not_the_process(tree, watching):
-    parent, _ = tree
-    watcher, run = watching(parent.pid)
+def test_ctrl_c_ends_the_watch_and_not_the_process(process_tree, start_watch):
+    parent, _ = process_tree
+    watcher, run = start_watch(parent.pid)
     os.killpg(watcher.pid, signal.SIGINT)
     card = " ".join(watcher.communicate(timeout=60)[1].split())
 

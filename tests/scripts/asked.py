@@ -1,4 +1,4 @@
-"""A training that goes on until the file that it is given is there; it knows nothing of Tidegauge."""
+"""A training that ends once a given file exists; it does not import Tidegauge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Cached(IterableDataset):
-    """Keeps what it reads, and so does each worker."""
+    """A dataset that holds what it has read, in each worker too."""
 
     def __iter__(self):
         cache = []

@@ -1,4 +1,4 @@
-"""Trains under conditions that a harness must survive, and prints what came of it.
+"""Train under conditions that a harness must survive, and print the outcome.
 
 fail_open.py losses           the exact losses of a short training, inline and with a worker
 fail_open.py odd              a process that does what processes seldom do; it ends in os._exit(3)
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-#: More than a run tells of.
+#: Number of loaders, more than a run records.
 LOADERS = 2_500
 #: These stand in the place of a function of torch's or the user's and call it, or are a guard themselves: what they
 #: call is made to fail instead of them.

@@ -1,6 +1,6 @@
 """Loaders of all kinds in one process, one case after the other, as scripts use them.
 
-Prints what the training would have seen. With `--truth FILE` it writes down, for each batch in the order in which
+Print what the training would have seen. With `--truth FILE` write, for each batch in the order in which
 the loop got it, which worker made it and how many samples it holds: rows carry the id of their worker.
 
     python loaders.py [--truth FILE] [CASE…]
@@ -84,7 +84,7 @@ class Uneven:
 
 
 class Around(IterableDataset):
-    """A dataset that hands on what another loader yields."""
+    """A dataset that passes on what another loader yields."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -94,7 +94,7 @@ class Around(IterableDataset):
 
 
 def see(batch):
-    """The loop got a batch."""
+    """Note that the loop got a batch."""
     batch = torch.as_tensor(batch).reshape(-1, 2)
     truth.append({"case": case, "worker": int(batch[0, 1]), "samples": len(batch)})
     print(case, batch[:, 0].tolist())
@@ -299,7 +299,7 @@ def stateful():
 
 
 class OwnIterator(_BaseDataLoaderIter):
-    """Keeps no books as torch does."""
+    """An iterator without torch's `_task_info`."""
 
     def _next_data(self):
         return torch.stack([self._dataset[index] for index in self._next_index()])

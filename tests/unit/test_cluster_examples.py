@@ -15,12 +15,12 @@ KNOWN = {value for name, value in vars(layout).items() if name.endswith("_VARIAB
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, REPOSITORY / "docs" / "cluster.md"], ids=lambda path: path.name)
-def test_variables_that_are_named_are_those_that_are_read(path):
+def test_examples_name_only_existing_variables(path):
     assert set(re.findall(r"TIDEGAUGE_[A-Z_]+", path.read_text())) <= KNOWN
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix == ".yaml"], ids=lambda path: path.name)
-def test_yaml_is_yaml_and_holds_no_password(path):
+def test_yaml_examples_parse_and_hold_no_password(path):
     assert yaml.safe_load(path.read_text())
     for line in path.read_text().splitlines():
         if (
@@ -31,7 +31,7 @@ def test_yaml_is_yaml_and_holds_no_password(path):
             assert "${" in line, line
 
 
-def test_the_page_links_to_every_example():
+def test_docs_page_links_to_every_example():
     page = (REPOSITORY / "docs" / "cluster.md").read_text()
     for path in EXAMPLES:
         assert f"examples/cluster/{path.name})" in page

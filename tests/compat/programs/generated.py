@@ -1,4 +1,4 @@
-"""Generated data, one seed for everything, and the line by which a program tells a loss."""
+"""Generated data, one seed for everything, and the line that a program prints for a loss."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pytorch_metric_learning import losses, miners, samplers, trainers
 
 
 def tell_some(trainer):
-    """Tell each twentieth loss."""
+    """Print each twentieth loss."""
     if trainer.iteration % 20 == 0:
         tell(trainer.losses["total_loss"])
 

@@ -1,4 +1,4 @@
-"""Makes the Python part of torchvision importable beside a build of torch for CPUs.
+"""Make the Python part of torchvision importable with a build of torch for CPUs.
 
 The package index has torchvision for CUDA only, and its compiled operators do not load without CUDA. Two of their
 names are declared here, so that timm and Ultralytics import; `nms`, which Ultralytics calls in validation, is done

@@ -1,4 +1,4 @@
-"""A few steps on the GPU with a CUDA graph, pinned memory and an error; then what PyTorch tells of its allocators.
+"""A few steps on the GPU with a CUDA graph, pinned memory and an error; then PyTorch's allocator statistics.
 
 allocator_state.py FILE
 

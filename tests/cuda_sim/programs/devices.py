@@ -1,4 +1,4 @@
-"""A training on devices of one's choice, which tells what PyTorch and NVML say of it.
+"""A training on chosen devices, which writes what PyTorch and NVML report about it.
 
 devices.py DIRECTORY [--use D]… [--parallel | --distributed] [--select] [--touch] [--lose FILE]
 

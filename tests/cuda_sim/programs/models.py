@@ -19,7 +19,7 @@ options = parser.parse_args()
 
 
 class Unet(nn.Module):
-    """Halve the picture three times, and double it again beside what it was."""
+    """Halve the picture three times, then double it again and join it with the earlier one."""
 
     def __init__(self):
         super().__init__()

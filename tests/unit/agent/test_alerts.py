@@ -14,7 +14,7 @@ SLOW = Finding(
 )
 
 
-def test_a_finding_is_told_when_it_appears_and_when_it_becomes_more_severe():
+def test_finding_is_sent_when_new_and_when_more_severe():
     other = dataclasses.replace(SLOW, locus=Locus(worker=2))
     graver = dataclasses.replace(SLOW, severity="critical")
     surer = dataclasses.replace(SLOW, confidence=1.0, summary="other words")
@@ -26,7 +26,7 @@ def test_a_finding_is_told_when_it_appears_and_when_it_becomes_more_severe():
     assert heard == [[SLOW], [], [], [other], [graver], [], []]
 
 
-def test_information_is_not_told_until_it_is_a_warning():
+def test_information_is_not_sent_until_it_is_a_warning():
     note = dataclasses.replace(SLOW, severity="info")
     first, told = new_findings([note], {})
     second, _ = new_findings([SLOW], told)
@@ -36,7 +36,7 @@ def test_information_is_not_told_until_it_is_a_warning():
 @pytest.mark.parametrize(
     "url", ["", "example.com/x", "ftp://secret/x", "http:///secret", "http://h:port/secret", "http://h/secret here"]
 )
-def test_what_is_no_webhook_is_refused_without_being_repeated(url):
+def test_invalid_webhook_is_refused_without_showing_it(url):
     with pytest.raises(ValueError, match=r"not of the form http://HOST\[:PORT\]/PATH") as refused:
         webhook_sender(url)
     assert "secret" not in str(refused.value)
@@ -47,6 +47,6 @@ def test_an_empty_command_is_refused():
         command_sender(" ")
 
 
-def test_verdicts_that_cost_much_are_made_less_often():
+def test_expensive_verdicts_are_made_less_often():
     assert pause_seconds(0.01) == EVERY_SECONDS
     assert pause_seconds(0.9) == pytest.approx(90)

@@ -95,7 +95,7 @@ def device(uuid="GPU-aa", **changes):
     return SimpleNamespace(**{**answers, **changes})
 
 
-def test_what_is_read_of_a_device():
+def test_sample_has_every_gauge_of_a_device():
     sampler = DeviceSampler(Nvml(device()), environ={})
 
     assert sampler.reason is None
@@ -115,24 +115,24 @@ def test_what_is_read_of_a_device():
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED])
-def test_without_a_driver_there_is_a_reason_and_no_record(code):
+def test_sampler_has_a_reason_and_no_sample_without_a_driver(code):
     sampler = DeviceSampler(Nvml(device(), fails_with=code), environ={})
 
     assert sampler.reason == "none: NVIDIA driver not found"
     assert sampler.sample({7}) == []
 
 
-def test_a_driver_that_fails_says_how():
+def test_reason_names_the_drivers_error():
     sampler = DeviceSampler(Nvml(fails_with=pynvml.NVML_ERROR_NO_PERMISSION), environ={})
 
     assert "Permission" in sampler.reason
 
 
-def test_a_driver_without_devices_says_so():
+def test_reason_says_that_there_is_no_device():
     assert "no NVIDIA device" in DeviceSampler(Nvml(), environ={}).reason
 
 
-def test_what_a_device_cannot_tell_is_missing():
+def test_unsupported_gauges_are_missing():
     mute = device(
         memory_v2=UNSUPPORTED,
         memory=UNSUPPORTED,
@@ -149,13 +149,13 @@ def test_what_a_device_cannot_tell_is_missing():
     assert record_values(DEVICE, 1, sample)[2] == MISSING_INT64
 
 
-def test_an_older_driver_tells_memory_without_its_reserve():
+def test_older_driver_has_memory_without_reserved_bytes():
     [sample] = DeviceSampler(Nvml(device(memory_v2=UNSUPPORTED)), environ={}).sample(set())
 
     assert (sample["used_bytes"], sample["total_bytes"], sample["reserved_bytes"]) == (3 * GIB, 80 * GIB, None)
 
 
-def test_processes_that_the_driver_hides_are_missing_not_zero():
+def test_process_memory_hidden_by_the_driver_is_missing():
     hidden = device(processes=[SimpleNamespace(pid=7, usedGpuMemory=None)])
 
     [sample] = DeviceSampler(Nvml(hidden), environ={}).sample({7})
@@ -163,7 +163,7 @@ def test_processes_that_the_driver_hides_are_missing_not_zero():
     assert sample["process_used_bytes"] is None
 
 
-def test_in_a_container_that_sees_the_pids_of_the_host_nothing_is_said_of_others():
+def test_process_memory_is_missing_for_pids_of_another_namespace():
     [sample] = DeviceSampler(Nvml(device()), environ={}).sample({70, 80})
 
     assert sample["process_used_bytes"] is sample["other_used_bytes"] is None
@@ -173,7 +173,7 @@ def test_in_a_container_that_sees_the_pids_of_the_host_nothing_is_said_of_others
     ("selection", "total_gib"),
     [(None, [10, 80]), ("0", [10]), ("MIG-b", [20]), ("GPU-aa", [10]), ("MIG-b,1", [20, 80]), ("MIG-c", [])],
 )
-def test_of_a_divided_gpu_the_part_that_the_training_sees_is_sampled(selection, total_gib):
+def test_only_visible_mig_instances_are_sampled(selection, total_gib):
     parts = [
         device(uuid, memory_v2=SimpleNamespace(used=GIB, total=gib * GIB, reserved=0), percent=UNSUPPORTED)
         for uuid, gib in (("MIG-a", 10), ("MIG-b", 20))
@@ -189,7 +189,7 @@ def test_of_a_divided_gpu_the_part_that_the_training_sees_is_sampled(selection, 
     ("selection", "celsius"),
     [("1", [2]), ("2,0", [3, 1]), ("GPU-bb", [2]), ("0,9,1", [1]), ("", []), ("-1", [])],
 )
-def test_devices_are_numbered_as_the_training_sees_them(selection, celsius):
+def test_devices_are_numbered_in_the_order_of_the_training(selection, celsius):
     nvml = Nvml(device("GPU-aa", celsius=1), device("GPU-bb", celsius=2), device("GPU-cc", celsius=3))
 
     samples = DeviceSampler(nvml, environ={"CUDA_VISIBLE_DEVICES": selection}).sample(set())

@@ -107,7 +107,7 @@ def cgroup(sample):
     return {name.removeprefix("cgroup_"): value for name, value in sample.items() if name.startswith("cgroup_")}
 
 
-def test_what_the_host_has(machine):
+def test_sample_has_the_gauges_of_the_host(machine):
     sample = machine.sampler().sample()
 
     assert sample["memory_total_bytes"] == 1000 * MIB
@@ -122,7 +122,7 @@ def test_what_the_host_has(machine):
     assert sample["shm_total_bytes"] >= sample["shm_used_bytes"] > 0
 
 
-def test_a_host_without_cgroups_pressure_and_shm_has_them_missing(machine):
+def test_host_without_cgroups_pressure_and_shm_has_missing_values(machine):
     shutil.rmtree(machine.root / "proc/pressure")
     shutil.rmtree(machine.root / "dev")
 
@@ -133,7 +133,7 @@ def test_a_host_without_cgroups_pressure_and_shm_has_them_missing(machine):
     assert sample.get("shm_used_bytes") is None
 
 
-def test_v1_the_limit_of_a_parent_binds_and_kills_of_every_level_count(v1):
+def test_v1_parent_limit_binds_and_kills_of_every_level_count(v1):
     assert cgroup(v1.sampler().sample()) == {
         "limit_bytes": 400 * MIB,
         "usage_bytes": 300 * MIB,
@@ -146,7 +146,7 @@ def test_v1_the_limit_of_a_parent_binds_and_kills_of_every_level_count(v1):
     }
 
 
-def test_v2_the_smallest_limit_binds(v2):
+def test_v2_smallest_limit_binds(v2):
     assert cgroup(v2.sampler().sample()) == {
         "limit_bytes": 500 * MIB,
         "usage_bytes": 450 * MIB,
@@ -159,14 +159,14 @@ def test_v2_the_smallest_limit_binds(v2):
     }
 
 
-def test_of_equal_limits_the_outer_one_binds_since_it_is_charged_with_more(v2):
+def test_outer_one_of_equal_limits_binds(v2):
     v2.v2("/pod", 500 * MIB, 490 * MIB)
 
     assert cgroup(v2.sampler().sample())["usage_bytes"] == 490 * MIB
 
 
 @pytest.mark.parametrize("limit", [V1_UNLIMITED, 1000 * MIB])
-def test_v1_a_limit_that_limits_nothing_is_missing(v1, limit):
+def test_v1_unlimited_group_has_a_missing_limit(v1, limit):
     v1.v1("/slurm/job", limit, 300 * MIB)
     v1.v1("/slurm/job/step", limit, 100 * MIB, oom_kill=2)
 
@@ -186,7 +186,7 @@ def test_v2_max_is_no_limit_and_kills_are_still_counted(v2):
     assert sample["oom_kill_count"] == 2
 
 
-def test_v2_kills_are_counted_where_the_innermost_group_lacks_the_controller(v2):
+def test_v2_kills_are_counted_if_the_inner_group_lacks_the_controller(v2):
     v2.member("0::/pod/container/task")
     v2.v2("/pod/container", "max", oom_kill=2)
     (v2.root / "sys/fs/cgroup/pod/container/task").mkdir()
@@ -194,21 +194,21 @@ def test_v2_kills_are_counted_where_the_innermost_group_lacks_the_controller(v2)
     assert cgroup(v2.sampler().sample())["oom_kill_count"] == 2
 
 
-def test_the_headroom_is_that_of_the_limit_that_is_met_first_and_page_cache_takes_none(v2):
+def test_headroom_is_that_of_the_nearest_limit_without_page_cache(v2):
     assert headroom_bytes(v2.sampler().sample()) == (500 - 400 - 6) * MIB
     v2.v2("/pod/container", "max")
     assert headroom_bytes(v2.sampler().sample()) == 600 * MIB
     assert headroom_bytes({}) is None
 
 
-def test_in_a_container_that_sees_its_own_group_as_the_root(v1):
+def test_limit_is_found_if_the_container_sees_its_group_as_root(v1):
     v1.member("4:memory:/", "0::/")
     v1.v1("/", 256 * MIB, 200 * MIB)
 
     assert cgroup(v1.sampler().sample())["limit_bytes"] == 256 * MIB
 
 
-def test_in_a_container_that_sees_the_path_of_the_host(v1):
+def test_limit_is_found_if_the_container_sees_the_hosts_path(v1):
     v1.mounts("35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory")
     v1.member("4:memory:/docker/abc")
     v1.v1("/", 256 * MIB, 200 * MIB)
@@ -216,7 +216,7 @@ def test_in_a_container_that_sees_the_path_of_the_host(v1):
     assert cgroup(v1.sampler().sample())["limit_bytes"] == 256 * MIB
 
 
-def test_in_a_container_whose_mount_shows_nothing_of_the_path_the_mount_is_the_group(v2):
+def test_mount_is_the_group_if_it_lacks_the_path(v2):
     v2.member("0::/../../elsewhere")
     v2.v2("/", 256 * MIB, 200 * MIB)
 
@@ -224,7 +224,7 @@ def test_in_a_container_whose_mount_shows_nothing_of_the_path_the_mount_is_the_g
 
 
 @pytest.mark.parametrize("process_is_gone", [True, False])
-def test_a_group_that_vanished_keeps_its_last_reading(v2, process_is_gone):
+def test_vanished_group_keeps_its_last_reading(v2, process_is_gone):
     sampler = v2.sampler()
     before = cgroup(sampler.sample())
     shutil.rmtree(v2.root / "sys/fs/cgroup/pod")
@@ -236,7 +236,7 @@ def test_a_group_that_vanished_keeps_its_last_reading(v2, process_is_gone):
     assert cgroup(sampler.sample()) == before
 
 
-def test_kills_are_counted_after_the_command_is_gone(v2):
+def test_kills_are_counted_after_the_command_has_ended(v2):
     sampler = v2.sampler()
     sampler.sample()
     shutil.rmtree(v2.root / f"proc/{PID}")
@@ -246,7 +246,7 @@ def test_kills_are_counted_after_the_command_is_gone(v2):
 
 
 @pytest.mark.parametrize("state", [("Z", 0), ("R", 0x4)])
-def test_v1_a_process_that_ends_is_shown_in_the_root_group_and_keeps_its_own(v1, state):
+def test_v1_exiting_process_keeps_its_group(v1, state):
     sampler = v1.sampler()
     sampler.sample()
     v1.state(*state)
@@ -255,7 +255,7 @@ def test_v1_a_process_that_ends_is_shown_in_the_root_group_and_keeps_its_own(v1,
     assert cgroup(sampler.sample())["limit_bytes"] == 400 * MIB
 
 
-def test_v1_a_quota_leaves_fewer_cores_than_the_affinity(v1):
+def test_v1_quota_leaves_fewer_cores_than_the_affinity(v1):
     group = v1.root / "sys/fs/cgroup/cpu"
     write(group / "cpu.cfs_quota_us", -1)
     write(group / "slurm/cpu.cfs_quota_us", 250_000)
@@ -265,14 +265,14 @@ def test_v1_a_quota_leaves_fewer_cores_than_the_affinity(v1):
     assert v1.sampler(cores=1).sample()["usable_cores_count"] == 1
 
 
-def test_v2_a_quota_on_a_parent_counts(v2):
+def test_v2_quota_of_a_parent_limits_the_cores(v2):
     write(v2.root / "sys/fs/cgroup/pod/cpu.max", "150000 100000")
     write(v2.root / "sys/fs/cgroup/pod/container/cpu.max", "max 100000")
 
     assert v2.sampler().sample()["usable_cores_count"] == 1.5
 
 
-def test_the_cores_of_a_command_that_is_gone_are_those_it_had(v2):
+def test_cores_of_an_ended_command_are_its_last_ones(v2):
     def affinity(_pid):
         if not (v2.root / f"proc/{PID}").exists():
             raise ProcessLookupError
@@ -285,7 +285,7 @@ def test_the_cores_of_a_command_that_is_gone_are_those_it_had(v2):
     assert sampler.sample()["usable_cores_count"] == 3
 
 
-def test_this_very_host_can_be_sampled():
+def test_sampler_works_on_this_host():
     sample = HostSampler(os.getpid()).sample()
 
     assert 0 < sample["memory_available_bytes"] < sample["memory_total_bytes"]

@@ -1,4 +1,4 @@
-"""A verdict on the way that fails, hangs or comes too late; tests/integration has those that are reported."""
+"""Live verdicts that fail, hang or come too late; tests/integration has those that are reported."""
 
 import json
 import math
@@ -18,11 +18,11 @@ from training_harness.journal import EventLog, Identity
 
 
 class World:
-    """An outlook on a run that is not there, and what it says."""
+    """Live verdicts of a run that does not exist, and what they report."""
 
     def __init__(self, path):
-        self.told = []
-        self.outlook = LiveVerdicts(Run(path / "gone"), self.told.append)
+        self.messages = []
+        self.outlook = LiveVerdicts(Run(path / "gone"), self.messages.append)
         self.problems = Problems(EventLog(path, Identity(host="here", pid=1, start_ticks=2)))
         self.events = path / "here.1.jsonl"
 
@@ -43,8 +43,8 @@ def world(tmp_path):
 
 
 @pytest.fixture
-def hanging(tmp_path, monkeypatch):
-    """In place of Python, a program that says that it began, and goes on for ever."""
+def hanging_program(tmp_path, monkeypatch):
+    """A program in place of Python that makes a file when it begins, and never ends."""
     program = tmp_path / "hangs"
     program.write_text(f"#!/bin/sh\necho > {tmp_path / 'began'}\nexec sleep 300\n")
     program.chmod(0o700)
@@ -52,16 +52,16 @@ def hanging(tmp_path, monkeypatch):
     return tmp_path / "began"
 
 
-def test_a_verdict_that_fails_is_a_problem_and_nothing_else(world):
+def test_failing_verdict_is_only_a_problem(world):
     world.begin()
 
     assert "no verdict, status 2: " in world.error()
     assert str(world.outlook._run.path) in world.error()
-    assert world.told == []
+    assert world.messages == []
     world.outlook.close()
 
 
-def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
+def test_hanging_verdict_is_killed(world, hanging_program, monkeypatch):
     monkeypatch.setattr(verdicts, "PATIENCE_SECONDS", 0.1)
     world.begin()
 
@@ -69,9 +69,9 @@ def test_a_verdict_that_hangs_is_given_up(world, hanging, monkeypatch):
     world.outlook.close()
 
 
-def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging):
+def test_kernel_kills_a_verdict_before_the_training(world, hanging_program):
     world.begin()
-    wait_for(hanging.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the begin of the verdict")
     pid = world.outlook._child.pid
     wait_for(lambda: Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n", "the word to the kernel")
     assert world.outlook.anon_bytes > 0
@@ -79,17 +79,17 @@ def test_where_memory_runs_out_a_verdict_goes_before_the_training(world, hanging
     assert world.outlook.anon_bytes is None
 
 
-def test_the_end_of_the_run_waits_for_no_verdict(world, hanging):
+def test_end_of_the_run_does_not_wait_for_a_verdict(world, hanging_program):
     world.begin()
-    wait_for(hanging.exists, "the begin of the verdict")
+    wait_for(hanging_program.exists, "the begin of the verdict")
     world.outlook.close()
 
     assert "verdict" not in [thread.name for thread in threading.enumerate()]
-    assert world.told == []
+    assert world.messages == []
     assert not world.events.exists()
 
 
-def test_a_verdict_costs_little_until_a_limit_is_near():
+def test_verdicts_are_more_frequent_near_a_limit():
     assert pause_seconds(0.1) == EVERY_SECONDS
     assert pause_seconds(1.5) == 1.5 / BUDGET_RATIO
     for nearest in (1000.0, 200.0, 100.0):
@@ -97,7 +97,7 @@ def test_a_verdict_costs_little_until_a_limit_is_near():
     assert pause_seconds(1.5, 1.0) == LEAST_SECONDS
 
 
-def test_what_is_left_is_extended_to_nothing():
+def test_seconds_left_extrapolates_falling_headroom():
     falling = [(float(at), 1000.0 - 10 * at) for at in range(30)]
     assert seconds_left(falling) == pytest.approx(75, rel=0.1)
     assert seconds_left(falling[:4]) == math.inf, "too little was seen"
@@ -106,7 +106,7 @@ def test_what_is_left_is_extended_to_nothing():
     assert seconds_left(spike) == math.inf
 
 
-def test_the_nearest_limit_is_that_of_any_device_or_of_the_host():
+def test_nearest_limit_is_that_of_any_device_or_the_host():
     headroom = Headroom()
     assert headroom.nearest_seconds == math.inf
     for at in range(60):

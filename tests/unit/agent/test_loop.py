@@ -49,22 +49,22 @@ def follow_ticks(*durations_ns):
     return [at_ns / SECOND_NS for at_ns in agent.at_ns]
 
 
-def test_ticks_do_not_drift_whatever_they_cost():
+def test_ticks_do_not_drift():
     assert follow_ticks(300_000_000, 900_000_000, 1, 0) == [0, 1, 2, 3]
 
 
-def test_a_tick_that_took_too_long_is_followed_by_the_next_one_in_step():
+def test_tick_after_a_long_one_keeps_the_rhythm():
     assert follow_ticks(2_500_000_000, 0, 0) == [0, 3, 4]
 
 
-def test_a_deadline_is_always_to_come():
+def test_next_deadline_is_in_the_future():
     assert next_deadline_ns(10, 10, 5) == 15
     assert next_deadline_ns(10, 15, 5) == 20
     assert next_deadline_ns(10, 16, 5) == 20
     assert next_deadline_ns(10, 9, 5) == 15
 
 
-def test_an_ingest_that_costs_much_is_made_less_often_but_not_for_too_many_records():
+def test_expensive_ingests_are_less_frequent_unless_many_records_wait():
     assert pause_ns(10, 1, SHORTEST_PAUSE_NS) == SHORTEST_PAUSE_NS
     assert pause_ns(10, 60_000_000, SHORTEST_PAUSE_NS) == 60_000_000 / INGEST_RATIO
     assert pause_ns(10, 900_000_000, SHORTEST_PAUSE_NS) == LONGEST_PAUSE_NS
@@ -78,7 +78,7 @@ def events(tmp_path):
     return EventLog(tmp_path, identity), tmp_path / "here.1.jsonl"
 
 
-def test_a_part_that_fails_is_told_once_and_stops_nothing(events):
+def test_failing_part_is_reported_once_and_stops_nothing(events):
     log, path = events
     problems = Problems(log)
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_an_empty_sample_packs_as_missing_in_every_column(stream):
         assert not value.strip(b"\0") if isinstance(value, bytes) else value != value or value < -100
 
 
-def test_the_command_finds_its_run_and_the_shim_before_the_users_own_path(tmp_path):
+def test_child_environment_has_the_run_and_the_shim_first(tmp_path):
     environ = child_environment({"PYTHONPATH": "/a:/b", "X": "1"}, tmp_path / "run", tmp_path)
 
     shim = str(Path(training_harness.__file__).parent / "bootstrap")
@@ -113,7 +113,7 @@ def test_the_command_finds_its_run_and_the_shim_before_the_users_own_path(tmp_pa
     assert environ["X"] == "1"
 
 
-def test_a_run_within_a_run_has_one_shim(tmp_path):
+def test_nested_run_has_the_shim_once_in_its_path(tmp_path):
     once = child_environment({"PYTHONPATH": ""}, tmp_path, tmp_path)
 
     assert child_environment(once, tmp_path, tmp_path)["PYTHONPATH"] == once["PYTHONPATH"]
@@ -129,12 +129,12 @@ def test_a_run_within_a_run_has_one_shim(tmp_path):
         (["./train.py"], "train.py"),
     ],
 )
-def test_a_run_is_named_after_what_it_runs(argv, name):
+def test_run_is_named_after_its_command(argv, name):
     assert default_name(argv) == name
 
 
 @pytest.mark.parametrize("interval_seconds", [0, -1, 61, float("nan")])
-def test_an_interval_out_of_bounds_is_refused_before_anything_starts(tmp_path, interval_seconds):
+def test_interval_out_of_bounds_is_refused_before_start(tmp_path, interval_seconds):
     with pytest.raises(TidegaugeError, match=r"not between 0\.05 and 60 s"):
         run_command(["true"], home=tmp_path / "home", name="x", tags={}, interval_seconds=interval_seconds)
 

@@ -27,7 +27,7 @@ def event(kind, pid=10, *, host="here", rank=None, at_seconds=100, **fields):
     }
 
 
-def test_a_training_process_is_main_and_a_stranger_is_other():
+def test_training_process_is_main_and_an_unknown_one_is_other():
     known = roster()
     known.learn(event("process-start", 10, rank=3))
 
@@ -44,7 +44,7 @@ def test_a_worker_is_known_by_the_pid_that_dataloader_reports():
     assert (role.role, role.rank, role.loader, role.worker) == (ROLE_WORKER, 1, 2, 1)
 
 
-def test_a_pid_that_was_used_again_since_is_no_worker():
+def test_reused_pid_is_no_worker():
     started_later = 101 * TICKS_PER_SECOND
     known = roster({20: started_later})
     known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20], at_seconds=100))
@@ -52,7 +52,7 @@ def test_a_pid_that_was_used_again_since_is_no_worker():
     assert known.role_of(LocalProcess(20, started_later)).role == ROLE_OTHER
 
 
-def test_a_worker_that_has_ended_already_is_not_waited_for():
+def test_worker_that_has_already_ended_is_not_followed():
     known = roster()
     known.learn(event("epoch-start", loader=0, epoch=0, worker_pids=[20]))
 
@@ -76,11 +76,11 @@ def test_processes_of_another_host_are_not_followed():
     assert list(known) == []
 
 
-WHO = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
+IDENTITY_FIELDS = {"time_ns": 1, "host": "here", "pid": 1, "start_ticks": 5, "rank": None}
 
 
-def said(kind):
-    return json.dumps({"kind": kind, **WHO}) + "\n"
+def event_line(kind):
+    return json.dumps({"kind": kind, **IDENTITY_FIELDS}) + "\n"
 
 
 def write(path, *lines):
@@ -88,35 +88,35 @@ def write(path, *lines):
         stream.write("".join(lines))
 
 
-def test_the_tail_hands_out_each_whole_line_once(tmp_path):
+def test_tail_returns_each_whole_line_once(tmp_path):
     tail = EventTail(tmp_path, "here")
     log = tmp_path / "here.1.jsonl"
-    torn = said("b")
-    write(log, said("a"), torn[:9])
+    torn = event_line("b")
+    write(log, event_line("a"), torn[:9])
 
     assert [one["kind"] for one in tail.read()] == ["a"]
     assert tail.read() == []
     write(log, torn[9:])
-    write(tmp_path / "here.2.jsonl", said("c"))
+    write(tmp_path / "here.2.jsonl", event_line("c"))
     assert sorted(one["kind"] for one in tail.read()) == ["b", "c"]
 
 
-def test_a_damaged_line_hides_no_other(tmp_path):
-    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", said("b"))
+def test_damaged_line_hides_no_other(tmp_path):
+    write(tmp_path / "here.1.jsonl", "\x00\x00{\n", "[1]\n", event_line("b"))
 
-    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **IDENTITY_FIELDS}]
 
 
-def test_a_log_that_cannot_be_read_hides_no_other(tmp_path):
+def test_unreadable_log_hides_no_other(tmp_path):
     (tmp_path / "here.1.jsonl").mkdir()
     (tmp_path / "here.2.jsonl").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "here.3.jsonl")
-    write(tmp_path / "here.4.jsonl", said("b"))
+    write(tmp_path / "here.4.jsonl", event_line("b"))
 
-    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **WHO}]
+    assert EventTail(tmp_path, "here").read() == [{"kind": "b", **IDENTITY_FIELDS}]
 
 
-def test_another_hosts_log_is_left_alone(tmp_path):
-    write(tmp_path / "there.1.jsonl", said("a"))
+def test_log_of_another_host_is_ignored(tmp_path):
+    write(tmp_path / "there.1.jsonl", event_line("a"))
 
     assert EventTail(tmp_path, "here").read() == []

@@ -94,7 +94,7 @@ def sampled(sampler, second=1):
     return {one["process_pid"]: one for one in sampler.sample(second * SECOND_NS, [COMMAND])}
 
 
-def test_the_command_with_all_below_it_and_the_collector_are_sampled_and_nobody_else(proc, sampler):
+def test_only_the_command_its_descendants_and_the_collector_are_sampled(proc, sampler):
     proc.put(100, parent=50)
     proc.put(103, parent=102)
     proc.put(102, parent=100)
@@ -108,7 +108,7 @@ def test_the_command_with_all_below_it_and_the_collector_are_sampled_and_nobody_
     assert samples[103]["role"] == ROLE_OTHER
 
 
-def test_what_is_read_of_a_process(proc, sampler):
+def test_sample_has_every_gauge_of_a_process(proc, sampler):
     proc.put(100, parent=50, fds=5)
 
     sample = sampled(sampler)[100]
@@ -139,18 +139,18 @@ def test_what_is_read_of_a_process(proc, sampler):
     }
 
 
-def test_a_process_that_runs_waits_for_nothing(proc, sampler):
+def test_running_process_has_no_wait_channel(proc, sampler):
     proc.put(100, parent=50, state="R")
     assert sampled(sampler)[100]["wait_channel"] is None
 
 
-def test_a_name_with_blanks_and_brackets_does_not_mislead(proc, sampler):
+def test_process_name_with_blanks_and_brackets_is_parsed(proc, sampler):
     proc.put(100, parent=50, name="a) S 1 (b c")
 
     assert sampled(sampler)[100]["cpu_ns"] == 42 * 10_000_000
 
 
-def test_what_may_not_be_read_is_missing_and_never_zero(proc, sampler):
+def test_unreadable_gauges_are_missing_not_zero(proc, sampler):
     proc.put(100, parent=50)
     for name in ("status", "smaps_rollup"):
         (proc.root / "100" / name).unlink()
@@ -170,7 +170,7 @@ def test_what_may_not_be_read_is_missing_and_never_zero(proc, sampler):
     assert record["alive"] == 1
 
 
-def test_an_orphan_stays_followed(proc, sampler):
+def test_orphan_is_still_followed(proc, sampler):
     proc.put(100, parent=50)
     proc.put(102, parent=100)
     sampled(sampler)
@@ -185,7 +185,7 @@ def test_an_orphan_stays_followed(proc, sampler):
 
 
 @pytest.mark.parametrize("becomes_zombie", [True, False])
-def test_a_process_that_ends_gets_one_last_record_without_gauges(proc, sampler, becomes_zombie):
+def test_ended_process_gets_one_last_record_without_gauges(proc, sampler, becomes_zombie):
     proc.put(100, parent=50)
     proc.put(102, parent=100)
     sampled(sampler)
@@ -201,7 +201,7 @@ def test_a_process_that_ends_gets_one_last_record_without_gauges(proc, sampler, 
     assert 102 not in sampled(sampler, 3)
 
 
-def test_a_pid_that_a_stranger_got_is_not_followed_on(proc, sampler):
+def test_pid_reused_outside_the_run_is_not_followed(proc, sampler):
     proc.put(100, parent=50)
     proc.put(102, parent=100)
     sampled(sampler)
@@ -211,7 +211,7 @@ def test_a_pid_that_a_stranger_got_is_not_followed_on(proc, sampler):
     assert 102 not in sampled(sampler, 3)
 
 
-def test_a_pid_that_another_child_got_is_two_processes(proc, sampler):
+def test_pid_reused_by_another_child_is_two_processes(proc, sampler):
     proc.put(100, parent=50)
     proc.put(102, parent=100)
     sampled(sampler)
@@ -249,7 +249,7 @@ def test_a_worker_keeps_its_role_in_its_last_record(proc, roster, sampler):
     assert sampled(sampler, 2)[300]["worker"] == 0
 
 
-def test_a_stranger_that_becomes_a_child_is_found_later(proc, sampler):
+def test_process_adopted_by_the_command_is_found_later(proc, sampler):
     proc.put(100, parent=50)
     proc.put(102, parent=1)
     sampled(sampler)
@@ -258,7 +258,7 @@ def test_a_stranger_that_becomes_a_child_is_found_later(proc, sampler):
     assert any(102 in sampled(sampler, second) for second in range(2, 40))
 
 
-def test_the_exit_status_of_the_command_is_waited_for(proc, roster):
+def test_last_sample_of_the_command_has_its_exit_status(proc, roster):
     sampler = ProcessSampler(roster, COLLECTOR, child=COMMAND, now_ns=0, proc=str(proc.root))
     proc.put(100, parent=50)
     sampled(sampler)
@@ -269,7 +269,7 @@ def test_the_exit_status_of_the_command_is_waited_for(proc, roster):
     assert (last["alive"], last["exit_status"]) == (0, -9)
 
 
-def test_when_the_budget_is_spent_the_status_is_still_read_and_the_rollup_is_missing(proc, sampler):
+def test_status_is_read_without_smaps_when_the_budget_is_spent(proc, sampler):
     proc.put(100, parent=50)
     sampled(sampler)
     sampler.budget.charge(SECOND_NS)
@@ -285,7 +285,7 @@ def test_when_the_budget_is_spent_the_status_is_still_read_and_the_rollup_is_mis
     ]
 
 
-def test_a_notebook_that_is_the_collectors_parent_is_not_sampled_twice(proc, roster, sampler):
+def test_collector_below_a_notebook_is_sampled_once(proc, roster, sampler):
     proc.put(100, parent=1)
     proc.put(50, parent=100, start=COLLECTOR.start_ticks)
 
@@ -294,7 +294,7 @@ def test_a_notebook_that_is_the_collectors_parent_is_not_sampled_twice(proc, ros
     assert roles == [ROLE_COLLECTOR]
 
 
-def test_what_the_collector_starts_below_a_notebook_is_no_part_of_the_run(proc, sampler):
+def test_children_of_the_collector_are_no_part_of_the_run(proc, sampler):
     proc.put(100, parent=1)
     proc.put(50, parent=100, start=COLLECTOR.start_ticks)
     proc.put(51, parent=50)
@@ -302,7 +302,7 @@ def test_what_the_collector_starts_below_a_notebook_is_no_part_of_the_run(proc, 
     assert set(sampled(sampler)) == {50, 100}
 
 
-def test_where_little_is_left_before_the_limit_what_grows_is_read_more_often(proc, roster, monkeypatch):
+def test_growing_process_is_read_more_often_near_the_limit(proc, roster, monkeypatch):
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 10_000_000).__next__)  # a reading takes 10 ms
 
     def readings(headroom_bytes):
@@ -319,7 +319,7 @@ def test_where_little_is_left_before_the_limit_what_grows_is_read_more_often(pro
     assert readings(10_000_000) > 1.2 * readings(None)
 
 
-def test_a_process_that_has_had_children_is_read_again_before_those_that_are_as_old(proc, sampler, monkeypatch):
+def test_process_with_new_children_is_read_before_others_as_old(proc, sampler, monkeypatch):
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 16_000_000).__next__)  # a reading takes 16 ms
 
     def read(second):
@@ -334,7 +334,7 @@ def test_a_process_that_has_had_children_is_read_again_before_those_that_are_as_
     assert next(pids for pids in after if pids) == {102}
 
 
-def test_a_worker_of_long_ago_whose_pid_is_used_again_leaves_no_record(proc, roster, sampler):
+def test_old_worker_with_a_reused_pid_leaves_no_record(proc, roster, sampler):
     proc.put(300, parent=1, start=99)
     roster.learn(
         {
@@ -351,7 +351,7 @@ def test_a_worker_of_long_ago_whose_pid_is_used_again_leaves_no_record(proc, ros
     assert 300 not in sampled(sampler)
 
 
-def test_a_process_that_lived_shorter_than_a_tick_is_forgotten_and_one_that_lives_is_not(proc, sampler, roster):
+def test_process_shorter_than_a_tick_is_forgotten(proc, sampler, roster):
     proc.put(100, parent=50)
     proc.put(200, parent=1)
     for pid, ticks in ((200, 7), (200, 6), (300, 7)):  # alive, its pid used again, gone
@@ -361,7 +361,7 @@ def test_a_process_that_lived_shorter_than_a_tick_is_forgotten_and_one_that_live
     assert list(roster) == [LocalProcess(200, 7)]
 
 
-def test_a_pid_that_a_worker_of_the_run_takes_over_is_that_worker(proc, sampler, roster):
+def test_pid_reused_by_a_process_of_the_run_gets_its_role(proc, sampler, roster):
     proc.put(100, parent=50)
     proc.put(200, parent=100)
     sampled(sampler)

@@ -32,7 +32,7 @@ RUN = {RUN_DIR_VARIABLE: "/home/ann/runs/one", "PYTHONPATH": f"{SHIM}:/home/ann/
         (["python", "train.py"], {DISABLED_VARIABLE: "1"}, "disabled"),
     ],
 )
-def test_what_keeps_the_hooks_out(argv, changes, reason):
+def test_obstacle_to_the_hooks_is_named(argv, changes, reason):
     environ = {name: value for name, value in {**RUN, **changes}.items() if value is not None}
     assert obstacle(argv, environ) == reason
 
@@ -47,7 +47,7 @@ def child():
         process.kill()
 
 
-def test_a_living_process_is_described_without_its_secrets(child):
+def test_living_process_is_described_without_secrets(child):
     program = read_program("/proc", child.pid)
     assert program.is_python
     assert program.obstacle == "PYTHONPATH replaced"
@@ -55,21 +55,21 @@ def test_a_living_process_is_described_without_its_secrets(child):
     assert not has_torch("/proc", child.pid)
 
 
-def test_a_program_that_is_no_python_needs_no_other_reason():
+def test_obstacle_of_another_program_is_that_it_is_not_python():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={RUN_DIR_VARIABLE: "/x"}) as process:
         program = wait_for(lambda: read_program("/proc", process.pid), "its command line")
         assert program.obstacle == programs.NO_PYTHON
         process.kill()
 
 
-def test_what_a_command_leaves_running_is_found_by_its_environment(child):
+def test_processes_left_running_are_found_by_their_environment(child):
     since = start_ticks(child.pid)
     assert [key.pid for key in find_left_running("/proc", "/home/ann/runs/one", since)] == [child.pid]
     assert find_left_running("/proc", "/home/ann/runs/another", since) == []
     assert find_left_running("/proc", "/home/ann/runs/one", since + 1) == []
 
 
-def test_a_process_is_noted_once_and_not_in_the_tick_in_which_it_was_born(child):
+def test_process_is_recorded_once_and_not_in_its_first_tick(child):
     key = programs.LocalProcess(child.pid, start_ticks(child.pid))
     log = ProgramLog()
     assert log.update([key]) == []
@@ -78,7 +78,7 @@ def test_a_process_is_noted_once_and_not_in_the_tick_in_which_it_was_born(child)
     assert [log.update([key]) for _ in range(20)] == [[]] * 20
 
 
-def test_a_dataset_that_starts_a_program_per_sample_does_not_fill_the_event_log(child, monkeypatch):
+def test_number_of_recorded_programs_is_limited(child, monkeypatch):
     monkeypatch.setattr(ProgramLog, "AT_MOST", 1)
     log = ProgramLog()
     keys = [programs.LocalProcess(child.pid, start_ticks(child.pid)), programs.LocalProcess(os.getpid(), 1)]

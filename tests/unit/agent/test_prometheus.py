@@ -1,4 +1,4 @@
-"""The metrics by themselves: from what is known at one moment to samples, and their documentation."""
+"""The metrics alone: the samples of one moment, and the documentation."""
 
 import json
 import re
@@ -78,7 +78,7 @@ FULL = {
 }
 
 
-def test_what_is_known_of_a_rank_a_device_and_a_finding_has_their_labels():
+def test_samples_have_the_labels_of_rank_device_and_finding():
     samples = samples_of(**FULL)
     assert samples["tidegauge_steps_total", "node", "1"] == 9
     assert samples["tidegauge_step_duration_seconds_total", "node", "1"] == 2.0
@@ -90,7 +90,7 @@ def test_what_is_known_of_a_rank_a_device_and_a_finding_has_their_labels():
     assert {name for name, *_ in samples} == NAMES
 
 
-def test_what_is_not_known_has_no_sample():
+def test_unknown_values_have_no_sample():
     process_unread = [process(ROLE_MAIN, None)]
     samples = samples_of(samples={"process": process_unread, "agent": [{"rss_bytes": 6, "ingest_lag_ns": None}]})
     assert samples == {
@@ -100,7 +100,7 @@ def test_what_is_not_known_has_no_sample():
     }
 
 
-def test_a_thousand_processes_make_no_more_series_than_their_roles():
+def test_number_of_series_does_not_grow_with_processes():
     crowd = [process(ROLE_WORKER, 10, loader=n, worker=n % 2) for n in range(1000)]
     samples = samples_of(samples={"process": [*crowd, process(ROLE_COLLECTOR, 1)]})
     assert {key[1:]: value for key, value in samples.items() if key[0] == "tidegauge_memory_pss_bytes"} == {
@@ -120,7 +120,7 @@ def test_every_metric_is_documented_as_it_is_served():
     ]
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are():
+def test_grafana_dashboard_queries_existing_metrics():
     body = json.loads((DOCS / "grafana.json").read_text())
     expressions = [target["expr"] for panel in body["panels"] for target in panel["targets"]]
     assert len(expressions) >= len(body["panels"]) > 5
@@ -144,6 +144,6 @@ def test_an_address_is_a_port_or_a_host_with_a_port(text, address):
 
 
 @pytest.mark.parametrize("text", ["", "metrics", "65536", "-1", "localhost:", "1.5", "²"])
-def test_another_address_is_refused_with_its_value_and_the_bounds(text):
+def test_invalid_address_is_refused_with_its_value_and_the_bounds(text):
     with pytest.raises(ValueError, match=re.escape(repr(text)) + ".*from 0 to 65535"):
         parse_address(text)

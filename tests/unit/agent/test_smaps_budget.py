@@ -35,17 +35,17 @@ def test_nothing_is_read_without_balance():
     assert choose([candidate(1)], 0) == []
 
 
-def test_a_reading_that_costs_more_than_can_be_saved_is_still_made():
+def test_reading_that_costs_more_than_the_balance_is_still_made():
     assert [key.pid for key in choose([candidate(1, cost_ns=SECOND_NS)], 1)] == [1]
 
 
-def test_small_processes_are_all_read_at_every_tick_when_the_budget_allows():
+def test_all_small_processes_are_read_at_every_tick_within_budget():
     read_at, _ = simulate(dict.fromkeys(range(10), MS_NS // 2), seconds=20)
 
     assert all(len(times) == 20 for times in read_at.values())
 
 
-def test_one_huge_process_starves_neither_itself_nor_the_small_ones():
+def test_huge_process_starves_neither_itself_nor_small_ones():
     read_at, spent_ns = simulate({1: 100 * MS_NS, **dict.fromkeys(range(2, 62), MS_NS // 2)}, seconds=120)
 
     assert all(len(times) >= 2 for times in read_at.values())
@@ -60,12 +60,12 @@ def test_a_growing_process_is_read_more_often_than_its_steady_twin():
 
 
 @given(st.lists(st.integers(10_000, 200 * MS_NS), min_size=1, max_size=30))
-def test_whatever_the_processes_cost_the_budget_holds_within_one_reading(costs):
+def test_budget_is_exceeded_by_at_most_one_reading(costs):
     seconds = 60
     _, spent_ns = simulate(dict(enumerate(costs)), seconds=seconds)
 
     assert spent_ns <= BUDGET_RATIO * (seconds + 2) * SECOND_NS + max(costs)
 
 
-def test_the_first_guess_grows_with_the_process():
+def test_expected_cost_grows_with_the_process():
     assert expected_cost_ns(0) < expected_cost_ns(2**20) < expected_cost_ns(2**33)

@@ -1,4 +1,4 @@
-"""Figures: names, units, the budget of points, and the words."""
+"""Figures: names, units, number of points, and captions."""
 
 import functools
 import re
@@ -122,12 +122,12 @@ def _charts():
         ("exposed", ("waited for (s)", "")),
     ],
 )
-def test_axes_say_quantity_and_unit(name, axes):
+def test_axis_titles_have_quantity_and_unit(name, axes):
     layout = _charts()[name].figure.layout
     assert (layout.xaxis.title.text, layout.yaxis.title.text) == axes
 
 
-def test_the_lanes_say_who_is_waited_for_and_the_fold_which_worker_stands_out():
+def test_timeline_and_round_name_the_awaited_worker():
     charts = _charts()
     assert [trace.name for trace in charts["lanes"].figure.data] == [
         "trains",
@@ -146,7 +146,7 @@ def test_the_lanes_say_who_is_waited_for_and_the_fold_which_worker_stands_out():
     assert "Worker 2 has 90%" in charts["fold"].takeaway
 
 
-def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waited_for():
+def test_stage_costs_are_split_by_cpu_and_waits_by_stage():
     charts = _charts()
     cpu, waiting, unknown = charts["costs"].figure.data
     assert (cpu.x[0], waiting.x[0], unknown.x[1]) == pytest.approx((27.0, 3.0, 2.0))
@@ -154,18 +154,18 @@ def test_the_stages_are_split_by_cpu_where_it_was_measured_and_say_what_is_waite
     assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
 
 
-def test_every_figure_asks_a_question_but_the_timeline():
+def test_every_title_but_the_timelines_is_a_question():
     for name, chart in _charts().items():
         assert chart.title.endswith("?") or (name, chart.title) == ("lanes", "Timeline of the longest stall")
         assert chart.caption in chart.alt
 
 
-def test_every_figure_says_of_how_many_it_is():
+def test_every_caption_has_a_sample_count():
     for name, chart in _charts().items():
         assert re.search(r"\d (samples|batches|steps|moments)\b|n = \d", chart.caption), (name, chart.caption)
 
 
-def test_trace_names():
+def test_traces_have_the_terms_of_the_glossary():
     named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
     assert named["by role"] == ["main", "workers"]
     assert named["steps"] == ["data wait", "rest of the step"]
@@ -174,7 +174,7 @@ def test_trace_names():
     assert sorted(named["waits"]) == ["outstanding", "parked", "ready", "wait"]
 
 
-def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
+def test_near_limit_is_drawn_and_far_limit_is_in_the_caption():
     near = _charts()["by role"]
     assert near.figure.layout.shapes[0].y0 == 8
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [0.1 * GIB]})
@@ -192,7 +192,7 @@ def test_a_limit_that_is_near_is_drawn_and_one_that_is_far_is_told():
     assert "8 GiB" in far.caption
 
 
-def test_rss_is_called_rss():
+def test_rss_is_labelled_rss():
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [GIB]})
     chart = memory.by_role(
         table,
@@ -220,7 +220,7 @@ def test_a_restarted_worker_has_a_gap_and_a_mark():
     assert "1 worker restarts" in chart.caption
 
 
-def test_a_line_has_a_gap_where_nobody_sampled():
+def test_line_has_a_gap_where_samples_are_missing():
     x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]  # the collector was down for 70 s
     lines = Lines(points=pd.DataFrame({"series": "", "elapsed_seconds": x, "value": 1.0}), samples_count=len(x))
     figure = memory.against_limit({"used": lines}, LIGHT, name="x", capacity_bytes=None).figure
@@ -240,11 +240,11 @@ def test_a_line_has_a_gap_where_nobody_sampled():
         [],
     ],
 )
-def test_samples_that_are_merely_uneven_are_one_line(x):
+def test_unevenly_spaced_samples_make_no_gap(x):
     assert samples.pauses(x) == []
 
 
-def test_a_stack_says_nothing_of_the_time_when_nobody_sampled():
+def test_stack_has_a_gap_where_samples_are_missing():
     x = np.r_[np.arange(0.0, 50.0), np.arange(120.0, 150.0)]
     table = pd.DataFrame({"elapsed_seconds": x, "main": 1.0 * GIB, "worker": 2.0 * GIB})
     figure = memory.by_role(
@@ -264,7 +264,7 @@ def test_a_stack_says_nothing_of_the_time_when_nobody_sampled():
     assert len({part.stackgroup for part in figure.data}) == 2
 
 
-def test_a_pause_is_empty_between_the_cells_of_the_workers():
+def test_pause_in_the_heat_map_has_empty_cells():
     fetches = pd.DataFrame(
         {"rank": np.nan, "worker": 0, "elapsed_seconds": [5.0, 5.5, 6.0, 9.0], "fetch_ms": 7.0, "n": 1}
     )
@@ -273,12 +273,12 @@ def test_a_pause_is_empty_between_the_cells_of_the_workers():
     assert np.flatnonzero(np.isfinite(cells.z[0])).tolist() == [0, 1, 2, 8]
 
 
-def test_no_figure_has_a_template_which_plotly_takes_long_for():
+def test_no_figure_has_a_plotly_template():
     for chart in _charts().values():
         assert "template" not in chart.figure.to_dict()["layout"], chart.title
 
 
-def test_a_thinned_line_says_so():
+def test_caption_says_that_a_line_is_thinned():
     chart = memory.against_limit(
         {"used": _lines([1.0] * 10, samples=5000)},
         LIGHT,
@@ -289,7 +289,7 @@ def test_a_thinned_line_says_so():
     assert "limit is not known" in chart.caption
 
 
-def test_one_slow_first_step_does_not_press_the_others_flat():
+def test_slow_first_step_does_not_stretch_the_axis():
     table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0, "slowest_ms": 10.0})
     table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
     chart = steps.split(table, LIGHT)
@@ -307,20 +307,20 @@ def test_inline_loading_is_called_inline_and_has_no_queue():
     assert "inline" in chart.caption
 
 
-def test_no_trace_exceeds_the_budget_of_points():
+def test_no_trace_exceeds_the_point_budget():
     for chart in _charts().values():
         for trace in chart.figure.data:
             assert len(trace.x) <= base.MAX_POINTS
 
 
-def _used(seconds=30.0):
+def _usage_chart(seconds=30.0):
     figure = base.over_time(LIGHT, y_title="used (GiB)")
     figure.add_trace(base.line("used", np.linspace(0.0, seconds, 7), [1.0] * 7, "#000000", "GiB"))
     return base.TimeChart(title="", figure=figure, caption="")
 
 
-def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
-    """The lines over the figure as (place, height, dash), and its labels as (place, text)."""
+def _with_marks(chart, *, epochs=(), findings=(), clock=CLOCK):
+    """Return a chart with marks, its lines as (place, height, dash), and its labels."""
     begun = [Mark(at_seconds=at, words=f"epoch {n}") for n, at in enumerate(epochs)]
     since = [Mark(at_seconds=at, words=words, address=address) for at, words, address in findings]
     chart = add_marks(chart, begun, since, LIGHT, clock)
@@ -328,8 +328,8 @@ def _marked(chart, *, epochs=(), findings=(), clock=CLOCK):
     return chart, [(line.x0, line.y1, line.line.dash) for line in layout.shapes], layout.annotations
 
 
-def test_epochs_are_ticks_with_their_names_where_there_is_room():
-    chart, lines, labels = _marked(_used(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
+def test_epochs_are_ticks_and_are_named_where_there_is_room():
+    chart, lines, labels = _with_marks(_usage_chart(), epochs=[-5.0, 0.0, 1.0, 2.0, 20.0, 29.9, 40.0])
     assert [at for at, *_ in lines] == [1.0, 2.0, 20.0, 29.9]  # where the figure begins, one parts nothing
     assert {height for _, height, _ in lines} == {lines[0][1]}
     assert lines[0][1] < 0.1
@@ -337,16 +337,16 @@ def test_epochs_are_ticks_with_their_names_where_there_is_room():
     assert chart.caption == ""
 
 
-def test_more_epochs_than_can_be_told_apart_are_counted():
-    chart, lines, labels = _marked(_used(), epochs=np.linspace(1, 30, 300))
+def test_too_many_epochs_are_counted_in_the_caption():
+    chart, lines, labels = _with_marks(_usage_chart(), epochs=np.linspace(1, 30, 300))
     assert not lines
     assert not labels
     assert "300 epochs began" in chart.caption
 
 
-def test_a_finding_is_a_line_that_leads_to_its_evidence_and_is_told_to_who_cannot_see_it():
-    chart, lines, labels = _marked(
-        _used(),
+def test_finding_is_a_line_with_a_link_and_is_in_the_alt_text():
+    chart, lines, labels = _with_marks(
+        _usage_chart(),
         findings=[(10.0, "leak since step 5", "leak-timeline?run=a&rank=0"), (25.0, "<b>oom</b> since step 9", "")],
     )
     assert [(at, dash) for at, _, dash in lines] == [(10.0, "dot"), (25.0, "dot")]
@@ -362,20 +362,20 @@ def test_a_finding_is_a_line_that_leads_to_its_evidence_and_is_told_to_who_canno
     assert "Marked: leak since step 5." in chart.alt
 
 
-def test_marks_of_a_figure_over_steps_stand_at_their_steps():
-    chart = axis.convert_axis(_used(), "step", CLOCK)
-    _, lines, _ = _marked(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
+def test_marks_over_steps_are_at_their_steps():
+    chart = axis.convert_axis(_usage_chart(), "step", CLOCK)
+    _, lines, _ = _with_marks(chart, epochs=[5.0, 15.0], findings=[(20.0, "leak", "")])
     assert sorted(at for at, *_ in lines) == [5.0, 10.0]  # the first epoch began before the first step
 
 
-def test_a_figure_over_steps_of_a_run_that_made_none_is_not_marked():
+def test_figure_over_steps_without_steps_has_no_marks():
     steps_of = base.over_time(LIGHT, y_title="ms", axis="step")
     steps_of.add_trace(base.line("step", [0.0], [1.0], "#000000", "ms"))
     chart = base.TimeChart(title="", figure=steps_of, caption="", axis="step")
-    assert not _marked(chart, epochs=[0.0], clock=CLOCK[:0])[1]
+    assert not _with_marks(chart, epochs=[0.0], clock=CLOCK[:0])[1]
 
 
-def test_a_chart_over_time_moves_to_steps():
+def test_chart_over_time_is_converted_to_steps():
     figure = base.over_time(LIGHT, y_title="used (GiB)")
     figure.add_trace(base.line("used", [0.0, 10.0, 15.0, 20.0, 30.0], [1.0] * 5, "#000000", "GiB"))
     base.limit(figure, 4.0, "limit 4 GiB", LIGHT)
@@ -386,8 +386,8 @@ def test_a_chart_over_time_moves_to_steps():
 
 
 @pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
-def test_time_is_told_in_a_unit_that_fits_the_window(seconds, unit, at):
-    chart, _, _ = _marked(_used(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
+def test_unit_of_time_fits_the_window(seconds, unit, at):
+    chart, _, _ = _with_marks(_usage_chart(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
     told = axis.scale_elapsed(chart, seconds).figure
     assert told.layout.xaxis.title.text == f"elapsed ({unit})"
     assert told.data[0].x[-1] == at

@@ -1,4 +1,4 @@
-"""Figures of step times: no slow step leaves them without a word, and what a point stands for is said."""
+"""Figures of step times: captions name every slow step off the axis and what a point stands for."""
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from app.theme import DARK, LIGHT
 
 
 def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
-    """Steps of 10 ms, of which those at the places in `slow` are slower; of a group of n it is one."""
+    """Steps of 10 ms; those at the places in `slow` are slower, one in a group of n."""
     table = pd.DataFrame({"step": np.arange(count) * n, "n": n, "wait_ms": 0.1 * mean_ms, "rest_ms": 0.9 * mean_ms})
     table["slowest_ms"] = 1.2 * mean_ms if n > 1 else mean_ms
     table.loc[list(slow), "slowest_ms"] = slow_ms
@@ -17,33 +17,33 @@ def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
     return table.assign(x=table["step"] * 0.1)
 
 
-def _compared(**runs):
+def _compare(**runs):
     return steps.step_times(runs, DARK, axis="elapsed")
 
 
-def _highest(figure):
+def _highest_value(figure):
     return max(float(np.nanmax(trace.y)) for trace in figure.data)
 
 
-def _stacked(figure):
+def _stack_height(figure):
     return float(np.max(np.add(figure.data[0].y, figure.data[1].y)))
 
 
 @pytest.mark.parametrize("n", [1, 12])
-def test_many_slow_steps_are_drawn_whole(n):
+def test_axis_is_not_cut_for_many_slow_steps(n):
     slow = _steps(slow=range(0, 380, 20), n=n)
     chart = steps.split(slow, LIGHT)
     assert chart.figure.layout.yaxis.range is None
-    assert max(_stacked(chart.figure), _highest(chart.figure)) == pytest.approx(1000)
+    assert max(_stack_height(chart.figure), _highest_value(chart.figure)) == pytest.approx(1000)
     assert "cut" not in chart.caption
-    chart = _compared(hung=slow, calm=_steps(n=n))
+    chart = _compare(hung=slow, calm=_steps(n=n))
     assert chart.figure.layout.yaxis.range is None
-    assert _highest(chart.figure) == pytest.approx(1000)
+    assert _highest_value(chart.figure) == pytest.approx(1000)
     assert "cut" not in chart.caption
     assert "slowest 1 s (n = " in chart.caption
 
 
-def test_each_point_above_the_end_of_the_axis_is_named():
+def test_caption_names_each_point_above_the_axis():
     chart = steps.split(_steps(slow=(1, 300)), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 12.5)
     assert chart.caption.endswith(
@@ -51,7 +51,7 @@ def test_each_point_above_the_end_of_the_axis_is_named():
     )
 
 
-def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
+def test_point_of_several_steps_has_an_approximate_step():
     chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
     assert "mean of up to 12 steps, the dotted line the slowest of them" in chart.caption
@@ -59,14 +59,14 @@ def test_what_stands_for_several_steps_is_named_by_about_where_it_is():
 
 
 @pytest.mark.parametrize("table", [_steps(slow=(0,), slow_ms=35.0), _steps(5, slow=(0,))])
-def test_a_step_that_presses_little_flat_is_drawn_whole(table):
+def test_axis_is_not_cut_for_a_moderately_slow_step(table):
     chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range is None
     assert "cut" not in chart.caption
 
 
-def test_runs_beside_each_other_have_one_axis_and_each_says_what_is_above_it():
-    chart = _compared(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
+def test_compared_runs_share_an_axis_and_name_points_above_it():
+    chart = _compare(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
     assert chart.figure.layout.yaxis.range == (0, 125)  # none is cut off whole, however much slower than another
     assert chart.caption.endswith(
         "The axis is cut at 125 ms. Above it: 2 of 400 points of quick (1 s, at step 0; 1 s, at step 7), "
@@ -74,13 +74,13 @@ def test_runs_beside_each_other_have_one_axis_and_each_says_what_is_above_it():
     )
 
 
-def test_a_run_of_few_steps_is_not_cut_for_the_sake_of_a_longer_one():
-    chart = _compared(long=_steps(slow=(0,)), short=_steps(4, slow=(0, 1, 2, 3), slow_ms=900.0))
+def test_axis_is_not_cut_if_a_short_run_is_slow():
+    chart = _compare(long=_steps(slow=(0,)), short=_steps(4, slow=(0, 1, 2, 3), slow_ms=900.0))
     assert chart.figure.layout.yaxis.range is None
 
 
-def test_a_band_reaches_from_the_mean_to_the_slowest_and_says_so():
-    chart = _compared(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
+def test_band_reaches_from_the_mean_to_the_slowest_step():
+    chart = _compare(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
     mean, band, *_ = chart.figure.data
     assert [trace.name for trace in chart.figure.data] == ["a", "a, slowest", "b", "b, slowest"]
     assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", mean.legendgroup, False)
@@ -91,18 +91,18 @@ def test_a_band_reaches_from_the_mean_to_the_slowest_and_says_so():
     assert "the mean of up to 12 steps, and the band above it reaches to the slowest of them" in chart.caption
 
 
-def test_where_each_step_is_drawn_there_is_no_band():
-    chart = _compared(a=_steps(), b=_steps())
+def test_no_band_is_drawn_if_each_step_is_a_point():
+    chart = _compare(a=_steps(), b=_steps())
     assert [trace.name for trace in chart.figure.data] == ["a", "b"]
     assert "mean of up to" not in chart.caption
     assert "a: mean 10 ms, 10% of it data wait, slowest 10 ms (n = 400)" in chart.caption
 
 
-def test_steps_without_a_loader_show_no_data_wait_instead_of_none():
+def test_steps_without_a_loader_have_no_data_wait_trace():
     unknown = _steps().assign(wait_ms=np.nan, rest_ms=10.0)
     chart = steps.split(unknown, LIGHT)
     assert [trace.name for trace in chart.figure.data] == ["step"]
     assert chart.caption == "10 ms on average of 400 steps. No DataLoader was seen in them."
-    compared = _compared(own=unknown, loaded=_steps())
+    compared = _compare(own=unknown, loaded=_steps())
     assert "own: mean 10 ms, no DataLoader seen, slowest 10 ms" in compared.caption
     assert list(compared.figure.data[0].y[:3]) == [10.0] * 3

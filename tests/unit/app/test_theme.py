@@ -20,5 +20,5 @@ def test_contrast_is_at_least_three_to_one(theme):
         assert (light + 0.05) / (dark + 0.05) >= 3, colour
 
 
-def test_until_the_browser_has_spoken_the_theme_is_light():
+def test_theme_is_light_until_the_browser_reports_one():
     assert (theme_of(None), theme_of("light"), theme_of("dark")) == (LIGHT, LIGHT, DARK)

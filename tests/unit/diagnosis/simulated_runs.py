@@ -34,7 +34,7 @@ def empty_streams():
 
 
 def frame(name, rows, key=MAIN, rank=None):
-    """A stream's table from dicts; what is not given is missing."""
+    """Return a stream's table from dicts; columns that are not given are missing."""
     columns = [column.name for column in STREAMS[name].columns]
     table = pd.DataFrame(rows, columns=columns)
     host, pid, ticks = key
@@ -98,14 +98,14 @@ class Script:
         )
 
 
-def started(script=None, *, key=MAIN, rank=None, begin=START_SECONDS):
-    """A run whose training process has said hello."""
+def start_training(script=None, *, key=MAIN, rank=None, begin=START_SECONDS):
+    """Add the start of a training process to a run."""
     script = script or Script()
     return script.event(begin, "process-start", key, rank)
 
 
-def finished(script, *, exit_status=0):
-    """The same run after an orderly end."""
+def finish(script, *, exit_status=0):
+    """Add an orderly end to a run."""
     end = script.now_seconds
     script.event(end - 0.2, "process-exit", lost_count=0)
     return script.event(end - 0.1, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=exit_status)
@@ -145,7 +145,7 @@ def simulate(
         service: (generator, worker, index) -> seconds of a fetch.
         consumer: (generator, k) -> seconds of the loop after batch k.
         begin: when the loader is first used, seconds.
-        startup: seconds that new workers take until they look for work.
+        startup: seconds from the start of new workers until they wait for work.
         gap: between epochs, seconds.
         collate_share: of a fetch.
         shards: of an iterable dataset: batches by worker.
@@ -157,7 +157,7 @@ def simulate(
     """
     generator = np.random.default_rng(seed)
     if script is None:
-        script = started(key=key, rank=rank)
+        script = start_training(key=key, rank=rank)
         script.now_seconds = begin
     script.event(
         begin,

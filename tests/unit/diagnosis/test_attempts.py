@@ -17,7 +17,7 @@ def rank(script, number, attempt, *, steps, begin=START_SECONDS):
     return key
 
 
-def restarted():
+def restarted_job():
     """Rank 1 raises after 5 steps, rank 0 is stopped; the second attempt is at its third step."""
     script = Script()
     rank(script, 0, 0, steps=5)
@@ -28,8 +28,8 @@ def restarted():
     return script, second
 
 
-def test_a_job_that_goes_on_in_its_second_attempt_is_not_killed():
-    script, second = restarted()
+def test_job_in_its_second_attempt_is_running():
+    script, second = restarted_job()
     script.living = frozenset([MAIN, *second])
     verdict = diagnose(script.tables())
     assert (verdict.status, verdict.attempts, verdict.steps) == ("running", 2, 3)
@@ -38,8 +38,8 @@ def test_a_job_that_goes_on_in_its_second_attempt_is_not_killed():
     assert "with ValueError in rank 1. 1 of 2 ranks recorded no end" in restart.summary
 
 
-def test_the_last_attempt_gives_the_verdict():
-    script, second = restarted()
+def test_verdict_is_that_of_the_last_attempt():
+    script, second = restarted_job()
     script.event(START_SECONDS + 20, "exception", second[0], 0, type="KeyError", message="'x'", traceback="")
     script.event(START_SECONDS + 20, "process-exit", second[0], 0, lost_count=0)
     script.manifest |= {"exit_status": 1}
@@ -51,7 +51,7 @@ def test_the_last_attempt_gives_the_verdict():
     ]
 
 
-def watched(*, oom_kills):
+def watched_verdict(*, oom_kills):
     script = Script()
     script.manifest |= {"watched": True, "end_time_ns": ns(START_SECONDS + 10)}
     host, pid, ticks = MAIN
@@ -64,12 +64,12 @@ def watched(*, oom_kills):
     return diagnose(script.tables())
 
 
-def test_a_watched_process_that_is_gone_has_ended_and_no_more_is_claimed():
-    verdict = watched(oom_kills=0)
+def test_watched_process_that_exited_is_finished():
+    verdict = watched_verdict(oom_kills=0)
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
 
 
-def test_a_watched_process_that_the_kernel_killed_for_memory():
-    kinds = {finding.kind: finding.severity for finding in watched(oom_kills=1).findings}
+def test_oom_kill_of_a_watched_process_is_critical():
+    kinds = {finding.kind: finding.severity for finding in watched_verdict(oom_kills=1).findings}
     assert kinds["host-oom-kill"] == "critical"

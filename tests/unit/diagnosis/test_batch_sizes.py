@@ -58,7 +58,7 @@ CURVES = {
 
 @pytest.mark.parametrize("own", [1, 64])
 @pytest.mark.parametrize("curve", CURVES)
-def test_the_largest_batch_that_fits_is_found_and_has_run(curve, own):
+def test_largest_batch_that_fits_is_found(curve, own):
     memory = CURVES[curve]
     tried, largest = search(memory, own)
     truth = next(size for size in range(10**6, 0, -1) if memory(size) <= 4100)
@@ -70,13 +70,13 @@ def test_the_largest_batch_that_fits_is_found_and_has_run(curve, own):
     assert len(tried) <= 11 or own == 1
 
 
-def test_a_script_whose_own_batch_does_not_fit_is_tried_with_less():
+def test_search_goes_down_if_the_scripts_own_batch_does_not_fit():
     tried, largest = search(CURVES["activations"], 10_000)
     assert tried[1] == 2500
     assert 1500 <= largest <= 1800
 
 
-def test_without_a_limit_or_without_growth_nothing_is_promised():
+def test_no_size_is_predicted_without_a_limit_or_growth():
     unknown = BatchSizeRun(
         batch_size=8,
         samples_per_second=1.0,
@@ -91,7 +91,7 @@ def test_without_a_limit_or_without_growth_nothing_is_promised():
     assert line_through([point(16, 532), point(32, 564), point(64, 628)]).at(128) == pytest.approx(756 * MIB)
 
 
-def test_what_a_process_held_before_it_shared_it_with_its_workers_is_not_counted_twice():
+def test_memory_shared_with_workers_is_not_counted_twice():
     script = simulate(workers=1, prefetch=2, service=lambda *_: 0.1, consumer=lambda *_: 0.1, batches=100)
     seconds = START_SECONDS + np.arange(0.2, 11, 0.5)
     pss = np.where(seconds < START_SECONDS + 1.0, 900.0, 300.0) * MIB
@@ -114,11 +114,11 @@ def test_what_a_process_held_before_it_shared_it_with_its_workers_is_not_counted
     ("effective", "largest", "split"),
     [(256, 100, (64, 4)), (256, 1000, (256, 1)), (7, 3, (1, 7)), (96, 0, (1, 96))],
 )
-def test_an_effective_batch_is_split_into_equal_ones(effective, largest, split):
+def test_effective_batch_is_split_into_equal_micro_batches(effective, largest, split):
     assert micro_batch(effective, largest) == split
 
 
-def test_programs_are_told_what_was_tried_and_what_follows():
+def test_json_of_a_search_has_trials_and_conclusions():
     rows = [Row(size=size, measured=point(size, 500 + 2 * size)) for size in (16, 32, 64)]
     rows.append(Row(size=4096, predicted_bytes=8692.0 * MIB, failure="CUDA memory ran out", ran_out=True))
     told = as_json(Search(rows=rows, is_complete=True), 96)

@@ -1,10 +1,10 @@
-"""Causes beside slow workers, on simulated runs whose truth is known, each with a healthy twin."""
+"""Causes other than slow workers, on simulated runs whose truth is known, each with a healthy twin."""
 
 import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, Script, finished, jittered, ns, sample_process, simulate, started
+from simulated_runs import MAIN, MIB, Script, finish, jittered, ns, sample_process, simulate, start_training
 
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.verdict import diagnose
@@ -14,14 +14,14 @@ from training_harness.records import ROLE_MAIN
 STEADY = {"workers": 4, "prefetch": 2, "service": jittered(0.02), "consumer": jittered(0.04), "batches": 300}
 
 
-def told(script):
+def loading_findings(script):
     """Return the verdict's (kind, severity) pairs, without compute-bound, and each kind's finding."""
-    findings = [f for f in diagnose(finished(script).tables()).findings if f.kind != "compute-bound"]
+    findings = [f for f in diagnose(finish(script).tables()).findings if f.kind != "compute-bound"]
     return [(f.kind, f.severity) for f in findings], {f.kind: f for f in findings}
 
 
-def waiting_longer(script, seconds, *, blocked, **columns):
-    """The same run, if so much of the loop's own time was spent in `next()`."""
+def with_longer_waits(script, seconds, *, blocked, **columns):
+    """Return a run whose loop spends these seconds more in each `next()`."""
     for part in script.parts["batch"]:
         part["wait_ns"] += ns(seconds)
         part["blocked_ns"] += ns(seconds) if blocked else 0
@@ -32,48 +32,48 @@ def waiting_longer(script, seconds, *, blocked, **columns):
     return script
 
 
-def test_collating_that_takes_most_of_a_fetch_is_named():
+def test_collate_that_takes_most_of_a_fetch_is_found():
     run = STEADY | {"service": jittered(0.064), "consumer": jittered(0.005)}
-    kinds, found = told(simulate(collate_share=0.9, **run))
+    kinds, found = loading_findings(simulate(collate_share=0.9, **run))
     assert kinds == [("collate-bound", "warning")]
     assert found["collate-bound"].value_of("collate_ratio") == pytest.approx(0.9, abs=0.01)
-    assert told(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
-    assert told(simulate(collate_share=0.9, **STEADY))[0] == []
+    assert loading_findings(simulate(collate_share=0.3, **run))[0] == [("workers-too-slow", "warning")]
+    assert loading_findings(simulate(collate_share=0.9, **STEADY))[0] == []
 
 
-def test_a_slow_sampler_is_told_from_slow_workers():
-    kinds, found = told(waiting_longer(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
+def test_slow_sampler_is_distinguished_from_slow_workers():
+    kinds, found = loading_findings(with_longer_waits(simulate(sampler="Slow", **STEADY), 0.024, blocked=False))
     assert kinds == [("sampler-bound", "warning")]
     assert found["sampler-bound"].value_of("sampler_seconds") == pytest.approx(0.024, rel=0.02)
     assert "Slow or the batch sampler of loader 0" in found["sampler-bound"].summary
-    assert told(waiting_longer(simulate(**STEADY), 0.001, blocked=False))[0] == []
+    assert loading_findings(with_longer_waits(simulate(**STEADY), 0.001, blocked=False))[0] == []
 
 
 @pytest.mark.parametrize(("sampler_seconds", "keeps_up"), [(0.0, True), (0.024, False)])
-def test_a_loop_whose_sampler_is_slow_does_not_keep_up_while_it_waits_for_a_core(sampler_seconds, keeps_up):
-    script, seconds = waiting_longer(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
+def test_slow_sampler_does_not_keep_up_while_waiting_for_a_core(sampler_seconds, keeps_up):
+    script, seconds = with_longer_waits(simulate(**STEADY), sampler_seconds, blocked=False), 1000 + np.arange(12.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
-    (found,) = [f for f in diagnose(finished(script).tables()).findings if f.limited_by == "oversubscribed"]
+    (found,) = [f for f in diagnose(finish(script).tables()).findings if f.limited_by == "oversubscribed"]
     assert found.kind == "compute-bound"
     assert ("Data loading keeps up" in found.summary) == keeps_up
 
 
-def test_a_slow_transfer_is_told_beside_the_wait_for_a_core():
-    script = waiting_longer(
+def test_slow_transfer_is_found_along_with_waiting_for_a_core():
+    script = with_longer_waits(
         simulate(**STEADY | {"consumer": jittered(0.06)}), 0.06, blocked=True, payload_bytes=9000
     )
     seconds = 1000 + np.arange(20.0)
     used = {"cpu_ns": 0.4e9 * seconds, "run_queue_ns": 0.3e9 * seconds}
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(20), rss=np.ones(20), **used)
-    findings = {f.kind: f for f in diagnose(finished(script).tables()).findings}
+    findings = {f.kind: f for f in diagnose(finish(script).tables()).findings}
     assert findings["cannot-tell"].advice[0].text == "Set num_workers=0"
     assert "keeps up" not in findings["compute-bound"].summary
 
 
-def test_a_wait_that_was_not_split_is_blamed_on_neither():
-    script = waiting_longer(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
-    seen, found = told(script)
+def test_unsplit_wait_is_blamed_on_neither_sampler_nor_transfer():
+    script = with_longer_waits(simulate(**STEADY), 0.024, blocked=False, payload_bytes=64 * MIB, blocked_ns=np.nan)
+    seen, found = loading_findings(script)
     assert seen == [("cannot-tell", "info")]
     assert found["cannot-tell"].value_of("hand_over_seconds") == pytest.approx(0.024, rel=0.1)
     assert found["cannot-tell"].value_of("data_wait_ratio") > 0.4
@@ -83,9 +83,11 @@ def test_a_wait_that_was_not_split_is_blamed_on_neither():
     ("payload", "kinds"),
     [(32 * MIB, [("copy-bound", "warning")]), (10_000, [("cannot-tell", "info")])],
 )
-def test_copying_is_blamed_only_where_the_bytes_explain_it(payload, kinds):
+def test_copying_is_blamed_only_if_the_bytes_explain_it(payload, kinds):
     script = simulate(**STEADY | {"consumer": jittered(0.06)})
-    seen, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2))
+    seen, found = loading_findings(
+        with_longer_waits(script, 0.05, blocked=True, payload_bytes=payload, ready_count=2)
+    )
     assert seen == kinds
     if payload == 32 * MIB:
         assert "MiB/s" in found["copy-bound"].summary
@@ -95,11 +97,11 @@ def test_copying_is_blamed_only_where_the_bytes_explain_it(payload, kinds):
 @pytest.mark.parametrize(
     ("collate", "kind"), [("default_collate", "pin-bound"), ("pad", "cannot-tell"), (None, "cannot-tell")]
 )
-def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
+def test_pinning_is_found_if_nothing_else_is_copied(collate, kind):
     script = simulate(collate=collate, pin_memory=True, **STEADY | {"consumer": jittered(0.06)})
     pinned = recorded("pinned-cache").streams["device_memory"]["pinned_allocated_bytes"]
     script.add("device_memory", [{"time_ns": ns(1001.0), "pinned_allocated_bytes": pinned.iloc[-1]}])
-    kinds, found = told(waiting_longer(script, 0.05, blocked=True, payload_bytes=32 * MIB))
+    kinds, found = loading_findings(with_longer_waits(script, 0.05, blocked=True, payload_bytes=32 * MIB))
     assert [name for name, _ in kinds] == [kind]
     assert re.search(r"That costs [\d.]+ s, \d+% of the run\.", found[kind].summary)
     if kind == "cannot-tell":
@@ -107,47 +109,47 @@ def test_pinning_is_named_where_nothing_else_is_copied(collate, kind):
 
 
 @pytest.mark.parametrize("epochs", [3, 8])
-def test_workers_that_start_anew_for_each_epoch_are_told_from_those_that_stay(epochs):
+def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     run = STEADY | {"batches": 40, "epochs": epochs, "startup": 1.0}
-    kinds, found = told(simulate(persistent=False, **run))
+    kinds, found = loading_findings(simulate(persistent=False, **run))
     assert kinds == [("worker-startup", "warning")]
     assert found["worker-startup"].value_of("startup_wait_seconds") == pytest.approx(1.0, abs=0.01)
-    kinds, found = told(simulate(**run))
+    kinds, found = loading_findings(simulate(**run))
     assert kinds == [("worker-startup", "info")]
     assert "a longer run pays no more" in found["worker-startup"].summary
     assert found["worker-startup"].advice == ()
 
 
-def test_short_epochs_pay_for_empty_queues():
+def test_short_epochs_have_an_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
-    kinds, found = told(simulate(**run | {"batches": 8, "epochs": 40}))
+    kinds, found = loading_findings(simulate(**run | {"batches": 8, "epochs": 40}))
     assert kinds == [("epoch-refill", "warning")]
     assert found["epoch-refill"].value_of("refill_seconds") == pytest.approx(0.06, rel=0.1)
-    assert told(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
+    assert loading_findings(simulate(**run | {"batches": 320, "epochs": 4}))[0] == []
 
 
-def test_short_epochs_of_workers_that_are_too_slow_anyway_are_no_refill():
+def test_short_epochs_of_slow_workers_have_no_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.2), "consumer": jittered(0.005), "batches": 40, "epochs": 10}
-    kinds, _ = told(simulate(**run))
+    kinds, _ = loading_findings(simulate(**run))
     assert kinds[0][0] == "workers-too-slow"
 
 
-def test_uneven_shards_are_named_with_the_worker_that_has_most():
+def test_uneven_shards_are_found_with_the_largest_worker():
     run = {"workers": 2, "prefetch": 2, "service": jittered(0.016), "consumer": jittered(0.010), "epochs": 3}
-    kinds, found = told(simulate(shards=[180, 20], batches=200, iterable=True, **run))
+    kinds, found = loading_findings(simulate(shards=[180, 20], batches=200, iterable=True, **run))
     assert kinds == [("shard-skew", "warning")]
     assert found["shard-skew"].locus.worker == 0
     assert found["shard-skew"].value_of("largest_share_ratio") == pytest.approx(1.8)
-    assert told(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
+    assert loading_findings(simulate(shards=[100, 100], batches=200, iterable=True, **run))[0] == []
 
 
-def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
+def test_warm_cache_is_judged_without_the_first_epoch():
     def caches(epoch_batches):
         seen = iter(range(10**6))
         usual = jittered(0.01)
         return lambda generator, *_: usual(generator) * (10 if next(seen) < epoch_batches else 1)
 
-    findings = diagnose(finished(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
+    findings = diagnose(finish(simulate(**STEADY | {"service": caches(300), "epochs": 3})).tables()).findings
     assert [f.kind for f in findings] == ["compute-bound"]
     assert "The first epoch is left out: a fetch took 100" in findings[0].summary
 
@@ -156,38 +158,38 @@ def test_a_cache_that_is_warm_after_the_first_epoch_is_judged_as_it_is_now():
     ("pause", "distance", "kinds"),
     [(0.05, 25, [("main-thread-pause", "warning")]), (0.05, 100, [("main-thread-pause", "info")]), (0.0, 25, [])],
 )
-def test_pauses_that_come_regularly_are_named(pause, distance, kinds):
+def test_regular_pauses_are_found(pause, distance, kinds):
     def consumer(generator, k):
         return jittered(0.012, 0.1)(generator) + (pause if k % distance == 0 else 0.0)
 
     run = STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800}
-    seen, found = told(simulate(**run))
+    seen, found = loading_findings(simulate(**run))
     assert seen == kinds
     if kinds:
         assert found["main-thread-pause"].value_of("pause_distance_count") == distance
         assert found["main-thread-pause"].locus.stage == "other"
 
 
-def test_random_long_steps_and_epoch_ends_are_no_pauses():
+def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
     def noisy(generator, _):
         return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
 
     run = STEADY | {"service": jittered(0.005), "batches": 800}
-    assert told(simulate(**run | {"consumer": noisy}))[0] == []
-    assert told(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
+    assert loading_findings(simulate(**run | {"consumer": noisy}))[0] == []
+    assert loading_findings(simulate(**run | {"batches": 40, "epochs": 20, "gap": 0.2}))[0] == []
 
 
 def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=200):
     """Two ranks that meet in the backward pass; rank 1 takes longer by `late` in one phase.
 
-    Its allocator may flush the cache as often as one of a recorded run did, and that of rank 0 never.
+    Rank 1's allocator can flush the cache as often as a recorded run did; that of rank 0 never does.
     """
     flushes = recorded("caught-errors").streams["device_memory"]["alloc_retry_count"].to_numpy()
     script, generator = Script(), np.random.default_rng(0)
     base = {"data_wait_ns": 0.001, "forward_ns": 0.010, "optimizer_ns": 0.002, "other_ns": 0.001}
     for rank in range(2):
         key, now, rows = ("node", 100 + rank, 5000 + rank), 1001.0, []
-        started(script, key=key, rank=rank)
+        start_training(script, key=key, rank=rank)
         for step in range(steps):
             own = {name: value * float(np.exp(generator.normal(0, 0.1))) for name, value in base.items()}
             own[column] += late if rank else 0.0
@@ -219,7 +221,7 @@ def ranks(*, late, column="forward_ns", waits=True, lacks_memory=False, steps=20
     ("column", "lacks_memory", "by"),
     [("data_wait_ns", False, "data"), ("forward_ns", False, "compute"), ("forward_ns", True, "memory")],
 )
-def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, lacks_memory, by):
+def test_straggler_rank_is_named_with_its_reason(column, lacks_memory, by):
     findings = find_rank_straggler(ranks(late=0.030, column=column, lacks_memory=lacks_memory).tables())
     assert [(f.kind, f.severity, f.locus.rank, f.limited_by) for f in findings] == [
         ("rank-straggler", "warning", 1, by)
@@ -227,7 +229,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_reason(column, lack
     assert findings[0].value_of("own_time_excess_seconds") == pytest.approx(0.030, rel=0.05)
 
 
-def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
+def test_straggler_on_gpus_is_found_from_device_and_host_times():
     script = ranks(late=0.030, column="data_wait_ns")
     for part in script.parts["step"]:
         device = part.drop(columns=["data_wait_ns", "h2d_ns"])
@@ -238,6 +240,6 @@ def test_on_a_gpu_the_device_tells_who_waits_and_the_host_for_what():
     assert [(f.locus.rank, f.limited_by) for f in found] == [(1, "data")]
 
 
-def test_ranks_that_nobody_waits_for_are_no_stragglers():
+def test_ranks_that_make_no_other_wait_are_no_stragglers():
     assert find_rank_straggler(ranks(late=0.0).tables()) == []
     assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []

@@ -1,4 +1,4 @@
-"""The right victim is named, and no one else."""
+"""Deaths of processes: the right victim is named, and no other process."""
 
 import pytest
 from simulated_runs import (
@@ -6,7 +6,7 @@ from simulated_runs import (
     MIB,
     START_SECONDS,
     Script,
-    finished,
+    finish,
     jittered,
     ns,
     sample_host,
@@ -24,7 +24,7 @@ KILLED_MESSAGE = "DataLoader worker (pid 1001) is killed by signal: Killed. "
 
 
 def training(*, collector=True):
-    """A run of two workers in the middle of its training; everyone lives."""
+    """Return a run of two workers in the middle of its training, with all processes alive."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.01), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS, "collector-start", COLLECTOR, resumed=False, command_pid=MAIN[1])
     script.living = frozenset({MAIN, COLLECTOR, *WORKERS})
@@ -33,8 +33,8 @@ def training(*, collector=True):
     return script
 
 
-def over(script, exit_status=None, *, alive=()):
-    """Everyone has ended but `alive`; the collector saw it in good order if it knows the exit status."""
+def end_run(script, exit_status=None, *, alive=()):
+    """End all processes except `alive`; with an exit status, the collector saw the end."""
     end = script.now_seconds
     script.living = frozenset(alive)
     if exit_status is not None:
@@ -43,11 +43,11 @@ def over(script, exit_status=None, *, alive=()):
     return script
 
 
-def farewell(script):
+def end_training(script):
     return script.event(script.now_seconds - 0.3, "process-exit", lost_count=0)
 
 
-def workers_leave(script, *who, reason="done"):
+def end_workers(script, *who, reason="done"):
     for worker in who or (0, 1):
         script.event(
             script.now_seconds - 0.4, "worker-exit", WORKERS[worker], loader=0, worker=worker, reason=reason
@@ -67,46 +67,46 @@ def deaths(script):
     ]
 
 
-def test_a_running_training_has_no_victim():
+def test_running_training_has_no_victim():
     verdict = diagnose(training().tables())
     assert verdict.status == "running"
     assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
 
 
 def test_a_finished_training_has_no_victim():
-    script = over(farewell(workers_leave(training())), 0)
+    script = end_run(end_training(end_workers(training())), 0)
     verdict = diagnose(script.tables())
     assert (verdict.status, verdict.exit_status, verdict.workers_reporting) == ("finished", 0, (2, 2))
     assert [finding.kind for finding in verdict.findings] == ["compute-bound"]
 
 
 def test_a_killed_training_is_the_only_victim():
-    script = over(workers_leave(training(), reason="parent-gone"), -9)
+    script = end_run(end_workers(training(), reason="parent-gone"), -9)
     assert deaths(script) == [("killed", "main", None, "critical")]
     assert diagnose(script.tables()).status == "killed"
 
 
-def test_workers_that_have_not_noticed_yet_are_no_victims():
-    script = over(training(), -9, alive=WORKERS)
+def test_workers_that_outlive_a_killed_training_are_no_victims():
+    script = end_run(training(), -9, alive=WORKERS)
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
-def test_a_shell_around_the_training_passes_the_signal_on():
-    script = over(workers_leave(training(), reason="parent-gone"), 137)
+def test_exit_status_of_a_shell_shows_the_signal():
+    script = end_run(end_workers(training(), reason="parent-gone"), 137)
     script.manifest["command"]["pid"] = 99
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
 def test_ctrl_c_is_information():
-    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+    script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     assert deaths(script) == [("killed", "main", None, "info")]
 
 
-def test_sigterm_is_a_warning_and_takes_no_worker_along():
-    assert deaths(over(training(), -15)) == [("killed", "main", None, "warning")]
+def test_sigterm_is_a_warning_and_makes_no_worker_a_victim():
+    assert deaths(end_run(training(), -15)) == [("killed", "main", None, "warning")]
 
 
-def test_a_killed_worker_is_named_and_not_the_training_that_followed():
+def test_killed_worker_is_named_and_not_the_failed_training():
     script = exception(training(), "RuntimeError", KILLED_MESSAGE)
     script.event(
         script.now_seconds - 0.6,
@@ -118,7 +118,7 @@ def test_a_killed_worker_is_named_and_not_the_training_that_followed():
         exit_code=-9,
         last_index=7,
     )
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.loader, f.locus.pid) for f in found] == [("worker-killed", 1, 0, 1001)]
     assert "SIGKILL" in found[0].summary
@@ -133,19 +133,17 @@ def test_a_killed_worker_is_named_and_not_the_training_that_followed():
         ("MemoryError", None, ["worker-killed"]),
     ],
 )
-def test_a_worker_that_aborts_when_all_is_done_is_a_victim_only_if_the_training_failed_of_it(
-    reason, message, kinds
-):
-    script = workers_leave(workers_leave(training(), 0), 1, reason=reason)
+def test_worker_that_aborts_at_the_end_is_a_victim_if_training_failed(reason, message, kinds):
+    script = end_workers(end_workers(training(), 0), 1, reason=reason)
     died = {"worker": 1, "worker_pid": 1001, "exit_code": -6, "last_index": 7}
     script.event(script.now_seconds - 0.35, "worker-died", loader=0, epoch=0, **died)
     if message:
         exception(script, "RuntimeError", message)
-    assert [kind for kind, *_ in deaths(over(farewell(script), 1 if message else 0))] == kinds
+    assert [kind for kind, *_ in deaths(end_run(end_training(script), 1 if message else 0))] == kinds
 
 
 @pytest.mark.parametrize(("kills", "kind"), [([3, 3, 3], "worker-killed"), ([3, 3, 4], "host-oom-kill")])
-def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, kind):
+def test_killed_worker_with_a_caught_error_is_a_warning(kills, kind):
     script = with_memory(training(), kills)
     gone = script.now_seconds + 1
     died = {"worker": 1, "worker_pid": 1001, "exit_code": -9, "last_index": 7}
@@ -153,20 +151,20 @@ def test_a_killed_worker_whose_error_the_training_caught_ended_nothing(kills, ki
     script.event(gone + 0.1, "epoch-start", loader=0, epoch=1, worker_pids=[1002, 1003])
     script.add("step", [{"time_ns": ns(gone + second), "step": 1000 + second} for second in range(-1, 4)])
     script.now_seconds = gone + 5
-    found = [f for f in diagnose(over(farewell(script), 0).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(end_training(script), 0).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.severity, f.since_step) for f in found] == [(kind, "warning", 1000)]
     assert found[0].summary.endswith("The training caught the error and went on.")
     assert "ended because" not in found[0].advice[0].expected
 
 
 @pytest.mark.parametrize("message", [KILLED_MESSAGE, "DataLoader worker (pid(s) 1001) exited unexpectedly"])
-def test_the_exception_alone_names_the_worker(message):
-    script = over(farewell(workers_leave(exception(training(), "RuntimeError", message), 0)), 1)
+def test_exception_message_names_the_killed_worker(message):
+    script = end_run(end_training(end_workers(exception(training(), "RuntimeError", message), 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
-def test_training_worker_and_collector_killed_at_once_are_all_named():
-    script = over(workers_leave(training(), 0, reason="parent-gone"))
+def test_training_worker_and_collector_killed_together_are_all_named():
+    script = end_run(end_workers(training(), 0, reason="parent-gone"))
     assert set(deaths(script)) == {
         ("killed", "main", None, "critical"),
         ("worker-killed", "worker", 1, "critical"),
@@ -188,7 +186,7 @@ def test_a_resumed_collector_does_not_hide_that_the_first_was_killed():
     assert deaths(script) == [("killed", "collector", None, "warning")]
 
 
-def test_nothing_is_claimed_where_life_cannot_be_known():
+def test_no_death_is_claimed_if_life_is_unknown():
     script = training()
     script.living = None
     assert deaths(script) == []
@@ -208,23 +206,23 @@ def with_memory(script, counts, *, column="cgroup_oom_kill_count"):
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
-def test_an_out_of_memory_kill_names_the_victim_and_what_it_held(column):
+def test_oom_kill_names_the_victim_and_its_memory(column):
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4], column=column)
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.worker, f.locus.pid) for f in found] == [("host-oom-kill", 1, 1001)]
     assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
 
 
-def test_old_out_of_memory_kills_are_not_blamed():
+def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
-    over(farewell(workers_leave(script, 0)), 1)
+    end_run(end_training(end_workers(script, 0)), 1)
     assert deaths(script) == [("worker-killed", "worker", 1, "critical")]
 
 
-def test_one_out_of_memory_kill_has_one_victim():
+def test_one_oom_kill_has_one_victim():
     script = with_memory(training(), [0, 0, 1])
-    over(workers_leave(script, 0, reason="parent-gone"), -9)
+    end_run(end_workers(script, 0, reason="parent-gone"), -9)
     assert sorted(deaths(script)) == [
         ("host-oom-kill", "worker", 1, "critical"),
         ("killed", "main", None, "critical"),
@@ -232,14 +230,14 @@ def test_one_out_of_memory_kill_has_one_victim():
 
 
 def test_an_uncaught_exception_is_a_crash_with_its_message():
-    script = over(farewell(workers_leave(exception(training(), "ValueError", "loss is NaN\nat step 7"))), 1)
+    script = end_run(end_training(end_workers(exception(training(), "ValueError", "loss is NaN\nat step 7"))), 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.role) for f in found] == [("crashed", "main")]
     assert "ValueError: loss is NaN" in found[0].summary
 
 
-def test_an_exception_of_a_helper_in_a_run_that_finished_is_no_crash():
-    script = over(farewell(workers_leave(training())), 0)
+def test_exception_of_a_helper_in_a_finished_run_is_no_crash():
+    script = end_run(end_training(end_workers(training())), 0)
     script.event(
         script.now_seconds - 3, "exception", ("node", 555, 1), type="OSError", message="helper", traceback=""
     )
@@ -247,17 +245,17 @@ def test_an_exception_of_a_helper_in_a_run_that_finished_is_no_crash():
 
 
 def test_an_exit_status_without_exception_is_a_crash():
-    assert deaths(over(farewell(workers_leave(training())), 3)) == [("crashed", "main", None, "critical")]
+    assert deaths(end_run(end_training(end_workers(training())), 3)) == [("crashed", "main", None, "critical")]
 
 
 def test_a_segmentation_fault_is_a_crash():
-    script = over(workers_leave(training(), reason="parent-gone"), -11)
+    script = end_run(end_workers(training(), reason="parent-gone"), -11)
     assert deaths(script) == [("crashed", "main", None, "critical")]
     assert "SIGSEGV" in diagnose(script.tables()).findings[0].summary
 
 
-def test_a_command_killed_before_it_reached_any_loader():
-    assert deaths(over(Script(), -9)) == [("killed", "other", None, "critical")]
+def test_command_killed_before_any_loader_is_a_victim():
+    assert deaths(end_run(Script(), -9)) == [("killed", "other", None, "critical")]
 
 
 def test_torchrun_names_the_rank_that_was_killed_first():
@@ -276,7 +274,7 @@ def test_torchrun_names_the_rank_that_was_killed_first():
         message="Root Cause (first observed failure):\n[0]:\n  rank : 1 (local_rank: 1)\n  exitcode  : "
         "-9 (pid: 201)\n",
     )
-    over(script, 1)
+    end_run(script, 1)
     found = [finding for finding in diagnose(script.tables()).findings if finding.kind in DEATHS]
     assert [(f.kind, f.locus.rank, f.locus.pid) for f in found] == [("killed", 1, 201)]
 
@@ -291,23 +289,23 @@ def test_workers_of_a_finished_epoch_are_no_victims():
         epochs=3,
         persistent=False,
     )
-    over(script, -9, alive=[("node", 1200, 7200), ("node", 1201, 7201)])
+    end_run(script, -9, alive=[("node", 1200, 7200), ("node", 1201, 7201)])
     assert deaths(script) == [("killed", "main", None, "critical")]
 
 
-def test_a_command_that_nothing_attached_to_says_why():
-    verdict = diagnose(over(Script(), 0).tables())
+def test_finding_explains_why_nothing_attached_to_the_command():
+    verdict = diagnose(end_run(Script(), 0).tables())
     assert verdict.status == "finished"
     assert [finding.kind for finding in verdict.findings] == ["cannot-tell"]
     assert "ended before its processes were sampled" in verdict.findings[0].summary
 
 
-def test_finished_helper_keeps_its_word():
-    assert diagnose(finished(workers_leave(training())).tables()).exit_status == 0
+def test_finished_helper_gives_exit_status_zero():
+    assert diagnose(finish(end_workers(training())).tables()).exit_status == 0
 
 
 def ranks(parent=99, count=2):
-    """A launcher (the command) with training processes below it that all vanished."""
+    """Return a launcher (the command) with training processes below it that all ended without a word."""
     script = Script()
     script.manifest["command"].update(pid=parent, start_ticks=4000)
     for rank in range(count):
@@ -315,37 +313,37 @@ def ranks(parent=99, count=2):
     return script, ("node", parent, 4000)
 
 
-def test_an_exception_of_the_launcher_is_the_crash_and_its_ranks_are_no_victims():
+def test_exception_of_the_launcher_is_the_crash_and_not_its_ranks():
     script, launcher = ranks()
     text = "\n\n-- Process 0 terminated with the following error:\nTraceback\nValueError: boom"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessRaisedException", message=text)
-    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.pid) for f in found] == [("crashed", 99)]
     assert "ValueError: boom" in found[0].summary
 
 
-def test_the_launcher_names_the_rank_that_a_signal_ended():
+def test_launcher_message_names_the_rank_killed_by_a_signal():
     script, launcher = ranks()
     text = "process 1 terminated with signal SIGKILL"
     script.event(START_SECONDS + 9, "exception", launcher, type="ProcessExitedException", message=text)
-    found = [f for f in diagnose(over(script, 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.pid) for f in found] == [("killed", 201)]
 
 
-def test_ranks_that_vanish_with_a_command_that_failed_by_itself_are_no_victims():
-    assert [kind for kind, *_ in deaths(over(ranks()[0], 1))] == ["crashed"]
+def test_ranks_that_end_with_a_failed_command_are_no_victims():
+    assert [kind for kind, *_ in deaths(end_run(ranks()[0], 1))] == ["crashed"]
 
 
-def test_a_farewell_wins_over_the_status_of_the_shell_around():
-    script = over(farewell(workers_leave(training())), 137)
+def test_process_exit_event_overrides_the_exit_status_of_a_shell():
+    script = end_run(end_training(end_workers(training())), 137)
     script.manifest["command"]["pid"] = 99
     assert "killed" not in {kind for kind, *_ in deaths(script)}
     assert diagnose(script.tables()).status == "failed"
 
 
 @pytest.mark.parametrize("status", [-9, None])
-def test_workers_that_vanish_with_their_training_are_followers(status):
-    kinds = {(kind, role) for kind, role, *_ in deaths(over(training(), status))}
+def test_workers_that_end_with_their_training_are_no_victims(status):
+    kinds = {(kind, role) for kind, role, *_ in deaths(end_run(training(), status))}
     assert ("killed", "main") in kinds
     assert ("worker-killed", "worker") not in kinds
 
@@ -355,36 +353,36 @@ def test_many_victims_in_one_loader_are_one_finding():
     for worker in range(5):
         died = {"worker": worker, "worker_pid": 1000 + worker, "exit_code": -9, "last_index": 7}
         script.event(script.now_seconds - 1, "worker-died", loader=0, epoch=0, **died)
-    found = [f for f in diagnose(over(farewell(script), 1).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(end_training(script), 1).tables()).findings if f.kind in DEATHS]
     assert [(f.kind, f.locus.worker) for f in found] == [("worker-killed", None)]
     assert {e.name: e.value for e in found[0].evidence}["victims_count"] == 5
 
 
-def killed_after(counts, column, demand):
-    """A training that SIGKILL ends after as many ticks as there are counts of a kill counter."""
+def deaths_after_kill(counts, column, demand):
+    """Return the deaths in a training that SIGKILL ends after as many ticks as the kill counter has values."""
     script = Script().event(START_SECONDS, "process-start")
     count = len(counts)
     seconds = [START_SECONDS + second for second in range(count)]
     sample_host(script, seconds, demand=[demand] * count, limit=1024 * MIB, **{column: counts})
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=[300 * MIB] * count, rss=[300 * MIB] * count)
     script.now_seconds = START_SECONDS + count
-    return [kind for kind, *_ in deaths(over(script, -9)) if kind != "host-oom-risk"]
+    return [kind for kind, *_ in deaths(end_run(script, -9)) if kind != "host-oom-risk"]
 
 
 @pytest.mark.parametrize("column", ["cgroup_oom_kill_count", "host_oom_kill_count"])
-def test_a_kill_of_long_before_is_not_blamed(column):
-    assert killed_after([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
+def test_oom_kill_long_before_the_end_is_not_blamed(column):
+    assert deaths_after_kill([0] * 10 + [1] * 90, column, 1000 * MIB) == ["killed"]
 
 
-def test_the_count_of_the_host_needs_a_shortage_of_memory_and_that_of_the_cgroup_does_not():
+def test_only_the_hosts_kill_count_needs_a_memory_shortage():
     late = [0] * 9 + [1]
-    assert killed_after(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
-    assert killed_after(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
-    assert killed_after(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
+    assert deaths_after_kill(late, "cgroup_oom_kill_count", 300 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 1000 * MIB) == ["host-oom-kill"]
+    assert deaths_after_kill(late, "host_oom_kill_count", 300 * MIB) == ["killed"]
 
 
 @pytest.mark.parametrize(("kills", "kinds"), [(0, []), (1, ["host-oom-kill"])])
-def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kills, kinds):
+def test_oom_killed_trial_of_a_finished_sweep_is_a_warning(kills, kinds):
     script, sweep = Script(), ("node", 99, 4000)
     script.manifest["command"].update(pid=sweep[1], start_ticks=sweep[2])
     seconds = [START_SECONDS + second for second in range(10)]
@@ -396,12 +394,12 @@ def test_a_trial_that_the_kernel_killed_is_told_though_its_sweep_ended_well(kill
         sample_process(script, seconds[:died], trial, ROLE_MAIN, private=held, rss=held)
     script.now_seconds = START_SECONDS + 10
     script.event(START_SECONDS + 9, "process-exit", ("node", 201, 8001), lost_count=0)
-    found = [f for f in diagnose(over(script, 0).tables()).findings if f.kind in DEATHS]
+    found = [f for f in diagnose(end_run(script, 0).tables()).findings if f.kind in DEATHS]
     assert [f.kind for f in found] == kinds
     assert all((f.locus.pid, f.severity, "command went on" in f.summary) == (200, "warning", True) for f in found)
 
 
-def test_the_farewell_in_the_evidence_is_counted():
-    script = over(farewell(workers_leave(exception(training(), "KeyboardInterrupt"))), -2)
+def test_evidence_counts_process_exit_events():
+    script = end_run(end_training(end_workers(exception(training(), "KeyboardInterrupt"))), -2)
     found = next(f for f in diagnose(script.tables()).findings if f.kind == "killed")
     assert {e.name: e.value for e in found.evidence}["farewell_count"] == 1

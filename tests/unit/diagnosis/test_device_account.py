@@ -1,4 +1,4 @@
-"""The parts of a device's memory add up to what is used, whatever is known of them."""
+"""The parts of a device's memory add up to what is used, however many of them are known."""
 
 import pandas as pd
 import pytest
@@ -21,13 +21,13 @@ def plain(row, *names):
 RANK = plain(RUN.streams["device_memory"].iloc[-1], "allocated_bytes", "reserved_bytes", "inactive_split_bytes")
 SAMPLE = RUN.streams["device"].dropna(subset="process_used_bytes").iloc[-1]
 DEVICE = plain(SAMPLE, "used_bytes", "process_used_bytes", "other_used_bytes")
-#: The same if two ranks had it.
+#: The same sample for two such ranks.
 DEVICE_OF_TWO = {
     "used_bytes": DEVICE["used_bytes"] + DEVICE["process_used_bytes"],
     "process_used_bytes": 2 * DEVICE["process_used_bytes"],
     "other_used_bytes": DEVICE["other_used_bytes"],
 }
-OF_DRIVER = int(SAMPLE["reserved_bytes"])
+DRIVER_RESERVED = int(SAMPLE["reserved_bytes"])
 
 
 def account(device, ranks):
@@ -41,27 +41,27 @@ def account(device, ranks):
     return parts.iloc[0].dropna().to_dict()
 
 
-def test_every_part_is_named():
+def test_account_names_every_part():
     unused = RANK["reserved_bytes"] - RANK["allocated_bytes"] - RANK["inactive_split_bytes"]
-    assert min(RANK["allocated_bytes"], unused, RANK["inactive_split_bytes"], CONTEXT, OF_DRIVER) > 0
+    assert min(RANK["allocated_bytes"], unused, RANK["inactive_split_bytes"], CONTEXT, DRIVER_RESERVED) > 0
     assert account(DEVICE_OF_TWO, [RANK, RANK]) == {
         "allocated": 2 * RANK["allocated_bytes"],
         "cached": 2 * unused,
         "fragmentation": 2 * RANK["inactive_split_bytes"],
         "non-PyTorch": 2 * CONTEXT,
         "other processes": DEVICE["other_used_bytes"],
-        "unattributed": OF_DRIVER,
+        "unattributed": DRIVER_RESERVED,
     }
 
 
-def test_in_a_container_the_residual_holds_what_the_driver_hides():
+def test_hidden_process_memory_is_unattributed():
     found = account({"used_bytes": DEVICE["used_bytes"]}, [RANK])
 
     assert found["unattributed"] == DEVICE["used_bytes"] - RANK["reserved_bytes"]
     assert set(DEVICE_PARTS) - set(found) == {"non-PyTorch", "other processes"}
 
 
-def test_a_rank_that_is_not_known_makes_no_sum_of_the_others():
+def test_no_sum_is_made_if_a_rank_is_unknown():
     assert "allocated" not in account(DEVICE, [RANK, {}])
     others = DEVICE["other_used_bytes"]
     assert account(DEVICE, []) == {"other processes": others, "unattributed": DEVICE["used_bytes"] - others}
@@ -77,7 +77,7 @@ part = st.integers(0, 80 * GIB)
     rest=part,
     hidden=st.sets(st.sampled_from(["process_used_bytes", "other_used_bytes"])),
 )
-def test_the_parts_and_the_residual_are_what_is_used(ranks, outside, others, rest, hidden):
+def test_parts_and_unattributed_add_up_to_used(ranks, outside, others, rest, hidden):
     records = [
         dict(zip(RANK, (tensors, tensors + cached + holes, holes), strict=True)) for tensors, cached, holes in ranks
     ]
@@ -93,7 +93,7 @@ def test_the_parts_and_the_residual_are_what_is_used(ranks, outside, others, res
     assert len(found) == len(DEVICE_PARTS) + 1 - len(hidden)
 
 
-def test_the_account_of_a_device_is_of_all_its_processes():
+def test_account_of_a_device_sums_all_its_processes():
     """One rank has the first record of a run and then the last one, the other the last one both times."""
     rows = RUN.streams["device_memory"]
     first, second = plain(rows.iloc[0], *RANK), RANK

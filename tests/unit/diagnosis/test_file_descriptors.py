@@ -1,8 +1,8 @@
-"""Files that stay open are found; what opens and closes them is not."""
+"""Files that stay open are found; files that are closed again are not."""
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, finished, jittered, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, sample_process, simulate
 
 from collector.diagnosis.memory.file_descriptors import find_descriptors
 from collector.diagnosis.verdict import diagnose
@@ -46,12 +46,12 @@ def training(*, main=FLAT, worker=FLAT, limit=1024.0, mapped=FLAT):
     return script
 
 
-def found(script):
+def findings_of(script):
     return find_descriptors(script.tables())
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def kinds(script):
         40 + 9 * np.random.default_rng(1).poisson(2, COUNT),  # batches under way
     ],
 )
-def test_what_opens_and_closes_files_is_silent(healthy):
+def test_files_that_are_closed_again_are_no_leak(healthy):
     assert kinds(training(main=healthy, worker=healthy)) == []
 
 
@@ -82,14 +82,14 @@ def test_files_that_stay_open_are_a_leak_with_a_time_to_the_limit():
     assert risk.eta.mid_seconds == pytest.approx((1024 - 40 - 3 * COUNT) / 6, rel=0.1)
 
 
-def test_the_worker_that_leaks_most_is_named_and_how_many_do():
+def test_worker_that_leaks_most_is_named_with_the_number_of_leaking_ones():
     script = training(worker=FLAT + AT)
-    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    (leak,) = (f for f in findings_of(script) if f.kind == "fd-leak")
     assert (leak.locus.role, leak.locus.worker, leak.locus.loader) == ("worker", 0, 0)
     opened = {"fd_count": FLAT + 2 * AT, "fd_limit_count": np.full(COUNT, 1024.0)}
     other = (WORKER[0], WORKER[1] + 1, WORKER[2])
     sample_process(script, SECONDS, other, ROLE_WORKER, private=FLAT, rss=FLAT, worker=1, loader=0, **opened)
-    (leak,) = (f for f in found(script) if f.kind == "fd-leak")
+    (leak,) = (f for f in findings_of(script) if f.kind == "fd-leak")
     assert leak.locus.worker == 1
     assert "2 workers of this loader do" in leak.summary
 
@@ -121,13 +121,13 @@ def test_descriptors_of_living_workers_are_no_leak():
     assert kinds(sweep(0 * AT)) == []
 
 
-def test_what_grows_while_as_many_workers_live_is_a_leak():
-    leak = next(f for f in found(sweep(3 * AT)) if f.kind == "fd-leak")
+def test_descriptors_beyond_those_of_living_workers_are_a_leak():
+    leak = next(f for f in findings_of(sweep(3 * AT)) if f.kind == "fd-leak")
     assert leak.rate.value == pytest.approx(6, rel=0.1)
 
 
 @pytest.mark.parametrize(("later", "kinds_found"), [(0, []), (1, ["fd-leak", "fd-exhaustion-risk"])])
-def test_batches_that_are_kept_in_the_first_epoch_alone_are_no_leak(later, kinds_found):
+def test_batches_held_only_in_the_first_epoch_are_no_leak(later, kinds_found):
     filled = COUNT * 11 // 20
     script = training(main=40 + 3 * np.minimum(AT, filled) + 3 * later * np.maximum(AT - filled, 0))
     held = np.full(filled, MIB)
@@ -136,31 +136,33 @@ def test_batches_that_are_kept_in_the_first_epoch_alone_are_no_leak(later, kinds
     assert kinds(script) == kinds_found
 
 
-def test_a_stair_in_each_of_many_epochs_is_a_leak():
+def test_increase_in_each_of_many_epochs_is_a_leak():
     assert "fd-leak" in kinds(training(main=40 + 8 * (AT // 10)))
 
 
-def test_a_limit_of_a_million_is_far_away():
+def test_limit_of_a_million_files_is_no_risk():
     assert kinds(training(main=FLAT + AT, limit=2.0**20)) == ["fd-leak"]
 
 
-def test_kept_batches_are_told_by_their_shared_memory():
-    leak = next(f for f in found(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak")
+def test_leak_with_growing_shared_memory_is_blamed_on_held_batches():
+    leak = next(
+        f for f in findings_of(training(main=FLAT + 3 * AT, mapped=MIB + 3 * AT * 8192)) if f.kind == "fd-leak"
+    )
     assert "batches" in leak.advice[0].text
     assert "process_shm_rise_bytes" in {e.name for e in leak.evidence}
 
 
-def test_a_leak_that_nothing_confirms_is_not_claimed():
+def test_unconfirmed_leak_is_not_claimed():
     script = training(main=FLAT + 3 * AT, limit=np.nan)
     del script.parts["step"]
     assert kinds(script) == ["cannot-tell"]
 
 
-def test_nearly_all_files_in_use_is_a_risk_although_nothing_grows():
-    risk = found(training(main=np.full(COUNT, 1000.0)))
+def test_nearly_all_files_in_use_is_a_risk_without_growth():
+    risk = findings_of(training(main=np.full(COUNT, 1000.0)))
     assert [(f.kind, f.eta) for f in risk] == [("fd-exhaustion-risk", None)]
 
 
-def test_of_a_run_that_has_ended_it_is_told_in_the_past():
-    risk = next(f for f in found(finished(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
+def test_finding_of_a_finished_run_uses_the_past_tense():
+    risk = next(f for f in findings_of(finish(training(main=FLAT + 3 * AT))) if f.kind == "fd-exhaustion-risk")
     assert "was running out when the run ended" in risk.summary

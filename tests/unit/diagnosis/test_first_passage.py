@@ -1,4 +1,4 @@
-"""The time until a limit is met, where memory comes and goes above a level that rises, and rises unevenly."""
+"""The time until a limit is met, for memory that comes and goes above an unevenly rising level."""
 
 import math
 
@@ -28,7 +28,7 @@ SERIES = {
 
 
 def forecast(series, *, seen, seed):
-    """(error of the middle, whether the interval has the truth) after `seen` of the way to a limit of 100."""
+    """Return (error of the middle, interval has the truth) after `seen` of the way to a limit of 100."""
     generator = np.random.default_rng(seed)
     values = SERIES[series](generator, int(generator.integers(200, 900)))
     met = int(np.argmax(values >= 100))
@@ -40,18 +40,18 @@ def forecast(series, *, seen, seed):
 
 @pytest.mark.parametrize("series", SERIES)
 @pytest.mark.parametrize("seen", [0.5, 0.75])
-def test_the_first_peak_that_meets_the_limit_is_forecast_and_the_interval_is_honest(series, seen):
+def test_first_peak_at_the_limit_is_within_the_forecast_interval(series, seen):
     errors, held = zip(*(forecast(series, seen=seen, seed=seed) for seed in range(25)), strict=True)
     assert np.median(errors) <= 0.2
     assert np.mean(held) >= 0.8
 
 
-def test_without_noise_it_is_the_crossing_of_a_line():
+def test_passage_without_noise_is_the_crossing_of_a_line():
     times = np.arange(100.0)
     met = first_passage_times(times, 2.0 * times, 400.0)
     assert np.percentile(met, (5, 50, 95)) == pytest.approx((101, 101, 101), rel=0.02)
 
 
-def test_what_does_not_rise_on_this_clock_never_meets_it():
+def test_series_that_does_not_rise_never_meets_the_limit():
     assert not np.isfinite(first_passage_times(np.arange(20.0), np.full(20, 5.0), 10.0)).any()
     assert not np.isfinite(first_passage_times(np.full(20, 7.0), np.arange(20.0), 30.0)).any()

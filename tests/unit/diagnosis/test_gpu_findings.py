@@ -1,4 +1,4 @@
-"""GPU memory: growth is named by its mechanism, and what merely looks like growth is silent.
+"""GPU memory: growth is named by its mechanism; memory that only seems to grow has no finding.
 
 The runs were recorded (tests/recorded_runs.py): PyTorch's own allocator made their records on simulated devices.
 """
@@ -20,17 +20,17 @@ from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
 from tests.recorded_runs import (
     at_last_step,
     at_times,
-    changed,
     only_rows,
     recorded,
     rise,
     until,
     with_changed_event,
+    with_columns,
     with_event,
 )
 from training_harness.records import ROLE_MAIN
 
-#: Runs whose memory does not grow, whatever it looks like: batches of uneven size beside another job, evaluations
+#: Runs whose memory only seems to grow: batches of uneven size with another job on the GPU, evaluations
 #: that hold more for a while, an optimizer whose state is made late.
 HEALTHY = ("uneven-batches", "evaluation", "late-optimizer")
 #: Each step keeps a tensor of 1 MiB, takes 1 MiB from the driver, or has one more pinned buffer of 256 KiB at once.
@@ -38,7 +38,7 @@ TENSORS, LIBRARY, PINNED = "tensor-leak", "library-growth", "pinned-cache"
 HOLES = "gpu-fragmentation"
 #: Bytes of a process's context on a simulated device.
 CONTEXT = 256 * MIB
-#: Bytes that the job beside `another-job` holds.
+#: Bytes of the other job in the run `another-job`.
 OTHER_JOB = 400 * MIB + CONTEXT
 #: Columns that grow in the samples of a process whose heap grows.
 HOST_GAUGES = ("rss_bytes", "data_bytes", "private_dirty_bytes", "pss_bytes")
@@ -53,27 +53,29 @@ def kinds(tables):
     return [finding.kind for finding in (*find_device_growth(tables), *find_device_risk(tables))]
 
 
-def warned(tables):
+def warnings_of(tables):
     return {finding.kind: finding for finding in diagnose(tables).findings if finding.severity != "info"}
 
 
-def only(tables, kind):
+def only_finding(tables, kind):
     [found] = [f for f in find_device_growth(tables) if f.kind == kind]
     assert len({evidence.name for evidence in found.evidence}) >= 2
     assert found.advice
     return found
 
 
-def of_allocator(tables, **columns):
+def with_allocator(tables, **columns):
     """Return a run with other gauges of the allocator: values, or functions of its records."""
-    return changed(
+    return with_columns(
         tables, "device_memory", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()}
     )
 
 
-def of_driver(tables, **columns):
+def with_driver(tables, **columns):
     """Return the tables with changed samples of NVML."""
-    return changed(tables, "device", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()})
+    return with_columns(
+        tables, "device", lambda rows: {n: v(rows) if callable(v) else v for n, v in columns.items()}
+    )
 
 
 def flat(name):
@@ -85,31 +87,31 @@ def more(name, size):
     return lambda rows: rows[name] + size
 
 
-def beside(tables, others):
-    """Return a run with another job on its GPU, which holds so much in each sample."""
-    return of_driver(
+def with_other_job(tables, others):
+    """Return a run with another job on its GPU, which holds `others` bytes in each sample."""
+    return with_driver(
         tables,
         used_bytes=lambda rows: rows["used_bytes"] + others,
         other_used_bytes=lambda rows: rows["other_used_bytes"] + others,
     )
 
 
-def of_another_job(tables):
+def as_another_job(tables):
     """Return a run in which another job takes what the run's processes took."""
     grown = rise(tables.streams["device"], "process_used_bytes").fillna(0)
-    return of_driver(
+    return with_driver(
         tables,
         process_used_bytes=lambda rows: rows["process_used_bytes"] - grown,
         other_used_bytes=lambda rows: rows["other_used_bytes"] + grown,
     )
 
 
-def hidden(tables):
+def with_hidden_processes(tables):
     """Return a run whose driver names no processes, as in a container."""
-    return of_driver(tables, process_used_bytes=np.nan, other_used_bytes=np.nan)
+    return with_driver(tables, process_used_bytes=np.nan, other_used_bytes=np.nan)
 
 
-def on_host_too(tables, gauge, share):
+def with_host_growth(tables, gauge, share):
     """Return a run whose training process takes a share of what a gauge of the allocator grew by, on the host."""
     records = tables.streams["device_memory"]
     grown = records.assign(grown=rise(records, gauge) * share)
@@ -120,44 +122,48 @@ def on_host_too(tables, gauge, share):
     def in_process(rows):
         return {name: rows[name] + (rows["role"] == ROLE_MAIN) * taken(rows) for name in HOST_GAUGES}
 
-    more = changed(tables, "process", in_process)
-    return changed(
+    more = with_columns(tables, "process", in_process)
+    return with_columns(
         more, "host", lambda rows: {"memory_available_bytes": rows["memory_available_bytes"] - taken(rows)}
     )
 
 
-def steady_on_host(tables):
+def with_steady_host(tables):
     """Return a run whose training process has the same resident memory at all times."""
 
     def last(rows):
         is_main = rows["role"] == ROLE_MAIN
         return {name: rows[name].mask(is_main, rows.loc[is_main, name].max()) for name in HOST_GAUGES}
 
-    return changed(tables, "process", last)
+    return with_columns(tables, "process", last)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_what_is_no_growth(name):
+def test_healthy_runs_have_no_growth_findings(name):
     assert kinds(recorded(name)) == []
-    assert warned(recorded(name)) == {}
+    assert warnings_of(recorded(name)) == {}
 
 
-def test_the_largest_batch_so_far_is_no_growth_of_what_is_pinned_for_it():
+def test_pinned_memory_of_the_largest_batch_is_no_growth():
     """The cache of pinned memory and the process itself follow the reserved memory to its highest mark."""
     run = recorded("uneven-batches")
     reserved = run.streams["device_memory"]["reserved_bytes"]
     assert (reserved.diff() > 0).sum() >= 3, "it was met several times"
-    pinned = of_allocator(run, pinned_allocated_bytes=reserved, pinned_active_bytes=lambda r: r["allocated_bytes"])
-    assert kinds(on_host_too(pinned, "reserved_bytes", 1)) == []
+    pinned = with_allocator(
+        run, pinned_allocated_bytes=reserved, pinned_active_bytes=lambda r: r["allocated_bytes"]
+    )
+    assert kinds(with_host_growth(pinned, "reserved_bytes", 1)) == []
 
 
-def test_one_failed_allocation_is_a_library_that_tried_what_fits():
-    assert kinds(of_allocator(recorded("uneven-batches"), alloc_retry_count=lambda r: 1.0 * (r["step"] > 3))) == []
+def test_one_failed_allocation_is_no_finding():
+    assert (
+        kinds(with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda r: 1.0 * (r["step"] > 3))) == []
+    )
 
 
-def test_tensors_that_get_more_are_a_leak():
+def test_growing_number_of_tensors_is_a_leak():
     run = recorded(TENSORS)
-    leak = only(run, "gpu-tensor-leak")
+    leak = only_finding(run, "gpu-tensor-leak")
     assert leak.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert (leak.locus.device, leak.locus.pid) == (0, run.manifest["command"]["pid"])
     assert leak.value_of("allocation_rise_count") == pytest.approx(
@@ -165,12 +171,12 @@ def test_tensors_that_get_more_are_a_leak():
     )
 
 
-def test_a_leak_names_the_lines_that_hold_it_or_how_to_learn_them():
+def test_leak_names_its_lines_or_the_command_that_finds_them():
     run = recorded(TENSORS)
     command = f"Run `tidegauge snapshot {run.manifest['run_id']} --kind growth`"
-    assert warned(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
-    assert "--investigate" in warned(run)["gpu-tensor-leak"].advice[-1].text
-    [held] = warned(recorded("investigated"))["gpu-tensor-leak"].held_by
+    assert warnings_of(at_last_step(run))["gpu-tensor-leak"].advice[-1].text == command
+    assert "--investigate" in warnings_of(run)["gpu-tensor-leak"].advice[-1].text
+    [held] = warnings_of(recorded("investigated"))["gpu-tensor-leak"].held_by
     assert (held.grown_bytes, held.what) == (held.grown_count * MIB // 2, "tensors")
     assert [re.fullmatch(r"growth\.py:\d+ (.*)", site)[1] for site in (held.site, held.callers[0])] == [
         "block",
@@ -178,11 +184,11 @@ def test_a_leak_names_the_lines_that_hold_it_or_how_to_learn_them():
     ]
 
 
-def test_a_leak_names_the_lines_between_two_snapshots_of_the_allocator():
+def test_leak_names_lines_that_grew_between_two_snapshots():
     run = recorded("snapshots")
-    run = of_allocator(run, allocated_bytes=lambda rows: 100 * rows["allocated_bytes"])
+    run = with_allocator(run, allocated_bytes=lambda rows: 100 * rows["allocated_bytes"])
     first, last = run.events_of("snapshot")
-    [held] = warned(run)["gpu-tensor-leak"].held_by
+    [held] = warnings_of(run)["gpu-tensor-leak"].held_by
     assert re.search(r"/asking\.py:\d+ <module>$", held.site)
     assert held.grown_count == last["step"] - first["step"]
     assert held.grown_bytes == held.grown_count * (16 << 10)
@@ -201,7 +207,7 @@ def graph(site, nodes, size):
     )
 
 
-def test_what_autograd_keeps_is_told_by_the_graphs_that_grow():
+def test_growing_autograd_graphs_rank_first_among_sites():
     python = SiteGrowth(site="a.py:1", callers=(), device="", made_by="", grown_count=9, grown_bytes=MIB)
     lines = (python, graph("a.py:2", 2000, 400), graph("a.py:3", -40, MIB))
     told = rank_sites(
@@ -217,52 +223,52 @@ def test_what_autograd_keeps_is_told_by_the_graphs_that_grow():
 
 
 def test_larger_batches_are_not_called_a_leak():
-    assert kinds(of_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
+    assert kinds(with_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
 
 
-def test_unknown_counts_are_said_to_be_missing():
-    assert kinds(of_allocator(recorded(TENSORS), allocation_count=np.nan))[0] == "cannot-tell"
+def test_leak_is_not_claimed_without_allocation_counts():
+    assert kinds(with_allocator(recorded(TENSORS), allocation_count=np.nan))[0] == "cannot-tell"
 
 
-def test_the_cache_in_pieces_is_fragmentation():
-    holes = only(recorded(HOLES), "gpu-fragmentation")
+def test_growing_inactive_splits_are_fragmentation():
+    holes = only_finding(recorded(HOLES), "gpu-fragmentation")
     assert "inactive_split_rise_bytes" in {evidence.name for evidence in holes.evidence}
 
 
-def test_expandable_segments_count_no_holes_but_failed_allocations_tell():
-    run = of_allocator(recorded(HOLES), inactive_split_bytes=0)
+def test_failed_allocations_show_fragmentation_of_expandable_segments():
+    run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
     assert kinds(run) == []
-    failing = of_allocator(run, alloc_retry_count=lambda rows: rows["step"] // 40)
-    assert "alloc_retry_steps_count" in {e.name for e in only(failing, "gpu-fragmentation").evidence}
+    failing = with_allocator(run, alloc_retry_count=lambda rows: rows["step"] // 40)
+    assert "alloc_retry_steps_count" in {e.name for e in only_finding(failing, "gpu-fragmentation").evidence}
 
 
-def test_memory_that_pytorch_does_not_hold():
+def test_growth_outside_pytorch_is_found():
     run = recorded(LIBRARY)
-    grown = only(run, "gpu-non-pytorch-growth")
+    grown = only_finding(run, "gpu-non-pytorch-growth")
     assert grown.rate.value == pytest.approx(MIB * steps_per_second(run), rel=0.1)
     assert grown.locus.device == 0
 
 
-def test_growth_of_somebody_elses_job_is_a_risk_and_no_growth_of_the_run():
-    assert kinds(of_another_job(recorded(LIBRARY))) == ["gpu-oom-risk"]
+def test_growth_of_another_job_is_a_risk_and_no_growth_of_the_run():
+    assert kinds(as_another_job(recorded(LIBRARY))) == ["gpu-oom-risk"]
 
 
-def test_where_the_driver_names_no_process_it_cannot_be_told_whose_growth_it_is():
-    assert kinds(hidden(recorded(LIBRARY)))[0] == "cannot-tell"
+def test_growth_is_unattributed_if_the_driver_names_no_process():
+    assert kinds(with_hidden_processes(recorded(LIBRARY)))[0] == "cannot-tell"
 
 
-def test_a_pinned_cache_explains_the_growth_of_the_process():
+def test_pinned_cache_explains_the_growth_of_the_process():
     run = recorded(PINNED)
-    only(run, "pinned-cache-growth")
-    assert set(warned(run)) == {"pinned-cache-growth"}
-    assert "main-heap-leak" in warned(on_host_too(run, "pinned_allocated_bytes", 3))
+    only_finding(run, "pinned-cache-growth")
+    assert set(warnings_of(run)) == {"pinned-cache-growth"}
+    assert "main-heap-leak" in warnings_of(with_host_growth(run, "pinned_allocated_bytes", 3))
 
 
-def test_a_pinned_cache_that_the_process_does_not_show_is_not_claimed():
-    assert kinds(steady_on_host(recorded(PINNED))) == ["cannot-tell"]
+def test_pinned_cache_without_process_growth_is_not_claimed():
+    assert kinds(with_steady_host(recorded(PINNED))) == ["cannot-tell"]
 
 
-def test_growth_towards_the_devices_memory_has_a_time_to_it():
+def test_growth_towards_the_device_limit_has_a_forecast():
     """The run ends with the error, so it is known how many steps were left; seconds are at the pace so far."""
     run = recorded("leak-to-the-end")
     [error] = run.events_of("cuda-oom")
@@ -277,13 +283,13 @@ def test_growth_towards_the_devices_memory_has_a_time_to_it():
     assert "was running out" in find_device_risk(recorded(TENSORS))[0].summary
 
 
-def test_the_cache_is_no_demand():
-    run = of_allocator(recorded(HOLES), inactive_split_bytes=0)
-    full = of_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
+def test_cache_is_no_demand():
+    run = with_allocator(recorded(HOLES), inactive_split_bytes=0)
+    full = with_driver(run, total_bytes=lambda rows: rows["used_bytes"].max() + 10 * MIB)
     assert find_device_risk(full) == []
 
 
-def test_the_whole_of_what_pytorch_counts_is_no_share_of_the_device():
+def test_total_memory_that_pytorch_reports_is_no_share():
     """NVML counts the memory that the driver keeps, PyTorch does not."""
     run = recorded(TENSORS)
     total = run.streams["device"]["total_bytes"].max()
@@ -291,7 +297,7 @@ def test_the_whole_of_what_pytorch_counts_is_no_share_of_the_device():
     assert (risk.limit.name, risk.limit.value) == ("GPU 0", total)
 
 
-def test_a_share_of_the_device_is_met_before_the_device():
+def test_forecast_uses_the_process_share_of_the_device():
     run = recorded("cuda-oom")
     [error] = run.events_of("cuda-oom")
     begin_ns = run.streams["step"]["time_ns"].iloc[0]
@@ -301,8 +307,8 @@ def test_a_share_of_the_device_is_met_before_the_device():
     assert risk.eta.mid_seconds == pytest.approx((error["error_time_ns"] - now_ns) / 1e9, rel=0.2)
 
 
-def test_memory_that_other_processes_take_is_told_as_theirs():
-    run = at_last_step(of_another_job(recorded(LIBRARY)))
+def test_growth_of_other_processes_is_reported_as_theirs():
+    run = at_last_step(as_another_job(recorded(LIBRARY)))
     [risk] = find_device_risk(run)
     grown = rise(run.streams["device"], "other_used_bytes").max()
     assert "Other processes grow" in risk.summary
@@ -310,14 +316,14 @@ def test_memory_that_other_processes_take_is_told_as_theirs():
     assert "another" in risk.advice[0].text
 
 
-def test_a_library_meets_the_limit_while_pytorch_has_a_cache():
+def test_growth_outside_pytorch_cannot_use_its_cache():
     """The driver knows nothing of PyTorch's cache, and refuses the library."""
     cache = 96 * MIB
     run = at_last_step(recorded(LIBRARY))
-    with_cache = of_driver(
+    with_cache = with_driver(
         run, used_bytes=more("used_bytes", cache), process_used_bytes=more("process_used_bytes", cache)
     )
-    with_cache = of_allocator(with_cache, reserved_bytes=more("reserved_bytes", cache))
+    with_cache = with_allocator(with_cache, reserved_bytes=more("reserved_bytes", cache))
     [risk] = find_device_risk(with_cache)
     newest = run.streams["device"].iloc[-1]
     since = (run.now_ns - newest["time_ns"]) / 1e9
@@ -327,7 +333,7 @@ def test_a_library_meets_the_limit_while_pytorch_has_a_cache():
     assert cache / rate > 4, "the cache would make a difference"
 
 
-def test_a_process_without_records_of_the_allocator_is_judged_by_the_driver():
+def test_process_without_allocator_records_is_judged_by_the_driver():
     tables = at_last_step(recorded(TENSORS))
     grown = rise(tables.streams["device"], "process_used_bytes").max()
     none = {name: tables.streams[name].iloc[:0] for name in ("device_memory", "step", "batch", "fetch")}
@@ -339,11 +345,11 @@ def test_a_process_without_records_of_the_allocator_is_judged_by_the_driver():
     assert find_device_growth(tables) == []  # what grows there is not known
 
 
-def test_a_peak_of_each_step_comes_on_top_of_what_is_held():
+def test_forecast_adds_peaks_within_steps():
     """Evaluations need 100 MiB for a while, every 60 steps."""
     extra, every = 100 * MIB, 60
     run = at_last_step(recorded(TENSORS))
-    needed = of_allocator(
+    needed = with_allocator(
         run,
         allocated_peak_bytes=lambda rows: rows["allocated_bytes"] + extra * (rows["step"] % every == every // 2),
     )
@@ -355,7 +361,7 @@ def test_a_peak_of_each_step_comes_on_top_of_what_is_held():
     assert risk.eta.mid_seconds < without.eta.low_seconds
 
 
-def test_holes_in_the_cache_cannot_be_given_back():
+def test_forecast_counts_fragmentation_as_demand():
     run = recorded(HOLES)
     [risk] = find_device_risk(run)
     records = run.streams["device_memory"]
@@ -365,9 +371,9 @@ def test_holes_in_the_cache_cannot_be_given_back():
     assert {"inactive_split_rise_bytes", "device_used_rise_bytes"} <= {e.name for e in risk.evidence}
 
 
-def test_allocations_that_fail_again_and_again_on_a_full_device_are_a_risk():
-    failing = of_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
-    [risk] = find_device_risk(beside(failing, 180 * MIB))
+def test_repeated_allocation_failures_on_a_full_device_are_a_risk():
+    failing = with_allocator(recorded("uneven-batches"), alloc_retry_count=lambda rows: rows["step"] // 40)
+    [risk] = find_device_risk(with_other_job(failing, 180 * MIB))
     assert (risk.kind, risk.severity, risk.eta) == ("gpu-oom-risk", "warning", None)
     assert find_device_risk(failing) == []
     assert kinds(only_rows(failing, "device", lambda rows: rows["device"] < 0)) == ["cannot-tell"]
@@ -386,7 +392,7 @@ def error_of(tables):
     return error
 
 
-def test_an_error_that_ends_the_training_is_told_with_its_figures():
+def test_fatal_error_is_reported_with_its_figures():
     run = recorded("another-job")
     found, advice = post_mortem(run)
     error, total = error_of(run), run.streams["device"]["total_bytes"].max()
@@ -401,7 +407,7 @@ def test_an_error_that_ends_the_training_is_told_with_its_figures():
 
 
 @pytest.mark.parametrize(("lacking", "fragmented"), [(0, True), (1, False)])
-def test_expandable_segments_are_advised_only_if_the_cache_held_as_much_as_was_asked_for(lacking, fragmented):
+def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, fragmented):
     run = recorded("out-of-memory")
     error = error_of(run)
     asked = error["reserved_bytes"] - error["allocated_bytes"] + lacking
@@ -409,22 +415,24 @@ def test_expandable_segments_are_advised_only_if_the_cache_held_as_much_as_was_a
     assert ("expandable" in advice or "PYTORCH_CUDA_ALLOC_CONF" in advice) == fragmented
 
 
-def test_where_the_driver_hides_processes_the_message_tells_what_the_others_hold():
-    run = hidden(recorded("another-job"))
+def test_memory_of_hidden_processes_comes_from_the_error_message():
+    run = with_hidden_processes(recorded("another-job"))
     figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
     assert figures["other_processes_bytes"] == pytest.approx(OTHER_JOB, rel=0.02)
     assert figures["outside_pytorch_bytes"] == pytest.approx(CONTEXT, rel=0.02)
 
 
-def test_what_nobody_attributes_is_left_so():
-    run = with_changed_event(hidden(recorded("another-job")), "cuda-oom", message="CUDA out of memory.")
+def test_unknown_memory_stays_unattributed():
+    run = with_changed_event(
+        with_hidden_processes(recorded("another-job")), "cuda-oom", message="CUDA out of memory."
+    )
     figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
     assert figures["unattributed_bytes"] == CONTEXT + OTHER_JOB
     assert not {"outside_pytorch_bytes", "other_processes_bytes"} & set(figures)
 
 
-def test_without_an_observer_the_message_tells_the_figures():
-    """cudaMallocAsync has none (c10/cuda/CUDAMallocAsyncAllocator.cpp)."""
+def test_figures_come_from_the_message_without_an_observer():
+    """cudaMallocAsync has no observers (c10/cuda/CUDAMallocAsyncAllocator.cpp)."""
     run = recorded("malloc-async")
     error = error_of(run)
     assert "requested_bytes" not in error
@@ -438,14 +446,14 @@ def test_without_an_observer_the_message_tells_the_figures():
     assert found.limit.value == run.streams["device"]["total_bytes"].max()
 
 
-def test_a_share_of_the_device_that_binds_is_named():
+def test_process_share_that_binds_is_named():
     found, advice = post_mortem(recorded("share-met"))
     assert "may use 614 MiB of it" in found.summary
     assert advice.startswith("Give the process a larger share of the device")
 
 
-def test_what_gains_most_is_advised_first():
-    """The cache held as much as was asked for, and another job far more."""
+def test_advice_with_the_largest_gain_is_first():
+    """The cache held as much as was requested, and another job far more."""
     run = recorded("another-job")
     error = error_of(run)
     pieces = error["reserved_bytes"] - error["allocated_bytes"]
@@ -454,23 +462,23 @@ def test_what_gains_most_is_advised_first():
     assert [each.split()[0] for each in advice] == ["End", "Set", "Make"]
 
 
-def test_growth_before_is_named_first():
+def test_growth_before_an_error_is_advised_on_first():
     found, advice = post_mortem(recorded("leak-to-the-end"))
     assert advice.startswith("See gpu-tensor-leak first")
     assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
 
 
-def test_other_processes_that_hold_what_was_missing_are_named():
+def test_other_processes_are_blamed_only_if_they_hold_enough():
     run = recorded("another-job")
     for asked, is_enough in ((OTHER_JOB, True), (OTHER_JOB + 1, False)):
         advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked))[1]
         assert ("End the other processes" in advice) == is_enough
 
 
-def test_the_largest_batch_so_far_is_named():
+def test_unusually_large_batch_is_named():
     run = recorded("out-of-memory")
     usual = run.streams["batch"]["payload_bytes"].max()
-    largest = changed(
+    largest = with_columns(
         run,
         "batch",
         lambda rows: {"payload_bytes": np.where(rows["index"] == rows["index"].max(), 90 * usual, usual)},
@@ -480,20 +488,20 @@ def test_the_largest_batch_so_far_is_named():
     assert {e.name: e.value for e in found.evidence}["batch_payload_bytes"] == 90 * usual
 
 
-def test_the_phase_is_told_where_a_callback_tells_it():
+def test_error_names_the_phase_that_a_callback_reported():
     run = recorded("out-of-memory")
     before_ns = error_of(run)["error_time_ns"] - 10**6
     told = with_event(run, "phase", time_ns=before_ns, phase="validation", epoch=0, step=3)
     assert "validation" in post_mortem(told)[0].summary
 
 
-def test_an_error_that_the_training_caught_is_information():
+def test_caught_error_is_information():
     found, _ = post_mortem(recorded("caught-errors"))
     assert found.severity == "info"
     assert "went on" in found.summary
 
 
-def test_another_crash_stays_one():
+def test_later_crash_is_reported_along_with_a_caught_error():
     run = recorded("caught-errors")
     end_ns = run.events_of("process-exit")[-1]["time_ns"] - 10**6
     crashed = with_event(run, "exception", time_ns=end_ns, type="ValueError", message="boom", traceback="")
@@ -501,36 +509,36 @@ def test_another_crash_stays_one():
     assert {"crashed", "cuda-oom"} <= {finding.kind for finding in diagnose(crashed).findings}
 
 
-def test_without_a_gpu_there_is_nothing_to_tell():
+def test_run_without_a_gpu_has_no_gpu_findings():
     assert kinds(recorded("diabetes")) == []
 
 
-def test_host_memory_that_kept_tensors_take_follows_from_their_leak():
-    run = on_host_too(steady_on_host(recorded("gpu-loss-list")), "allocated_bytes", 0.8)
+def test_host_growth_that_follows_from_a_tensor_leak_is_information():
+    run = with_host_growth(with_steady_host(recorded("gpu-loss-list")), "allocated_bytes", 0.8)
     found = {finding.kind: finding for finding in diagnose(run).findings}
     assert found["gpu-tensor-leak"].severity == "warning"
     assert found["main-heap-leak"].severity == "info"
     assert "gpu-tensor-leak" in found["main-heap-leak"].summary
 
 
-def test_a_leak_of_the_host_beside_one_of_the_device_is_a_leak_of_its_own():
-    run = on_host_too(steady_on_host(recorded(TENSORS)), "allocated_bytes", 0.5)
-    assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warned(run))
+def test_independent_host_and_device_leaks_are_both_found():
+    run = with_host_growth(with_steady_host(recorded(TENSORS)), "allocated_bytes", 0.5)
+    assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warnings_of(run))
 
 
-def test_the_largest_growth_comes_first():
-    run = on_host_too(steady_on_host(recorded(HOLES)), "inactive_split_bytes", 0.2)
-    assert list(warned(run)) == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
+def test_findings_are_in_the_order_of_growth():
+    run = with_host_growth(with_steady_host(recorded(HOLES)), "inactive_split_bytes", 0.2)
+    assert list(warnings_of(run)) == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
 
 
-def test_a_limit_that_was_met_is_no_forecast_any_more():
+def test_limit_that_was_met_has_no_forecast():
     for name in ("cuda-oom", "leak-to-the-end"):
         found = {finding.kind for finding in diagnose(recorded(name)).findings}
         assert "cuda-oom" in found
         assert "gpu-oom-risk" not in found
 
 
-def test_a_gpu_for_which_the_driver_stopped_answering_is_told_as_lost():
+def test_gpu_that_nvml_stopped_answering_for_is_reported():
     """The training ends soon after, as usual: it is the samples after its last step that tell."""
     run = recorded("device-lost")
     before_end = run.streams["device"]["time_ns"] <= run.streams["step"]["time_ns"].iloc[-1]

@@ -1,4 +1,4 @@
-"""Growth is found in what leaks, and not in what merely looks like it."""
+"""Growth is found in series that leak, and not in series that only seem to."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ LEAKS = {
 }
 
 
-def found(make):
+def count_found(make):
     times = np.arange(POINTS, dtype=float)
     return sum(
         growth(times, make(np.random.default_rng(seed)), negligible=0.5) is not None for seed in range(SEEDS)
@@ -65,21 +65,21 @@ def found(make):
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-def test_what_does_not_leak_is_almost_never_called_growth(kind):
-    assert found(HEALTHY[kind]) <= 2
+def test_healthy_series_are_almost_never_called_growth(kind):
+    assert count_found(HEALTHY[kind]) <= 2
 
 
 @pytest.mark.parametrize("kind", LEAKS)
 def test_leaks_are_found(kind):
-    assert found(LEAKS[kind]) >= 95
+    assert count_found(LEAKS[kind]) >= 95
 
 
 def test_several_high_water_marks_are_seldom_called_growth():
-    assert found(marks) <= 10
+    assert count_found(marks) <= 10
 
 
 def test_a_leak_in_slow_noise_is_mostly_found():
-    assert found(lambda g: 14 * SHARE + autoregressive(g, 0.9)) >= 95
+    assert count_found(lambda g: 14 * SHARE + autoregressive(g, 0.9)) >= 95
 
 
 @pytest.mark.parametrize("noise", [0, 0.5])
@@ -90,7 +90,7 @@ def test_the_onset_of_a_leak_is_named(noise):
     assert 250 <= grown.since_seconds <= 360
 
 
-def test_what_each_step_leaks_is_found_although_the_pace_changes():
+def test_leak_per_step_is_found_despite_a_changing_pace():
     pace = np.where(np.arange(POINTS) % 200 < 120, 10.0, 1.0) * np.linspace(4, 1, POINTS)
     steps = np.cumsum(pace)
     noise = np.random.default_rng(0).normal(size=POINTS)
@@ -117,11 +117,11 @@ def test_a_few_points_are_no_trend(points):
     assert growth(np.arange(points, dtype=float), 1000.0 * np.arange(points), negligible=1) is None
 
 
-def test_what_is_negligible_is_not_growth():
+def test_negligible_growth_is_ignored():
     assert growth(np.arange(100.0), 0.1 * np.arange(100.0), negligible=16) is None
 
 
-def test_nothing_known_is_no_growth():
+def test_missing_values_are_no_growth():
     assert growth(np.arange(100.0), np.full(100, np.nan), negligible=1) is None
 
 
@@ -141,7 +141,7 @@ def test_the_interval_narrows_with_less_noise_and_is_reproducible():
     assert slope_interval(x, x + noise) == slope_interval(x, x + noise)
 
 
-def test_a_cache_that_is_full_is_no_growth_although_its_steps_were_slow_at_first():
+def test_full_cache_is_no_growth_despite_slow_first_steps():
     seconds = np.arange(0.0, 33.0)
     steps = np.where(seconds < 19, 150.0 * seconds, 2850 + 500.0 * (seconds - 19))
     held = 310.0 + 0.0163 * np.minimum(steps, 4800)

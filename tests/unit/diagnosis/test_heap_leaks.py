@@ -1,4 +1,4 @@
-"""Heaps that keep taking memory, and those that only seem to."""
+"""Heaps that grow, and heaps that only seem to."""
 
 import re
 
@@ -9,7 +9,7 @@ from simulated_runs import (
     MIB,
     START_SECONDS,
     Script,
-    finished,
+    finish,
     jittered,
     ns,
     sample_host,
@@ -46,7 +46,7 @@ def memory(
     free=None,
     **host_settings,
 ):
-    """Samples of everyone: growth in MiB over what they held at first; `free` is what the main heap has free."""
+    """Add samples of all processes: growth in MiB over their first size; `free` is free memory of the main heap."""
     generator = np.random.default_rng(0)
 
     def series(base, growth):
@@ -64,20 +64,20 @@ def memory(
     return sample_host(script, SECONDS, demand=series(4000, host), **host_settings)
 
 
-def found(script):
+def findings_of(script):
     return [finding for finding in diagnose(script.tables()).findings if finding.kind in MEMORY]
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 def test_flat_memory_is_healthy():
     assert kinds(memory(training())) == []
 
 
-def test_a_leak_of_the_main_heap_is_found_with_its_rate():
-    leak = found(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
+def test_leak_of_the_main_heap_is_found_with_its_rate():
+    leak = findings_of(memory(training(), main=600 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["main-heap-leak"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
     assert leak[0].rate.low <= leak[0].rate.value <= leak[0].rate.high
@@ -85,12 +85,12 @@ def test_a_leak_of_the_main_heap_is_found_with_its_rate():
     assert leak[0].since_step is not None
 
 
-def test_what_each_step_leaks_is_told_rightly_although_steps_become_faster():
+def test_leak_per_step_is_right_although_steps_become_faster():
     pace = {"service": jittered(0.05), "consumer": lambda _, k: 0.45 if k < 80 else 0.15, "batches": 240}
     script = simulate(workers=2, prefetch=2, **pace)
     step_times = np.concatenate([part["time_ns"] for part in script.parts["step"]]) / 1e9
     leaked = np.searchsorted(np.sort(step_times), SECONDS) * 2.0  # MiB
-    (leak,) = found(memory(script, main=leaked, host=leaked, total=10**14))
+    (leak,) = findings_of(memory(script, main=leaked, host=leaked, total=10**14))
     per_step_mib = float(re.search(r"([\d.]+) MiB per step", leak.summary)[1])
     assert per_step_mib == pytest.approx(2, rel=0.15)
     assert leak.rate.low <= 2 * MIB / 0.45 * 1.1
@@ -109,10 +109,10 @@ def test_a_leak_is_found_although_it_is_swapped_out(key, role, kind):
     held, slot = np.full(60, 300 * MIB), {"worker": 0, "loader": 0} if role == ROLE_WORKER else {}
     sample_process(script, SECONDS, key, role, private=held, rss=held, swap_bytes=RAMP * 400 * MIB, **slot)
     sample_host(script, SECONDS, demand=(4000 + RAMP * 400) * MIB)
-    assert kind in [finding.kind for finding in found(script)]
+    assert kind in [finding.kind for finding in findings_of(script)]
 
 
-def test_a_mapped_file_that_was_just_written_is_no_leak():
+def test_freshly_written_mapped_file_is_no_leak():
     """Its pages count as this process's own and dirty until the kernel has written them back."""
     script, mapped = training(), 600 * RAMP * MIB
     held = 300 * MIB + mapped
@@ -124,12 +124,12 @@ def test_a_mapped_file_that_was_just_written_is_no_leak():
     ("seconds", "living", "severity"),
     [(8, {MAIN}, "info"), (8, set(), "warning"), (8, {COLLECTOR}, "warning"), (20, {MAIN}, "warning")],
 )
-def test_a_moments_growth_is_no_warning_while_the_run_goes_on(seconds, living, severity):
+def test_brief_growth_is_no_warning_while_the_run_goes_on(seconds, living, severity):
     script, at = training(), START_SECONDS + 1 + np.arange(0, seconds, 0.25)
     script.living = frozenset(living)
     held = 300 * MIB + 20 * MIB * (at - at[0])
     sample_process(script, at, MAIN, ROLE_MAIN, private=held, rss=held)
-    leaks = found(sample_host(script, at, demand=held, total=10**14))
+    leaks = findings_of(sample_host(script, at, demand=held, total=10**14))
     assert [(each.kind, each.severity) for each in leaks] == [("main-heap-leak", severity)]
 
 
@@ -146,7 +146,7 @@ REPLAY = {
         217 210
     """,
 }
-#: Recorded: 2 KiB kept in each step, amid the same.
+#: Recorded: 2 KiB leaked in each step, with the same noise.
 LEAK_INTO_HOLES = {
     "resident": """
         231 279 304 278 278 278 278 301 301 301 301 346 324 324 324 324 324 336 336 336 377 386 386 346 346
@@ -165,16 +165,16 @@ LEAK_INTO_HOLES = {
     ("recorded", "by_resident", "by_in_use"),
     [(REPLAY, ["main-heap-leak"], []), (LEAK_INTO_HOLES, [], ["main-heap-leak"])],
 )
-def test_holes_in_the_heap_are_no_leak_and_hide_none(recorded, by_resident, by_in_use):
+def test_free_memory_in_the_heap_is_no_leak_and_hides_none(recorded, by_resident, by_in_use):
     resident, free = (np.array(recorded[name].split(), dtype=float) for name in ("resident", "free"))
     series = {"main": resident, "host": resident, "noise": 0, "total": 10**14}
     assert kinds(memory(training(), **series)) == by_resident
     assert kinds(memory(training(), **series, free=free)) == by_in_use
 
 
-def test_a_leak_that_begins_in_the_middle_says_since_when():
+def test_leak_that_begins_in_the_middle_has_its_first_step():
     late = 600 * np.maximum(0, RAMP - 0.5)
-    leak = found(memory(training(), main=late, host=late, total=10**14))
+    leak = findings_of(memory(training(), main=late, host=late, total=10**14))
     assert [f.kind for f in leak] == ["main-heap-leak"]
     assert 80 <= leak[0].since_step <= 150
 
@@ -190,11 +190,11 @@ def test_a_leak_that_begins_in_the_middle_says_since_when():
         (400 * (np.arange(60) % 10) / 10, 400 * (np.arange(60) % 10) / 10, FLAT),  # garbage collection
     ],
 )
-def test_what_is_no_leak_of_the_main_heap(main, private, host):
+def test_harmless_growth_of_the_main_process_is_no_leak(main, private, host):
     assert kinds(memory(training(), main=main, main_private=private, host=host)) == []
 
 
-def test_a_leak_is_found_although_each_epoch_forks_anew():
+def test_leak_is_found_although_each_epoch_forks_again():
     """At each fork the whole heap becomes shared, so private dirty shows only what came since."""
     script = Script()
     script.event(START_SECONDS, "process-start")
@@ -225,9 +225,9 @@ def test_a_leak_is_found_although_each_epoch_forks_anew():
     assert kinds(script) == ["main-heap-leak"]
 
 
-def test_copying_by_reading_is_found_and_has_a_plateau():
+def test_copy_on_read_is_found_with_its_limit():
     script = memory(training(), workers_private=250 * SATURATING, host=500 * SATURATING)
-    copies = found(script)
+    copies = findings_of(script)
     assert [f.kind for f in copies] == ["copy-on-read-growth"]
     assert copies[0].locus.loader == 0
     assert copies[0].limit.value >= 500 * MIB
@@ -244,12 +244,12 @@ def test_a_tensor_backed_dataset_is_silent():
     assert kinds(memory(training(), workers_private=3 * SATURATING)) == []
 
 
-def test_what_the_parent_gives_back_is_the_workers_alone_and_was_not_copied():
+def test_pages_released_by_the_parent_are_no_copies():
     assert kinds(memory(training(), main=-250 * SATURATING, workers_private=250 * SATURATING)) == []
 
 
 @pytest.mark.parametrize(("batches_count", "expected"), [(1, []), (40, ["copy-on-read-growth"])])
-def test_what_one_collection_of_garbage_touches_is_no_growth(batches_count, expected):
+def test_pages_touched_by_one_garbage_collection_are_no_growth(batches_count, expected):
     script = memory(training(), workers_private=40.0 * (np.arange(60) >= 30))
     for fetches in script.parts["fetch"]:
         touching = fetches.groupby("pid").cumcount().between(50, 49 + batches_count)
@@ -262,22 +262,22 @@ def test_spawned_workers_copy_nothing():
     assert kinds(script) == []
 
 
-def test_a_growing_cache_in_the_workers_is_a_leak_of_theirs():
-    leak = found(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
+def test_growing_cache_in_the_workers_is_a_worker_leak():
+    leak = findings_of(memory(training(), workers=300 * RAMP, host=600 * RAMP, total=10**14))
     assert [f.kind for f in leak] == ["worker-heap-leak"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
-def test_a_few_readings_of_private_memory_confirm_what_each_tick_shows():
+def test_few_readings_of_private_memory_confirm_growth_of_rss():
     sparse = np.full(60, np.nan)
     sparse[[2, 15, 30, 45, 58]] = 300 * RAMP[[2, 15, 30, 45, 58]]
     assert kinds(memory(training(), workers=300 * RAMP, workers_private=sparse)) == ["worker-heap-leak"]
     assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
 
 
-def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
+def test_growth_towards_the_limit_has_a_forecast_in_time_and_steps():
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.severity == "critical"
     assert risk.limit.value == 6000 * MIB
     assert risk.eta.mid_seconds == pytest.approx(140, rel=0.15)
@@ -286,8 +286,8 @@ def test_growth_towards_the_limit_has_a_time_and_steps_to_it():
     assert risk.eta.mid_steps == pytest.approx(risk.eta.mid_seconds / 0.25, rel=0.2)
 
 
-def test_a_verdict_that_the_collector_makes_on_the_way_is_no_demand():
-    """It holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
+def test_memory_of_a_live_verdict_is_no_demand():
+    """The verdict holds 100 MiB for a moment, every ten samples, in the cgroup of the training."""
     verdict = 100 * (np.arange(60) % 10 == 3)
     script = memory(training(), main=100 * RAMP, host=100 * RAMP + verdict, limit=4300 * MIB)
     rows = [
@@ -295,17 +295,17 @@ def test_a_verdict_that_the_collector_makes_on_the_way_is_no_demand():
         for at, size in zip(SECONDS, verdict, strict=True)
     ]
     script.add("agent", rows, COLLECTOR)
-    (risk,) = (each for each in found(script) if each.kind == "host-oom-risk")
+    (risk,) = (each for each in findings_of(script) if each.kind == "host-oom-risk")
     assert risk.eta.mid_seconds == pytest.approx(120, rel=0.2)
     assert risk.eta.low_seconds > 0.7 * risk.eta.mid_seconds
 
 
 @pytest.mark.parametrize(("caches_mib", "seconds"), [(np.nan, 90), (500, 140)])
-def test_what_the_kernel_holds_counts_towards_the_limit_but_for_caches_that_it_gives_back(caches_mib, seconds):
+def test_kernel_memory_counts_towards_the_limit_except_caches(caches_mib, seconds):
     kernel = {"usage": 5100, "file": 0, "slab_reclaimable": caches_mib}
     columns = {f"cgroup_{name}_bytes": np.full(60, float(size)) * MIB for name, size in kernel.items()}
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB, **columns)
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.eta.mid_seconds == pytest.approx(seconds, rel=0.1)
 
 
@@ -313,41 +313,43 @@ def test_what_the_kernel_holds_counts_towards_the_limit_but_for_caches_that_it_g
     ("planned", "share"),
     [({"max_steps": 20_400}, 0.0), ({"max_steps": -1, "max_epochs": 220}, 1.0)],
 )
-def test_whether_the_limit_is_met_before_the_planned_end_is_told(planned, share):
+def test_forecast_has_the_chance_of_the_limit_before_the_planned_end(planned, share):
     """The framework counts on from a checkpoint: 20 000 steps, 100 in each epoch."""
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
     script.event(START_SECONDS + 0.1, "hyper-parameters", framework="lightning", values=planned)
     script.event(START_SECONDS + 0.2, "phase", phase="train", epoch=200, step=20_000)
     script.living = frozenset([MAIN, COLLECTOR])
-    risk = next(f for f in found(script) if f.kind == "host-oom-risk")
+    risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
     assert f"In {share:.0%} of the simulated futures" in risk.summary
 
 
-def test_growth_that_will_take_days_is_no_risk():
+def test_growth_that_takes_days_is_no_risk():
     script = memory(training(), main=30 * RAMP, host=30 * RAMP, noise=0.1, total=10**14)
     assert "host-oom-risk" not in kinds(script)
 
 
-def test_copying_that_ends_below_the_limit_is_no_risk():
+def test_copy_on_read_that_ends_below_the_limit_is_no_risk():
     script = memory(training(), workers_private=100 * RAMP, host=200 * RAMP, total=30_000 * MIB)
     assert kinds(script) == ["copy-on-read-growth"]
 
 
-def test_a_limit_that_is_far_away_is_not_said_to_run_out():
-    (risk,) = (f for f in found(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk")
+def test_distant_limit_is_only_information():
+    (risk,) = (
+        f for f in findings_of(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk"
+    )
     assert risk.severity == "info"
     assert "too much for a forecast" in risk.summary
     assert "out" not in risk.summary.split()
 
 
-def test_growth_of_strangers_on_a_roomy_host_is_no_risk():
+def test_growth_of_other_programs_on_a_roomy_host_is_no_risk():
     assert kinds(memory(training(), host=2000 * RAMP)) == []
 
 
-def test_a_full_host_is_a_risk_even_when_nothing_grows():
+def test_full_host_is_a_risk_without_growth():
     script = memory(training(), limit=4100 * MIB, memory_full_avg10_ratio=np.full(60, 0.3))
-    risk = found(script)
+    risk = findings_of(script)
     assert [(f.kind, f.severity, f.eta) for f in risk] == [("host-oom-risk", "critical", None)]
 
 
@@ -356,8 +358,8 @@ def test_page_cache_is_no_demand():
     assert kinds(script) == []
 
 
-def test_every_finding_stands_on_two_measurements():
-    script = finished(
+def test_every_finding_has_two_measurements():
+    script = finish(
         memory(training(), main=600 * RAMP, workers_private=250 * SATURATING, host=900 * RAMP, limit=7000 * MIB)
     )
     for finding in diagnose(script.tables()).findings:
@@ -366,7 +368,7 @@ def test_every_finding_stands_on_two_measurements():
         assert finding.severity == "info" or finding.advice
 
 
-def test_what_a_worker_keeps_alone_when_its_parent_dies_was_not_copied():
+def test_pages_left_to_a_worker_by_a_dead_parent_are_no_copies():
     at_the_end = 250 * (np.arange(60) >= 58)
     script = memory(training(), workers_private=at_the_end)
     assert kinds(script) == ["copy-on-read-growth"]

@@ -16,7 +16,7 @@ WORKER = ("node", 1000, 7000)
 FORMER = ("node", 900, 3000)
 
 
-def killed():
+def killed_training():
     """A training of 120 s whose worker's growth ends with it; another worker left in its first seconds."""
     script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=235)
     seconds = [START_SECONDS + second for second in range(120)]
@@ -29,8 +29,8 @@ def killed():
     return script
 
 
-def test_each_process_of_the_last_minute_has_its_samples_and_no_other_has():
-    samples = last_minute(killed().tables())
+def test_last_minute_has_samples_only_of_processes_alive_then():
+    samples = last_minute(killed_training().tables())
     assert set(samples["pid"]) == {MAIN[1], WORKER[1]}
     assert set(samples[samples["pid"] == MAIN[1]]["role"]) == {"main"}
     assert samples["seconds"].between(-60, 0).all()
@@ -39,8 +39,8 @@ def test_each_process_of_the_last_minute_has_its_samples_and_no_other_has():
     assert grown.is_monotonic_increasing
 
 
-def test_the_report_of_a_death_says_what_each_held_and_did():
-    verdict = diagnose(killed().tables())
+def test_report_of_a_death_has_memory_and_state_of_each_process():
+    verdict = diagnose(killed_training().tables())
     body = json.loads(json.dumps(card.report(verdict, run_id="r", name="n")["summary"]["last_minute"]))
     main, worker = body
     assert (main["role"], main["pid"], main["rank"], main["step"]) == ("main", MAIN[1], 0, 234)
@@ -55,8 +55,8 @@ def test_the_report_of_a_death_says_what_each_held_and_did():
     assert "219 MiB" in told
 
 
-def test_a_run_that_lives_has_no_post_mortem_and_one_without_samples_still_has_its_steps():
-    script = killed()
+def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
+    script = killed_training()
     del script.manifest["exit_status"]
     script.living = frozenset({MAIN})
     assert diagnose(script.tables()).summary["last_minute"] == []

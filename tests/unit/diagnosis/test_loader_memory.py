@@ -14,8 +14,8 @@ SECONDS = START_SECONDS + np.arange(-1.0, 25.0)
 SHARED = 300.0  # MiB that the training process and its workers share
 
 
-def trained(*, workers=2, prefetch=2, fetch=0.06, payload=0, private=100.0, copied=0.0, late_pss=None):
-    """Ten seconds or more of a loop whose processes fork: MiB, by second where they grow."""
+def simulate_training(*, workers=2, prefetch=2, fetch=0.06, payload=0, private=100.0, copied=0.0, late_pss=None):
+    """Return a loop of ten seconds or more with forked workers; sizes in MiB, by second where they grow."""
     script = simulate(
         workers=workers, prefetch=prefetch, service=jittered(fetch), consumer=jittered(0.03), batches=400
     )
@@ -44,49 +44,51 @@ def trained(*, workers=2, prefetch=2, fetch=0.06, payload=0, private=100.0, copi
     return script
 
 
-def told(script, workers, prefetch):
+def predicted_memory(script, workers, prefetch):
     """Return the usual and most memory predicted from a run for another setting, MiB."""
     tables = script.tables()
     (option,) = forecast(tables, loops(tables)[0]).at([Setting(num_workers=workers, prefetch_factor=prefetch)])
     return option.memory_bytes / MIB, option.most_bytes / MIB
 
 
-def measured(script):
+def measured_memory(script):
     tables = script.tables()
     return held_memory(tables, loops(tables)[0]).usual / MIB
 
 
-def test_what_processes_share_is_there_once():
-    assert measured(trained()) == pytest.approx(200 + SHARED + 2 * 100)
-    assert told(trained(), 6, 2)[0] == pytest.approx(200 + SHARED + 6 * 100)
-    assert measured(trained(workers=6)) == pytest.approx(200 + SHARED + 6 * 100)
+def test_shared_memory_is_counted_once():
+    assert measured_memory(simulate_training()) == pytest.approx(200 + SHARED + 2 * 100)
+    assert predicted_memory(simulate_training(), 6, 2)[0] == pytest.approx(200 + SHARED + 6 * 100)
+    assert measured_memory(simulate_training(workers=6)) == pytest.approx(200 + SHARED + 6 * 100)
 
 
-def test_what_the_training_process_had_before_its_workers_says_nothing():
-    assert told(trained(late_pss=5000.0), 4, 2) == told(trained(), 4, 2)
+def test_memory_before_the_workers_start_is_ignored():
+    assert predicted_memory(simulate_training(late_pss=5000.0), 4, 2) == predicted_memory(simulate_training(), 4, 2)
 
 
-def test_batches_are_counted_that_are_there_and_at_most_those_that_may_be():
-    expected, most = told(trained(fetch=0.3, payload=10), 2, 8)  # workers are the slow side: queues stay empty
+def test_usual_and_most_memory_count_batches_in_queues():
+    expected, most = predicted_memory(
+        simulate_training(fetch=0.3, payload=10), 2, 8
+    )  # workers are the slow side: queues stay empty
     assert expected == pytest.approx(200 + SHARED + 2 * 100, abs=5)
     assert most == pytest.approx(expected + 16 * 10, abs=10)
 
 
-def test_a_worker_that_makes_fewer_batches_has_grown_less_but_copied_as_much():
+def test_worker_with_fewer_batches_grows_less_but_copies_as_much():
     grown = 100 + 20 * np.arange((SECONDS > START_SECONDS).sum())
-    own = trained(
+    own = simulate_training(
         private=grown, fetch=0.02
     )  # the loop sets the pace: each of four makes half as many as each of two
     at_first = 2 * 120  # MiB of the two more, when the first batch came
-    assert told(own, 4, 2)[0] == pytest.approx(measured(own) + at_first, rel=0.02)
-    copied = trained(copied=grown, fetch=0.02)
-    assert told(copied, 4, 2)[0] - 500 == pytest.approx(2 * (measured(copied) - 500), rel=0.01)
+    assert predicted_memory(own, 4, 2)[0] == pytest.approx(measured_memory(own) + at_first, rel=0.02)
+    copied = simulate_training(copied=grown, fetch=0.02)
+    assert predicted_memory(copied, 4, 2)[0] - 500 == pytest.approx(2 * (measured_memory(copied) - 500), rel=0.01)
 
 
-def test_without_a_reading_of_the_training_process_since_its_workers_began_nothing_is_said():
-    script = trained()
+def test_memory_is_unknown_without_a_main_reading_since_workers_began():
+    script = simulate_training()
     for rows in script.parts["process"]:
         main, running = rows["process_pid"] == MAIN[1], rows["time_ns"] > START_SECONDS * 1e9
         rows.loc[main & running, "pss_bytes"] = np.nan
-    assert np.isnan(measured(script))
-    assert np.isnan(told(script, 4, 2)[0])
+    assert np.isnan(measured_memory(script))
+    assert np.isnan(predicted_memory(script, 4, 2)[0])

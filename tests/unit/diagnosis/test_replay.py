@@ -15,11 +15,11 @@ from collector.diagnosis.tuning.what_if import forecast, option_text
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 
-def played(fetches, loop, *, workers, prefetch, in_order=True, cores=float("inf"), stood=None):
+def simulate_events(fetches, loop, *, workers, prefetch, in_order=True, cores=float("inf"), stood=None):
     """Return when the last batch is yielded, step by step as torch's DataLoader does it.
 
     Each fetch, and each pass of the loop, is a list of (computes, seconds); threads that compute share the cores.
-    To `stood` comes how long each batch stood ready.
+    `stood` receives the time for which each batch was ready.
     """
     sent = min(workers * prefetch, len(fetches))
     queues = [list(range(worker, sent, workers)) for worker in range(workers)]
@@ -73,13 +73,13 @@ times = st.lists(st.floats(0.001, 1.0), min_size=8, max_size=60)
     in_order=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_it_does_what_an_event_driven_dataloader_does(fetches, workers, prefetch, in_order, seed):
+def test_throughput_equals_that_of_an_event_driven_simulation(fetches, workers, prefetch, in_order, seed):
     loop = np.random.default_rng(seed).uniform(0.001, 0.3, len(fetches))
     fetches = np.array(fetches) + np.random.default_rng(seed).uniform(0, 1e-6, len(fetches))  # no two are alike
     trace = Trace(cpu=np.zeros(len(loop)), blocked=fetches, loop=loop, epochs=(len(loop),))
     setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
     work, pauses = ([[(False, took)] for took in part] for part in (fetches, loop))
-    seconds = played(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order)
+    seconds = simulate_events(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order)
     assert predict(trace, [setting])[0].batches_per_second == pytest.approx(len(loop) / seconds, rel=1e-6)
 
 
@@ -89,7 +89,7 @@ def constant(*, fetch_cpu=0.0, fetch_blocked=0.0, loop, **more):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 12])
-def test_equal_workers_have_a_closed_form(workers):
+def test_throughput_of_equal_workers_equals_the_closed_form(workers):
     of = Setting(num_workers=workers, prefetch_factor=2)
     asleep = predict(constant(fetch_blocked=0.06, loop=0.01), [of])[0]
     assert asleep.batches_per_second == pytest.approx(min(1 / 0.01, workers / 0.06), rel=0.02)
@@ -115,18 +115,18 @@ def test_threads_that_compute_share_the_cores(cores, computing):
     )
     for workers in (1, 2, 4, 7):
         found = predict(trace, [Setting(num_workers=workers, prefetch_factor=2)])[0]
-        seconds = played(slices, loops_work, workers=workers, prefetch=2, cores=cores)
+        seconds = simulate_events(slices, loops_work, workers=workers, prefetch=2, cores=cores)
         assert found.batches_per_second == pytest.approx(150 / seconds, rel=0.12)
 
 
-def test_the_loop_takes_its_share_of_the_cores():
+def test_loop_takes_its_share_of_the_cores():
     crowded = constant(fetch_cpu=0.02, loop=0.005, loop_cpu_ratio=1.0, cores=2.0)
     found = predict(crowded, [Setting(num_workers=8, prefetch_factor=2)])[0]
     assert found.batches_per_second == pytest.approx(2 / (0.02 + 0.005), rel=0.1)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_threads_that_stay_on_their_core_hold_each_other_up(workers):
+def test_threads_bound_to_a_core_delay_each_other(workers):
     computing = constant(fetch_cpu=0.02, loop=0.001, cores=2.0)
     found = predict(computing, [Setting(num_workers=workers, prefetch_factor=1)])[0].batches_per_second
     assert found > 0.85 * 2 / 0.02
@@ -142,7 +142,7 @@ def test_threads_that_stay_on_their_core_hold_each_other_up(workers):
     workers=st.integers(0, 16),
     in_order=st.booleans(),
 )
-def test_no_prediction_exceeds_what_the_cores_give(fetch, loop, busy, threads, workers, in_order):
+def test_no_prediction_exceeds_the_capacity_of_the_cores(fetch, loop, busy, threads, workers, in_order):
     trace = constant(fetch_cpu=fetch, loop=loop, loop_cpu_ratio=busy, threads=threads, cores=2.0)
     found = predict(trace, [Setting(num_workers=workers, prefetch_factor=2, in_order=in_order)])[0]
     assert found.batches_per_second <= 1.001 * 2 / (fetch * threads + loop * busy)
@@ -150,7 +150,7 @@ def test_no_prediction_exceeds_what_the_cores_give(fetch, loop, busy, threads, w
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_taking_a_batch_is_slow_only_while_its_worker_computes_the_next(in_order):
+def test_transfer_is_slow_only_while_its_worker_computes(in_order):
     quick = constant(fetch_cpu=0.02, loop=0.004, overheads=Overheads(hand_over=0.001))
     slow = constant(fetch_cpu=0.02, loop=0.004, overheads=Overheads(hand_over=0.001, busy_hand_over=0.01))
 
@@ -162,13 +162,13 @@ def test_taking_a_batch_is_slow_only_while_its_worker_computes_the_next(in_order
     assert ratio(4, 4) < 0.97
 
 
-def test_workers_that_are_created_for_each_epoch_cost_it_time():
+def test_creating_workers_for_each_epoch_costs_time():
     made_anew = constant(fetch_blocked=0.004, loop=0.01, epochs=(50,) * 4, creation=0.05)
     few, many = predict(made_anew, [Setting(num_workers=workers, prefetch_factor=2) for workers in (2, 6)])
     assert 50 / many.batches_per_second - 50 / few.batches_per_second == pytest.approx(4 * 0.05, rel=0.05)
 
 
-def test_without_workers_the_loop_waits_for_each_fetch():
+def test_loop_without_workers_waits_for_each_fetch():
     found = predict(constant(fetch_blocked=0.03, loop=0.01), [Setting(num_workers=0, prefetch_factor=2)])[0]
     assert found.batches_per_second == pytest.approx(25, rel=0.01)
     assert found.wait_ratio == pytest.approx(0.75, abs=0.01)
@@ -194,14 +194,14 @@ def test_memory_grows_with_workers_and_with_prefetch(workers, prefetch, worker, 
 
 @settings(max_examples=100, deadline=None)
 @given(workers=st.integers(1, 6), prefetch=st.integers(1, 4), in_order=st.booleans(), seed=st.integers(0, 99))
-def test_the_batches_that_stand_ready_are_those_of_an_event_driven_dataloader(workers, prefetch, in_order, seed):
+def test_held_batches_equal_those_of_an_event_driven_simulation(workers, prefetch, in_order, seed):
     generator = np.random.default_rng(seed)
     fetches, loop = generator.uniform(0.01, 0.5, 60), generator.uniform(0.001, 0.3, 60)
     trace = Trace(cpu=np.zeros(60), blocked=fetches, loop=loop, epochs=(60,))
     setting = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
     work, pauses = ([[(False, took)] for took in part] for part in (fetches, loop))
     stood = []
-    seconds = played(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order, stood=stood)
+    seconds = simulate_events(work, pauses, workers=workers, prefetch=prefetch, in_order=in_order, stood=stood)
     found = predict(trace, [setting])[0].held_batches
     assert found == pytest.approx(1 + sum(stood) / seconds, rel=1e-6)
 
@@ -215,7 +215,7 @@ RUN = {"service": jittered(0.06, 0.5), "consumer": jittered(0.01), "batches": 60
 
 
 @pytest.mark.parametrize(("workers", "prefetch", "in_order"), [(2, 2, True), (4, 2, True), (2, 2, False)])
-def test_one_run_tells_what_others_give(workers, prefetch, in_order):
+def test_one_run_predicts_other_settings(workers, prefetch, in_order):
     found = outlook(simulate(workers=workers, prefetch=prefetch, in_order=in_order, **RUN))
     assert abs(found.error) < 0.02
     options = {(option.setting.num_workers, option.setting.prefetch_factor): option for option in found.options}
@@ -236,11 +236,11 @@ def test_epochs_begin_with_empty_queues(in_order):
 
 
 @pytest.mark.filterwarnings("error")
-def test_epochs_of_one_batch_say_nothing_of_the_loop():
+def test_epochs_of_one_batch_give_no_prediction():
     assert "one batch" in outlook(simulate(workers=1, prefetch=2, epochs=60, **{**RUN, "batches": 1}))
 
 
-def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
+def test_run_that_the_replay_does_not_reproduce_has_no_prediction():
     script = simulate(workers=4, prefetch=2, split=(1.0, 0.0, 0.0), cores=1.0, **RUN)  # yet the workers used four
     assert "were measured" in outlook(script)
     advice = find_stalls(script.tables())[0].advice
@@ -249,13 +249,13 @@ def test_a_run_that_the_replay_does_not_reproduce_gets_no_figures():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_fewer_than_two_workers_that_wait_leave_open_whether_more_would_share(workers):
+def test_run_with_fewer_than_two_workers_has_two_predictions(workers):
     found = outlook(simulate(workers=workers, prefetch=2, **RUN))
     assert found.best.if_shared.batches_per_second < 0.3 * found.best.batches_per_second
     assert found.best.if_shared.high < found.best.low
 
 
-def test_workers_that_show_that_they_wait_for_themselves_have_one_number():
+def test_workers_that_wait_independently_have_one_prediction():
     found = outlook(simulate(workers=2, prefetch=2, **RUN))
     assert found.measured.alternative is None
     assert found.best.if_shared is None
@@ -265,7 +265,7 @@ def test_workers_that_show_that_they_wait_for_themselves_have_one_number():
 UNDECIDED = RUN | {"service": jittered(0.06, 0.01), "batches": 300}
 
 
-def test_where_a_run_cannot_tell_whether_workers_share_there_are_two_numbers():
+def test_undecided_sharing_gives_two_predictions():
     found = outlook(simulate(workers=2, prefetch=2, **UNDECIDED))
     now, best = found.measured.batches_per_second, found.best
     assert best.low > 2 * now, "if each worker waits for itself"
@@ -275,7 +275,7 @@ def test_where_a_run_cannot_tell_whether_workers_share_there_are_two_numbers():
     assert found.current.if_shared is None, "the same either way"
 
 
-def test_both_numbers_are_said_with_what_decides():
+def test_advice_has_both_predictions_and_the_deciding_command():
     advice = find_stalls(simulate(workers=2, prefetch=2, **UNDECIDED).tables())[0].advice
     (first, *_) = [one for one in advice if "num_workers=" in one.text]
     assert "if each worker waits for itself, " in first.expected
@@ -284,13 +284,13 @@ def test_both_numbers_are_said_with_what_decides():
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_what_serves_in_turn_sets_the_pace_of_all_workers(workers, in_order):
+def test_shared_resource_sets_the_pace_of_all_workers(workers, in_order):
     one_by_one = constant(fetch_cpu=0.01, fetch_blocked=0.03, loop=0.005, in_turn=True)
     found = predict(one_by_one, [Setting(num_workers=workers, prefetch_factor=2, in_order=in_order)])[0]
     assert found.batches_per_second == pytest.approx(1 / 0.04 if workers == 1 else 1 / 0.03, rel=0.02)
 
 
-def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
+def test_workers_that_share_a_resource_are_not_advised_to_be_more():
     script = simulate(workers=2, prefetch=2, in_turn=True, **RUN | {"service": jittered(0.03, 0.2)})
     found = outlook(script)
     assert found.measured.shared is not None
@@ -308,7 +308,7 @@ def test_workers_that_wait_in_one_line_get_no_advice_to_add_more():
     assert {"fetches_alike_sigmas", "fetches_beside_sigmas"} < {each.name for each in told.evidence}
 
 
-def test_where_others_use_the_cores_more_workers_are_less_sure():
+def test_interval_for_more_workers_is_wider_if_others_use_the_cores():
     def width(split, workers):
         found = outlook(simulate(workers=2, prefetch=2, split=split, cores=2.0, **RUN | {"batches": 300}))
         options = {option.setting: option for option in found.options}
@@ -323,20 +323,20 @@ def test_where_others_use_the_cores_more_workers_are_less_sure():
 CHILDREN = RUN | {"service": jittered(0.4, 0.1), "split": (0.01, 0.0, 0.99), "children": 0.9, "cores": 2.0}
 
 
-def test_children_that_compute_are_bound_by_the_cores():
+def test_children_of_workers_are_bound_by_the_cores():
     found = outlook(simulate(workers=2, prefetch=2, **CHILDREN))
     spent = 0.4 * (0.9 + 0.01)
     assert max(option.batches_per_second for option in found.options) <= 1.02 * 2 / spent
 
 
-def test_children_that_wait_for_full_cores_would_not_without_the_others():
+def test_waiting_children_are_faster_with_fewer_workers():
     found = outlook(simulate(workers=4, prefetch=2, **CHILDREN | {"children": 0.49}))  # 2 of 4 compute at a time
     fewer, more = found.at([Setting(num_workers=workers, prefetch_factor=2) for workers in (2, 8)])
     assert fewer.batches_per_second == pytest.approx(found.measured.batches_per_second, rel=0.1)
     assert more.batches_per_second == pytest.approx(found.measured.batches_per_second, rel=0.05)
 
 
-def test_a_run_recorded_without_the_cpu_time_of_children_is_predicted_as_before():
+def test_run_without_cpu_time_of_children_still_has_a_prediction():
     script = simulate(workers=2, prefetch=2, **CHILDREN | {"children": 0.0})
     for rows in script.parts["fetch"]:
         del rows["children_cpu_ns"]
@@ -344,7 +344,7 @@ def test_a_run_recorded_without_the_cpu_time_of_children_is_predicted_as_before(
 
 
 def with_memory(*, limit):
-    """A run on a host with so much memory: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
+    """Return a run with a memory limit: 1 GiB of the training process, 200 MiB per worker, batches of 50 MiB."""
     script = simulate(workers=2, prefetch=2, cores=8.0, **RUN)
     for rows in script.parts["batch"]:
         rows["payload_bytes"] = 50 * MIB
@@ -361,7 +361,7 @@ def with_memory(*, limit):
     return script
 
 
-def test_batches_in_queues_are_held_too_though_no_process_maps_them():
+def test_batches_in_queues_count_as_held_memory():
     script = with_memory(limit=64_000)
     shm_mib = np.array([10, 10, 110, 1010, 60])  # 1 GB is not this loader's
     script.parts["host"][-1]["shm_used_bytes"] = shm_mib * MIB
@@ -371,7 +371,7 @@ def test_batches_in_queues_are_held_too_though_no_process_maps_them():
     assert found.usual == (1024 + 2 * 200 + 150) * MIB
 
 
-def test_the_advice_fits_into_the_memory_that_is_free():
+def test_advice_fits_into_the_free_memory():
     roomy, tight = outlook(with_memory(limit=64_000)), outlook(with_memory(limit=4000))
     assert roomy.best.setting.num_workers > tight.best.setting.num_workers > 2
     own = (1024 + 2 * 200) * MIB
@@ -380,7 +380,7 @@ def test_the_advice_fits_into_the_memory_that_is_free():
     assert not all(option.fits for option in tight.options)
 
 
-def test_the_front_trades_memory_for_waiting():
+def test_pareto_front_trades_memory_for_waiting():
     found = outlook(with_memory(limit=64_000))
     front = found.front
     assert len(front) > 3
@@ -389,7 +389,7 @@ def test_the_front_trades_memory_for_waiting():
     assert [option.wait_ratio for option in front] == sorted((o.wait_ratio for o in front), reverse=True)
 
 
-def test_the_advice_names_throughput_and_memory():
+def test_advice_has_throughput_and_memory():
     advice = find_stalls(with_memory(limit=64_000).tables())[0].advice[0]
     assert "num_workers=" in advice.text
     assert "prefetch_factor=" in advice.text
@@ -398,7 +398,7 @@ def test_the_advice_names_throughput_and_memory():
     assert "with full queues" in advice.expected
 
 
-def test_without_cores_nothing_is_said_of_computing_workers():
+def test_no_prediction_for_computing_workers_without_core_count():
     script = simulate(workers=2, prefetch=2, split=(1.0, 0.0, 0.0), **RUN)
     del script.parts["host"]
     assert "cores" in outlook(script)

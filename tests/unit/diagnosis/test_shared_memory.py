@@ -1,4 +1,4 @@
-"""Findings on what fills /dev/shm, and on the process that dies of it."""
+"""Findings about a full /dev/shm, and about processes that it kills."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ NOISE = np.random.default_rng(0).integers(0, 9, COUNT)
 
 
 def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 1024, payload=1.0):
-    """60 s of healthy loading; MiB of /dev/shm in use, mapped by the training process, of its cgroup."""
+    """Return 60 s of healthy loading, with MiB of /dev/shm in use, mapped by training, and of its cgroup."""
     script = simulate(workers=2, prefetch=2, service=jittered(0.2), consumer=jittered(0.25), batches=230)
     for part in script.parts["batch"]:
         part["payload_bytes"] = payload * MIB
@@ -36,12 +36,12 @@ def training(*, shm=FLAT, mapped=FLAT, cgroup=None, counted=FLAT, total=64 * 102
     )
 
 
-def found(script):
+def findings_of(script):
     return [*find_shared_memory(script.tables()), *find_deaths(script.tables())]
 
 
 def kinds(script):
-    return [finding.kind for finding in found(script)]
+    return [finding.kind for finding in findings_of(script)]
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def kinds(script):
         100.0 * np.random.default_rng(2).random(COUNT),  # batches of all sizes
     ],
 )
-def test_what_comes_and_goes_is_silent(healthy):
+def test_segments_that_come_and_go_are_no_leak(healthy):
     assert kinds(training(shm=healthy, mapped=healthy, cgroup=healthy)) == []
 
 
 @pytest.mark.parametrize("where", ["mapped", "cgroup"])
 def test_segments_that_stay_are_a_leak_of_the_run(where):
-    leak = found(training(shm=10.0 * AT, **{where: 10.0 * AT}))
+    leak = findings_of(training(shm=10.0 * AT, **{where: 10.0 * AT}))
     assert [f.kind for f in leak] == ["shm-leak", "shm-exhaustion-risk"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.05)
     assert len({e.name for e in leak[0].evidence}) >= 2
@@ -72,30 +72,30 @@ def test_segments_that_several_processes_map_are_a_leak_of_the_run():
     for pid in (71, 72):
         other = (MAIN[0], pid, 4800 + pid)
         sample_process(script, SECONDS, other, ROLE_MAIN, private=held, rss=held, shm_bytes=3.0 * AT * MIB)
-    leak = next(f for f in found(script) if f.kind == "shm-leak")
+    leak = next(f for f in findings_of(script) if f.kind == "shm-leak")
     assert leak.value_of("process_shm_rise_bytes") > 0.7 * leak.value_of("shm_used_rise_bytes")
     assert leak.confidence == 0.9
 
 
-def test_what_the_run_maps_is_its_leak_at_its_own_rate_where_others_add_more():
+def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
     leak = next(
-        f for f in found(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
+        f for f in findings_of(training(shm=10.0 * AT, mapped=4.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak"
     )
     assert leak.rate.value == pytest.approx(4 * MIB, rel=0.1)
     assert "Other programs fill it too" in leak.summary
 
 
-def test_segments_that_nobody_maps_are_seen_in_the_kernels_count():
-    leak = next(f for f in found(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
+def test_unmapped_segments_are_found_by_the_kernels_count():
+    leak = next(f for f in findings_of(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
     assert "no process of the run maps it" in leak.summary
     assert leak.confidence < 0.9
 
 
-def test_what_another_job_leaves_there_is_a_risk_and_no_leak_of_the_run():
+def test_segments_of_another_job_are_a_risk_and_no_leak_of_the_run():
     assert kinds(training(shm=10.0 * AT, counted=10.0 * AT, cgroup=FLAT)) == ["shm-exhaustion-risk"]
 
 
-def test_what_is_given_back_when_the_training_ends_was_a_leak_before():
+def test_segments_released_at_the_end_are_still_a_leak():
     script = training(shm=10.0 * AT, counted=10.0 * AT)
     for name in ("batch", "step"):
         script.parts[name] = [part[part["time_ns"] < SECONDS[45] * 1e9] for part in script.parts[name]]
@@ -104,18 +104,18 @@ def test_what_is_given_back_when_the_training_ends_was_a_leak_before():
     assert kinds(script)[0] == "shm-leak"
 
 
-def test_growth_that_nothing_confirms_is_not_claimed():
+def test_unconfirmed_growth_is_not_claimed():
     assert kinds(training(shm=10.0 * AT)) == ["cannot-tell"]
 
 
-def test_the_time_until_it_is_full():
-    risk = next(f for f in found(training(shm=10.0 * AT, mapped=10.0 * AT, total=1200)) if "risk" in f.kind)
+def test_risk_has_the_time_until_shm_is_full():
+    risk = next(f for f in findings_of(training(shm=10.0 * AT, mapped=10.0 * AT, total=1200)) if "risk" in f.kind)
     assert risk.severity == "critical"
     assert risk.eta.mid_seconds == pytest.approx(60, rel=0.2)
 
 
-def test_no_room_for_the_next_batches_is_a_risk_although_nothing_grows():
-    risk = found(training(shm=FLAT + 40, total=64, payload=10))
+def test_no_room_for_the_next_batches_is_a_risk_without_growth():
+    risk = findings_of(training(shm=FLAT + 40, total=64, payload=10))
     assert [(f.kind, f.severity, f.eta) for f in risk] == [("shm-exhaustion-risk", "warning", None)]
     assert kinds(training(shm=FLAT + 40, total=64, payload=4)) == []
 
@@ -135,11 +135,13 @@ BUS_ERROR = "DataLoader worker (pid 1001) is killed by signal: Bus error. It is 
 
 
 @pytest.mark.parametrize("message", [None, BUS_ERROR])
-def test_a_worker_that_finds_dev_shm_full_dies_of_that(message):
+def test_worker_killed_by_sigbus_with_full_shm_is_blamed_on_it(message):
     full = np.where(AT >= 56, 55.0, 20.0)  # the sample after its end finds room again
     full[-1] = 20
     death = next(
-        f for f in found(killed_by_sigbus(training(shm=full, total=64), message=message)) if "risk" not in f.kind
+        f
+        for f in findings_of(killed_by_sigbus(training(shm=full, total=64), message=message))
+        if "risk" not in f.kind
     )
     assert (death.kind, death.locus.worker, death.limit.value) == ("shm-bus-error", 1, 64 * MIB)
     assert {"shm_used_bytes", "signal"} <= {e.name for e in death.evidence}
@@ -150,8 +152,8 @@ def test_a_bus_error_with_room_in_dev_shm_is_not_blamed_on_it(message):
     assert kinds(killed_by_sigbus(training(shm=FLAT + 20), message=message)) == ["worker-killed"]
 
 
-def test_a_training_process_can_die_of_it_too():
+def test_main_process_can_die_of_full_shm():
     script = training(shm=FLAT + 55, total=64)
     script.living = frozenset()
     script.event(SECONDS[-1], "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=-7)
-    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in found(script)]
+    assert ("shm-bus-error", "main") in [(f.kind, f.locus.role) for f in findings_of(script)]

@@ -1,4 +1,4 @@
-"""Workers that wait for one thing in common, on fetches that are drawn."""
+"""Workers that wait for one shared resource, on random fetches."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ GAP = 5e-4  # seconds, of a worker between two fetches
 
 
 def fetches(serve, *, workers=2, batches=600, spread=0.3, seed=0, pause=0.0):
-    """Workers that fetch without end.
+    """Return the fetches of workers that never pause for the loop.
 
     Args:
         serve: (how many are busy) -> the speed of each, in the order in which they began.
         spread: of the work of a batch, lognormal.
-        pause: seconds of a worker between two fetches, besides a gap, on average.
+        pause: mean seconds of a worker between two fetches, in addition to a gap.
 
     """
     draw = np.random.default_rng(seed)
@@ -50,22 +50,22 @@ def in_proportion(busy):
     return [1.0 / max(busy, 1)] * busy
 
 
-def judged(begins, ends, workers):
+def measure(begins, ends, workers):
     return measure_sharing(begins, ends, ends - begins, workers.astype(np.intp), np.arange(len(begins)))
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("spread", [0.1, 0.6])
-def test_workers_that_wait_in_one_line_are_told(workers, spread):
-    found = judged(*fetches(in_turn, workers=workers, spread=spread))
+def test_workers_served_in_turn_are_found(workers, spread):
+    found = measure(*fetches(in_turn, workers=workers, spread=spread))
     assert found.is_shared
     assert not found.is_apart
     assert found.correlation_ratio > 0.5
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_workers_that_share_in_proportion_are_told_by_the_pauses_of_others(workers):
-    found = judged(*fetches(in_proportion, workers=workers, pause=0.01))
+def test_proportional_sharing_is_found_by_the_pauses_of_others(workers):
+    found = measure(*fetches(in_proportion, workers=workers, pause=0.01))
     assert found.is_shared
     assert found.slowdown_sigmas > 2.71
     assert found.service.mean() == pytest.approx(0.02, rel=0.05), "what a batch takes if nobody else is served"
@@ -73,31 +73,31 @@ def test_workers_that_share_in_proportion_are_told_by_the_pauses_of_others(worke
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.6, 1.2])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_workers_that_wait_by_themselves_are_not_taken_for_sharing(spread, workers):
-    found = [judged(*fetches(alone, workers=workers, spread=spread, seed=seed, batches=300)) for seed in range(15)]
+def test_independent_workers_are_not_taken_for_sharing(spread, workers):
+    found = [measure(*fetches(alone, workers=workers, spread=spread, seed=seed, batches=300)) for seed in range(15)]
     assert not any(each.is_shared for each in found)
 
 
-def test_nearly_equal_batches_show_their_turn_by_ending_no_later_for_having_begun_later():
-    found = judged(*fetches(in_turn, spread=0.005))
+def test_nearly_equal_batches_served_in_turn_are_found():
+    found = measure(*fetches(in_turn, spread=0.005))
     assert found.queue_sigmas > 2.71
     assert found.is_shared
     assert not found.is_sure
 
 
-def test_workers_that_keep_to_a_pace_of_their_own_are_not_taken_for_sharing():
+def test_workers_at_a_fixed_pace_are_not_taken_for_sharing():
     found = []
     for seed in range(10):
         draw = np.random.default_rng(seed)
         due = np.add.outer(0.04 * np.arange(150), [0.0, 0.013]).ravel()
         ends = due + draw.exponential(5e-5, len(due))
         begins = np.concatenate([due[:2] - 0.04, ends[:-2]]) + GAP * draw.lognormal(0, 0.3, len(due))
-        found.append(judged(begins, ends, np.tile([0, 1], 150)))
+        found.append(measure(begins, ends, np.tile([0, 1], 150)))
     assert all(each.queue_sigmas > 2.71 for each in found), "one that begins later ends no later"
     assert not any(each.is_shared for each in found)
 
 
-def test_a_machine_that_is_busy_at_times_makes_fetches_alike_and_is_no_sharing():
+def test_temporarily_busy_machine_is_no_sharing():
     begins, ends, workers = fetches(alone, spread=0.005)
     busy = np.random.default_rng(0).lognormal(0, 0.08, 1000)[(begins // 0.05).astype(np.intp)]
     numbers = workers.astype(np.intp), np.arange(len(begins))
@@ -105,19 +105,19 @@ def test_a_machine_that_is_busy_at_times_makes_fetches_alike_and_is_no_sharing()
     assert not measure_sharing(begins, ends, (ends - begins) * busy, *numbers, queued_ratio=0.1).is_shared
 
 
-def test_pauses_of_others_show_that_workers_wait_by_themselves():
-    assert judged(*fetches(alone, pause=0.01)).is_apart
+def test_pauses_of_others_show_independent_workers():
+    assert measure(*fetches(alone, pause=0.01)).is_apart
 
 
-def test_a_pattern_of_long_and_short_batches_is_no_sharing():
-    """Batches by length, four long and four short ones: of two workers both have long ones at the same time."""
+def test_pattern_of_long_and_short_batches_is_no_sharing():
+    """Four long batches follow four short ones, so that two workers have long ones at the same time."""
     begins, ends, workers = fetches(alone, spread=0.02)
     long = np.arange(len(begins)) // 4 % 2
     found = measure_sharing(begins, ends, 0.02 * (1 + long), workers.astype(np.intp), np.arange(len(begins)))
     assert not found.is_shared
 
 
-def test_a_few_stalls_that_hit_all_workers_are_no_sharing():
+def test_few_stalls_of_all_workers_are_no_sharing():
     begins, ends, workers = fetches(alone, spread=0.2)
     stalled = np.isin(begins // 0.5 % 4, [0]) & (begins % 0.5 < 0.03)
     found = measure_sharing(
@@ -127,13 +127,13 @@ def test_a_few_stalls_that_hit_all_workers_are_no_sharing():
     assert not found.is_shared
 
 
-def test_workers_that_never_pause_and_share_in_proportion_cannot_be_told():
-    found = judged(*fetches(in_proportion, spread=0.05, batches=150))
+def test_proportional_sharing_without_pauses_is_undecided():
+    found = measure(*fetches(in_proportion, spread=0.05, batches=150))
     assert not found.is_shared
     assert not found.is_apart
 
 
-def test_the_order_of_the_fetches_does_not_matter():
+def test_order_of_the_fetches_does_not_matter():
     drawn = fetches(in_turn)
     shuffled = np.random.default_rng(0).permutation(len(drawn[0]))
     places = np.arange(len(shuffled))

@@ -15,7 +15,7 @@ def pipeline(**more):
 
 
 def in_stages(script, share=0.5):
-    """The workers decode for a part of `__getitem__`, and the loop computes a loss of 2 ms."""
+    """Add a stage `decode` to each fetch, and a stage `loss` of 2 ms to the loop."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = fetches[["time_ns", "loader", "epoch", "index", "worker"]].assign(
@@ -36,7 +36,7 @@ def costs(tables):
     return cost_per_stage(tables, loop).set_index("stage")
 
 
-def test_the_stages_of_a_fetch_add_up_to_it_and_those_of_the_loop_stand_apart():
+def test_stages_of_a_fetch_add_up_and_loop_stages_are_separate():
     tables = pipeline(collate_share=0.2).tables()
     table, fetch = costs(tables), tables.stream("fetch")
     fetched = float(fetch["getitem_ns"].sum() + fetch["collate_ns"].sum()) / 1e9
@@ -49,7 +49,7 @@ def test_the_stages_of_a_fetch_add_up_to_it_and_those_of_the_loop_stand_apart():
     assert np.isnan(table.loc["loss", ["calls", "cpu_ratio", "fetch_ratio"]].astype(float)).all()
 
 
-def test_it_is_that_of_the_batches_that_the_loop_has():
+def test_costs_count_only_the_batches_of_the_loop():
     tables = pipeline().tables()
     batch = tables.stream("batch")
     tables.streams["batch"] = batch[batch["index"] >= BATCHES / 4]
@@ -58,7 +58,7 @@ def test_it_is_that_of_the_batches_that_the_loop_has():
     assert table.loc["loss", "total_seconds"] == pytest.approx(0.002 * BATCHES * 3 / 4)
 
 
-def test_a_loader_that_is_made_anew_for_each_epoch_is_one():
+def test_loader_created_for_each_epoch_is_one_loop():
     script = None
     for epoch in range(3):
         script = simulate(**LOOP, script=script, loader=epoch, begin=100 + 10 * epoch)
@@ -67,16 +67,16 @@ def test_a_loader_that_is_made_anew_for_each_epoch_is_one():
     assert table.loc["loss", "total_seconds"] == pytest.approx(3 * 0.002 * BATCHES)
 
 
-def test_without_named_stages_the_fetch_is_told_as_a_whole():
+def test_fetch_without_named_stages_is_one_stage():
     assert list(costs(simulate(**LOOP, collate_share=0.0).tables()).index) == ["other"]
 
 
-def test_what_no_clock_can_tell_is_no_stage():
+def test_rounding_error_is_no_stage():
     rounded = costs(in_stages(simulate(**LOOP, collate_share=0.0), share=1 - 1e-7).tables())
     assert list(rounded.index) == ["decode", "loss"]
 
 
-def test_loops_whose_fetches_nobody_recorded_have_no_costs():
+def test_loop_without_fetch_records_has_no_costs():
     script = simulate(**LOOP)
     script.parts.pop("fetch")
     assert costs(script.tables()).empty

@@ -35,7 +35,7 @@ def draw(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_all_slow_and_one_slow_are_told_apart(seed):
+def test_all_slow_and_one_slow_worker_are_distinguished(seed):
     generator, run, round_seconds = draw(seed)
     slow = generator.uniform(1.35, 4) * round_seconds
     jitter = generator.uniform(0.02, 0.4)
@@ -55,7 +55,7 @@ def test_a_loader_that_keeps_up_has_no_warning(seed):
 
 
 def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
-    """A loop that has its batches in time, whose main thread waits for a core for this share of its time."""
+    """Return the finding about a loop with batches in time, whose main thread waits for a core."""
     script = simulate(
         workers=4, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=300, split=split, cores=4.0
     )
@@ -67,7 +67,7 @@ def crowded(*, waits=0.3, cores_used=3.9, split=(0.0, 0.0, 1.0)):
 
 
 @pytest.mark.parametrize(("cores_used", "who"), [(0.4, "other processes use the rest"), (3.9, "its own processes")])
-def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who):
+def test_waiting_for_a_core_is_not_called_healthy(cores_used, who):
     found = crowded(cores_used=cores_used)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", "oversubscribed", "info")
     assert found.value_of("training_run_queue_ratio") == pytest.approx(0.3, abs=0.01)
@@ -76,7 +76,7 @@ def test_a_training_that_waits_for_a_core_is_not_called_healthy(cores_used, who)
     assert (found.kind, found.limited_by, found.severity) == ("compute-bound", None, "info")
 
 
-def test_two_loops_of_a_training_that_waits_for_a_core_lose_that_time_once():
+def test_waiting_for_a_core_is_found_once_for_two_loops():
     script, seconds = None, 1000 + np.arange(12.0)
     for loader, batches in enumerate((300, 200)):
         script = simulate(
@@ -95,7 +95,7 @@ def test_two_loops_of_a_training_that_waits_for_a_core_lose_that_time_once():
 
 @pytest.mark.parametrize(("workers", "fetch"), [(2, 0.08), (0, 0.02)])
 @pytest.mark.parametrize(("training_cores", "others"), [(1.9, False), (0.1, True)])
-def test_cores_that_the_training_itself_fills_are_used_by_no_others(workers, fetch, training_cores, others):
+def test_cores_filled_by_the_training_are_not_blamed_on_others(workers, fetch, training_cores, others):
     script = simulate(
         workers=workers,
         prefetch=2,
@@ -114,20 +114,20 @@ def test_cores_that_the_training_itself_fills_are_used_by_no_others(workers, fet
     assert ("what else uses the cores" in found.advice[0].text) == others
 
 
-def test_workers_that_take_the_cores_from_the_training_are_blamed_where_both_wait_for_them():
+def test_workers_are_blamed_if_they_and_the_loop_wait_for_cores():
     queueing = (0.5, 0.5, 0.0)
     found = crowded(split=queueing)
     assert (found.kind, found.limited_by, found.severity) == ("workers-too-slow", "oversubscribed", "warning")
     assert "3.9 of 4 usable cores" in found.summary
     assert "no more workers and threads than cores" in found.advice[1].text
-    for waits in (0.3, 0.99):  # however long both wait, who does not use the cores does not take them
+    for waits in (0.3, 0.99):  # however long both wait, workers that do not use the cores do not take them
         others = crowded(split=queueing, cores_used=0.4, waits=waits)
         assert (others.kind, others.severity) == ("compute-bound", "info")
         assert "other processes use the rest" in others.summary
 
 
 @pytest.mark.parametrize(("fetch", "blamed"), [(0.03, True), (0.012, False)])
-def test_batches_that_busy_workers_made_and_send_late_are_the_workers_fault(fetch, blamed):
+def test_late_batches_of_busy_workers_are_blamed_on_the_workers(fetch, blamed):
     script = simulate(
         workers=1, prefetch=2, service=jittered(fetch), consumer=jittered(0.015), batches=200, split=(1.0, 0.0, 0.0)
     )
@@ -138,7 +138,7 @@ def test_batches_that_busy_workers_made_and_send_late_are_the_workers_fault(fetc
     assert (kinds(find_stalls(tables))[0][0] == "workers-too-slow") == blamed
 
 
-def test_the_twins_that_the_loop_cannot_tell_apart():
+def test_slow_workers_and_one_slow_worker_with_equal_waits_differ():
     run = {"workers": 4, "prefetch": 2, "consumer": jittered(0.01, 0.01), "batches": 160}
     every = verdict(service=jittered(0.06, 0.01), **run)[0]
     one = verdict(service=per_worker([0.02, 0.06, 0.02, 0.02], 0.01), **run)[0]
@@ -172,7 +172,7 @@ def test_two_slow_workers_are_both_named():
     assert kinds(found) == [("slow-worker", 1), ("slow-worker", 4)]
 
 
-def test_start_up_and_epoch_starts_are_no_stall():
+def test_startup_and_epoch_starts_are_no_stall():
     def slow_start(generator, _, index):
         return 2.0 if index < 4 else 0.01
 
@@ -180,7 +180,7 @@ def test_start_up_and_epoch_starts_are_no_stall():
     assert kinds(found) == [("compute-bound", None)]
 
 
-def test_a_pause_of_the_loop_hides_no_stall():
+def test_pause_of_the_loop_hides_no_stall():
     def validates(generator, k):
         return 30.0 if k == 100 else 0.01
 
@@ -213,7 +213,7 @@ def test_out_of_order_loading_is_not_blamed_on_the_slow_worker():
         ((0.25, 0.75, 0.0), 64.0, "oversubscribed"),
     ],
 )
-def test_what_limits_the_workers(split, cores, limited_by):
+def test_limit_of_the_workers_is_found(split, cores, limited_by):
     found = verdict(
         workers=4,
         prefetch=2,
@@ -227,7 +227,7 @@ def test_what_limits_the_workers(split, cores, limited_by):
 
 
 @pytest.mark.parametrize(("allowed", "limited_by"), [(1.0, "affinity"), (64.0, "oversubscribed")])
-def test_affinity_is_blamed_only_where_it_binds(allowed, limited_by):
+def test_affinity_is_blamed_only_if_it_binds(allowed, limited_by):
     script = simulate(
         workers=4,
         prefetch=2,
@@ -279,7 +279,7 @@ def test_cheap_inline_loading_is_healthy():
 
 
 @pytest.mark.parametrize("batches", [1, 3, 8, 12])
-def test_a_run_too_short_to_judge_says_what_is_missing(batches):
+def test_finding_of_a_short_run_says_what_is_missing(batches):
     found = verdict(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=batches)
     assert kinds(found) == [("cannot-tell", None)]
     assert "the verdict needs 10 batches" in found[0].summary
@@ -295,7 +295,7 @@ def test_silent_workers_are_not_judged():
     assert (found[0].value_of("steady_batches"), found[0].value_of("fetches")) == (92, 0)
 
 
-def test_a_short_validation_loop_does_not_make_a_healthy_run_warn():
+def test_short_validation_loop_is_no_warning_in_a_healthy_run():
     script = simulate(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=2000)
     slow = {"service": jittered(0.06), "consumer": jittered(0.005), "batches": 30}
     simulate(workers=2, prefetch=2, loader=1, begin=1042.0, script=script, **slow)
@@ -305,7 +305,7 @@ def test_a_short_validation_loop_does_not_make_a_healthy_run_warn():
     assert evidence["starved_ratio"] > 0.5 > 0.1 > evidence["lost_wall_ratio"]
 
 
-def test_the_sentence_and_the_first_evidence_agree():
+def test_summary_and_first_evidence_agree():
     healthy = verdict(workers=4, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=100)[0]
     assert healthy.evidence[0].name == "starved_ratio"
     assert f"{percent(healthy.evidence[0].value)} of the loop's time" in healthy.summary
@@ -331,7 +331,7 @@ def test_each_rank_gets_its_own_verdict():
 @pytest.mark.parametrize(
     ("workers", "iterable", "has_condition"), [(1, True, True), (2, True, False), (1, False, False)]
 )
-def test_workers_of_an_iterable_dataset_have_to_share_it_out(workers, iterable, has_condition):
+def test_advice_for_an_iterable_dataset_mentions_get_worker_info(workers, iterable, has_condition):
     run = {"prefetch": 2, "consumer": jittered(0.002), "batches": 200, "split": (0.02, 0.0, 0.98)}
     (found,) = verdict(workers=workers, service=jittered(0.06), iterable=iterable, **run)
     assert found.advice[0].text.startswith("Set num_workers=")

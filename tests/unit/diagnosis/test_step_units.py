@@ -1,7 +1,7 @@
-"""Definition of a step, which share of the run is lost, and what is not known without a DataLoader."""
+"""Definition of a step, the share of the run that is lost, and values that are unknown without a DataLoader."""
 
 import pytest
-from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, ns, simulate, started
+from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, ns, simulate, start_training
 
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.summary import step_unit
@@ -22,7 +22,7 @@ def step_rows(count, unit, begin=START_SECONDS + 2, every=0.2, **more):
 
 
 @pytest.fixture
-def recorded(tmp_path):
+def load_steps(tmp_path):
     """Writes steps into the journals of a run, each a unit and the time in the optimizer, and loads its tables."""
 
     def load(*steps):
@@ -49,8 +49,8 @@ def recorded(tmp_path):
     ],
     ids=["optimizer", "batches", "own", "older run", "older evaluation"],
 )
-def test_steps_are_those_of_the_highest_unit_in_the_run_alone(recorded, steps, count, unit):
-    tables = recorded(*steps)
+def test_only_steps_of_the_highest_unit_count(load_steps, steps, count, unit):
+    tables = load_steps(*steps)
     assert (len(tables.stream("step")), tables.rows_count("step")) == (count, count)
     assert step_unit(tables) == unit
 
@@ -60,7 +60,7 @@ def trainings(*, rank=None):
     script = Script()
     for number, key in enumerate(CHILDREN):
         of_rank = None if rank is None else rank + number
-        started(script, key=key, rank=of_rank)
+        start_training(script, key=key, rank=of_rank)
         script.add("step", step_rows(100, UNIT_OPTIMIZER, optimizer_ns=1000.0), key, of_rank)
     return script
 
@@ -70,7 +70,7 @@ def test_independent_trainings_add_up_and_ranks_do_not():
     assert diagnose(trainings(rank=0).tables()).steps == 100
 
 
-def test_what_a_short_process_waits_is_no_loss_of_the_run():
+def test_wait_of_a_short_process_is_no_warning():
     script = trainings()
     late = START_SECONDS + 60
     simulate(
@@ -79,30 +79,30 @@ def test_what_a_short_process_waits_is_no_loss_of_the_run():
         service=jittered(0.03),
         consumer=jittered(0.0005),
         batches=20,
-        script=started(script, key=PARENT, begin=late),
+        script=start_training(script, key=PARENT, begin=late),
         key=PARENT,
         begin=late,
     )
     script.now_seconds = late + 3
-    found = diagnose(finished(script).tables())
+    found = diagnose(finish(script).tables())
     assert {finding.severity for finding in found.findings} == {"info"}
     (loading,) = [finding for finding in found.findings if finding.kind == "inline-loading"]
     assert loading.value_of("lost_wall_ratio") < 0.02
 
 
-def test_without_a_dataloader_the_data_wait_is_not_known():
-    script = started().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
+def test_data_wait_is_unknown_without_a_dataloader():
+    script = start_training().add("step", step_rows(50, UNIT_OPTIMIZER, optimizer_ns=1000.0, data_wait_ns=0.0))
     verdict = diagnose(script.tables())
     assert verdict.summary["data_wait_ratio"] is None
     assert verdict.step_unit == "optimizer step"
 
 
-def test_time_outside_the_step_is_told_with_its_share_on_the_cpu():
+def test_time_outside_the_step_has_its_share_on_the_cpu():
     phases = {"forward_ns": 40e6, "backward_ns": 30e6, "optimizer_ns": 10e6, "other_ns": 120e6}
     rows = step_rows(40, UNIT_OPTIMIZER, batches_count=0, **phases)
     for row in rows[::2]:
         row["outside_cpu_ns"] = 90e6  # read in every other stretch
-    outside = diagnose(started().add("step", rows).tables()).summary["outside_step"]
+    outside = diagnose(start_training().add("step", rows).tables()).summary["outside_step"]
     assert outside["ratio"] == pytest.approx(0.6)
     assert outside["cpu_ratio"] == pytest.approx(0.75)
     assert outside["seconds"] == pytest.approx(0.12)
@@ -113,9 +113,9 @@ def test_a_loop_with_a_dataloader_has_no_time_outside_the_step():
     assert diagnose(tables).summary["outside_step"] is None
 
 
-def validated(*, every=10, validation=20):
+def training_with_validation(*, every=10, validation=20):
     """A training that validates by another loader after each `every` of 50 steps; batches of 8 samples."""
-    script, now, rows, steps = started(), START_SECONDS + 2, [], []
+    script, now, rows, steps = start_training(), START_SECONDS + 2, [], []
     index = {0: 0, 1: 0}
 
     def batch(loader, seconds):
@@ -135,15 +135,15 @@ def validated(*, every=10, validation=20):
     return script.add("batch", rows).add("step", steps)
 
 
-def test_samples_per_second_are_those_of_training():
-    with_validation = diagnose(validated().tables()).summary["throughput"]["samples_per_second"]
+def test_samples_per_second_exclude_validation():
+    with_validation = diagnose(training_with_validation().tables()).summary["throughput"]["samples_per_second"]
     seconds = 49 * 0.11 + 4 * 20 * 0.01
     assert with_validation == pytest.approx(49 * 8 / seconds, rel=0.01)
 
 
 def test_validation_alone_is_no_training_loader():
     """The training makes its batches by hand, and validates by a DataLoader."""
-    script = validated(every=25)
+    script = training_with_validation(every=25)
     script.parts["batch"] = [rows[rows["loader"] == 1] for rows in script.parts["batch"]]
     assert diagnose(script.tables()).summary["throughput"]["samples_per_second"] is None
 
@@ -163,23 +163,23 @@ def test_findings_name_loaders_by_their_variable_line_and_dataset():
     assert found.locus.loader_name == "train_loader, main.py:37, ImageFolder, batch 64"
 
 
-def test_findings_of_forked_trainers_are_told_apart():
+def test_findings_of_forked_trainers_have_their_pids():
     script = Script()
     for loader, key in enumerate(CHILDREN):
         run = {"loader": loader, "service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
-        simulate(workers=2, prefetch=2, script=started(script, key=key), key=key, **run)
+        simulate(workers=2, prefetch=2, script=start_training(script, key=key), key=key, **run)
     found = [each for each in diagnose(script.tables()).findings if each.kind == "workers-too-slow"]
     assert sorted(finding.locus.main_pid for finding in found) == [100, 101]
 
 
-def test_one_training_needs_no_pid_at_its_findings():
+def test_findings_of_a_single_training_have_no_pid():
     run = {"service": jittered(0.2), "consumer": jittered(0.01), "batches": 60}
     found = diagnose(simulate(workers=2, prefetch=2, **run).tables()).findings
     assert [finding.locus.main_pid for finding in found if finding.kind == "workers-too-slow"] == [None]
 
 
 @pytest.mark.parametrize(("epochs", "words"), [(1, "once in an epoch"), (2, "pays it in each epoch")])
-def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_would_cost(epochs, words):
+def test_slow_startup_in_a_short_run_is_information(epochs, words):
     script = simulate(
         workers=2,
         prefetch=2,
@@ -198,8 +198,8 @@ def test_a_slow_start_in_a_short_run_is_information_that_says_what_a_longer_run_
     assert words in start.summary
 
 
-def test_exceptions_tell_their_line_and_no_colours():
-    script = started().event(
+def test_crash_finding_has_its_line_and_no_escape_codes():
+    script = start_training().event(
         START_SECONDS + 5,
         "exception",
         type="ValueError",
@@ -213,7 +213,7 @@ def test_exceptions_tell_their_line_and_no_colours():
     assert "events/node.100.jsonl" in crash.advice[0].text
 
 
-def test_a_notebook_that_has_detached_has_finished_though_it_lives():
+def test_detached_notebook_is_finished_while_it_lives():
     script = simulate(workers=2, prefetch=2, service=jittered(0.02), consumer=jittered(0.02), batches=50)
     script.living = frozenset({MAIN})
     assert diagnose(script.tables()).status == "running"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from simulated_runs import MAIN, START_SECONDS, Script, finished, jittered, sample_process, simulate
+from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, sample_process, simulate
 
 from collector.diagnosis import verdict as verdict_module
 from collector.diagnosis.verdict import diagnose
@@ -14,7 +14,7 @@ from collector.findings import as_json, from_json
 from training_harness.records import ROLE_MAIN
 
 
-def test_an_empty_running_run_has_nothing_to_say():
+def test_empty_live_run_has_no_findings():
     script = Script()
     script.living = frozenset({MAIN})
     verdict = diagnose(script.tables())
@@ -34,19 +34,19 @@ def test_an_empty_running_run_has_nothing_to_say():
     service=st.floats(1e-4, 1.0),
     consumer=st.floats(1e-4, 1.0),
 )
-def test_a_tiny_run_gets_no_verdict_but_cannot_tell(workers, prefetch, batches, service, consumer):
+def test_tiny_run_gets_only_cannot_tell(workers, prefetch, batches, service, consumer):
     script = simulate(
         workers=workers, prefetch=prefetch, service=jittered(service), consumer=jittered(consumer), batches=batches
     )
-    verdict = diagnose(finished(script).tables())
+    verdict = diagnose(finish(script).tables())
     assert {finding.kind for finding in verdict.findings} == {"cannot-tell"}
     assert verdict.batches == batches
     assert verdict.status == "finished"
 
 
-def test_the_figures_of_a_run():
+def test_verdict_has_the_figures_of_the_run():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02, 0.01), batches=200)
-    verdict = diagnose(finished(script).tables())
+    verdict = diagnose(finish(script).tables())
     assert (verdict.steps, verdict.batches, verdict.workers_reporting) == (200, 200, (2, 2))
     throughput = verdict.summary["throughput"]
     assert throughput["batches_per_second"] == pytest.approx(50, rel=0.05)
@@ -56,7 +56,7 @@ def test_the_figures_of_a_run():
     assert verdict.duration_seconds == pytest.approx(script.now_seconds - START_SECONDS - 0.1)
 
 
-def test_the_verdict_is_json_and_the_same_each_time():
+def test_verdict_is_json_and_reproducible():
     script = simulate(workers=3, prefetch=2, service=jittered(0.1), consumer=jittered(0.02), batches=60)
     tables = script.tables()
     first, second = ([as_json(f) for f in diagnose(tables).findings] for _ in range(2))
@@ -64,7 +64,7 @@ def test_the_verdict_is_json_and_the_same_each_time():
     assert [as_json(from_json(json.loads(json.dumps(finding)))) for finding in first] == first
 
 
-def test_what_was_found_in_tables_is_not_believed_of_others_made_from_them():
+def test_cached_results_are_not_used_for_derived_tables():
     script = simulate(workers=3, prefetch=2, service=jittered(0.1), consumer=jittered(0.02), batches=60)
     judged, fresh = script.tables(), script.tables()
     diagnose(judged)
@@ -87,7 +87,7 @@ def test_a_failing_rule_is_named_and_the_others_go_on(monkeypatch):
     assert "'deaths' failed" in found[1].summary
 
 
-def test_silent_workers_are_reported_after_a_grace():
+def test_silent_workers_are_reported():
     script = simulate(workers=4, prefetch=2, service=jittered(0.06), consumer=jittered(0.01), batches=100)
     script.living = frozenset({MAIN})
     script.events = [e for e in script.events if not (e["kind"] == "worker-start" and e["worker"] == 2)]
@@ -98,7 +98,7 @@ def test_silent_workers_are_reported_after_a_grace():
     assert silent.locus.worker == 2
 
 
-def test_workers_that_are_still_starting_are_given_time():
+def test_starting_workers_have_a_grace_period():
     script = Script()
     script.living = frozenset({MAIN})
     script.now_seconds = START_SECONDS + 12
@@ -113,19 +113,19 @@ def test_workers_that_are_still_starting_are_given_time():
     assert [f.kind for f in diagnose(script.tables()).findings] == ["workers-not-reporting"]
 
 
-def test_lost_records_are_told():
+def test_lost_records_are_reported():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS + 2, "records-lost", stream="batch", count=12)
     script.lost_count = 12
-    found = diagnose(finished(script).tables()).findings
+    found = diagnose(finish(script).tables()).findings
     assert [f.kind for f in found] == ["samples-lost", "compute-bound"]
     assert "12 records" in found[0].summary
 
 
-def test_a_disabled_hook_is_told():
+def test_disabled_hook_is_reported():
     script = simulate(workers=2, prefetch=2, service=jittered(0.005), consumer=jittered(0.02), batches=60)
     script.event(START_SECONDS + 2, "hook-disabled", hook="step", error="AttributeError: x")
-    found = diagnose(finished(script).tables()).findings
+    found = diagnose(finish(script).tables()).findings
     assert [f.kind for f in found] == ["compute-bound", "cannot-tell"]
     assert "'step'" in found[1].summary
 
@@ -147,7 +147,7 @@ def test_missing_values_in_every_column_break_no_rule():
                     "rank",
                 ):
                     part[column] = np.nan
-    for finding in diagnose(finished(script).tables()).findings:
+    for finding in diagnose(finish(script).tables()).findings:
         assert finding.kind == "cannot-tell"
         assert "failed" not in finding.summary
 
@@ -166,14 +166,14 @@ def several_loaders(begin_of, **settings):
             begin=begin_of(loader),
             **{name: values[loader] for name, values in settings.items()},
         )
-    return {f.locus.loader for f in diagnose(finished(script).tables()).findings if f.kind == "workers-too-slow"}
+    return {f.locus.loader for f in diagnose(finish(script).tables()).findings if f.kind == "workers-too-slow"}
 
 
-def test_loaders_that_are_made_anew_each_epoch_are_one_loop():
+def test_loaders_created_for_each_epoch_are_one_loop():
     assert several_loaders(lambda loader: START_SECONDS + 10 * loader) == {5}
 
 
-def test_loaders_that_are_in_use_by_turns_are_not_one_loop():
+def test_loaders_used_alternately_are_not_one_loop():
     assert several_loaders(lambda _: START_SECONDS) == set(range(6))
 
 
@@ -184,7 +184,7 @@ def test_training_and_validation_loaders_are_two_loops(setting):
     assert several_loaders(lambda loader: START_SECONDS + 10 * loader, **setting) == {4, 5}
 
 
-def test_the_wait_is_a_share_of_the_steps_and_without_steps_of_the_loop():
+def test_data_wait_is_a_share_of_steps_or_else_of_the_loop():
     script = simulate(workers=0, prefetch=0, service=jittered(0.03), consumer=jittered(0.01), batches=100)
     for part in script.parts["step"]:
         part["data_wait_ns"], part["duration_ns"] = 1e6, 4e6
@@ -196,7 +196,7 @@ def test_the_wait_is_a_share_of_the_steps_and_without_steps_of_the_loop():
     assert diagnose(script.tables()).summary["data_wait_ratio"] == pytest.approx(0.75, abs=0.02)
 
 
-def test_readings_of_different_ticks_add_up_while_their_processes_live():
+def test_pss_of_different_ticks_adds_up_while_processes_live():
     nan = np.nan
     script = Script()
     for key, seconds, pss, alive in (

@@ -21,13 +21,13 @@ from collector.diagnosis.tuning.stage_speedup import speed_ups, wait_summaries
 SLOW = {"workers": 4, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 300}
 
 
-def only(script):
+def only_breakdown(script):
     (seen,) = wait_breakdowns(script.tables())
     return seen
 
 
 def in_stages(script, **shares):
-    """The same run with stages in each fetch: so much of its `__getitem__`."""
+    """Add stages to each fetch: name -> share of its `__getitem__`."""
     for fetches in script.parts["fetch"]:
         who = tuple(fetches[["host", "pid", "start_ticks"]].iloc[0])
         rows = [
@@ -41,7 +41,7 @@ def in_stages(script, **shares):
 
 
 def collating_seconds(script):
-    """Return the seconds that makers of awaited batches collated meanwhile, wait by wait and fetch by fetch."""
+    """Return the seconds that workers of awaited batches collated during the wait, fetch by fetch."""
     tables, total = script.tables(), 0.0
     for batch in tables.stream("batch").itertuples():
         made = tables.stream("fetch")
@@ -61,64 +61,66 @@ def collating_seconds(script):
     service=st.floats(0.001, 0.1),
     seed=st.integers(0, 99),
 )
-def test_the_parts_of_every_wait_add_up_to_it(workers, prefetch, in_order, persistent, service, seed):
+def test_parts_of_every_wait_add_up(workers, prefetch, in_order, persistent, service, seed):
     script = simulate(
         workers=workers, prefetch=prefetch, in_order=in_order, persistent=persistent, seed=seed, startup=0.2,
         service=jittered(service, cv=0.8), consumer=jittered(0.02, cv=0.5), batches=10, epochs=2, collate_share=0.3,
     )  # fmt: skip
-    seen = only(in_stages(script, decode=0.5, read=0.2))
+    seen = only_breakdown(in_stages(script, decode=0.5, read=0.2))
     assert seen.parts.sum(axis=1).to_numpy() == pytest.approx(seen.waits["wait_ns"].to_numpy(), abs=10)
     assert (seen.parts.to_numpy() >= 0).all()
     assert seen.by_part.get(UNKNOWN, 0) == 0
     assert seen.by_part.get("collate", 0) == pytest.approx(collating_seconds(script), abs=1e-6)
 
 
-def test_the_wait_goes_to_the_stages_of_the_batch_that_is_awaited():
-    seen = only(in_stages(simulate(collate_share=0.0, **SLOW), decode=0.6, read=0.3))
+def test_wait_is_divided_by_the_stages_of_the_awaited_batch():
+    seen = only_breakdown(in_stages(simulate(collate_share=0.0, **SLOW), decode=0.6, read=0.3))
     assert list(seen.by_part) == ["decode", "read", OTHER]
     assert [seconds / seen.wait_seconds for seconds in seen.by_part.values()] == pytest.approx([0.6, 0.3, 0.1])
 
 
-def test_workers_that_start_and_wait_for_an_index_are_told_apart():
-    started = only(simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)}))
+def test_startup_and_waiting_for_an_index_are_separate_parts():
+    started = only_breakdown(
+        simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)})
+    )
     assert started.by_part[START] == pytest.approx(1.4)
     script = simulate(**SLOW)
     for batches in script.parts["batch"]:  # a sampler of 5 ms: it runs in `next`, not on the queue
         batches["wait_ns"] += 5e6
         batches["time_ns"] += 5e6
         batches["blocked_ns"] = batches["wait_ns"] - 5e6
-    assert only(script).by_part[DISPATCH] == pytest.approx(300 * 0.005, rel=0.02)
-    inline = only(simulate(**{**SLOW, "workers": 0}))
+    assert only_breakdown(script).by_part[DISPATCH] == pytest.approx(300 * 0.005, rel=0.02)
+    inline = only_breakdown(simulate(**{**SLOW, "workers": 0}))
     assert IDLE not in inline.by_part
     assert START not in inline.by_part
 
 
-def test_a_batch_that_is_made_and_not_there_is_on_its_way():
+def test_wait_for_a_finished_batch_is_transfer():
     script = simulate(**{**SLOW, "service": jittered(0.001)})
     for batches in script.parts["batch"]:
         batches["wait_ns"] += 3e6
         batches["time_ns"] += 3e6
         batches["blocked_ns"] = batches["wait_ns"]
-    seen = only(script)
+    seen = only_breakdown(script)
     assert seen.by_part[TRANSFER] == pytest.approx(0.9, rel=0.02)
 
 
-def test_one_slow_worker_blocks_batches_that_are_there_already():
-    one = only(simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])}))
+def test_slow_worker_blocks_batches_that_are_ready():
+    one = only_breakdown(simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])}))
     assert one.head_of_line_seconds > 0.9 * one.wait_seconds
-    assert only(simulate(**{**SLOW, "workers": 1})).head_of_line_seconds == 0
+    assert only_breakdown(simulate(**{**SLOW, "workers": 1})).head_of_line_seconds == 0
 
 
-def test_a_wait_whose_fetch_was_not_recorded_is_blamed_on_nothing():
+def test_wait_without_a_fetch_record_is_unknown():
     script = simulate(**SLOW)
     script.parts["fetch"] = [rows.iloc[:-10] for rows in script.parts["fetch"]]
-    seen = only(script)
+    seen = only_breakdown(script)
     lost = seen.waits.loc[seen.waits["made_ns"].isna(), "wait_ns"]
     assert len(lost) == 40
     assert seen.by_part[UNKNOWN] == pytest.approx(lost.sum() / 1e9)
 
 
-def test_of_a_long_run_only_the_time_counts_for_which_all_records_are_there():
+def test_only_time_with_complete_records_counts():
     script = simulate(**SLOW)
     tables = script.tables()
     since = tables.stream("batch")["time_ns"].iloc[100]
@@ -129,22 +131,22 @@ def test_of_a_long_run_only_the_time_counts_for_which_all_records_are_there():
     assert seen.by_part.get(UNKNOWN, 0) < 0.05 * seen.wait_seconds
 
 
-def test_what_is_said_to_be_enough_is_enough():
+def test_target_per_batch_removes_the_wait():
     """The stage at the length that the table names, in another simulation: the loop no longer waits."""
     script = in_stages(simulate(collate_share=0.0, **SLOW), decode=0.7, read=0.1)
-    gains = speed_ups(script.tables(), only(script))
+    gains = speed_ups(script.tables(), only_breakdown(script))
     assert gains["decode"]["batch_seconds"] == pytest.approx(0.042, rel=0.05)
     shorter = 0.06 - gains["decode"]["batch_seconds"] + gains["decode"]["enough_seconds"]
-    assert only(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
+    assert only_breakdown(simulate(**{**SLOW, "service": jittered(shorter)})).wait_ratio < 0.06
     longer = shorter + 0.01
-    assert only(simulate(**{**SLOW, "service": jittered(longer)})).wait_ratio > 0.1
+    assert only_breakdown(simulate(**{**SLOW, "service": jittered(longer)})).wait_ratio > 0.1
     assert gains["read"]["enough_seconds"] is None
     assert gains["read"]["free_wait_ratio"] == pytest.approx(
-        only(simulate(**{**SLOW, "service": jittered(0.054)})).wait_ratio, abs=0.03
+        only_breakdown(simulate(**{**SLOW, "service": jittered(0.054)})).wait_ratio, abs=0.03
     )
 
 
-def test_the_summary_names_the_loop_that_waits_longest_first_and_a_busy_loop_needs_no_speed_up():
+def test_longest_waiting_loop_is_first_in_the_summaries():
     script = simulate(**{**SLOW, "service": jittered(0.001)})
     simulate(script=script, loader=1, begin=1100.0, **SLOW)
     slow, busy = wait_summaries(script.tables())
@@ -155,9 +157,9 @@ def test_the_summary_names_the_loop_that_waits_longest_first_and_a_busy_loop_nee
     assert np.isfinite(busy["wait_ratio"])
 
 
-def test_a_slow_worker_stands_out_in_the_fold_and_in_the_lanes():
+def test_slow_worker_stands_out_in_round_and_timeline():
     script = simulate(**{**SLOW, "service": per_worker([0.02, 0.06, 0.02, 0.02])})
-    seen = only(script)
+    seen = only_breakdown(script)
     folded = waits_by_position(seen)
     assert folded["worker"].tolist() == folded["position"].tolist() == [0, 1, 2, 3]
     assert folded["n"].sum() == 300 - seen.loop.ramp
@@ -174,5 +176,5 @@ def test_a_slow_worker_stands_out_in_the_fold_and_in_the_lanes():
     assert ((bars["begin_ms"] >= 0) & (bars["begin_ms"] + bars["duration_ms"] <= length_ms + 1e-6)).all()
 
 
-def test_a_run_too_short_for_a_round_in_its_steady_state_has_no_lanes():
-    assert lanes(only(simulate(**{**SLOW, "batches": 20}))) is None
+def test_run_too_short_for_a_steady_round_has_no_timeline():
+    assert lanes(only_breakdown(simulate(**{**SLOW, "batches": 20}))) is None

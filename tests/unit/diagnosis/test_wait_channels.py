@@ -1,4 +1,4 @@
-"""Resources that blocked fetches wait for, and which advice follows from it."""
+"""Resources that blocked fetches wait for, and the advice that follows."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from training_harness.records import ROLE_WORKER
         ([], None),
     ],
 )
-def test_what_threads_mostly_wait_for(channels, told):
+def test_main_wait_is_that_of_most_samples(channels, told):
     assert main_wait(channels) == told
 
 
@@ -66,7 +66,7 @@ def advice(finding):
         ("do_wait", None, "they wait for a child process", "fewer child processes"),
     ],
 )
-def test_the_kernel_says_what_is_waited_for_and_the_advice_follows(channel, limited_by, because, do):
+def test_advice_follows_from_the_kernels_wait_channel(channel, limited_by, because, do):
     found = slow(channel, read_bytes=4096)
     assert (found.kind, found.limited_by) == ("workers-too-slow", limited_by)
     assert because in found.summary
@@ -75,13 +75,13 @@ def test_the_kernel_says_what_is_waited_for_and_the_advice_follows(channel, limi
 
 
 @pytest.mark.parametrize("channel", ["futex_do_wait", "anon_pipe_read"])
-def test_workers_that_may_wait_for_one_thing_are_measured_before_there_are_more(channel):
+def test_advice_is_to_measure_if_workers_may_share_a_resource(channel):
     found = slow(channel)
     assert "num_workers=" not in advice(found)
     assert found.advice[-1].text.startswith("Measure other settings before you add workers")
 
 
-def test_bytes_from_the_page_cache_are_no_reading_and_bytes_from_storage_are():
+def test_reads_from_storage_are_io_and_from_the_page_cache_are_not():
     cached = slow(read_bytes=50_000_000, storage_bytes=0)
     assert cached.limited_by is None
     assert "too few samples show what they wait for" in cached.summary
@@ -89,11 +89,11 @@ def test_bytes_from_the_page_cache_are_no_reading_and_bytes_from_storage_are():
     assert slow(major_fault_count=20).limited_by == "io", "mapped files come by page faults"
 
 
-def test_a_few_bytes_from_storage_do_not_explain_a_long_wait():
+def test_few_bytes_from_storage_do_not_explain_a_long_wait():
     assert slow("futex_do_wait", storage_bytes=4096).limited_by is None
 
 
-def test_children_that_compute_are_computing():
+def test_fetch_with_computing_children_is_cpu_bound():
     found = slow("poll_schedule_timeout.co", children=0.9)
     assert found.limited_by == "cpu"
     assert "in child processes" in found.summary
@@ -101,9 +101,9 @@ def test_children_that_compute_are_computing():
     assert "fewer child processes" in advice(found)
 
 
-def test_children_that_wait_for_full_cores_are_computing_too():
+def test_fetch_with_children_waiting_for_full_cores_is_cpu_bound():
     assert slow("poll_schedule_timeout.co", children=0.5, cores=1.0).limited_by == "cpu"
 
 
-def test_a_child_that_sleeps_is_waited_for():
+def test_sleeping_child_is_what_the_fetch_waits_for():
     assert "wait for a child process" in slow("poll_schedule_timeout.co", children=0.01).summary

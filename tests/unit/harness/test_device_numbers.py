@@ -16,10 +16,10 @@ from training_harness.layout import ALL_DEVICES
         (1, "2,3", "2,3", 1),
         (3, None, "2,3", 1),  # a rank that undoes the selection
         (0, "GPU-b", "GPU-a,GPU-b", 1),
-        (0, "GPU-b", ALL_DEVICES, 0),  # which one that is only the driver could tell
+        (0, "GPU-b", ALL_DEVICES, 0),  # only the driver could resolve this one
         (0, "5", "2,3", 0),
         (0, "1", None, 0),  # no command began the run
     ],
 )
-def test_a_device_has_the_number_of_the_command(device, own, of_run, number):
+def test_device_has_the_number_that_the_command_uses(device, own, of_run, number):
     assert renumber(device, own, of_run) == number

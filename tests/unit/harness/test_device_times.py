@@ -1,4 +1,4 @@
-"""Device times of a step, against a CUDA whose events come to pass when the test says so."""
+"""Device times of a step, on a fake CUDA whose events complete when the test says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START_NS = 10 * SAMPLE_EVERY_NS
 
 
 class Cuda:
-    """A device with a clock of its own (ms); events up to `done_ms` have come to pass."""
+    """A device with its own clock (ms); events up to `done_ms` are complete."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -88,7 +88,7 @@ def test_phases_add_up_over_the_micro_batches_of_a_step(world, cuda):
     assert duration_ns == sum(phases)
 
 
-def test_a_device_that_is_behind_is_never_waited_for(world, cuda):
+def test_hook_never_waits_for_a_device_that_is_behind(world, cuda):
     times, session, rows = world
     cuda.done_ms = -1.0
     for step in range(100):
@@ -102,14 +102,14 @@ def test_a_device_that_is_behind_is_never_waited_for(world, cuda):
     assert made == cuda.made < 100, "events are bounded and used again"
 
 
-def test_short_steps_are_sampled_now_and_then(world, cuda):
+def test_only_some_short_steps_are_sampled(world, cuda):
     times, session, rows = world
     for step in range(1000):
         times.end_step(session, step, START_NS + step * SAMPLE_EVERY_NS // 100)
     assert 8 <= len(rows) <= 10
 
 
-def test_nothing_is_recorded_into_a_graph_or_on_another_device(world, cuda):
+def test_no_event_is_recorded_in_a_graph_or_on_another_device(world, cuda):
     times, session, rows = world
     for step, change in enumerate(({"capturing": True}, {"device": 1})):
         times.end_step(session, step, START_NS + step * SAMPLE_EVERY_NS)
@@ -123,7 +123,7 @@ def test_nothing_is_recorded_into_a_graph_or_on_another_device(world, cuda):
     assert not rows
 
 
-def test_a_step_that_does_not_use_the_device_has_no_times_and_the_next_one_no_events(world, cuda):
+def test_step_that_does_not_use_the_device_has_no_times(world, cuda):
     times, session, rows = world
     play(times, session, cuda, 0)
     cuda.working = {1}

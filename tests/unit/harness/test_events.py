@@ -12,7 +12,7 @@ from training_harness.events import EVENTS, IDENTITY, EventKind
 TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "object": dict}
 
 
-def recorded(run):
+def recorded_events(run):
     with tarfile.open(archives()[run]) as files:
         for member in files:
             if "/events/" in member.name and member.isfile():
@@ -25,7 +25,7 @@ def test_every_kind_is_declared_with_its_fields():
 
 @pytest.mark.parametrize("run", sorted(archives()))
 def test_recorded_events_have_the_declared_fields(run):
-    events = list(recorded(run))
+    events = list(recorded_events(run))
     assert events
     for event in events:
         declared = {field.name: TYPES[field.kind] for field in (*IDENTITY, *EVENTS[event["kind"]].fields)}

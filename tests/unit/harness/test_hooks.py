@@ -36,11 +36,11 @@ from training_harness.records import MISSING_INT64
         ([torch.zeros(1)] * 1000, MISSING_INT64),
     ],
 )
-def test_payload_counts_tensors_and_arrays_wherever_they_are(batch, expected):
+def test_payload_counts_nested_tensors_and_arrays(batch, expected):
     assert payload_bytes(batch) == expected
 
 
-def test_a_container_of_the_users_is_read_without_its_own_code():
+def test_payload_of_a_user_container_calls_no_user_code():
     def refuse(self):
         raise AssertionError("the payload called user code")
 
@@ -50,7 +50,7 @@ def test_a_container_of_the_users_is_read_without_its_own_code():
     assert payload_bytes([*(kind([torch.zeros(2)]) for kind in kinds), mapping(x=torch.zeros(3)), claims]) == 28
 
 
-def test_loaders_that_all_differ_do_not_fill_the_memory(steps):
+def test_registry_of_many_different_loaders_is_bounded(steps):
     register = LoaderRegistry(session.active)
     numbers = []
     for length in range(1, 1000):
@@ -60,7 +60,7 @@ def test_loaders_that_all_differ_do_not_fill_the_memory(steps):
     assert len(register._same_settings) < 300
 
 
-def test_an_iterator_without_books_is_told_of_once_per_class(steps):
+def test_unknown_iterator_class_is_reported_once(steps):
     current, hook = session.active, LoaderHook(Progress())
     for _ in range(3):
         state = SimpleNamespace()
@@ -101,7 +101,7 @@ def test_two_optimizers_in_turn_make_one_step(steps):
 
 
 @pytest.mark.parametrize("cpu_at_begin", [0, UNREAD])
-def test_the_time_before_a_backward_pass_does_not_stand_for_a_wait_outside_the_step(steps, cpu_at_begin):
+def test_data_wait_is_not_counted_as_time_outside_the_step(steps, cpu_at_begin):
     progress, records, ms = Progress(), [], 1_000_000
     session.active.step = records.append
     progress.end(session.active, 0, cpu_at_begin)
@@ -116,7 +116,7 @@ def test_the_time_before_a_backward_pass_does_not_stand_for_a_wait_outside_the_s
         assert outside_cpu_ns == pytest.approx(2 * ms, rel=0.05)
 
 
-def test_another_optimizer_takes_over_when_the_first_one_is_frozen_or_gone(steps):
+def test_another_optimizer_ends_steps_if_the_first_is_unused_or_gone(steps):
     hook, recorded = steps
     first, second = Optimizer(), Optimizer()
     play(hook, first, second, second, second)
@@ -126,7 +126,7 @@ def test_another_optimizer_takes_over_when_the_first_one_is_frozen_or_gone(steps
     assert recorded == [0, 1, 2, 3, 4]
 
 
-def test_a_removed_hook_restores_what_it_replaced_and_leaves_later_wrappers_alone():
+def test_removed_hook_restores_the_original_and_keeps_later_wrappers():
     class Owner:
         def method(self):
             return "original"
@@ -146,7 +146,7 @@ def test_a_removed_hook_restores_what_it_replaced_and_leaves_later_wrappers_alon
     assert Owner().method() == "original! and theirs"
 
 
-def test_what_a_signal_handler_raises_in_a_hook_is_the_trainings_not_the_hooks():
+def test_exception_of_a_signal_handler_in_a_hook_reaches_training():
     def handler(number, frame):
         raise RuntimeError("DataLoader worker is killed by signal")
 
@@ -168,7 +168,7 @@ def test_what_a_signal_handler_raises_in_a_hook_is_the_trainings_not_the_hooks()
     assert not hook.active
 
 
-def test_what_children_computed_during_a_fetch_is_counted():
+def test_fetch_counts_the_cpu_time_of_children():
     meter = FetchMeter()
     meter.begin()
     subprocess.run([sys.executable, "-c", "sum(range(1_000_000))"], check=True)
@@ -177,7 +177,7 @@ def test_what_children_computed_during_a_fetch_is_counted():
     assert fetched.cpu_ns < fetched.wall_ns
 
 
-def test_what_a_fetch_waited_for_a_core_is_part_of_its_time(tmp_path):
+def test_run_queue_time_does_not_exceed_the_fetch(tmp_path):
     schedstat = tmp_path / "schedstat"
     schedstat.write_text("0 0 0")
     meter = FetchMeter()

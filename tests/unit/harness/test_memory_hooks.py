@@ -1,6 +1,6 @@
 """Allocator gauges, the census, compact snapshots, and what is written when CUDA runs out of memory.
 
-There is no CUDA here: its functions are stood in for by ones that return what PyTorch's own allocator reported on a
+There is no CUDA here: its functions are replaced by ones that return what PyTorch's own allocator reported on a
 simulated device (torch.cuda.memory_stats, host_memory_stats, memory_snapshot, _snapshot).
 """
 
@@ -38,15 +38,19 @@ NAMES = [column.name for column in DEVICE_MEMORY.columns[3:]]
 STATE = allocator_state()
 STATS, UNUSED, PINNED, SNAPSHOT = (STATE[name] for name in ("device", "unused", "host", "snapshot"))
 [ERROR] = recorded("out-of-memory").events_of("cuda-oom")
-#: Bytes that were asked for, that the process may have, and that were free.
+#: Bytes that were requested, that the process may have, and that were free.
 ASKED, LIMIT, FREE = (ERROR[f"{name}_bytes"] for name in ("requested", "limit", "free"))
 ALLOCATED, RESERVED = (STATS[f"{name}_bytes"]["all"]["current"] for name in ("allocated", "reserved"))
 
 
-def test_gauges_follow_the_stream_and_leave_out_what_an_allocator_does_not_tell():
+def test_gauges_follow_the_stream_and_unknown_ones_are_missing():
     full = dict(zip(NAMES, gauges(STATS, PINNED), strict=True))
     pools = STATS["reserved_bytes_by_private_pools"].values()
-    now = {name: told["all"]["current"] for name, told in STATS.items() if isinstance(told, dict) and "all" in told}
+    now = {
+        name: reported["all"]["current"]
+        for name, reported in STATS.items()
+        if isinstance(reported, dict) and "all" in reported
+    }
     assert full == {
         **{name: now[name] for name in NAMES if name in now},
         "allocated_peak_bytes": STATS["allocated_bytes"]["all"]["peak"],
@@ -81,31 +85,31 @@ def cuda_with(stats: list[dict], **more: object) -> SimpleNamespace:
     )
 
 
-def recorded_by(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
+def record_gauges(fake: SimpleNamespace, step: int = 0) -> dict[int, dict[str, int]]:
     written: list[tuple[int, ...]] = []
     events = SimpleNamespace(append=lambda kind, **fields: None)
     DeviceGauges(fake).record(SimpleNamespace(device_memory=written.extend, events=events), step)
     return {device: dict(zip(NAMES, values, strict=True)) for _, _, device, *values in written}
 
 
-def test_every_device_in_use_is_recorded_whatever_the_allocator_tells():
+def test_every_device_in_use_is_recorded():
     pinned = {"host_memory_stats_as_nested_dict": lambda: PINNED}
-    rows = recorded_by(cuda_with([STATS, UNUSED, STATS], **pinned))
+    rows = record_gauges(cuda_with([STATS, UNUSED, STATS], **pinned))
     assert sorted(rows) == [0, 2]
     assert rows[2]["pinned_allocated_bytes"] == PINNED["allocated_bytes"]["current"]
 
-    old_torch = recorded_by(cuda_with([STATS]))
+    old_torch = record_gauges(cuda_with([STATS]))
     assert old_torch[0]["pinned_allocated_bytes"] == MISSING_INT64
 
     fake = cuda_with([STATS])
     fake.cuda.get_allocator_backend = lambda: "cudaMallocAsync"
-    malloc_async = recorded_by(fake)
+    malloc_async = record_gauges(fake)
     assert malloc_async[0]["reserved_bytes"] == RESERVED
     assert malloc_async[0]["oom_count"] == MISSING_INT64, "it always says 0"
 
 
 class Hostile:
-    """Nothing of this may be asked while the objects of a process are walked."""
+    """An object that fails if the census calls any of its code."""
 
     @property
     def __class__(self):
@@ -136,7 +140,7 @@ class Wrapped(torch.Tensor):
         raise AssertionError("the census called user code")
 
 
-def test_the_census_counts_each_storage_once_and_calls_nothing_of_the_users():
+def test_census_counts_each_storage_once_and_calls_no_user_code():
     base = torch.zeros(10, 10)
     with warnings.catch_warnings(action="ignore"):  # a prototype
         nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
@@ -154,7 +158,7 @@ def test_the_census_counts_each_storage_once_and_calls_nothing_of_the_users():
     assert sum(row["tensors_count"] for row in counted["rows"]) == counted["tensors_count"] == 6
 
 
-def test_the_census_is_bounded_in_time_and_sets_off_no_collection():
+def test_census_is_bounded_in_time_and_triggers_no_collection():
     ticks = iter(range(10**6))
     many = [torch.zeros(1) for _ in range(3 * census_module._CLOCK_EVERY)]
     counted = census(torch, many, limit_ns=1, clock_ns=lambda: next(ticks))
@@ -185,7 +189,7 @@ SIZES = [segment["total_size"] for segment in LARGEST_FIRST]
 
 
 def stack_of(document, entry):
-    """The frames that a compact document tells of a block or of an entry of the trace."""
+    """Return the frames of a block, or of an entry of the trace, in a compact document."""
     return [document["frames"][frame] for frame in document["stacks"][entry["stack"]]] if "stack" in entry else []
 
 
@@ -193,7 +197,7 @@ def frames_of(entry):
     return [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]]
 
 
-def test_a_compact_snapshot_keeps_each_stack_once_and_tells_of_each_block():
+def test_compact_snapshot_has_each_stack_once_and_every_block():
     small = compact(SNAPSHOT)
     assert [segment["total_size"] for segment in small["segments"]] == SIZES
     assert small["blocks_left_out_count"] == 0
@@ -207,7 +211,7 @@ def test_a_compact_snapshot_keeps_each_stack_once_and_tells_of_each_block():
     assert sum("stack" in entry for entry in entries) > len(small["stacks"]), "several have the same one"
 
 
-def test_of_many_blocks_a_compact_snapshot_keeps_those_of_the_largest_segments():
+def test_compact_snapshot_keeps_blocks_of_the_largest_segments():
     counts = [len(segment["blocks"]) for segment in LARGEST_FIRST]
     small = compact(SNAPSHOT, max_blocks=counts[0] + 1)
     assert [segment["total_size"] for segment in small["segments"]] == SIZES
@@ -217,7 +221,7 @@ def test_of_many_blocks_a_compact_snapshot_keeps_those_of_the_largest_segments()
 
 @pytest.fixture
 def out_of_memory(tmp_path, monkeypatch):
-    """A process whose CUDA has just been initialised: its hook, its progress and what it has said."""
+    """A process whose CUDA has just been initialised: its hook, its progress and its events."""
     monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     current = session.start(layout.create_run(tmp_path, name="oom", argv=[]))
@@ -247,7 +251,7 @@ def out_of_memory(tmp_path, monkeypatch):
     session.stop()
 
 
-def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memory, monkeypatch):
+def test_cuda_is_not_touched_before_training_initialises_it(out_of_memory, monkeypatch):
     world = out_of_memory
     for name, value in (("_cuda_init", lambda: None), ("_cuda_getDeviceCount", lambda: 1)):
         monkeypatch.setattr(torch._C, name, value, raising=False)
@@ -265,21 +269,25 @@ def test_nothing_is_done_to_cuda_before_the_training_initialises_it(out_of_memor
         hook.remove()
 
 
-def test_an_error_in_a_worker_is_told_before_the_training_ends_it_by_a_signal(out_of_memory, monkeypatch):
+def test_oom_in_a_worker_is_recorded_at_once(out_of_memory, monkeypatch):
     world = out_of_memory
     world.hook.cuda_is_ready()
     monkeypatch.setattr("training_harness.hooks.training.cuda_oom.is_worker", lambda: True)
     for _ in range(5):  # a dataset that tries again
         world.observers[0](1, ASKED, LIMIT, FREE)
-    told = world.events("cuda-oom")
-    assert len(told) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
-    assert (told[0]["device"], told[0]["requested_bytes"], told[0]["allocated_bytes"]) == (1, ASKED, ALLOCATED)
-    assert (told[0]["step"], told[0]["caught"]) == (None, None), (
+    reported = world.events("cuda-oom")
+    assert len(reported) == len(list(world.current.run_dir.glob("snapshots/*"))) == 2
+    assert (reported[0]["device"], reported[0]["requested_bytes"], reported[0]["allocated_bytes"]) == (
+        1,
+        ASKED,
+        ALLOCATED,
+    )
+    assert (reported[0]["step"], reported[0]["caught"]) == (None, None), (
         "a worker is in no step; what becomes of it is open"
     )
 
 
-def test_an_error_that_the_training_catches_is_told_as_it_was_at_the_error(out_of_memory, monkeypatch):
+def test_caught_oom_is_recorded_with_figures_of_its_moment(out_of_memory, monkeypatch):
     world = out_of_memory
     world.hook.cuda_is_ready()
     (observer,) = world.observers
@@ -307,15 +315,15 @@ def test_an_error_that_the_training_catches_is_told_as_it_was_at_the_error(out_o
     assert world.progress.requests.due_ns > time.monotonic_ns() - POLL_EVERY_NS
 
 
-def test_an_error_that_ends_the_training_is_told_with_its_message_and_a_snapshot(out_of_memory):
+def test_fatal_oom_is_recorded_with_its_message_and_a_snapshot(out_of_memory):
     world = out_of_memory
     world.hook.cuda_is_ready()
     world.observers[0](0, ASKED, LIMIT, FREE)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 104.00 MiB.")
     sys.excepthook(type(error), error, None)
-    (told,) = world.events("cuda-oom")
-    assert (told["caught"], told["type"], told["requested_bytes"]) == (False, "OutOfMemoryError", ASKED)
-    assert (world.current.run_dir / told["path"]).is_file()
+    (reported,) = world.events("cuda-oom")
+    assert (reported["caught"], reported["type"], reported["requested_bytes"]) == (False, "OutOfMemoryError", ASKED)
+    assert (world.current.run_dir / reported["path"]).is_file()
     sys.excepthook(ValueError, ValueError("nothing to do with it"), None)
     assert len(world.events("cuda-oom")) == 1
     world.observers[0](0, ASKED, LIMIT, FREE)  # in the same step, and caught
@@ -330,7 +338,7 @@ def test_an_error_that_ends_the_training_is_told_with_its_message_and_a_snapshot
         ("growth", allocation_growth, tracemalloc.is_tracing),
     ],
 )
-def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monkeypatch, what, module, is_running):
+def test_profile_and_growth_end_at_their_limit_and_on_close(out_of_memory, monkeypatch, what, module, is_running):
     world = out_of_memory
 
     def ask(number: int) -> None:
@@ -359,9 +367,9 @@ def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monk
     world.progress.requests.expire(world.current, 2)
     assert not is_running()
     assert gc.get_freeze_count() == 0
-    (told,) = world.events("snapshot")
-    assert told["request"] == f"{what}-2"
-    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    (reported,) = world.events("snapshot")
+    assert reported["request"] == f"{what}-2"
+    saved = json.loads(gzip.decompress((world.current.run_dir / reported["path"]).read_bytes()))
     assert saved["steps_count"] == 0
 
     if what == "growth":
@@ -381,23 +389,23 @@ def test_what_lasts_ends_with_its_time_and_with_its_requests(out_of_memory, monk
         world.progress.requests.close()
 
 
-def test_the_history_is_recorded_if_asked_for_and_saved_for_torchs_viewer_too(out_of_memory, monkeypatch):
+def test_memory_history_is_recorded_on_request_and_pickled(out_of_memory, monkeypatch):
     world = out_of_memory
     monkeypatch.setenv(layout.MEMORY_HISTORY_VARIABLE, "500")
     world.hook.cuda_is_ready()
     assert world.history == [{"enabled": "all", "stacks": "python", "max_entries": 500}]
     world.observers[0](0, ASKED, LIMIT, FREE)
     world.end_step()
-    (told,) = world.events("cuda-oom")
-    assert pickle.loads((world.current.run_dir / told["pickle"]).read_bytes()) == SNAPSHOT
-    saved = json.loads(gzip.decompress((world.current.run_dir / told["path"]).read_bytes()))
+    (reported,) = world.events("cuda-oom")
+    assert pickle.loads((world.current.run_dir / reported["pickle"]).read_bytes()) == SNAPSHOT
+    saved = json.loads(gzip.decompress((world.current.run_dir / reported["path"]).read_bytes()))
     first = next(frames for s in LARGEST_FIRST for block in s["blocks"] if (frames := frames_of(block)))
     assert saved["frames"][0] == list(first[0])
     world.hook.remove()
     assert world.history[-1] == {"enabled": None}
 
 
-def test_an_allocator_without_observers_still_has_its_fatal_error_told(out_of_memory):
+def test_fatal_oom_is_recorded_without_observers(out_of_memory):
     world = out_of_memory
 
     def refuse(observer):
@@ -412,12 +420,12 @@ def test_an_allocator_without_observers_still_has_its_fatal_error_told(out_of_me
     assert [event["hook"] for event in world.events("hook-disabled")] == ["cuda_oom_observer"]
     error = RuntimeError("CUDA error: out of memory")
     sys.excepthook(RuntimeError, error, None)
-    (told,) = world.events("cuda-oom")
-    assert (told["device"], told["message"]) == (None, str(error))
-    assert "not meaningful" in told["snapshot_error"]
+    (reported,) = world.events("cuda-oom")
+    assert (reported["device"], reported["message"]) == (None, str(error))
+    assert "not meaningful" in reported["snapshot_error"]
 
 
-def test_only_cuda_out_of_memory_is_taken_for_it():
+def test_only_cuda_out_of_memory_errors_are_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("Caught OutOfMemoryError in replica 1 on device 1."))
     assert not is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(MemoryError())
@@ -433,7 +441,7 @@ needs_mallinfo2 = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2")
 
 
 @needs_mallinfo2
-def test_what_is_freed_between_blocks_in_use_is_free_and_no_longer_in_use():
+def test_memory_freed_between_used_blocks_is_free():
     gauge = HeapGauge()
     blocks = [bytes(50_000) for _ in range(2000)]
     _, in_use_full, free_full = heap_reading(gauge)
@@ -444,7 +452,7 @@ def test_what_is_freed_between_blocks_in_use_is_free_and_no_longer_in_use():
 
 
 @needs_mallinfo2
-def test_the_heap_is_read_now_and_then_and_seldom_where_that_takes_long(monkeypatch):
+def test_heap_is_read_less_often_if_reading_is_slow(monkeypatch):
     gauge = HeapGauge()
     at_ns, _, _ = heap_reading(gauge)
     assert gauge.due_ns >= at_ns + EVERY_NS
@@ -454,13 +462,13 @@ def test_the_heap_is_read_now_and_then_and_seldom_where_that_takes_long(monkeypa
     assert gauge.due_ns == at_ns + 20_000_000_000
 
 
-def test_the_heap_is_never_read_where_the_c_library_does_not_tell(monkeypatch):
+def test_heap_is_never_read_without_mallinfo2(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     assert HeapGauge().due_ns == sys.maxsize
 
 
 @needs_mallinfo2
-def test_a_training_reads_its_heap_once_in_a_quarter_of_a_second(out_of_memory):
+def test_heap_is_read_once_in_a_quarter_of_a_second(out_of_memory):
     rows: list[tuple[int, ...]] = []
     out_of_memory.current.heap = lambda *row: rows.append(row)
     begun_ns = time.monotonic_ns()

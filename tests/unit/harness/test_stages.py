@@ -1,4 +1,4 @@
-"""Stages: whose time is whose, when the CPU clock is read, and what recognising a call leaves as it was."""
+"""Stages: the time of each, the readings of the CPU clock, and calls that stay unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def recorded(tmp_path, monkeypatch):
+def stage_rows(tmp_path, monkeypatch):
     """Rows that are recorded: (loader, epoch, index, worker, stage, calls, own ns, CPU ns)."""
     monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
     monkeypatch.setattr(stages.recording, "hook", Hook("stage"))
@@ -63,7 +63,7 @@ def recorded(tmp_path, monkeypatch):
     stages._forget()
 
 
-def test_a_stage_is_without_those_within_it_and_is_written_once_per_batch(clock, recorded):
+def test_stage_excludes_nested_stages_and_is_written_once_per_batch(clock, stage_rows):
     for _ in range(2):
         with stage("augment"):
             clock.pass_ns(3 * MS, 2 * MS)
@@ -71,25 +71,25 @@ def test_a_stage_is_without_those_within_it_and_is_written_once_per_batch(clock,
                 clock.pass_ns(5 * MS, 1 * MS)
             clock.pass_ns(1 * MS, 1 * MS)
     stages.write_fetch_stages(clock.wall_ns, 0, 1, 2, 3)
-    assert sorted(recorded) == [
+    assert sorted(stage_rows) == [
         (0, 1, 2, 3, b"augment", 2, 8 * MS, 6 * MS),
         (0, 1, 2, 3, b"read", 2, 10 * MS, 2 * MS),
     ]
     stages.write_fetch_stages(clock.wall_ns, 0, 1, 3, 3)
-    assert len(recorded) == 2, "the next batch called nothing"
+    assert len(stage_rows) == 2, "the next batch called nothing"
 
 
-def test_what_the_loop_calls_belongs_to_the_batch_that_it_was_given(clock, recorded):
+def test_stages_of_the_loop_belong_to_its_current_batch(clock, stage_rows):
     for index in range(2):
         stages.flush()
         stages.local.tally.batch = 0, 0, index
         with stage("copy"):
             clock.pass_ns(MS, MS)
     stages.flush()
-    assert recorded == [(0, 0, index, MISSING_INT32, b"copy", 1, MS, MS) for index in range(2)]
+    assert stage_rows == [(0, 0, index, MISSING_INT32, b"copy", 1, MS, MS) for index in range(2)]
 
 
-def test_batches_that_follow_each_other_closely_share_a_record(clock, recorded):
+def test_batches_in_close_succession_share_a_record(clock, stage_rows):
     stages.due_ns = 0
     stages.local.tally.batch = 0, 0, 0
     for index in range(1, 7):
@@ -99,10 +99,10 @@ def test_batches_that_follow_each_other_closely_share_a_record(clock, recorded):
             stages.write_loop_stages(clock.wall_ns)
         stages.local.tally.batch = 0, 0, index
     stages.flush()
-    assert [(row[2], row[5]) for row in recorded] == [(0, 1), (2, 2), (4, 2), (6, 1)]
+    assert [(row[2], row[5]) for row in stage_rows] == [(0, 1), (2, 2), (4, 2), (6, 1)]
 
 
-def test_the_cpu_clock_is_read_for_one_in_sixteen_short_calls_and_scaled_to_all(clock, recorded):
+def test_cpu_time_of_short_calls_is_sampled_and_scaled(clock, stage_rows):
     read: list[int] = []
     clock.thread_time_ns = lambda: read.append(clock.wall_ns) or clock.cpu_ns
     work = stage_calls.time_calls(clock.pass_ns, "augment", stages.recording.hook)
@@ -121,11 +121,11 @@ def test_the_cpu_clock_is_read_for_one_in_sixteen_short_calls_and_scaled_to_all(
     stages.write_fetch_stages(clock.wall_ns, 0, 0, 2, 0)
     work(10_000, 5_000)
     stages.write_fetch_stages(clock.wall_ns, 0, 0, 3, 0)
-    assert [row[5:] for row in recorded[:1]] == [(32, 320_000, 160_000)]
-    assert recorded[3][5:] == (1, 10_000, MISSING_INT64), "CPU time that was not measured is missing, not 0"
+    assert [row[5:] for row in stage_rows[:1]] == [(32, 320_000, 160_000)]
+    assert stage_rows[3][5:] == (1, 10_000, MISSING_INT64), "CPU time that was not measured is missing, not 0"
 
 
-def test_threads_that_help_count_for_the_batch_and_threads_that_fetch_for_their_own(recorded):
+def test_stages_of_helper_threads_count_for_the_batch(stage_rows):
     def helper() -> None:
         with stage("decode"):
             pass
@@ -154,14 +154,14 @@ def test_threads_that_help_count_for_the_batch_and_threads_that_fetch_for_their_
     stages.write_fetch_stages(0, 0, 0, 0, 2)
     go_on.set()
     other.join()
-    assert [row[:6] for row in recorded] == [
+    assert [row[:6] for row in stage_rows] == [
         (1, 0, 0, MISSING_INT32, b"decode", 1),
         (0, 0, 0, 2, b"decode", 3),
         (1, 0, 0, MISSING_INT32, b"copy", 1),
     ]
 
 
-def test_stage_is_nothing_where_nothing_records_and_never_hides_what_it_is_put_on(recorded):
+def test_stage_has_no_effect_without_recording_and_keeps_metadata(stage_rows):
     @stage("augment")
     def half(value: float) -> float:
         """Half of it."""
@@ -177,7 +177,7 @@ def test_stage_is_nothing_where_nothing_records_and_never_hides_what_it_is_put_o
     with stage("ä" * 20):
         pass
     stages.write_fetch_stages(0, 0, 0, 0, 0)
-    assert [(row[4].decode(), row[5]) for row in recorded] == [("augment", 2), ("ä" * 12, 1)]
+    assert [(row[4].decode(), row[5]) for row in stage_rows] == [("augment", 2), ("ä" * 12, 1)]
     stages.recording.hook.active = False
     assert half(4) == 2
     with stage("augment"):
@@ -189,7 +189,7 @@ def test_stage_is_nothing_where_nothing_records_and_never_hides_what_it_is_put_o
     assert not stages.recording.hook.active, "not hashable: switched off, not raised"
 
 
-def test_a_replaced_function_looks_as_before_and_is_the_original_after(recorded, tmp_path):
+def test_replaced_function_looks_unchanged_and_is_restored(stage_rows, tmp_path):
     before, loader = cv2.imread, np.load
     hooks = [stage_calls.install("cv2"), stage_calls.install("numpy")]
     assert cv2.imread is not before
@@ -204,7 +204,7 @@ def test_a_replaced_function_looks_as_before_and_is_the_original_after(recorded,
     with pytest.raises(cv2.error):
         cv2.resize(picture, (0, 0))
     stages.write_fetch_stages(0, 0, 0, 0, 0)
-    assert sorted(row[4:6] for row in recorded) == [(b"read+decode", 1), (b"resize", 1)]
+    assert sorted(row[4:6] for row in stage_rows) == [(b"read+decode", 1), (b"resize", 1)]
     for hook in hooks:
         hook.remove()
     assert (cv2.imread, np.load) == (before, loader)
@@ -212,7 +212,7 @@ def test_a_replaced_function_looks_as_before_and_is_the_original_after(recorded,
 
 
 @pytest.mark.parametrize("part", ["enter", "leave"])
-def test_a_failure_of_ours_switches_off_and_leaves_what_is_held_picklable(recorded, monkeypatch, part):
+def test_failing_stage_hook_disables_itself_and_stays_picklable(stage_rows, monkeypatch, part):
     before, hook = cv2.flip, stage_calls.install("cv2")
     monkeypatch.setattr(stages.Tally, part, lambda *_: 1 / 0)
     try:
@@ -226,9 +226,7 @@ def test_a_failure_of_ours_switches_off_and_leaves_what_is_held_picklable(record
     assert cv2.flip is before
 
 
-def test_the_members_of_a_compose_are_stages_and_only_reading_is_told_apart_in_them(
-    recorded, monkeypatch, tmp_path
-):
+def test_members_of_a_compose_are_stages_with_reading_separate(stage_rows, monkeypatch, tmp_path):
     class Shrink:
         def __call__(self, path):
             return cv2.resize(cv2.imread(path), (4, 4))
@@ -255,14 +253,14 @@ def test_the_members_of_a_compose_are_stages_and_only_reading_is_told_apart_in_t
     made = Compose(Shrink(), ToTensor(), torch.nn.Identity(), lambda tensor: tensor + 1)(str(tmp_path / "a.png"))
     assert made.shape == (4, 4, 3)
     stages.write_fetch_stages(0, 0, 0, 0, 0)
-    assert sorted(row[4:6] for row in recorded) == [(b"Shrink", 1), (b"convert", 1), (b"read+decode", 1)]
+    assert sorted(row[4:6] for row in stage_rows) == [(b"Shrink", 1), (b"convert", 1), (b"read+decode", 1)]
     assert "__call__" not in vars(torch.nn.Identity)
     for hook in reversed(hooks):
         hook.remove()
     assert originals == [Shrink.__call__, ToTensor.__call__, Compose.__call__]
 
 
-def test_copies_to_a_device_are_told_and_nothing_else_is_a_copy(recorded, monkeypatch, clock):
+def test_only_copies_to_a_device_are_recorded_as_copies(stage_rows, monkeypatch, clock):
     went: list[tuple] = []
 
     def to(tensor, *args, **kwargs):
@@ -294,12 +292,12 @@ def test_copies_to_a_device_are_told_and_nothing_else_is_a_copy(recorded, monkey
     assert len(went) == len(copies) + len(others)
     assert told == [2 * MS] * len(copies)
     stages.flush()
-    assert [row[4:] for row in recorded] == [(b"copy", 4, 8 * MS, 4 * MS)]
+    assert [row[4:] for row in stage_rows] == [(b"copy", 4, 8 * MS, 4 * MS)]
     hook.remove()
     assert torch.Tensor.to is to
 
 
-def test_tensor_methods_stay_where_a_subclass_may_compare_them():
+def test_tensor_methods_are_not_replaced_if_a_subclass_may_compare():
     class Marked(torch.Tensor):
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -316,7 +314,7 @@ def test_tensor_methods_stay_where_a_subclass_may_compare_them():
         gc.collect()  # it must not be met by what comes after
 
 
-def test_the_shim_waits_for_every_module_that_has_hooks():
+def test_shim_waits_for_every_module_with_hooks():
     source = (Path(layout.__file__).parent / "bootstrap" / "shim.py").read_text()
     triggers = next(
         ast.literal_eval(node.value)

@@ -64,7 +64,7 @@ def test_segments_roll_over_at_their_size_and_keep_every_record(run):
     assert writer.lost_count == 0
 
 
-def test_records_close_to_the_last_write_are_held_until_the_next_one_or_the_end(run):
+def test_records_soon_after_a_write_are_held_until_the_next_one(run):
     writer = JournalWriter(run.journal_dir, STEP, IDENTITY, hold_ns=10)
     for time_ns in (0, 5, 9):
         writer.append(*step_record(time_ns))
@@ -79,7 +79,7 @@ def test_records_close_to_the_last_write_are_held_until_the_next_one_or_the_end(
     assert steps_in(run) == [0, 5, 9, 10, 12, 14]
 
 
-def test_a_value_that_fits_no_column_costs_the_records_held_with_it_and_no_other(run):
+def test_invalid_value_loses_only_the_records_held_with_it(run):
     events = EventLog(run.events_dir, IDENTITY)
     writer = JournalWriter(run.journal_dir, STEP, IDENTITY, events=events)
     writer.append(*step_record(0))
@@ -88,8 +88,8 @@ def test_a_value_that_fits_no_column_costs_the_records_held_with_it_and_no_other
     writer.append(*step_record(3))
     writer.close()
     assert steps_in(run) == [0, 3]
-    told = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
-    assert {(each["count"], each["reason"]) for each in told} == {(2, "not-a-record")}
+    losses = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert {(each["count"], each["reason"]) for each in losses} == {(2, "not-a-record")}
 
 
 def test_threads_that_share_a_writer_lose_and_double_nothing(run):
@@ -106,7 +106,7 @@ def test_threads_that_share_a_writer_lose_and_double_nothing(run):
     assert sorted(steps_in(run)) == list(range(40_000))
 
 
-def test_a_process_that_got_the_same_pid_again_leaves_the_old_files_alone(run):
+def test_process_with_a_reused_pid_does_not_touch_old_files(run):
     for _ in range(2):
         writer = JournalWriter(run.journal_dir, STEP, IDENTITY)
         writer.append(*step_record(1))
@@ -114,7 +114,7 @@ def test_a_process_that_got_the_same_pid_again_leaves_the_old_files_alone(run):
     assert steps_in(run) == [1, 1]
 
 
-def test_a_full_disk_costs_records_and_says_how_many(run, small_disk):
+def test_full_disk_loses_records_and_counts_them(run, small_disk):
     now = [0]
     (run.journal_dir).rmdir()
     run.journal_dir.symlink_to(small_disk)
@@ -137,7 +137,7 @@ def test_a_full_disk_costs_records_and_says_how_many(run, small_disk):
     writer.close()
 
 
-def test_a_writer_that_nobody_collects_stops_says_so_and_goes_on_when_there_is_room(run):
+def test_writer_without_a_collector_stops_until_there_is_room(run):
     now = [0]
     events = EventLog(run.events_dir, IDENTITY)
     writer = JournalWriter(
@@ -147,11 +147,11 @@ def test_a_writer_that_nobody_collects_stops_says_so_and_goes_on_when_there_is_r
     for number in range(100):
         writer.append(*step_record(number))
     assert steps_in(run) == list(range(30))
-    told = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
-    assert {(each["kind"], each["stream"], each["reason"]) for each in told} == {
+    losses = [json.loads(line) for line in next(run.events_dir.iterdir()).read_text().splitlines()]
+    assert {(each["kind"], each["stream"], each["reason"]) for each in losses} == {
         ("records-lost", "step", "not-collected")
     }
-    assert [each["count"] for each in told] == [1, 2, 4, 8, 16, 32, 64]
+    assert [each["count"] for each in losses] == [1, 2, 4, 8, 16, 32, 64]
     list_segments(run)[0].unlink()
     now[0] = RETRY_AFTER_NS
     writer.append(*step_record(100))
@@ -161,7 +161,7 @@ def test_a_writer_that_nobody_collects_stops_says_so_and_goes_on_when_there_is_r
     assert header.lost_before_count == 70
 
 
-def test_a_forked_child_writes_as_itself(run, monkeypatch):
+def test_forked_child_writes_its_own_journal(run, monkeypatch):
     monkeypatch.delenv(layout.DISABLED_VARIABLE, raising=False)
     parent = session.start(run.path)
     assert parent is not None
@@ -188,7 +188,7 @@ def test_a_forked_child_writes_as_itself(run, monkeypatch):
     assert sorted(steps_in(run)) == [0, 1, 2, 3]
 
 
-def test_every_stream_begins_with_its_time_and_names_its_units():
+def test_every_stream_begins_with_time_and_its_columns_have_units():
     units = ("_ns", "_bytes", "_count", "_ratio", "_ticks", "_celsius", "_watts", "_status")
     plain = {"step", "device", "loader", "epoch", "index", "worker", "role", "alive", "stage", "unit"} | {
         "process_pid",

@@ -119,7 +119,7 @@ def card(made: Verdict, *, width: int = 80, color: bool = False) -> str:
     return stream.getvalue()
 
 
-def test_the_card_names_the_run_the_findings_and_the_way_on():
+def test_card_has_the_run_its_findings_and_the_next_command():
     text = card(verdict(HOST_RISK, SLOW_WORKER))
     assert "20261121-101500-demo-1a2b" in text
     assert "finished, exit status 0, 61 s" in text
@@ -143,7 +143,7 @@ def test_the_card_names_the_run_the_findings_and_the_way_on():
     assert text.rstrip().endswith("tidegauge dashboard")
 
 
-def test_a_healthy_run_says_so_with_its_evidence():
+def test_card_of_a_healthy_run_has_an_all_clear_with_evidence():
     text = card(verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []}))
     assert "Nothing needs attention" in text
     assert "data wait share" in text
@@ -151,19 +151,19 @@ def test_a_healthy_run_says_so_with_its_evidence():
     assert "WARNING" not in text
 
 
-def test_the_tick_does_not_stand_beside_a_stall():
+def test_card_with_a_stall_has_no_all_clear():
     text = card(verdict(HEALTHY))
     assert "19 s (decode 80%" in text
     assert "Nothing needs attention" not in text
 
 
-def test_a_short_stall_of_a_long_run_is_not_worth_a_line():
+def test_short_stall_of_a_long_run_is_not_shown():
     text = card(verdict(HEALTHY, duration_seconds=3600.0))
     assert "decode 80%" not in text
     assert "Nothing needs attention" in text
 
 
-def test_without_a_dataloader_nothing_is_told_of_it_but_the_time_outside_the_step():
+def test_card_without_a_dataloader_shows_time_outside_the_step():
     outside = {"ratio": 0.62, "cpu_ratio": 0.96, "seconds": 0.045, "steps": 1200.0}
     known = verdict().summary | {"data_wait_ratio": None, "exposed_stall": [], "outside_step": outside}
     text = " ".join(card(verdict(batches=0, workers_reporting=(0, 0), summary=known)).split())
@@ -180,18 +180,18 @@ def test_without_a_dataloader_nothing_is_told_of_it_but_the_time_outside_the_ste
         ("optimizer step", "1,200,"),
     ],
 )
-def test_steps_that_are_no_optimizer_steps_say_what_they_are(unit, words):
+def test_card_names_the_unit_of_other_steps(unit, words):
     assert words in card(verdict(step_unit=unit))
 
 
-def test_a_run_without_training_claims_neither_health_nor_speed():
+def test_card_without_training_claims_neither_health_nor_speed():
     text = card(verdict(steps=0, step_unit=None, batches=0, workers_reporting=(0, 0)))
     assert "No steps or batches were seen" in text
     assert "Nothing needs attention" not in text
     assert "steps/s" not in text
 
 
-def test_what_is_not_known_is_a_dash_and_never_zero():
+def test_unknown_values_are_a_dash_not_zero():
     unknown = {
         "peak": {"run_pss_bytes": None, "device_reserved_bytes": None},
         "throughput": {"steps_per_second": None, "samples_per_second": None},
@@ -208,7 +208,7 @@ def test_what_is_not_known_is_a_dash_and_never_zero():
     assert "0 B" not in text
 
 
-def test_a_death_by_signal_is_named():
+def test_card_names_the_signal_of_a_killed_run():
     assert "signal 9 (SIGKILL)" in card(verdict(status="killed", exit_status=-9))
 
 
@@ -218,7 +218,7 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert max(map(len, lines)) <= width
 
 
-def test_a_long_text_of_evidence_is_shown_whole():
+def test_long_text_evidence_is_shown_whole():
     message = "RuntimeError: " + "mat1 and mat2 shapes cannot be multiplied " * 3
     crash = Finding(
         kind="crashed",
@@ -240,7 +240,7 @@ def test_severity_does_not_depend_on_colour():
     assert "▲ WARNING" in plain
 
 
-def test_the_json_is_the_public_form():
+def test_json_report_has_the_documented_form():
     made = report.report(verdict(HOST_RISK, SLOW_WORKER), run_id="r", name="demo")
     body = json.loads(json.dumps(made, allow_nan=False))
     assert body["schema"] == 1
@@ -267,7 +267,7 @@ def test_the_json_is_the_public_form():
     assert body["summary"]["overhead"] == {"collector_cpu_ratio": None}
 
 
-def test_the_dashboard_is_opened_on_the_home_of_the_run(monkeypatch):
+def test_dashboard_command_names_the_home_of_the_run(monkeypatch):
     beside = Path(sys.executable).with_name("tidegauge")
     monkeypatch.setenv("PATH", "/nothing/here")
     assert report.dashboard_command(Path("/a"), Path("/a")) == shlex.join([str(beside), "dashboard"])
@@ -276,7 +276,7 @@ def test_the_dashboard_is_opened_on_the_home_of_the_run(monkeypatch):
     assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"
 
 
-def test_the_tick_does_not_stand_beside_a_finding_that_is_not_healthy():
+def test_card_with_an_unhealthy_finding_has_no_all_clear():
     calm = verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []})
     slow = dataclasses.replace(HEALTHY, kind="workers-too-slow")
     assert "Nothing needs attention" in card(calm)

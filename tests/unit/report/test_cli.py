@@ -55,13 +55,13 @@ def tidegauge(monkeypatch, capsys, tmp_path):
     return call
 
 
-def shown(table) -> str:
+def render(table) -> str:
     stream = io.StringIO()
     Console(file=stream, width=120).print(table)
     return stream.getvalue()
 
 
-def test_the_commands_are_those_of_the_documentation():
+def test_every_command_and_option_is_documented():
     assert set(cli.cli.commands) == COMMANDS
     text = (DOCS / "cli.md").read_text()
     for name, command in cli.cli.commands.items():
@@ -75,7 +75,7 @@ def test_every_command_takes_a_home():
         assert any("--home" in parameter.opts for parameter in command.params)
 
 
-def test_the_jobs_are_those_that_there_are():
+def test_job_names_match_the_existing_jobs():
     assert set(running.JOBS) == set(JOBS)
 
 
@@ -115,7 +115,7 @@ def test_the_jobs_are_those_that_there_are():
         (["prune", "--max-size", "20 apples"], "'20 apples' is not a size; write it like 20GB or 500MiB"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):
+def test_usage_error_is_one_line_with_exit_status_2(tidegauge, arguments, said):
     status, out, err = tidegauge(*arguments)
     assert status == 2
     assert out == ""
@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line_and_exit_2(tidegauge, arguments, said):
     assert err.count("\n") == 1
 
 
-def test_a_damaged_manifest_is_one_line(tidegauge, tmp_path):
+def test_damaged_manifest_is_a_one_line_error(tidegauge, tmp_path):
     run_dir = create_run(tmp_path / "home", name="x", argv=["x"])
     (run_dir / MANIFEST).write_text("{")
     status, _, err = tidegauge("report", run_dir.name)
@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_one_line(tidegauge, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch, tmp_path):
+def test_unexpected_error_names_the_file_with_its_traceback(tidegauge, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("collector.store.catalogue.list_runs", lambda _home: 1 / 0)
     status, _, err = tidegauge("runs")
@@ -152,26 +152,26 @@ def test_an_unexpected_error_says_where_its_traceback_is(tidegauge, monkeypatch,
         ("images", "--steps", "3", "--home=/h"),
     ],
 )
-def test_the_home_of_a_job_may_stand_anywhere(tidegauge, monkeypatch, arguments):
+def test_home_option_of_a_job_may_be_anywhere(tidegauge, monkeypatch, arguments):
     started = []
     monkeypatch.setattr(running, "_run", lambda command, *, home, **_: started.append((home, command[-3:])))
     tidegauge("job", *arguments)
     assert started == [(Path("/h"), ("images", "--steps", "3"))]
 
 
-def test_without_a_command_the_help_is_shown(tidegauge):
+def test_help_is_shown_without_a_command(tidegauge):
     status, out, _ = tidegauge()
     assert status == 0
     assert all(f"  {name} " in out for name in COMMANDS)
 
 
-def test_a_home_without_runs_says_how_to_start_one(tidegauge):
+def test_runs_of_an_empty_home_says_how_to_start_one(tidegauge):
     status, out, _ = tidegauge("runs")
     assert status == 0
     assert "tidegauge run -- COMMAND" in out
 
 
-def test_runs_are_listed_newest_first_from_their_kept_reports(tmp_path):
+def test_runs_are_listed_newest_first_from_saved_reports(tmp_path):
     made = [create_run(tmp_path, name=f"job{number}", argv=["x"]) for number in range(3)]
     judged, ended, _living = list(reversed(list_runs(tmp_path)))
     assert [judged.path, ended.path] == made[:2]
@@ -179,14 +179,14 @@ def test_runs_are_listed_newest_first_from_their_kept_reports(tmp_path):
     findings = [{"severity": "critical", "kind": "killed"}]
     listing.save_report(judged, {"schema": 1, "run": facts, "findings": findings})
     write_manifest(ended.path, {**read_manifest(ended.path), "end_time_ns": 1})
-    lines = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
+    lines = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path)))).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [path.name for path in reversed(made)]
     assert re.search(r"killed +1,234 +61 s +critical: killed", lines[3])
     assert re.search(r"ended +— +— +—", lines[2])
     assert re.search(r"abandoned +— +— +—", lines[1])
 
 
-def test_runs_are_listed_by_tag_and_for_programs_too(tidegauge, tmp_path):
+def test_runs_are_filtered_by_tag_and_printed_as_json(tidegauge, tmp_path):
     made = [
         create_run(tmp_path / "home", name=f"job{number}", argv=["x"], tags={"lr": str(number % 2), "by": "me"})
         for number in range(4)
@@ -204,7 +204,7 @@ def test_runs_are_listed_by_tag_and_for_programs_too(tidegauge, tmp_path):
     assert find_run(tmp_path / "home", "job2").path == made[2]
 
 
-def test_a_report_of_a_run_that_cannot_be_read_whole_is_not_kept(tidegauge, tmp_path):
+def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
     made = create_run(tmp_path / "home", name="half", argv=["x"])
     command = {"host": os.uname().nodename, "pid": 2**22 + 1, "start_ticks": 1}
     write_manifest(made, {**read_manifest(made), "command": command})
@@ -223,7 +223,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     broken, whole = (create_run(tmp_path, name=name, argv=["x"]) for name in ("broken", "whole"))
     (broken / MANIFEST).write_text("[]")
     (whole / listing.REPORT_NAME).write_text("{")
-    text = shown(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
+    text = render(listing.run_table(map(listing.list_entry, list_runs(tmp_path))))
     assert re.search(rf"{broken.name} +damaged", text)
     assert re.search(rf"{whole.name} +abandoned", text)
 
@@ -237,7 +237,7 @@ def three_runs(tmp_path):
     return made
 
 
-def test_prune_shows_what_goes_and_asks_before_it_deletes(tidegauge, three_runs):
+def test_prune_shows_runs_and_asks_before_it_deletes(tidegauge, three_runs):
     for options, said in ((["--dry-run"], ""), ([], "no terminal can confirm it: give --yes")):
         status, out, err = tidegauge("prune", "--keep", "1", *options)
         assert (status, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 0)
@@ -257,7 +257,7 @@ def test_prune_deletes_the_oldest_first_until_the_rest_fits(tidegauge, three_run
     assert re.fullmatch(r"to delete: 0 runs, 0 B \(of 1 run, \d+ KiB\)\n", out)
 
 
-def test_prune_goes_on_where_a_prune_was_killed(tidegauge, three_runs):
+def test_prune_finishes_an_interrupted_prune(tidegauge, three_runs):
     leftover = three_runs[0].with_name(f".pruned-{three_runs[0].name}")
     three_runs[0].rename(leftover)
     said = "0 runs, 0 B, and the rest of 1 whose deletion was interrupted"
@@ -270,7 +270,7 @@ def test_prune_goes_on_where_a_prune_was_killed(tidegauge, three_runs):
     assert sorted(three_runs[0].parent.iterdir()) == sorted(three_runs[1:])
 
 
-def test_prune_tells_what_it_cannot_delete(tidegauge, three_runs):
+def test_prune_names_runs_that_it_cannot_delete(tidegauge, three_runs):
     (three_runs[0] / "lake.lock").mkdir()
     status, out, err = tidegauge("prune", "--keep", "0", "--yes")
     assert (status, err.count("\n")) == (0, 1)
@@ -289,7 +289,7 @@ HOST = {
 }
 
 
-def test_a_good_machine_has_nothing_to_remedy(tmp_path):
+def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
     checks = [
         doctor_checks.check_memory_limit(HOST),
         doctor_checks.check_shm(HOST),
@@ -301,12 +301,12 @@ def test_a_good_machine_has_nothing_to_remedy(tmp_path):
     ]
     assert [check.remedy for check in checks] == [None] * len(checks)
     assert not (tmp_path / "not").exists()
-    text = shown(doctor_checks.checks_table(checks))
+    text = render(doctor_checks.checks_table(checks))
     assert text.count("ok") >= len(checks)
     assert "none: NVIDIA driver not found" in text
 
 
-def test_what_is_lacking_comes_with_a_remedy(tmp_path):
+def test_doctor_gives_a_remedy_for_each_problem(tmp_path):
     (tmp_path / "file").write_text("")
     lacking = [
         doctor_checks.check_shm({**HOST, "shm_total_bytes": 64 * 2**20}),
@@ -316,7 +316,7 @@ def test_what_is_lacking_comes_with_a_remedy(tmp_path):
         doctor_checks.check_home(tmp_path / "file" / "home"),
     ]
     assert all(check.remedy for check in lacking)
-    text = shown(doctor_checks.checks_table(lacking))
+    text = render(doctor_checks.checks_table(lacking))
     assert text.count("warning") == len(lacking)
     assert "--shm-size=8g" in text
 
@@ -339,13 +339,13 @@ STARTED = {
         (1, "Traceback\nModuleNotFoundError: No module named 'torch'\n", [], "No module named 'torch'"),
     ],
 )
-def test_doctor_judges_the_hooks_by_what_they_reported(exit_status, stderr, events, said):
-    text = shown(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
+def test_doctor_judges_hooks_by_their_events(exit_status, stderr, events, said):
+    text = render(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
     assert ("warning" in text) == (said is not None)
     assert said is None or said in text
 
 
-def test_a_port_that_is_taken_is_one_line(tidegauge):
+def test_port_in_use_is_a_one_line_error(tidegauge):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         status, _, err = tidegauge("dashboard", "--port", port)

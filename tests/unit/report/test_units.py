@@ -11,7 +11,7 @@ from collector import units as quantities
 
 @pytest.mark.parametrize("missing", [None, math.nan, pd.NA, pd.NaT, math.inf])
 @pytest.mark.parametrize("write", [quantities.size, quantities.number, quantities.percent, quantities.duration])
-def test_missing_is_a_dash_and_never_zero(write, missing):
+def test_missing_value_is_a_dash_not_zero(write, missing):
     assert write(missing) == "—"
     assert quantities.quantity(missing, "bytes") == "—"
 
@@ -39,7 +39,7 @@ def test_missing_is_a_dash_and_never_zero(write, missing):
         (None, "ratio", "—"),
     ],
 )
-def test_quantities_in_words(value, unit, words):
+def test_quantities_have_fitting_units(value, unit, words):
     assert quantities.quantity(value, unit) == words
 
 
@@ -95,16 +95,16 @@ def test_no_large_value_has_an_exponent(value, unit):
     assert float(quantities.number(value).replace(",", "")) == pytest.approx(value, rel=0.00501)
 
 
-def test_percentages_keep_a_digit_where_it_matters():
+def test_small_percentages_keep_a_digit():
     assert [quantities.percent(x) for x in (0, 0.034, 0.31, 1.2)] == ["0%", "3.4%", "31%", "120%"]
 
 
-def test_what_may_never_come_has_no_length():
+def test_infinite_time_is_never():
     assert quantities.until(math.inf) == "never"
     assert quantities.until(200) == "3 min 20 s"
 
 
-def test_growth_says_its_direction():
+def test_growth_has_a_sign():
     assert [quantities.growth(each * 2**20 / 60) for each in (1.5, 0, -2)] == [
         "+1.5 MiB/min",
         "0 B/min",

@@ -19,18 +19,18 @@ from collector.report.comparison import Measure, words
         (Locus(device=3, rank=1, host="n7"), "device 3, rank 1, host n7"),
     ],
 )
-def test_loci_in_words(where, words):
+def test_locus_is_described_in_words(where, words):
     assert wording.locus(where) == words
 
 
-def test_a_forecast_has_its_range():
+def test_forecast_shows_its_range():
     when = Eta(low_seconds=600, mid_seconds=720, high_seconds=840, low_steps=700, mid_steps=800, high_steps=900)
     assert wording.eta(when) == "in 12 min (10 min to 14 min), about 800 steps"
     late = Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf)
     assert wording.eta(late) == "in 12 min (10 min to never)"
 
 
-def test_a_sentence_about_the_rest_of_a_dataset_is_one():
+def test_stall_sentence_names_the_rest_of_the_dataset():
     stage = {
         "stage": "other",
         "seconds": 4.0,

@@ -1,4 +1,4 @@
-"""Whatever bytes stand in a journal or an event log: a table, nothing yet, or one line that says what is wrong."""
+"""Any bytes in a journal or an event log give a table, nothing yet, or a one-line error."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def read(path: Path, content: bytes) -> None:
 
 @FUZZ
 @given(content=st.binary(max_size=300), behind_magic=st.booleans())
-def test_any_bytes(tmp_path, content, behind_magic):
+def test_any_bytes_are_read_or_reported(tmp_path, content, behind_magic):
     read(tmp_path / NAME, header(content) if behind_magic else content)
 
 
 @FUZZ
 @given(changes=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=5), cut=st.integers(0, 4000))
-def test_a_real_segment_that_was_changed_and_cut(tmp_path, changes, cut):
+def test_changed_and_cut_segment_is_read_or_reported(tmp_path, changes, cut):
     whole = bytearray(segment(tmp_path).read_bytes())
     for path in tmp_path.iterdir():
         path.unlink()
@@ -88,13 +88,13 @@ def test_a_real_segment_that_was_changed_and_cut(tmp_path, changes, cut):
 
 @FUZZ
 @given(changes=st.dictionaries(st.sampled_from(list(good_header())), VALUES, max_size=3))
-def test_any_value_in_a_header(tmp_path, changes):
+def test_any_header_value_is_read_or_reported(tmp_path, changes):
     read(tmp_path / NAME, header(good_header(**changes)))
 
 
 @FUZZ
 @given(layout=LAYOUTS, fits=st.booleans(), claimed=NUMBERS)
-def test_any_layout(tmp_path, layout, fits, claimed):
+def test_any_layout_is_read_or_reported(tmp_path, layout, fits, claimed):
     try:
         size = struct.calcsize("<" + "".join(code for _, code in layout)) if fits else claimed
     except struct.error:
@@ -118,7 +118,7 @@ def test_any_layout(tmp_path, layout, fits, claimed):
     ],
     ids=lambda body: repr(body)[-30:],
 )
-def test_a_header_that_cannot_be_is_one_short_line(tmp_path, body):
+def test_impossible_header_is_a_short_one_line_error(tmp_path, body):
     path = tmp_path / NAME
     path.write_bytes(header(body))
     with pytest.raises(segments.JournalError, match="is skipped") as caught:
@@ -133,7 +133,7 @@ def test_a_header_that_cannot_be_is_one_short_line(tmp_path, body):
     kind=st.sampled_from(["x", "records-lost"]),
     rubbish=st.binary(max_size=100),
 )
-def test_any_event_and_the_good_one_behind_it(tmp_path, changes, kind, rubbish):
+def test_good_event_after_any_others_is_read(tmp_path, changes, kind, rubbish):
     lines = [*(json.dumps({**EVENT, "kind": kind, **change}).encode() for change in changes), rubbish]
     path = tmp_path / "h.1.jsonl"
     path.write_bytes(b"\n".join([*lines, json.dumps({**EVENT, "kind": "good"}).encode(), b""]))
@@ -146,7 +146,7 @@ def test_any_event_and_the_good_one_behind_it(tmp_path, changes, kind, rubbish):
     assert all(count < 2**63 for count in segments.reported_losses(found.table).values())
 
 
-def test_what_no_writer_has_made_is_named_in_little_memory_and_at_once(tmp_path):
+def test_files_of_other_kinds_are_skipped_in_little_memory(tmp_path):
     for suffix in (".step.1.journal", ".jsonl"):
         (tmp_path / f"h.1{suffix}").mkdir()
         os.mkfifo(tmp_path / f"h.2{suffix}")
@@ -167,7 +167,7 @@ def test_what_no_writer_has_made_is_named_in_little_memory_and_at_once(tmp_path)
     assert done.stdout.count("\n") == 8
 
 
-def test_a_long_event_log_is_read_in_pieces(tmp_path, monkeypatch):
+def test_long_event_log_is_read_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_EVENTS_AT_ONCE_BYTES", 1000)
     log = EventLog(tmp_path, Identity(host="h", pid=1, start_ticks=2))
     for epoch in range(50):

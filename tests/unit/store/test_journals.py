@@ -50,7 +50,7 @@ def rewrite_header(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=lambda stream: stream.name)
-def test_every_stream_comes_back_as_written_and_missing_as_null(tmp_path, stream):
+def test_every_stream_reads_back_with_missing_values_as_null(tmp_path, stream):
     values = [f"stage {at}" if column.code == NAME else at + 1 for at, column in enumerate(stream.columns)]
     full = tuple(value.encode() if isinstance(value, str) else value for value in values)
     path = write(tmp_path, stream, [full, tuple(MISSING[column.code] for column in stream.columns)])
@@ -87,7 +87,7 @@ def test_a_writer_outside_a_distributed_job_has_no_rank(tmp_path):
     assert read_all(path)["rank"].to_pylist() == [None]
 
 
-def test_a_torn_record_is_not_there_until_it_is_whole(tmp_path):
+def test_torn_record_is_read_once_it_is_whole(tmp_path):
     path = write(tmp_path, STEP, step_rows(3))
     whole = path.read_bytes()
     for cut in range(1, STEP.struct.size + 1):
@@ -109,7 +109,7 @@ def test_reading_in_pieces_gives_each_record_once(tmp_path):
     assert steps == [1000 * step + 1 for step in range(7)]
 
 
-def test_a_header_still_being_written_means_nothing_yet(tmp_path):
+def test_incomplete_header_is_read_as_none(tmp_path):
     path = write(tmp_path, STEP, step_rows(1))
     whole = path.read_bytes()
     header = segments.read_header(path)
@@ -118,7 +118,7 @@ def test_a_header_still_being_written_means_nothing_yet(tmp_path):
         assert segments.read_header(path) is None
 
 
-def test_a_column_that_the_file_lacks_is_null_and_one_that_we_lack_is_ignored(tmp_path):
+def test_missing_column_is_null_and_unknown_column_is_ignored(tmp_path):
     columns = [column for column in STEP.columns if column.name != "h2d_ns"]
     other = Stream("step", "", (*columns, type(STEP.columns[0])("from_the_future_bytes", "q", "bytes", "")))
     path = write(tmp_path, other, [tuple(range(len(other.columns)))])
@@ -163,7 +163,7 @@ def spoil_length(path: Path) -> None:
         (lambda path: (path.unlink(), path.mkdir()), "directory"),
     ],
 )
-def test_a_damaged_journal_is_one_clear_line(tmp_path, spoil, said):
+def test_damaged_journal_is_a_one_line_error(tmp_path, spoil, said):
     path = write(tmp_path, STEP, step_rows(2))
     spoil(path)
     with pytest.raises(segments.JournalError) as caught:
@@ -174,7 +174,7 @@ def test_a_damaged_journal_is_one_clear_line(tmp_path, spoil, said):
     assert "\n" not in message
 
 
-def test_segments_come_in_the_order_of_writing(tmp_path):
+def test_segments_are_listed_in_the_order_of_writing(tmp_path):
     run = Run(tmp_path)
     run.journal_dir.mkdir()
     writer = JournalWriter(run.journal_dir, STEP, WRITER, segment_bytes=1, segments_at_most=12)
@@ -190,7 +190,7 @@ def test_a_run_without_journals_has_no_segments(tmp_path):
     assert segments.list_event_logs(Run(tmp_path)) == []
 
 
-def test_events_keep_their_fields_and_a_torn_line_waits(tmp_path):
+def test_events_keep_their_fields_and_a_torn_line_is_read_later(tmp_path):
     log = EventLog(tmp_path, WRITER)
     log.append("loader", loader=0, num_workers=4)
     log.append("process-exit", lost_count=0)

@@ -17,19 +17,19 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def runs_by_name(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     scripts = (runs.SLOW_WORKER, runs.COPY_ON_READ, runs.RESTARTS)
     return {s.name: Run(runs.make_run(home, s)) for s in scripts} | {"cuda": Run(unpack("leak-to-the-end", home))}
 
 
 @pytest.fixture
-def look(made):
+def open_span(runs_by_name):
     """Opens a run: gives the snapshot and the span of a window."""
     opened = []
 
     def open_run(name, window="run"):
-        run = made[name]
+        run = runs_by_name[name]
         context = read(run)
         snapshot = context.__enter__()
         opened.append(context)
@@ -42,14 +42,14 @@ def look(made):
         context.__exit__(None, None, None)
 
 
-def test_a_window_of_steps_begins_with_its_first_step(look):
-    snapshot, within = look("copy-on-read", "500steps")
+def test_window_of_steps_begins_at_its_first_step(open_span):
+    snapshot, within = open_span("copy-on-read", "500steps")
     assert training_steps.step_summary(snapshot, within)["n"] == 500
     assert training_steps.steps(snapshot, within)["step"].iloc[0] == 700
 
 
-def test_no_peak_is_lost_when_a_line_is_thinned(look):
-    snapshot, within = look("copy-on-read")
+def test_no_peak_is_lost_when_a_line_is_thinned(open_span):
+    snapshot, within = open_span("copy-on-read")
     found = lines.lines(snapshot, within, "step", {"took": "duration_ns"}, buckets=40)["took"]
     exact = snapshot.query("SELECT max(duration_ns) AS high, min(duration_ns) AS low FROM step").iloc[0]
     assert len(found.points) <= 80
@@ -59,15 +59,15 @@ def test_no_peak_is_lost_when_a_line_is_thinned(look):
     assert found.points["elapsed_seconds"].is_monotonic_increasing
 
 
-def test_key_figure_and_chart_agree_on_the_data_wait(look):
-    snapshot, within = look("slow-worker")
+def test_key_figure_and_chart_agree_on_the_data_wait(open_span):
+    snapshot, within = open_span("slow-worker")
     table = training_steps.steps(snapshot, within)
     of_chart = (table["wait_ms"] * table["n"]).sum() / ((table["wait_ms"] + table["rest_ms"]) * table["n"]).sum()
     assert training_steps.step_summary(snapshot, within)["wait_ratio"] == pytest.approx(of_chart)
 
 
-def test_the_same_question_is_asked_once_and_each_answer_is_ones_own(look):
-    snapshot, _ = look("slow-worker")
+def test_memo_queries_once_and_returns_copies(open_span):
+    snapshot, _ = open_span("slow-worker")
     asked = []
 
     class Counting:
@@ -90,7 +90,7 @@ def _epochs(run, *, window="run", rank=None):
     return [(round(at, 3), loader, epoch) for at, loader, epoch in table.itertuples(index=False)]
 
 
-def test_an_epoch_begins_before_its_workers_are_started(tmp_path):
+def test_epoch_begins_before_its_workers_start(tmp_path):
     run = Run(runs.make_run(tmp_path, runs.COPY_ON_READ))
     trainer = Identity(socket.gethostname(), runs.NO_SUCH_PID, 1000)
     runs.begin_epochs(run.path, trainer, {1: 40.0, 2: 80.0})
@@ -99,7 +99,7 @@ def test_an_epoch_begins_before_its_workers_are_started(tmp_path):
     assert _epochs(run, window="500steps") == [(80.0, 0, 2)]
 
 
-def test_of_many_ranks_one_tells_of_epochs(tmp_path):
+def test_epochs_are_those_of_one_rank(tmp_path):
     run = Run(runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0)))  # says nothing itself
     for rank in (1, 2):
         who = Identity(socket.gethostname(), runs.NO_SUCH_PID + rank, 1000, rank=rank)
@@ -108,7 +108,7 @@ def test_of_many_ranks_one_tells_of_epochs(tmp_path):
     assert _epochs(run, rank=2) == [(7.0, 0, 0), (17.0, 0, 1)]
 
 
-def test_without_workers_an_epoch_begins_with_its_first_batch(tmp_path, monkeypatch):
+def test_epoch_without_workers_begins_with_its_first_batch(tmp_path, monkeypatch):
     run = Run(runs.make_run(tmp_path, runs.INLINE))
     ((began, loader, epoch),) = _epochs(run)
     assert (loader, epoch) == (0, 0)
@@ -117,29 +117,29 @@ def test_without_workers_an_epoch_begins_with_its_first_batch(tmp_path, monkeypa
     assert _epochs(run) == []
 
 
-def test_when_a_step_was_made(look):
-    snapshot, within = look("copy-on-read")
+def test_steps_have_their_elapsed_time(open_span):
+    snapshot, within = open_span("copy-on-read")
     assert moments.steps_elapsed(snapshot, within, [0, 100, 5000]) == [
         pytest.approx(2.1, abs=0.01),
         pytest.approx(2.1 + 100 * 0.1, abs=0.01),
         None,
     ]
-    snapshot, within = look("copy-on-read", "500steps")
+    snapshot, within = open_span("copy-on-read", "500steps")
     before, first = moments.steps_elapsed(snapshot, within, [100, 900])
     assert before is None
     assert first == pytest.approx(2.1 + 90, abs=0.01)
 
 
-def test_steps_split_adds_up_to_their_duration(look):
-    snapshot, within = look("slow-worker")
+def test_split_of_steps_adds_up_to_their_duration(open_span):
+    snapshot, within = open_span("slow-worker")
     table = training_steps.steps(snapshot, within)
     assert table["n"].sum() == 399  # the first step has no duration
     assert table["wait_ms"].sum() == pytest.approx(100 * 90 + 299 * 0.5)
     assert (table["wait_ms"] + table["rest_ms"]).max() == pytest.approx(106)
 
 
-def test_memory_by_role_sums_processes_and_holds_each_until_its_next_sample(look):
-    snapshot, within = look("slow-worker")
+def test_memory_by_role_sums_the_last_samples_of_processes(open_span):
+    snapshot, within = open_span("slow-worker")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
     last = snapshot.query(
         "SELECT role, sum(pss_bytes)::BIGINT AS total FROM process "
@@ -150,7 +150,7 @@ def test_memory_by_role_sums_processes_and_holds_each_until_its_next_sample(look
     assert (table["worker"] > 0).all()
 
 
-def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
+def test_process_counts_from_its_first_sample_before_smaps(tmp_path):
     run_dir = runs.make_run(tmp_path, replace(runs.HEALTHY, workers=0, steps=40))
     with read(Run(run_dir)) as snapshot:
         within = spans.span(snapshot, spans.extent(snapshot), origin=0, window="run", rank=None)
@@ -165,8 +165,8 @@ def test_a_process_counts_from_first_sight_though_smaps_is_read_later(tmp_path):
     assert (table["main"] > 0).all()
 
 
-def test_memory_by_role_says_nothing_of_the_time_when_nobody_sampled(look):
-    snapshot, within = look("slow-worker")
+def test_memory_by_role_has_a_gap_where_samples_are_missing(open_span):
+    snapshot, within = open_span("slow-worker")
     begin = snapshot.query("SELECT min(time_ns) AS t FROM process")["t"].iloc[0]
 
     class Paused:
@@ -183,47 +183,47 @@ def test_memory_by_role_says_nothing_of_the_time_when_nobody_sampled(look):
     assert paused.iloc[-1].equals(whole.iloc[-1])
 
 
-def test_a_worker_that_was_replaced_is_not_counted_twice(look):
-    snapshot, within = look("restarts")
+def test_replaced_worker_is_not_counted_twice(open_span):
+    snapshot, within = open_span("restarts")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
     assert table["worker"].max() < 1.2 * table["worker"].min()
 
 
-def test_restarts_and_slopes_of_processes(look):
-    snapshot, within = look("restarts")
+def test_processes_have_their_restarts_and_slopes(open_span):
+    snapshot, within = open_span("restarts")
     places = process_memory.processes(snapshot, within)
     assert places.groupby("series")["restart"].sum().to_dict() == {
         "main": 0,
         "loader 0 worker 0": 3,
         "loader 0 worker 1": 3,
     }
-    snapshot, within = look("copy-on-read")
+    snapshot, within = open_span("copy-on-read")
     places = process_memory.processes(snapshot, within).set_index("series")
     assert places.loc["loader 0 worker 0", "private_dirty_slope"] > 4 * MIB
     assert abs(places.loc["main", "private_dirty_slope"]) < MIB / 10
 
 
-def test_without_smaps_the_metric_falls_back_to_rss(look, tmp_path):
+def test_metric_falls_back_to_rss_without_smaps(open_span, tmp_path):
     run = Run(runs.make_run(tmp_path, replace(runs.NO_SMAPS, steps=20)))
     with read(run) as snapshot:
         within = spans.span(snapshot, spans.extent(snapshot), origin=0, window="run", rank=None)
         assert process_memory.process_metric(snapshot, within, "pss_bytes") == "rss_bytes"
 
 
-def test_limits_have_usage_peak_and_capacity(look):
-    snapshot, _ = look("slow-worker")
+def test_limits_have_usage_peak_and_capacity(open_span):
+    snapshot, _ = open_span("slow-worker")
     table = process_memory.host_limits(snapshot).set_index("limit")
     assert table["capacity_bytes"].to_dict() == {"cgroup": 8 * 2**30, "host": 16 * 2**30, "shm": 2 * 2**30}
     assert (table["peak_bytes"] >= table["now_bytes"]).all()
-    snapshot, _ = look("cuda")
+    snapshot, _ = open_span("cuda")
     device = gpu_memory.devices(snapshot).iloc[0]
     assert device["total_bytes"] == 640 * MIB
     reserved = recorded("leak-to-the-end").streams["device_memory"]["reserved_peak_bytes"]
     assert device["reserved_peak_bytes"] == reserved.max()
 
 
-def test_the_slow_worker_shows_in_the_split_and_on_the_heat_map(look):
-    snapshot, within = look("slow-worker")
+def test_slow_worker_shows_in_the_split_and_the_heat_map(open_span):
+    snapshot, within = open_span("slow-worker")
     split = loading.worker_split(snapshot, within, 0).set_index("worker")
     assert split["n"].tolist() == [100, 100, 100, 100]
     assert split["median_ms"].idxmax() == 1

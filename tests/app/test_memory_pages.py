@@ -1,4 +1,4 @@
-"""The words of the memory pages on processes that start, that die young, and that still run."""
+"""The text of the memory pages about processes that start, end early or still run."""
 
 import re
 import socket
@@ -7,8 +7,8 @@ import make_run as runs
 import numpy as np
 import pandas as pd
 import pytest
+from dashboard_pages import figures, open_view, texts, trace_names
 from make_records import GIB, MIB, NO_SUCH_PID, Writers
-from opened import figures, open_view, texts, trace_names
 
 from app.figures import memory
 from app.theme import LIGHT
@@ -22,7 +22,7 @@ MAIN, VICTIM, COLLECTOR = ((NO_SUCH_PID + number, 1000 + number) for number in (
 
 
 def sample(run_dir, who, begin_seconds, *values, role=ROLE_MAIN, every=0.5, **more):
-    """More samples of a process; seconds since the first step began, which the run takes 40 s to end from."""
+    """Add samples of a process; seconds since the first step began, 40 s before the end of the run."""
     host = socket.gethostname()
     begin_ns = layout.read_manifest(run_dir)["anchors"][host]["time_ns"] + 2 * SECOND_NS
     agent = Writers(run_dir / "journal", Identity(host, who[0] + 500, 901))
@@ -40,7 +40,7 @@ def sample(run_dir, who, begin_seconds, *values, role=ROLE_MAIN, every=0.5, **mo
 
 
 @pytest.fixture(scope="module")
-def peaked(tmp_path_factory):
+def home_with_startup_peak(tmp_path_factory):
     """A healthy run whose main process took 4 GiB to start, with its collector, which grows, and a short worker."""
     home = tmp_path_factory.mktemp("peaked")
     run_dir = runs.make_run(home, runs.HEALTHY)
@@ -52,8 +52,8 @@ def peaked(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bereft(tmp_path_factory):
-    """A killed run with a worker of which RSS alone was read, last 5 s before the end, and gone at the end."""
+def home_with_lost_worker(tmp_path_factory):
+    """A killed run with a worker without PSS, last sampled 5 s before the end and gone at the end."""
     home = tmp_path_factory.mktemp("bereft")
     run_dir = runs.make_run(home, runs.replace(runs.HEALTHY, exit_status=-9))
     place = {"role": ROLE_WORKER, "loader": 0, "worker": 2}
@@ -67,8 +67,8 @@ def per_minute(text):
     return float(found[1]) * {"B": 1 / MIB, "KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
 
 
-def test_to_start_is_no_leak_and_two_samples_are_no_slope(monkeypatch, peaked):
-    at = open_view(monkeypatch, peaked, "leak_timeline")
+def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, home_with_startup_peak):
+    at = open_view(monkeypatch, home_with_startup_peak, "leak_timeline")
     table = at.dataframe[0].value
     assert table.columns[:2].tolist() == ["Process", "Slope"]
     slopes = table.set_index("Process")["Slope"]
@@ -80,18 +80,18 @@ def test_to_start_is_no_leak_and_two_samples_are_no_slope(monkeypatch, peaked):
     assert "Fewer than 12" in texts(at)
 
 
-def test_a_trend_that_only_rss_tells_of_is_called_so(monkeypatch, made):
-    table = open_view(monkeypatch, made["no-smaps"], "leak_timeline").dataframe[0].value
+def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
+    table = open_view(monkeypatch, homes["no-smaps"], "leak_timeline").dataframe[0].value
     assert table["Slope"].str.endswith("/min (RSS)").all()
 
 
-def test_the_total_says_whom_it_lacks(monkeypatch, bereft):
-    at = open_view(monkeypatch, bereft, "leak_timeline")
+def test_total_names_the_processes_that_it_lacks(monkeypatch, home_with_lost_worker):
+    at = open_view(monkeypatch, home_with_lost_worker, "leak_timeline")
     assert "moments, without loader 0 worker 2, of which no PSS was read." in texts(at)
 
 
-def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
-    at = open_view(monkeypatch, bereft, "post_mortem")
+def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, home_with_lost_worker):
+    at = open_view(monkeypatch, home_with_lost_worker, "post_mortem")
     lines = figures(at)[0]
     assert trace_names(lines)[-1] == "loader 0 worker 2 (RSS)"
     assert [trace["line"]["dash"] for trace in lines["data"]] == ["solid", "solid", "solid", "dash"]
@@ -102,13 +102,13 @@ def test_who_died_without_pss_is_drawn_by_its_rss(monkeypatch, bereft):
     assert "(RSS): PSS was not read, and RSS counts shared pages fully." in texts(at)
 
 
-def test_last_seen_is_when_it_lived_to_a_tenth_of_a_second(monkeypatch, bereft):
-    table = open_view(monkeypatch, bereft, "post_mortem").dataframe[0].value.set_index("Process")
+def test_last_seen_has_tenths_of_a_second(monkeypatch, home_with_lost_worker):
+    table = open_view(monkeypatch, home_with_lost_worker, "post_mortem").dataframe[0].value.set_index("Process")
     assert table["Last seen before the end"].str.fullmatch(r"\d+\.\d s").all()
     assert table.loc["loader 0 worker 2", ["Last seen before the end", "Exit seen"]].tolist() == ["5.0 s", "yes"]
 
 
-def test_a_run_that_goes_on_has_no_end(monkeypatch, tmp_path):
+def test_live_run_has_no_end_time_or_exit_columns(monkeypatch, tmp_path):
     runs.make_run(tmp_path, runs.LIVE)
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     labels = [metric.label for metric in at.metric]
@@ -137,7 +137,7 @@ def _per_process(seconds, starts, *, resident=None):
     return memory.per_process(drawn[0], places, LIGHT, metric="pss_bytes", resident=drawn[1])
 
 
-def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
+def test_restarts_and_single_samples_are_marked():
     chart = _per_process([0.0, 1.0, 2.0, 40.0], [2.0, 10.0, 20.0, 40.0])
     line, alone, restarted = chart.figure.data
     assert list(restarted.x) == [2.0, 10.0, 20.0, 40.0]
@@ -147,18 +147,18 @@ def test_restarts_are_marked_when_they_were_and_single_samples_are_seen():
     assert line.showlegend is not False
 
 
-def test_a_line_without_a_gap_has_no_dots():
+def test_line_without_gaps_has_no_dots():
     assert len(_per_process([0.0, 1.0, 2.0, 3.0], []).figure.data) == 1
 
 
-def test_a_chart_of_rss_alone_has_its_scale_and_its_words():
+def test_chart_of_rss_alone_has_a_scale_and_a_caption():
     chart = _per_process([0.0, 1.0, 2.0], [], resident=True)
     (line,) = chart.figure.data
     assert (line.name, line.line.dash, line.y[0]) == ("w (RSS)", "dash", 3.0)
     assert "No PSS was read of w: RSS is drawn" in chart.caption
 
 
-def test_many_are_counted_and_part_of_a_place_is_told():
+def test_unread_processes_are_named_or_counted():
     places = pd.DataFrame({"series": list("aabc"), "pss_bytes": [1.0, np.nan, np.nan, 2.0], "rss_bytes": 1.0})
     assert memory.unread(places, "pss_bytes") == "1 of 2 processes of a and b"
     many = pd.DataFrame({"series": [f"w{n}" for n in range(9)], "pss_bytes": np.nan, "rss_bytes": 1.0})
@@ -166,7 +166,7 @@ def test_many_are_counted_and_part_of_a_place_is_told():
     assert memory.unread(places.assign(pss_bytes=1.0), "pss_bytes") == ""
 
 
-def test_each_sentence_of_the_stack_begins_with_a_capital():
+def test_caption_of_the_stack_begins_sentences_with_capitals():
     table = pd.DataFrame({"elapsed_seconds": [0.0], "main": [1.0 * GIB]})
     more = {
         "capacity_bytes": 24 * GIB,

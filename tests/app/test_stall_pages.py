@@ -1,4 +1,4 @@
-"""The words about waiting and lag: how much, of what, in which unit, and why."""
+"""The text of the pages about waiting and lag: amounts, units, loops and reasons."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import make_run as runs
 import pandas as pd
 import pytest
-from opened import figures, open_view, texts, trace_names
+from dashboard_pages import figures, open_view, texts, trace_names
 from simulated_runs import jittered, simulate
 
 from app.figures import what_if as outlook_figures, workers
@@ -34,8 +34,8 @@ def recent_of(**script):
     return Recent(run_id="r1", tables=tables, seen=seen)
 
 
-def said(recent, *findings):
-    """The headline of a page on which nothing asks for something to be done."""
+def headline_of(recent, *findings):
+    """Return the headline of a page without warnings."""
     return worker_stalls.answer_in_words(moment(recent, *findings))
 
 
@@ -65,61 +65,61 @@ def outlook():
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory):
+def few_batches_home(tmp_path_factory):
     home = tmp_path_factory.mktemp("few")
     runs.make_run(home, FEW)
     return home
 
 
-def test_the_headline_names_the_finding_below_and_neither_repeats_nor_contradicts_it():
+def test_headline_refers_to_the_finding_below():
     crowded = info(
         "compute-bound",
         "The training process waits for a core 20% of its time. Data loading keeps up.",
         limited_by="oversubscribed",
     )
-    headline = said(recent_of(), crowded)
+    headline = headline_of(recent_of(), crowded)
     assert "of its time over the last 200 batches, but in the run as a whole hardly for batches" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
-    assert said(recent_of(), info("epoch-refill", "?")).endswith(
+    assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
         "over the last 200 batches: see epoch-refill below."
     )
 
 
-def test_a_waiting_of_which_the_cause_cannot_be_told_says_so_and_shows_the_reason():
+def test_headline_of_an_unknown_cause_points_to_the_reason():
     reason = info("cannot-tell", "It is not known whether loader 0 keeps up: too few batches.")
     growth = info("cannot-tell", "A worker grows.", rate=Rate(value=1, low=0, high=2, unit="bytes/second"))
-    headline = said(recent_of(), growth, reason)
+    headline = headline_of(recent_of(), growth, reason)
     assert headline.endswith("and the cause is not known: the reason is below.")
     assert moment(recent_of(), growth, reason).findings == [reason]
-    assert said(recent_of()).endswith("and no rule says why.")
+    assert headline_of(recent_of()).endswith("and no rule says why.")
     other = info("straggler-samples", "?", loader=7)
-    assert said(recent_of(), other).endswith("and no rule says why.")
+    assert headline_of(recent_of(), other).endswith("and no rule says why.")
 
 
-def test_a_page_says_of_which_batches_and_of_which_rank_it_is():
+def test_page_names_its_batches_and_its_rank():
     ranked = recent_of(rank=3)
-    assert "over the last 200 batches of rank 3" in said(ranked)
+    assert "over the last 200 batches of rank 3" in headline_of(ranked)
     (block,) = worker_stalls._key_figures(moment(ranked))
     assert block.items[0].label == "Waiting, last 200 batches"
     assert "over the last 200 batches of rank 3" in block.items[0].help
 
 
-def test_a_run_of_few_batches_says_why_figures_are_not_there(monkeypatch, few):
-    at = open_view(monkeypatch, few, "worker_stalls")
+def test_run_with_few_batches_explains_missing_figures(monkeypatch, few_batches_home):
+    at = open_view(monkeypatch, few_batches_home, "worker_stalls")
     page = texts(at)
     assert "of its time over the last 6 batches, and the cause is not known" in page
     assert page.count("It is not known whether loader 0 keeps up") == 1
     assert "No worker can be named yet" in page
 
 
-def test_loading_without_workers_says_that_there_is_no_round(monkeypatch, made):
-    at = open_view(monkeypatch, made["inline"], "worker_stalls")
+def test_inline_loading_explains_the_missing_timeline(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["inline"], "worker_stalls")
     assert "No worker is waited for: the training process makes its batches itself" in texts(at)
 
 
-def test_the_what_if_has_one_unit_for_throughput_and_says_where_it_begins(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "worker_stalls")
+def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "worker_stalls")
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Throughput"].endswith(" samples/s")
     assert shown["90 % interval"].endswith(" samples/s")
@@ -130,11 +130,11 @@ def test_the_what_if_has_one_unit_for_throughput_and_says_where_it_begins(monkey
     assert f"The sliders start at the recommended setting: {start}" in texts(at)
 
 
-def test_the_sliders_of_a_good_setting_say_that_they_begin_there(outlook):
+def test_sliders_start_at_the_current_setting_without_a_better_one(outlook):
     assert "sliders begin at the setting of this run" in _begin(replace(outlook, best=None))
 
 
-def test_samples_per_second_are_those_of_a_rank(outlook):
+def test_throughput_is_labelled_with_its_rank(outlook):
     assert _metrics(outlook, outlook.current, " of rank 3")[0].label == "Throughput of rank 3"
     chart = outlook_figures.by_workers(
         [outlook.current],
@@ -146,7 +146,7 @@ def test_samples_per_second_are_those_of_a_rank(outlook):
     assert chart.figure.layout.yaxis.title.text.startswith("throughput of rank 3 (")
 
 
-def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
+def test_hover_shows_the_interval_in_the_unit_of_the_axis(outlook):
     measured = replace(outlook.measured, samples_per_batch=64.0)
     sampled = replace(outlook, measured=measured)
     own = outlook.current
@@ -161,7 +161,7 @@ def test_the_interval_is_told_on_hover_in_the_unit_of_the_axis(outlook):
 
 
 @pytest.mark.parametrize(("size", "unit", "x"), [(2**28, "MiB", 256.0), (2**31, "GiB", 2.0)])
-def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
+def test_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
     own = replace(outlook.current, memory_bytes=float(size))
     of_size = replace(outlook, current=own, options=(own,))
     chart = outlook_figures.front(of_size, own, LIGHT)
@@ -169,7 +169,7 @@ def test_the_memory_axis_has_the_unit_of_the_key_figure(outlook, size, unit, x):
     assert chart.figure.data[0].x[0] == x
 
 
-def test_a_pattern_that_is_alone_has_a_legend():
+def test_chart_with_a_single_pattern_has_a_legend():
     unmeasured = pd.DataFrame({"stage": ["other"], "batch_ms": [2.0], "cpu_ratio": [float("nan")]})
     chart = workers.costs(unmeasured, LIGHT, batches_count=9)
     assert [trace.name for trace in chart.figure.data] == ["CPU time not measured"]
@@ -178,7 +178,7 @@ def test_a_pattern_that_is_alone_has_a_legend():
 
 
 class FakeIngester:
-    """Take all, or the number that was set."""
+    """Ingester whose steps are complete unless `whole` is False."""
 
     whole = True
 
@@ -189,7 +189,7 @@ class FakeIngester:
         )
 
 
-def test_the_lag_grows_from_commit_to_commit_and_falls_with_each(tmp_path):
+def test_lag_grows_between_commits_and_falls_at_each(tmp_path):
     now = {"seconds": 100}
     log = EventLog(tmp_path, Identity(host="here", pid=1, start_ticks=2))
     ingester = FakeIngester()
@@ -211,13 +211,13 @@ def test_the_lag_grows_from_commit_to_commit_and_falls_with_each(tmp_path):
     assert lag_seconds(120) == 13
 
 
-def test_a_run_that_has_ended_and_is_stored_has_no_lag(monkeypatch, made):
-    at = open_view(monkeypatch, made["slow-worker"], "agent_health")
+def test_finished_and_stored_run_has_no_lag(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["slow-worker"], "agent_health")
     assert {metric.label: metric.value for metric in at.metric}["Lag"] == "none"
     assert at.dataframe[0].value["Lag"].tolist() == ["none"]
 
 
-def test_a_collector_that_had_trouble_to_store_or_is_not_over_has_a_lag():
+def test_collector_that_failed_to_store_or_still_runs_has_a_lag():
     def events(*kinds):
         rows = [{"kind": kind, "body": f'{{"part": "{part}"}}'} for kind, part in kinds]
         return agent_health._ended_well(pd.DataFrame(rows[::-1]))

@@ -58,7 +58,7 @@ def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> tupl
 
 
 class Postgres:
-    """A database cluster with a password and TLS; its folder is another user's, so pytest's won't do."""
+    """A database cluster with a password and TLS, in a folder outside pytest's: it belongs to another user."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         folder = Path(tempfile.mkdtemp(prefix="tidegauge-postgres-"))
@@ -109,7 +109,7 @@ class Postgres:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """All its processes stand still: connections stay, nothing answers."""
+        """Stop all processes for the block: connections stay, nothing answers."""
         processes = [psutil.Process(self.pid), *psutil.Process(self.pid).children()]
         for process in processes:
             process.suspend()
@@ -129,7 +129,7 @@ class Postgres:
 
 @contextmanager
 def s3_service(folder: Path, host: str = "127.0.0.1") -> Iterator[dict[str, str]]:
-    """moto's server with a bucket; the variables by which the AWS tools find it."""
+    """Run moto's server with a bucket; yield the variables by which the AWS tools find it."""
     cert, key = certificate(folder, f"DNS:localhost,IP:{host}")
     port = free_port(host)
     with (folder / "moto.log").open("wb") as log:
@@ -186,7 +186,7 @@ def _answers(host: str, port: int, cert: Path) -> bool:
 
 
 class Cable:
-    """Forwards TCP to a port; can be cut, so that what is sent gets no answer, and healed."""
+    """Forwarder of TCP to a port; it can be cut, so that nothing is answered, and healed."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -240,7 +240,7 @@ class Cable:
 
 
 class Faulty(http.server.BaseHTTPRequestHandler):
-    """Passes requests on to the S3 endpoint, or answers as a service in trouble does."""
+    """Handler that passes requests on to the S3 endpoint, or answers as a faulty service does."""
 
     protocol_version = "HTTP/1.1"
     target: tuple[str, int, str]
@@ -283,7 +283,7 @@ class Faulty(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def faulty_s3(variables: dict[str, str]) -> Iterator[str]:
-    """The address of a service in trouble, in front of the real one."""
+    """Yield the address of a faulty service in front of the real one."""
     address = urllib.parse.urlsplit(variables["AWS_ENDPOINT_URL"])
     Faulty.target = (str(address.hostname), int(address.port or 0), variables["AWS_CA_BUNDLE"])
     Faulty.faults.clear()

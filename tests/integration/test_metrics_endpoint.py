@@ -24,7 +24,7 @@ from tests.conftest import REPOSITORY, bare_environment, wait_for
 
 STEPS = 40
 PAUSED = REPOSITORY / "tests" / "scripts" / "paused.py"
-#: `make prometheus` puts the binaries there where the package is not installed.
+#: Folder of the binaries of `make prometheus`, for machines without the package.
 BINARIES = REPOSITORY / ".venv" / "prometheus" / "usr" / "bin"
 
 
@@ -41,7 +41,7 @@ def get(url: str) -> str:
 
 
 class Collector:
-    """A command line of Tidegauge that serves metrics; it ends when it is let go on."""
+    """A command line of Tidegauge that serves metrics; its training ends once the file `go-on` is there."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.go_on = folder / "go-on"
@@ -52,9 +52,9 @@ class Collector:
                 stderr=stderr,
                 env={**bare_environment(), "TIDEGAUGE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
             )
-        self.url = wait_for(self._told_url, "the URL of the metrics")
+        self.url = wait_for(self._printed_url, "the URL of the metrics")
 
-    def _told_url(self) -> str | None:
+    def _printed_url(self) -> str | None:
         found = re.search(r"tidegauge: metrics at (\S+)\n", self.stderr)
         return found and found[1]
 
@@ -81,7 +81,7 @@ class Collector:
 
 
 @pytest.fixture(scope="module")
-def paused(tmp_path_factory):
+def served_run(tmp_path_factory):
     """A run whose training waits after its steps."""
     folder = tmp_path_factory.mktemp("metrics")
     command = [sys.executable, PAUSED, folder / "done", folder / "go-on", STEPS]
@@ -99,16 +99,16 @@ def paused(tmp_path_factory):
     served.process.kill()
 
 
-def test_a_scrape_tells_what_the_run_has_done_so_far(paused):
-    samples = paused.samples()
+def test_scrape_equals_the_records(served_run):
+    samples = served_run.samples()
     ((labels, steps),) = samples["tidegauge_steps_total"]
-    assert steps == len(paused.recorded("step", "step")) == STEPS
+    assert steps == len(served_run.recorded("step", "step")) == STEPS
     assert labels == {"run": labels["run"], "host": socket.gethostname(), "rank": ""}
-    assert samples["tidegauge_batches_total"][0][1] == len(paused.recorded("batch", "wait_ns"))
-    assert samples["tidegauge_samples_total"][0][1] == sum(paused.recorded("batch", "samples_count"))
+    assert samples["tidegauge_batches_total"][0][1] == len(served_run.recorded("batch", "wait_ns"))
+    assert samples["tidegauge_samples_total"][0][1] == sum(served_run.recorded("batch", "samples_count"))
     for name, column in (("step_duration", "duration_ns"), ("data_wait", "data_wait_ns")):
         seconds = samples[f"tidegauge_{name}_seconds_total"][0][1]
-        assert seconds == pytest.approx(sum(paused.recorded("step", column)) / 1e9)
+        assert seconds == pytest.approx(sum(served_run.recorded("step", column)) / 1e9)
     assert samples["tidegauge_run_info"] == [({"run": labels["run"], "name": "demo"}, 1)]
     roles = {labels["role"]: value for labels, value in samples["tidegauge_memory_pss_bytes"]}
     assert roles["main"] > 2**20
@@ -118,21 +118,21 @@ def test_a_scrape_tells_what_the_run_has_done_so_far(paused):
     assert samples["tidegauge_collector_cpu_seconds_total"][0][1] > 0
 
 
-def test_promtool_finds_nothing_to_mend(paused):
+def test_promtool_accepts_the_metrics(served_run):
     done = subprocess.run(
         [binary("promtool"), "check", "metrics"],
-        input=get(paused.url), capture_output=True, text=True, check=False, timeout=60,
+        input=get(served_run.url), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.fixture
-def prometheus(paused, tmp_path):
+def prometheus(served_run, tmp_path):
     """A Prometheus that scrapes the run; gives the function that asks it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    target = urllib.parse.urlsplit(paused.url).netloc
+    target = urllib.parse.urlsplit(served_run.url).netloc
     config = tmp_path / "prometheus.yml"
     config.write_text(
         "global: {scrape_interval: 200ms}\n"
@@ -165,9 +165,9 @@ def prometheus(paused, tmp_path):
     server.wait()
 
 
-def test_prometheus_scrapes_it_and_answers_every_question_of_the_dashboard(paused, prometheus):
+def test_prometheus_answers_every_query_of_the_grafana_dashboard(served_run, prometheus):
     (steps,) = wait_for(lambda: prometheus("tidegauge_steps_total"), "a scrape")
-    assert steps["value"][1] == str(len(paused.recorded("step", "step")))
+    assert steps["value"][1] == str(len(served_run.recorded("step", "step")))
     assert wait_for(lambda: prometheus("rate(tidegauge_steps_total[10m])"), "two scrapes")
     body = json.loads((REPOSITORY / "docs" / "grafana.json").read_text())
     for panel in body["panels"]:
@@ -178,16 +178,16 @@ def test_prometheus_scrapes_it_and_answers_every_question_of_the_dashboard(pause
                 assert found, expression
 
 
-def test_a_scraper_that_hangs_does_not_keep_the_run_from_ending(paused):
-    where = urllib.parse.urlsplit(paused.url)
+def test_hanging_scraper_does_not_delay_the_end_of_the_run(served_run):
+    where = urllib.parse.urlsplit(served_run.url)
     with socket.create_connection((where.hostname, where.port)) as hangs:
         hangs.send(b"GET /metrics HTTP/1.1\r\n")
-        assert paused.end() == 0
-    assert "finished, exit status 0" in paused.stderr
-    assert "Traceback" not in paused.stderr
+        assert served_run.end() == 0
+    assert "finished, exit status 0" in served_run.stderr
+    assert "Traceback" not in served_run.stderr
 
 
-def test_a_port_in_use_is_one_line_and_the_command_does_not_start(tmp_path):
+def test_port_in_use_is_a_one_line_error_before_the_command_starts(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -209,7 +209,7 @@ def test_a_port_in_use_is_one_line_and_the_command_does_not_start(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_watched_process_has_metrics_too(tmp_path):
+def test_watched_process_has_metrics(tmp_path):
     watched = subprocess.Popen(["sleep", "120"])
     try:
         served = Collector(tmp_path, "watch", "--interval", 0.2, "--prometheus", "127.0.0.1:0", watched.pid)

@@ -2,7 +2,7 @@
 
 The fork is to its script what a new interpreter would be: environment, directory, streams, arguments, `sys.path`,
 `sitecustomize` and the end of the process are its own. The hooks are installed when the script begins, as
-`attach()` does, and not while torch is imported: what a test says of the start itself needs a new interpreter.
+`attach()` does, and not while torch is imported: a test of the start itself needs a new interpreter.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from types import CodeType
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _MESSAGE_BYTES = 1 << 17
 #: The program of the server; in a fork it goes on with the script, in the same `__main__`.
-_BEGIN = "from tests.warm import serve; exec(serve())"
+_BEGIN = "from tests.warm_python import serve; exec(serve())"
 #: Modules that a training imports, the last two with its first optimizer.
 _MODULES = ("torch", "torch.utils.data", "torch._dynamo", "torch.profiler._cupti_monitor")
 
 
 class WarmPython:
-    """One such Python, which runs one script after the other; it starts with the first."""
+    """A Python with torch imported, which runs one script after the other; it starts with the first."""
 
     def __init__(self, python: str) -> None:
         self._command = [python, "-P", "-c", _BEGIN]

@@ -1,4 +1,4 @@
-"""A long run through its tiles: what a look shows is what its rows would show, whatever became of the tiles."""
+"""Rollups of a long run: figures equal those of the raw rows, whatever happened to the rollups."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from store_world import ask_the_lake, in_the_lake, make_run
+from store_helpers import ask_the_lake, in_the_lake, make_run
 
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
 from collector.store.lake.store import store_of
 from collector.store.queries import gpu_memory, loading, moments, process_memory, spans, training_steps
-from collector.store.rollups import tables as tiles
+from collector.store.rollups import tables as rollups
 from tests.recorded_runs import recorded
 from training_harness.journal import Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
@@ -76,7 +76,7 @@ class Training:
             "process", rank, common | sampled | grown | pss | {"loader": MISSING["i"], "rss_bytes": 2 * 10**8}
         )
 
-        # A GPU larger than the recorded one, and each time another part of it: so there is one largest sample.
+        # The GPU is larger than the recorded one, and another part of it is used each time: one sample is largest.
         factor = self._random.uniform(16, 32)
         scaled = {name: int(value * factor) for name, value in HELD[step % len(HELD)].items()}
         troubles = {"alloc_retry_count": step // 500, "oom_count": int(step >= 3000) * rank}
@@ -92,15 +92,15 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000)
-    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 3000)
+    monkeypatch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000)
+    monkeypatch.setattr(rollups, "EXACT_QUANTILE_ROWS", 3000)
     training = Training(make_run(tmp_path))
     training.train(range(STEPS))
     return training
 
 
-def look(run, rank=None):
-    """Every figure of the whole run that can come of tiles, and what the views of them are made of."""
+def read_figures(run, rank=None):
+    """Return every figure that can come from rollups, the counts of samples, and whether rollups were read."""
     with read(run) as snapshot:
         reach = spans.extent(snapshot)
         within = spans.span(snapshot, reach, origin=0, window="run", rank=rank)
@@ -132,18 +132,18 @@ def look(run, rank=None):
         assert process_memory.process_metric(snapshot, within, "pss_bytes") == "pss_bytes"
         counts = {name: each.samples_count for name, each in lines.items()}
         views = snapshot.query("SELECT view_name, sql FROM duckdb_views() WHERE view_name LIKE '%tiled'")
-        assert len(views) == len(tiles.ROLLUPS)
+        assert len(views) == len(rollups.ROLLUPS)
         return found, counts, views["sql"].str.contains("rollups_").all()
 
 
 def assert_same(found, expected):
-    """Sums, extremes and their times are the same; what is of one bucket may be of its neighbour, by one tile."""
+    """Check that sums, extremes and their times are equal; a value may be in the neighbouring bucket."""
     (tables, counts, _), (raw_tables, raw_counts, _) = found, expected
     assert counts == raw_counts
     for name in ("throughput", "processes", "open files", "ranks", "gpus"):
         pd.testing.assert_frame_equal(tables[name], raw_tables[name], check_dtype=False, rtol=1e-6)
-    tile_seconds = tiles.ROLLUPS["step"].width_ns / 1e9
-    assert tables["made"][0].tolist() == pytest.approx(raw_tables["made"][0].tolist(), abs=tile_seconds)
+    rollup_seconds = rollups.ROLLUPS["step"].width_ns / 1e9
+    assert tables["made"][0].tolist() == pytest.approx(raw_tables["made"][0].tolist(), abs=rollup_seconds)
     for name in ("step summary", "split"):
         exact = [column for column in tables[name] if column[:2] not in ("p5", "p9", "me")]
         pd.testing.assert_frame_equal(tables[name][exact], raw_tables[name][exact], check_dtype=False)
@@ -167,10 +167,10 @@ def assert_same(found, expected):
         found, raw = (each[trouble].sort_values(columns)[columns] for each in (tables, raw_tables))
         assert found[count].sum() > 0
         assert found.to_numpy().tolist() == raw.to_numpy().tolist()
-    assert fullest(tables) == fullest(raw_tables)
+    assert fullest_moment(tables) == fullest_moment(raw_tables)
 
 
-def fullest(tables):
+def fullest_moment(tables):
     """Return the moment at which most of the GPU was in use, and the processes that used it."""
     driver, allocators = tables["driver"].set_index("time_ns"), tables["allocators"].set_index("time_ns")
     held = allocators.groupby("time_ns")["reserved_bytes"].sum()
@@ -180,24 +180,24 @@ def fullest(tables):
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_tiles_show_what_the_rows_show(training, rank):
+def test_rollups_equal_raw_rows(training, rank):
     with Ingester(training.run) as ingester:
         ingester.step()
-        raw = look(training.run, rank)
+        raw = read_figures(training.run, rank)
         assert not raw[2]
         assert ingester.maintain() == ()
-        tiled = look(training.run, rank)
-    assert tiled[2]
+        rolled_up = read_figures(training.run, rank)
+    assert rolled_up[2]
     assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
-    assert_same(tiled, raw)
+    assert_same(rolled_up, raw)
 
 
-def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
+def test_gpu_moments_in_rollups_equal_raw_records(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
-        tables, _, is_tiled = look(training.run)
-    assert is_tiled
+        tables, _, has_rollups = read_figures(training.run)
+    assert has_rollups
     with read(training.run) as snapshot:
         records = snapshot.query(
             "SELECT pid, time_ns, allocated_bytes, reserved_bytes FROM device_memory ORDER BY 2"
@@ -220,37 +220,37 @@ def test_each_moment_of_a_gpu_that_tiles_tell_of_was_so(training):
     assert (held[names].to_numpy() == expected.to_numpy()).all()
 
 
-def test_of_many_records_in_a_short_time_figures_are_as_coarse_as_tiles(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000)
-    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 3000)
+def test_figures_of_dense_records_are_as_coarse_as_rollups(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000)
+    monkeypatch.setattr(rollups, "EXACT_QUANTILE_ROWS", 3000)
     training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
     training.train(range(STEPS))
     with Ingester(training.run) as ingester:
         ingester.step()
-        raw = look(training.run)
+        raw = read_figures(training.run)
         ingester.maintain()
-        tiled = look(training.run)
-    assert tiled[2]
-    assert_same(tiled, raw)
-    assert len(tiled[0]["line wait"]) < 400 < STEPS * RANKS
-    cells = tiled[0]["heat"].groupby(["rank", "worker"]).size()
+        rolled_up = read_figures(training.run)
+    assert rolled_up[2]
+    assert_same(rolled_up, raw)
+    assert len(rolled_up[0]["line wait"]) < 400 < STEPS * RANKS
+    cells = rolled_up[0]["heat"].groupby(["rank", "worker"]).size()
     assert cells.nunique() == 1, "no worker has a hole"
 
 
-def test_tiles_put_together_tell_of_processes_what_the_rows_do(training, monkeypatch):
+def test_merged_process_rollups_equal_raw_rows(training, monkeypatch):
     with Ingester(training.run) as ingester:
         ingester.step()
-        raw, *_ = look(training.run)
+        raw, *_ = read_figures(training.run)
         ingester.maintain()
-    fine, *_ = look(training.run)
-    monkeypatch.setitem(tiles.ROLLUPS, "process", replace(tiles.ROLLUPS["process"], most_buckets=20))
-    coarse, *_ = look(training.run)
+    fine, *_ = read_figures(training.run)
+    monkeypatch.setitem(rollups.ROLLUPS, "process", replace(rollups.ROLLUPS["process"], most_buckets=20))
+    coarse, *_ = read_figures(training.run)
     assert len(coarse["line of process"]) < len(fine["line of process"]) / 4
     for name in ("processes", "open files"):
         pd.testing.assert_frame_equal(coarse[name], raw[name], check_dtype=False, rtol=1e-6)
 
 
-def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(training):
+def test_quantiles_of_a_loader_with_few_batches_are_exact(training):
     for index in range(11):
         time_ns = training.begin_ns + 10**12 + index
         fetched = {"index": index, "getitem_ns": (index + 1) * 10**6, "collate_ns": 0, "worker": 0}
@@ -265,44 +265,44 @@ def test_quantiles_of_the_few_batches_of_a_loader_are_exact_in_a_long_run_too(tr
     assert split["median_ms"].tolist() == [6]
 
 
-def test_what_comes_after_the_tiles_is_seen_from_journal_and_lake_and_then_laid(training):
+def test_records_after_the_rollups_are_read_and_then_rolled_up(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
-        laid = in_the_lake(training.run, "batch_tile")
+        rollups_count = in_the_lake(training.run, "batch_tile")
         training.train(range(STEPS, STEPS + 700))
-        beyond = look(training.run)
+        beyond = read_figures(training.run)
         ingester.step()
-        assert_same(look(training.run), beyond)
+        assert_same(read_figures(training.run), beyond)
         ingester.maintain()
-        more = look(training.run)
+        more = read_figures(training.run)
     assert beyond[2]
     assert beyond[0]["step summary"]["n"].item() == RANKS * (STEPS + 700 - 1)
     assert_same(more, beyond)
-    assert in_the_lake(training.run, "batch_tile") > laid
+    assert in_the_lake(training.run, "batch_tile") > rollups_count
 
 
-def test_a_row_that_comes_late_is_counted_and_the_tiles_are_laid_anew(training):
+def test_late_row_is_counted_and_its_rollups_are_rebuilt(training):
     with Ingester(training.run) as ingester:
         ingester.step()
         ingester.maintain()
         training.step(1000, 0)
-        in_journal = look(training.run)
+        in_journal = read_figures(training.run)
         ingester.step()
-        in_lake = look(training.run)
+        in_lake = read_figures(training.run)
         ingester.maintain()
-        laid_anew = look(training.run)
-    assert (in_journal[2], in_lake[2], laid_anew[2]) == (True, False, True)
+        rebuilt = read_figures(training.run)
+    assert (in_journal[2], in_lake[2], rebuilt[2]) == (True, False, True)
     assert in_lake[0]["step summary"]["n"].item() == RANKS * (STEPS - 1) + 1
     assert_same(in_journal, in_lake)
-    assert_same(laid_anew, in_lake)
+    assert_same(rebuilt, in_lake)
 
 
 @pytest.mark.parametrize("damage", ["gone", "overwritten"])
-def test_damaged_tiles_take_no_figure_along(training, damage):
+def test_damaged_rollups_do_not_change_figures(training, damage):
     with Ingester(training.run) as ingester:
         ingester.step()
-        raw = look(training.run)
+        raw = read_figures(training.run)
     for path in training.run.data_dir.rglob("*_tile/*.parquet"):
         if damage == "gone":
             path.unlink()
@@ -310,36 +310,36 @@ def test_damaged_tiles_take_no_figure_along(training, damage):
             content = bytearray(path.read_bytes())
             content[4 : len(content) * 3 // 4] = bytes(len(content) * 3 // 4 - 4)
             path.write_bytes(content)
-    found = look(training.run)
+    found = read_figures(training.run)
     assert not found[2]
     assert_same(found, raw)
 
 
-def test_a_lake_of_a_version_without_tiles_is_read_as_it_is(training):
+def test_older_lake_without_rollups_is_read_from_raw_rows(training):
     with Ingester(training.run) as ingester:
         ingester.step()
-        raw = look(training.run)
+        raw = read_figures(training.run)
     with store_of(training.run).open_writable() as connection:
-        for table in tiles.TABLES:
+        for table in rollups.TABLES:
             connection.execute(f"DROP TABLE lake.{table}")
-    assert_same(look(training.run), raw)
+    assert_same(read_figures(training.run), raw)
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_a_short_run_has_exact_quantiles(training, monkeypatch, has_tiles):
-    monkeypatch.setattr(tiles, "EXACT_QUANTILE_ROWS", 10**6)
-    monkeypatch.setattr(tiles, "ROWS_WITHOUT_ROLLUPS", 3000 if has_tiles else 10**6)
+@pytest.mark.parametrize("with_rollups", [False, True])
+def test_quantiles_of_a_short_run_are_exact(training, monkeypatch, with_rollups):
+    monkeypatch.setattr(rollups, "EXACT_QUANTILE_ROWS", 10**6)
+    monkeypatch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000 if with_rollups else 10**6)
     with Ingester(training.run) as ingester:
         ingester.step()
         assert ingester.maintain() == ()
-    assert (in_the_lake(training.run, "step_tile") > 0) == has_tiles
-    tables, _, _ = look(training.run)
+    assert (in_the_lake(training.run, "step_tile") > 0) == with_rollups
+    tables, _, _ = read_figures(training.run)
     median = ask_the_lake(training.run, "SELECT quantile_cont(duration_ns, 0.5) / 1e6 FROM lake.step")
     assert tables["step summary"]["p50_ms"].item() == pytest.approx(median)
 
 
 @pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 76 * RANKS)])
-def test_a_short_window_is_read_to_the_row(training, window, steps_count):
+def test_short_window_is_read_from_raw_rows(training, window, steps_count):
     with Ingester(training.run) as ingester:
         ingester.step()
     with read(training.run) as snapshot:

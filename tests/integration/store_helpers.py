@@ -15,7 +15,7 @@ from training_harness import layout
 from training_harness.journal import EventLog, Identity, JournalWriter
 from training_harness.records import MISSING_INT32, STREAMS, UNIT_OPTIMIZER
 
-#: Segments of this host alone are deleted. A writer of it needs a living pid: others are missed in /proc.
+#: This host: only its segments are deleted. Its writers need a living pid, because /proc is read for others.
 HOST = socket.gethostname()
 
 
@@ -30,7 +30,7 @@ _written: dict[Path, dict[str, list[tuple[object, ...]]]] = defaultdict(lambda: 
 class Writer:
     """One process's `step` and `batch` journals and its events; record n holds n.
 
-    It is of another host by default.
+    Its host is another one by default.
     """
 
     def __init__(self, run: Run, pid: int, *, segment_bytes: int = 20_000, host: str = "training-node") -> None:
@@ -67,17 +67,17 @@ class Writer:
 
 
 def journalled(run: Run) -> dict[str, list[tuple[object, ...]]]:
-    """Every record that was written to the journals."""
+    """Return every record that was written to the journals."""
     return {name: sorted(rows, key=repr) for name, rows in _written[run.path].items()}
 
 
 def on_disk(run: Run) -> list[str]:
-    """The segments that are there now."""
+    """Return the names of the present segments."""
     return [path.name for path in list_segments(run)]
 
 
 def seen(run: Run) -> dict[str, list[tuple[object, ...]]]:
-    """Every record that a reader sees, lake and tail."""
+    """Return every record that a reader sees, in the lake and in the journals."""
     with read(run) as snapshot:
         assert snapshot.problems == ()
         frames = {name: snapshot.query(f"SELECT * FROM {name}") for name in ("step", "batch")}
@@ -94,7 +94,7 @@ def seen(run: Run) -> dict[str, list[tuple[object, ...]]]:
 
 
 def in_the_lake(run, table="step"):
-    """Rows of the lake alone, without the live tail."""
+    """Return the number of rows in the lake alone, without the journals."""
     return ask_the_lake(run, "SELECT count(*) FROM lake." + table)
 
 

@@ -1,4 +1,4 @@
-"""The report and pages of a kept run, by the command line alone, in a form that can be compared.
+"""The report and pages of a recorded run, by the command line alone, in a form that can be compared.
 
 The pages are read from the HTML report, which has every page but Compare: the words in order, and each figure as
 Plotly draws it, with its long arrays digested. The report is the public JSON, as that command leaves it in the run.
@@ -33,12 +33,12 @@ from tests.recorded_runs import unpack
 DASHBOARD = Path(__file__).parents[2] / "app" / "frame.py"
 #: Files of the lake in a run directory.
 LAKE = ("lake.sqlite", "lake.sqlite-wal", "lake.sqlite-shm", "data")
-#: Not kept: scratch files of the store, its locks, and a verdict of another day.
+#: Names that an archive omits: scratch files of the store, its locks, and a verdict of another day.
 LEFT_OUT = ("-shm", ".lock", "/report.json")
 
 
 def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:
-    """Return the report and these pages of a kept run, or all, unpacked in an empty folder."""
+    """Return the report and these pages of a recorded run, or all, unpacked in an empty folder."""
     run = unpack(name, home)
     chosen = [page for page in PAGES if page.path in (pages or steady_pages(name))]
     output = home / "report.html"
@@ -46,7 +46,7 @@ def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:
         run_command("report", str(run), "--format", "html", "--output", str(output))
     reader = PageReader()
     reader.feed(output.read_text().rpartition("<body>")[2])
-    # Of the same verdict; to have it printed would take as long again.
+    # This report has the same verdict; printing it would take as long again.
     return {"report": json.loads((run / "report.json").read_text()), "pages": reader.pages}
 
 
@@ -56,7 +56,7 @@ def printed_report(run: Path) -> Any:
 
 
 def compare(home: Path, names: Sequence[str] = COMPARED) -> dict[str, Any]:
-    """Return what `tidegauge compare` and the page Compare say of several kept runs."""
+    """Return what `tidegauge compare` and the page Compare show for several recorded runs."""
     runs = [unpack(name, home) for name in names]
     table = json.loads(run_command("compare", *map(str, runs), "--format", "json"))
     return {"table": table, "figures": compared_figures(home, names)}

@@ -87,10 +87,10 @@ def at_once(_seconds: float) -> bool:
     return False
 
 
-def test_a_fault_is_told_once_by_both_while_the_job_goes_on(tmp_path, hook):
-    server, told, stderr = hook(503, 500), tmp_path / "told", tmp_path / "stderr"
+def test_live_finding_is_sent_once_to_the_command_and_the_webhook(tmp_path, hook):
+    server, log, stderr = hook(503, 500), tmp_path / "told", tmp_path / "stderr"
     home = tmp_path / "home"
-    keep = f'(echo "$TIDEGAUGE_FINDING_KIND $TIDEGAUGE_FINDING_SEVERITY"; cat; echo) >> {told}; echo heard; exit 3'
+    keep = f'(echo "$TIDEGAUGE_FINDING_KIND $TIDEGAUGE_FINDING_SEVERITY"; cat; echo) >> {log}; echo heard; exit 3'
     with stderr.open("w") as stream:
         job = subprocess.Popen(
             [
@@ -109,7 +109,7 @@ def test_a_fault_is_told_once_by_both_while_the_job_goes_on(tmp_path, hook):
     finally:
         job.terminate()
     assert job.wait(60) == 128 + 15
-    lines = told.read_text().splitlines()
+    lines = log.read_text().splitlines()
     assert lines[0] == "inline-loading warning"
     assert json.loads(lines[1])["kind"] == "inline-loading"
     assert [line for line in lines if line.startswith("inline-loading ")] == lines[:1]
@@ -125,7 +125,7 @@ def test_a_fault_is_told_once_by_both_while_the_job_goes_on(tmp_path, hook):
         assert path.is_dir() or b"secret" not in path.read_bytes(), path
 
 
-def test_credentials_go_as_a_header_and_the_query_stays(hook):
+def test_url_credentials_become_a_header_and_the_query_stays(hook):
     server = hook()
     assert webhook_sender(server.url("me:p%40ss@"))(ALERT, at_once) is None
     ((_, path, headers, body),) = server.asked
@@ -135,7 +135,7 @@ def test_credentials_go_as_a_header_and_the_query_stays(hook):
 
 
 @pytest.mark.parametrize(("statuses", "asked_count"), [([404], 1), ([302], 1), ([429, 503], 3), ([500] * 20, 6)])
-def test_only_what_may_help_is_tried_again_and_not_for_ever(hook, statuses, asked_count):
+def test_only_transient_statuses_are_retried_and_not_for_ever(hook, statuses, asked_count):
     server = hook(*statuses)
     problem = webhook_sender(server.url())(ALERT, at_once)
     assert len(server.asked) == asked_count
@@ -143,7 +143,7 @@ def test_only_what_may_help_is_tried_again_and_not_for_ever(hook, statuses, aske
     assert problem == (None if 204 in server.answered else refused)
 
 
-def test_a_server_that_is_not_there_is_named_without_the_secrets():
+def test_error_of_an_unreachable_server_hides_secrets():
     with socket.socket() as unheard:  # bound, so that no other process has the port; no one listens
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
@@ -151,7 +151,7 @@ def test_a_server_that_is_not_there_is_named_without_the_secrets():
     assert problem == f"http://127.0.0.1:{port}: Connection refused"
 
 
-def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, monkeypatch):
+def test_hanging_command_is_killed_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(alerts, "COMMAND_SECONDS", 0.5)
     problem = command_sender(f"sleep 300 & echo $! > {tmp_path / 'pid'}; wait")(ALERT, at_once)
     assert problem == "--on-finding took longer than 0.5 s and was killed"
@@ -165,7 +165,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, monkeypat
     wait_for(ended, "the end of what it started")
 
 
-def test_a_teller_that_hangs_holds_up_neither_the_verdicts_nor_the_others(capfd, monkeypatch):
+def test_hanging_sender_delays_neither_verdicts_nor_other_senders(capfd, monkeypatch):
     monkeypatch.setattr(alerts, "PATIENCE_SECONDS", 0.2)
     heard = threading.Event()
     hangs = threading.Event()

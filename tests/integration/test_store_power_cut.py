@@ -14,7 +14,7 @@ import pytest
 INGEST = """
 import os, sys
 from pathlib import Path
-from store_world import HOST, Writer, make_run
+from store_helpers import HOST, Writer, make_run
 from collector.store.lake.ingest import Ingester
 run = make_run(Path(sys.argv[1]))
 writer = Writer(run, os.getpid(), host=HOST)
@@ -46,7 +46,7 @@ def calls(tmp_path) -> list[str]:
     return trace.read_text().splitlines()
 
 
-def test_nothing_is_named_or_deleted_before_what_replaces_it_is_on_the_disk(calls):
+def test_files_are_synced_before_they_are_named_or_replace_others(calls):
     data: set[str] = set()  # files, and the directories that got an entry, that a power cut would take
     uncommitted: set[str] = set()  # files that no catalog on the disk names yet
     journals = lake_files = 0

@@ -32,7 +32,7 @@ SHIM = Path(layout.__file__).parent / "bootstrap"
 TAKEN = re.compile(r"rank (\d) \(pid \d+\), step \d+, the training waited .*: (.*)")
 
 
-def opened(path: str):
+def read_gzip_json(path: str):
     with gzip.open(path) as stream:
         return json.load(stream)
 
@@ -54,7 +54,7 @@ def losses_of(count: int) -> list[str]:
     return [f"{loss:.17g}" for loss in itertools.islice(script.steps(), count)]
 
 
-def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path):
+def test_every_rank_answers_and_its_training_does_not_change(home, tmp_path):
     run = Run(layout.create_run(home, name="asked", argv=["asked.py"]))
     stop = tmp_path / "stop"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TIDEGAUGE")}
@@ -81,7 +81,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
 
         taken, refused = ask("census")
         assert (sorted(taken), refused) == ([0, 1], [])
-        counted = opened(taken[1][0])
+        counted = read_gzip_json(taken[1][0])
         kept = next(row for row in counted["rows"] if row["shape"] == [1000, 50])
         assert (kept["dtype"], kept["device"], kept["storage_bytes"]) == ("torch.float32", "cpu", 200_000)
         views = next(row for row in counted["rows"] if row["shape"] == [990, 50])
@@ -91,7 +91,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         (run.path / layout.REQUESTS / "census-damaged.json").write_text("{")
         taken, refused = ask("profile")
         assert (sorted(taken), refused) == ([0, 1], [])
-        summary, trace = map(opened, taken[0])
+        summary, trace = map(read_gzip_json, taken[0])
         assert summary["steps_count"] == 3
         assert {"aten::empty", "aten::addmm"} <= {operator["operator"] for operator in summary["operators"]}
         assert trace["traceEvents"]
@@ -124,11 +124,11 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         resumed.note_event(answer[0])
         resumed.investigate([leak])
         assert not asked.exists(), "once per run and process"
-        told = add_allocation_sites(leak, load_tables(run), running=True)
-        assert told.held_by[0].site.endswith("asked.py:41"), "in no function"
-        assert told.held_by[0].grown_count == 50
-        assert told.held_by[0].grown_bytes > 50 * 80_000
-        assert from_json(json.loads(json.dumps(as_json(told)))) == told
+        held_leak = add_allocation_sites(leak, load_tables(run), running=True)
+        assert held_leak.held_by[0].site.endswith("asked.py:41"), "in no function"
+        assert held_leak.held_by[0].grown_count == 50
+        assert held_leak.held_by[0].grown_bytes > 50 * 80_000
+        assert from_json(json.loads(json.dumps(as_json(held_leak)))) == held_leak
 
         taken, refused = ask("allocator")
         assert taken == {}
@@ -161,7 +161,7 @@ def test_every_rank_answers_and_trains_on_as_if_nobody_had_asked(home, tmp_path)
         ask("census")
 
 
-def test_a_run_in_which_nothing_trains_is_said_to_be_one(home):
+def test_snapshot_of_a_run_without_training_is_an_error(home):
     run = Run(layout.create_run(home, name="idle", argv=["sleep"]))
     with pytest.raises(TidegaugeError, match="no process began to train in 0"):
         take(run, "census", steps=1, timeout_seconds=0.1, show=lambda text: None)

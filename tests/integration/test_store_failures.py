@@ -8,7 +8,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from store_world import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
+from store_helpers import HOST, Writer, ask_the_lake, in_the_lake, journalled, make_run, seen
 
 from collector.agent.samplers.samples import record_values
 from collector.commands.checks import check_latest_run
@@ -35,7 +35,7 @@ def locked(run):
         holder.stdin.close()
 
 
-def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path):
+def test_locked_catalog_delays_records_and_doctor_reports_it(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -53,10 +53,10 @@ def test_a_catalog_that_another_process_locks_delays_and_doctor_says_so(tmp_path
             assert seen(run) == journalled(run)
             log.append("collector-problem", part="ingest", error=problem)
             agent.append(*record_values(STREAMS["agent"], 1, {"ingest_lag_ns": 90 * 10**9}))
-            told = check_latest_run(tmp_path)
-            assert "have waited outside its lake for 90 s" in told.detail
-            assert "the lake did not take the records" in told.detail
-            assert told.remedy is not None
+            check = check_latest_run(tmp_path)
+            assert "have waited outside its lake for 90 s" in check.detail
+            assert "the lake did not take the records" in check.detail
+            assert check.remedy is not None
         after = ingester.step()
         assert after.problems == ()
         agent.append(*record_values(STREAMS["agent"], 2, {"ingest_lag_ns": 10**9}))
@@ -76,7 +76,7 @@ def immutable(path):
         subprocess.run(["chattr", "-i", path], check=True)
 
 
-def test_a_catalog_that_cannot_be_written_delays_and_no_more(tmp_path):
+def test_read_only_catalog_delays_records_and_loses_none(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -95,7 +95,7 @@ def test_a_catalog_that_cannot_be_written_delays_and_no_more(tmp_path):
     assert seen(run) == journalled(run)
 
 
-def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_deleted(tmp_path):
+def test_run_deleted_during_ingest_stays_deleted(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     writer.write(100)
@@ -113,7 +113,7 @@ def test_a_run_that_is_deleted_while_it_is_followed_is_a_problem_and_stays_delet
     assert check_latest_run(tmp_path).detail == "none yet"
 
 
-def test_a_damaged_file_keeps_its_own_table_from_being_tidied_and_doctor_says_so(tmp_path):
+def test_damaged_file_stops_maintenance_of_its_table_only(tmp_path):
     run = make_run(tmp_path)
     writer = Writer(run, 11)
     log = EventLog(run.events_dir, Identity(host=HOST, pid=1, start_ticks=1))
@@ -134,9 +134,9 @@ def test_a_damaged_file_keeps_its_own_table_from_being_tidied_and_doctor_says_so
         log.append("collector-problem", part="upkeep", error=problem)
         writer.write(100)
         assert ingester.step().problems == ()
-        told = check_latest_run(tmp_path)
-        assert "table step was not tidied up" in told.detail
-        assert told.remedy is not None
+        check = check_latest_run(tmp_path)
+        assert "table step was not tidied up" in check.detail
+        assert check.remedy is not None
         damaged.write_bytes(whole)
     assert ask_the_lake(run, files.format("step")) == 1
     assert seen(run) == journalled(run)

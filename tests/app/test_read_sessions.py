@@ -1,10 +1,10 @@
-"""One reading of a run leaves its answers to the next."""
+"""Read sessions of one run share the results of queries until the run changes."""
 
 import shutil
 
 import make_run as runs
 import pytest
-from opened import run_of
+from dashboard_pages import run_of
 
 from app.runtime import refresh
 from collector.store.lake.reader import Snapshot
@@ -13,8 +13,8 @@ from collector.store.runs.run import Run
 
 
 @pytest.fixture
-def run(made, tmp_path):
-    shutil.copytree(made[runs.HEALTHY.name], tmp_path / "home")
+def run(homes, tmp_path):
+    shutil.copytree(homes[runs.HEALTHY.name], tmp_path / "home")
     return Run(run_of(tmp_path / "home"))
 
 
@@ -23,7 +23,7 @@ def steps_of(run):
         return int(kept.query("SELECT count(*) AS n FROM step")["n"].iloc[0])
 
 
-def test_a_run_that_stands_still_is_asked_the_same_once_and_anew_when_it_goes_on(run, monkeypatch):
+def test_queries_are_cached_until_the_run_changes(run, monkeypatch):
     asked = []
     query = Snapshot.query
     monkeypatch.setattr(Snapshot, "query", lambda self, *of: asked.append(of) or query(self, *of))
@@ -35,7 +35,7 @@ def test_a_run_that_stands_still_is_asked_the_same_once_and_anew_when_it_goes_on
     assert len(asked) == 2
 
 
-def test_what_cannot_be_read_is_said_in_each_look(run):
+def test_read_problems_are_reported_in_each_session(run):
     with refresh._open_snapshot(run) as (_, kept):
         whole = spans.extent(kept).records_count
     journal = next(run.journal_dir.glob("*.fetch.*.journal"))

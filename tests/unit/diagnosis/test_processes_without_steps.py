@@ -1,8 +1,8 @@
-"""Processes that neither load nor step: judged from their first sample to their teardown."""
+"""Processes without batches and steps: judged from their first sample to their teardown."""
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, Script, finished, ns, sample_host, sample_process
+from simulated_runs import MAIN, MIB, START_SECONDS, Script, finish, ns, sample_host, sample_process
 
 from collector.diagnosis.run.columns import before_teardown
 from collector.diagnosis.verdict import diagnose
@@ -13,7 +13,7 @@ COLLECTOR = ("node", 90, 4900)
 
 
 def program(grown, *, key=MAIN, script=None, watched=False, **more):
-    """A run of a process without hooks that holds 200 MiB and `grown` MiB more, then sampled as gone."""
+    """Return a run of a process without hooks that holds 200 MiB and `grown` MiB more, and then ends."""
     script = script or Script()
     if watched:
         script.manifest["watched"] = True
@@ -22,8 +22,8 @@ def program(grown, *, key=MAIN, script=None, watched=False, **more):
     return sample_host(script, SECONDS[: len(held)], demand=held + 2000 * MIB, total=10**13)
 
 
-def see(script, name, *, has_torch, obstacle):
-    """Note the Python program that the collector saw."""
+def note_program(script, name, *, has_torch, obstacle):
+    """Add an event about a Python program that the collector saw."""
     script.event(
         START_SECONDS + 3,
         "process-seen",
@@ -44,9 +44,9 @@ def leaks(script):
 RAMP = 10.0 * np.arange(180)
 
 
-def test_a_leak_without_any_iteration_is_found_and_told_with_less_certainty():
-    script = finished(program(RAMP))
-    see(script, "serve.py", has_torch=False, obstacle=None)
+def test_leak_without_iterations_is_found_with_less_confidence():
+    script = finish(program(RAMP))
+    note_program(script, "serve.py", has_torch=False, obstacle=None)
     (found,) = leaks(script)
     assert found.severity == "warning"
     assert found.confidence < 0.85
@@ -56,33 +56,33 @@ def test_a_leak_without_any_iteration_is_found_and_told_with_less_certainty():
     assert found.rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
-def test_what_is_given_back_at_the_very_end_hides_nothing():
+def test_memory_released_at_the_end_hides_no_leak():
     grown = RAMP.copy()
     grown[-3:] = [900, 300, 0]
-    assert len(leaks(finished(program(grown)))) == 1
+    assert len(leaks(finish(program(grown)))) == 1
     assert len(leaks(program(grown, watched=True))) == 1
 
 
-def test_what_is_given_back_again_and_again_is_no_leak():
-    assert leaks(finished(program(10.0 * (np.arange(60) % 6)))) == []
+def test_memory_released_repeatedly_is_no_leak():
+    assert leaks(finish(program(10.0 * (np.arange(60) % 6)))) == []
 
 
-def test_a_short_growth_without_any_iteration_may_be_the_loading_of_data():
-    (found,) = leaks(finished(program(RAMP[:60])))
+def test_short_growth_without_iterations_is_information():
+    (found,) = leaks(finish(program(RAMP[:60])))
     assert found.severity == "info"
 
 
 @pytest.mark.parametrize(("asked_for", "count"), [(np.full(180, 2000.0), 0), (200 + RAMP, 1)])
-def test_memory_that_was_asked_for_before_and_is_filled_now_is_no_leak(asked_for, count):
-    assert len(leaks(finished(program(RAMP, data_bytes=asked_for * MIB)))) == count
+def test_filling_memory_allocated_before_is_no_leak(asked_for, count):
+    assert len(leaks(finish(program(RAMP, data_bytes=asked_for * MIB)))) == count
 
 
-def test_what_is_given_back_slowly_is_no_teardown():
+def test_memory_released_slowly_is_no_teardown():
     grown = np.concatenate([10.0 * np.arange(30), 300 - 10.0 * np.arange(30)])
-    assert leaks(finished(program(grown))) == []
+    assert leaks(finish(program(grown))) == []
 
 
-def test_a_process_that_lives_and_has_not_iterated_yet_may_be_loading_its_data():
+def test_growth_of_a_live_process_without_iterations_is_information():
     script = program(RAMP[:60])
     script.living = frozenset({MAIN})
     (found,) = leaks(script)
@@ -90,14 +90,14 @@ def test_a_process_that_lives_and_has_not_iterated_yet_may_be_loading_its_data()
 
 
 @pytest.mark.parametrize("more", [{}, {"alive": np.ones(30)}])
-def test_the_samples_of_a_steady_process_are_all_kept(more):
+def test_samples_of_a_steady_process_are_not_dropped_as_teardown(more):
     script = Script()
     held = np.full(30, 200.0 * MIB)
     sample_process(script, SECONDS[:30], MAIN, ROLE_OTHER, private=held, rss=held, **more)
     assert len(before_teardown(script.tables().stream("process"))) == 30
 
 
-def test_a_watch_that_was_given_up_does_not_say_that_the_process_finished():
+def test_interrupted_watch_leaves_the_process_running():
     script = program(np.zeros(60), watched=True)
     script.living = frozenset({MAIN})
     script.manifest["end_time_ns"] = ns(START_SECONDS + 61)
@@ -106,8 +106,8 @@ def test_a_watch_that_was_given_up_does_not_say_that_the_process_finished():
     assert verdict.duration_seconds == pytest.approx(61)
 
 
-def test_a_run_without_iterations_names_what_was_attached():
-    script = finished(program(np.zeros(60)))
+def test_run_without_iterations_names_the_attached_process():
+    script = finish(program(np.zeros(60)))
     script.event(START_SECONDS + 2, "process-attached", argv=["python", "serve.py"], parent_pid=90)
     script.events = [event for event in script.events if event["kind"] != "process-exit"]
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "cannot-tell"]
@@ -123,17 +123,17 @@ def test_a_run_without_iterations_names_what_was_attached():
         (None, "do not show why", "training_harness.attach()"),
     ],
 )
-def test_a_training_without_hooks_gets_the_true_reason_and_its_remedy(obstacle, why, remedy):
+def test_training_without_hooks_gets_the_reason_and_a_remedy(obstacle, why, remedy):
     script = program(np.zeros(60))
     script.event(START_SECONDS + 61, "command-exit", COLLECTOR, command_pid=MAIN[1], exit_status=0)
-    see(script, "train.py", has_torch=True, obstacle=obstacle)
+    note_program(script, "train.py", has_torch=True, obstacle=obstacle)
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "cannot-tell"]
     assert why in found.summary
     assert remedy in found.advice[0].text
 
 
-def test_what_the_command_left_running_keeps_the_run_running():
-    script = finished(program(np.zeros(60)))
+def test_run_is_running_while_a_process_left_behind_lives():
+    script = finish(program(np.zeros(60)))
     left = [{"pid": 777, "start_ticks": 7, "argv": ["python", "train.py"], "is_python": True}]
     script.event(START_SECONDS + 99, "left-running", COLLECTOR, processes=left)
     script.living = frozenset({("node", 777, 7)})

@@ -1,4 +1,4 @@
-"""Opens pages of the dashboard as a browser would, and tells what can be read on them."""
+"""Open pages of the dashboard as a browser would, and read what they show."""
 
 import json
 from pathlib import Path
@@ -37,14 +37,14 @@ def figures(at):
 
 
 def texts(at):
-    """Everything that can be read on the page, in one string."""
+    """Return all text of the page in one string."""
     parts = [*at.caption, *at.markdown, *at.header, *at.info, *at.warning, *at.error, *at.subheader, *at.code]
     expanders = [expander.label for expander in at.expander]
     return "\n".join([*(str(part.value) for part in parts), *expanders])
 
 
-def drawn(at, view, *, cuda=False):
-    """The figures of a page, which has some, or else says why not and what to type."""
+def checked_figures(at, view, *, cuda=False):
+    """Return the figures of a page; without any, check that it says why and what to type."""
     shown = figures(at)
     if view in (EMPTY_ON_GPU if cuda else EMPTY_ON_CPU):
         said, command = INSTEAD[view]
@@ -60,8 +60,8 @@ def trace_names(figure):
     return [trace["name"] for trace in figure["data"]]
 
 
-def points(figure):
-    """The longest trace; arrays travel as typed base64 blocks."""
+def longest_trace(figure):
+    """Return the points of the longest trace; arrays travel as typed base64 blocks."""
     widths = {"f4": 4, "f8": 8, "i1": 1, "i2": 2, "i4": 4}
     lengths = [0]
     for trace in figure["data"]:
@@ -71,7 +71,7 @@ def points(figure):
 
 
 def walk(monkeypatch, home, **query):
-    """Every view of a home, one after the other in one session."""
+    """Yield (name, page) of every view of a home, opened in one session."""
     at = open_view(monkeypatch, home, VIEWS[0], **query)
     for view in VIEWS:
         if view != VIEWS[0]:

@@ -1,7 +1,7 @@
-"""The last data loading of a run of several ranks, as the pages about it look at it."""
+"""The recent data loading of a run of several ranks, as its pages read it."""
 
 import pytest
-from store_world import make_run
+from store_helpers import make_run
 
 from collector.diagnosis.loading.recent_batches import longest_waiting_rank, recent_loading
 from collector.diagnosis.loading.wait_breakdown import recent_loops
@@ -35,7 +35,7 @@ def _append(writers, name, values):
     writers[name].append(*(values.get(column.name, MISSING[column.code]) for column in STREAMS[name].columns))
 
 
-def test_the_rank_that_waits_longest_is_read_alone(run):
+def test_only_the_longest_waiting_rank_is_read(run):
     with read(run) as snapshot:
         rank = longest_waiting_rank(snapshot, from_ns=0, loader=0)
         tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=rank, batches_count=100)
@@ -46,7 +46,7 @@ def test_the_rank_that_waits_longest_is_read_alone(run):
     assert len(tables.stream("fetch")) < BATCHES
 
 
-def test_batches_of_a_rank_that_has_all_but_stopped_are_looked_for_further_back(run):
+def test_older_batches_are_read_for_a_rank_that_nearly_stopped(run):
     with read(run) as snapshot:
         tables = recent_loading(snapshot, run.manifest, from_ns=0, rank=LATE, batches_count=100)
         within = recent_loading(snapshot, run.manifest, from_ns=BEGIN_NS + 10**12, rank=LATE, batches_count=100)
@@ -54,7 +54,7 @@ def test_batches_of_a_rank_that_has_all_but_stopped_are_looked_for_further_back(
     assert len(within.stream("batch")) == 5
 
 
-def test_of_thousands_of_epochs_those_are_read_whose_workers_made_the_batches(run):
+def test_only_epochs_whose_workers_made_the_batches_are_read(run):
     """One loader goes on with the workers of its first epoch; another had new ones for each of 3,000 passes."""
     first_ns = BEGIN_NS + 10**12
     for rank in (0, 1):
@@ -74,6 +74,6 @@ def test_of_thousands_of_epochs_those_are_read_whose_workers_made_the_batches(ru
     assert len(begun) < 10
 
 
-def test_a_run_without_ranks_has_none_that_waits_longest(tmp_path):
+def test_run_without_ranks_has_no_longest_waiting_rank(tmp_path):
     with read(make_run(tmp_path)) as snapshot:
         assert longest_waiting_rank(snapshot, from_ns=0, loader=0) is None

@@ -109,7 +109,7 @@ def command_line(home: Path, *arguments: object, library: Path) -> subprocess.Co
     )
 
 
-def test_what_a_pipeline_calls_is_counted_per_batch_however_it_is_loaded(home, tmp_path, pictures):
+def test_pipeline_calls_are_counted_per_batch_in_any_loading_mode(home, tmp_path, pictures):
     script = [sys.executable, tmp_path / "script.py", pictures]
     done = command_line(
         home, "run", "--name", "with", "--", *script, "inline", "fork", "spawn", library=tmp_path / "library"
@@ -158,7 +158,7 @@ def test_what_a_pipeline_calls_is_counted_per_batch_however_it_is_loaded(home, t
     }
 
 
-def test_the_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictures):
+def test_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictures):
     job = (sys.executable, "-m", "training_harness.jobs", "images", "--data", pictures.parent, "--epochs", 2,
            "--batch-size", 4, "--num-workers", 1)  # fmt: skip
     done = command_line(home, "run", "--", *job, library=tmp_path)
