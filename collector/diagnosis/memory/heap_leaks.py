@@ -8,6 +8,7 @@ and it ends when everything is copied.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
     by_process,
+    finite,
     floats,
     iterates,
     key_of,
@@ -43,6 +45,10 @@ from collector.store import ProcessKey
 from collector.units import size
 from training_harness.records import ROLE_WORKER
 
+#: A worker of a loader that grows, its growth, and what confirms it.
+_WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
+#: Other epochs whose worker in the same place must have grown as much, for the epoch to bound the growth.
+_MIN_OTHER_EPOCHS = 2
 _NO_ITERATIONS = (
     " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
 )
@@ -178,11 +184,15 @@ def _inherited(tables: RunTables, key: ProcessKey) -> tuple[Floats, Floats]:
 
 
 def _worker_leaks(tables: RunTables) -> list[Finding]:
-    """Find workers whose resident and private memory grow together; one finding per loader."""
+    """Find workers whose resident and private memory grow together; one finding per loader.
+
+    Of the workers that had one place in turn, that with the largest growth counts.
+    """
     process = tables.stream("process")
     workers = process[floats(process, "role") == ROLE_WORKER]
     workers = workers[workers.groupby(PROCESS)["time_ns"].transform("size") >= MIN_POINTS]
-    leaks: dict[Locus, list[tuple[Use, Growth, tuple[Evidence, ...]]]] = {}
+    leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
+    rises: dict[tuple[Locus, int], list[float]] = {}
     for _, rows in by_process(workers):
         locus = worker_locus(rows)
         if locus.loader is None or locus.worker is None:
@@ -193,14 +203,33 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
         times = seconds(rows)
         steps = step_numbers(tables, str(locus.host), times)
         use = Use(series="resident", locus=locus, times=times, values=_resident(rows), steps=steps)
+        place = replace(locus, pid=None, worker=None)
+        levels = finite(use.values)
+        rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
         trend = use.growth()
         if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
-            leaks.setdefault(replace(locus, pid=None, worker=None), []).append((use, trend, witnesses))
-    return [_loader_leak(tables, place, workers_leaks) for place, workers_leaks in leaks.items()]
+            largest = leaks.setdefault(place, {}).get(locus.worker)
+            if largest is None or largest[1].rise < trend.rise:
+                leaks[place][locus.worker] = use, trend, witnesses
+    return [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
 
 
-def _loader_leak(tables: RunTables, place: Locus, leaks: list[tuple[Use, Growth, tuple[Evidence, ...]]]) -> Finding:
-    """Return the finding on a loader's workers, with the evidence of the one that grew most."""
+def _loader_leak(
+    tables: RunTables,
+    place: Locus,
+    of_workers: Mapping[int, _WorkerLeak],
+    rises: Mapping[tuple[Locus, int], Sequence[float]],
+) -> Finding:
+    """Return the finding on a loader's workers, with the evidence of the one that grew most.
+
+    It is information if an epoch bounds the growth: other workers had each place in other epochs and rose as much.
+    """
+    unbounded = {
+        worker: leak
+        for worker, leak in of_workers.items()
+        if sum(rise >= leak[1].rise / 2 for rise in rises[place, worker]) <= _MIN_OTHER_EPOCHS
+    }
+    leaks = [*(unbounded or of_workers).values()]
     trends = [trend for _, trend, _ in leaks]
     total = Rate(
         value=sum(trend.slope for trend in trends),
@@ -211,7 +240,7 @@ def _loader_leak(tables: RunTables, place: Locus, leaks: list[tuple[Use, Growth,
     workers = sorted({use.locus.worker for use, _, _ in leaks if use.locus.worker is not None})
     finding = leak_finding(
         tables,
-        resources.WORKER_HEAP,
+        resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
         *max(leaks, key=lambda leak: leak[1].rise),
         workers=", ".join(map(str, workers)),
         rise=size(sum(trend.rise for trend in trends)),
@@ -219,6 +248,7 @@ def _loader_leak(tables: RunTables, place: Locus, leaks: list[tuple[Use, Growth,
     )
     return replace(
         finding,
+        severity=finding.severity if unbounded else "info",
         locus=replace(place, worker=leaks[0][0].locus.worker if len(leaks) == 1 else None),
         evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(leaks))),
         rate=total,

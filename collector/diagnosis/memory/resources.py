@@ -85,6 +85,19 @@ WORKER_HEAP = Resource(
         ),
     ),
 )
+#: The heap of workers that end with each epoch, after as much growth in each.
+WORKER_HEAP_OF_AN_EPOCH = replace(
+    WORKER_HEAP,
+    grows="Workers {workers} of loader {loader} take memory during each epoch, {rise} at most, and free it when "
+    "they end with the epoch.",
+    leak_advice=(
+        Advice(
+            text="If an epoch needs too much memory, look for a cache in the dataset (`__getitem__` that stores "
+            "what it read, lru_cache without bound)",
+            expected="the growth of {slope}/s stops",
+        ),
+    ),
+)
 #: Pages that forked workers copy from their parent by touching reference counts. It ends when all are copied.
 COPIED_PAGES = Resource(
     leak="copy-on-read-growth",

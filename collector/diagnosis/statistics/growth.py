@@ -10,7 +10,8 @@ envelope* (the level that is never given back), and only a series that meets all
 3. not in a few steps, as high-water marks and heap fragmentation cause them: it rose often, or at a steady beat,
 4. not saturating: the second half rises like the first,
 5. the rise stands out from the noise, and from what the caller calls negligible,
-6. the interval of the slope (moving-block bootstrap) is above zero.
+6. the interval of the slope (moving-block bootstrap) is above zero,
+7. not at rest at the end for longer than chance explains.
 
 The conditions are checked at several block widths, because a sawtooth hides a leak from blocks that are
 narrower than its period.
@@ -46,6 +47,9 @@ _CONFIDENCE = 0.99
 #: 0.34, saturation less.
 _SECOND_HALF_RATIO = 0.4
 _RISE_TO_NOISE = 4.0
+#: Number of rises that are missing at the end of a series that has stopped to rise: random ones (Poisson) would all
+#: be missing with a probability of 1 - _CONFIDENCE.
+_LEAST_REST = -math.log(1 - _CONFIDENCE)
 _BOOTSTRAP_COUNT = 200
 _INTERVAL_PERCENTILES = (5.0, 95.0)
 
@@ -282,7 +286,8 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     level = np.minimum.accumulate(values[::-1])[::-1] - values.min()
     rises = np.diff(level[np.linspace(0, len(level) - 1, _PARTS_COUNT + 1).astype(int)])
     if rises.sum() ** 2 >= ndtri(_CONFIDENCE) ** 2 * (rises @ rises):
-        return bool(rises.sum() > 0)
+        rest = _rest_ratio(times, values, level)
+        return bool(rises.sum() > 0) and rest * rises.sum() ** 2 <= _LEAST_REST * (1 - rest) * (rises @ rises)
     stairs = _stairs(level, level[-1] / _PARTS_COUNT)
     if len(stairs) < 3:
         return False
@@ -292,6 +297,16 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     overdue = rate * (times[first] - times[0]) - level[first], rate * (times[-1] - times[last]) - heights.mean()
     errors = np.append(heights - rate * durations, np.maximum(overdue, 0.0))
     return bool(heights.sum() >= stdtrit(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
+
+
+def _rest_ratio(times: Floats, values: Floats, level: Floats) -> float:
+    """Return the share of the time in which neither the level nor the highest value rose any more.
+
+    The level alone rests where the last values are low by chance, and the highest value alone after a peak.
+    """
+    highest = np.maximum.accumulate(values) - values.min()
+    ends = (np.argmax(series >= series[-1] - level[-1] / (2 * _PARTS_COUNT)) for series in (level, highest))
+    return float((times[-1] - times[max(ends)]) / (times[-1] - times[0]))
 
 
 def _stairs(level: Floats, least_height: float) -> list[int]:

@@ -36,6 +36,7 @@ HEALTHY = {
     "white noise": lambda g: g.normal(size=POINTS),
     "slow noise": lambda g: autoregressive(g, 0.9),
     "saturating warm-up": lambda g: 20 * (1 - np.exp(-SHARE / g.uniform(0.02, 0.3))) + 0.2 * g.normal(size=POINTS),
+    "a cache that is full": lambda g: 10 * np.minimum(SHARE, g.uniform(0.5, 0.74)) + 0.05 * g.normal(size=POINTS),
     "sawtooth": lambda g: 10 * ((np.arange(POINTS) % g.integers(10, 150)) / 50) + 0.2 * g.normal(size=POINTS),
     "single step": lambda g: 10.0 * (np.arange(POINTS) > g.integers(60, 540)) + 0.2 * g.normal(size=POINTS),
     "two steps": lambda g: (

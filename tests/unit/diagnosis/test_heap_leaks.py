@@ -268,6 +268,25 @@ def test_growing_cache_in_the_workers_is_a_worker_leak():
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.1)
 
 
+@pytest.mark.parametrize(("epochs", "severity"), [(2, "warning"), (3, "info")])
+def test_growth_that_ends_with_each_epoch_is_information(epochs, severity):
+    """Workers that are not persistent free their cache with each epoch; two epochs may differ by chance."""
+    script, length = Script(), 60 // epochs
+    script.event(START_SECONDS, "process-start")
+    script.event(START_SECONDS, "loader", loader=0, num_workers=1, prefetch_factor=2, start_method="fork")
+    cache = 300 * np.arange(length) / length * MIB
+    for epoch in range(epochs):
+        worker, at = ("node", 1000 + epoch, 7000 + epoch), SECONDS[epoch * length :][:length]
+        script.event(at[0] - 0.5, "epoch-start", loader=0, epoch=epoch, worker_pids=[worker[1]])
+        script.event(at[0] - 0.4, "worker-start", worker, loader=0, epoch=epoch, worker=0)
+        held = {"private": 10 * MIB + cache, "rss": 320 * MIB + cache}
+        sample_process(script, at, worker, ROLE_WORKER, worker=0, loader=0, **held)
+    script.add("step", [{"time_ns": round(s * 1e9), "step": i} for i, s in enumerate(SECONDS)])
+    [found] = findings_of(script)
+    assert (found.kind, found.severity) == ("worker-heap-leak", severity)
+    assert ("free it when they end with the epoch" in found.summary) == (severity == "info")
+
+
 def test_few_readings_of_private_memory_confirm_growth_of_rss():
     sparse = np.full(60, np.nan)
     sparse[[2, 15, 30, 45, 58]] = 300 * RAMP[[2, 15, 30, 45, 58]]
