@@ -158,7 +158,9 @@ def full_finding(
 
 def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
     what, limit = course.what, course.limit
-    left, of_limit = amount(course.headroom, limit.unit), f"{amount(limit.value, limit.unit)} ({limit.name})"
+    left, of_limit = amount(course.headroom, limit.unit), amount(limit.value, limit.unit)
+    if limit.name.lower() not in what.lower():
+        of_limit += f" ({limit.name})"
     if course.is_far:
         rise = amount(course.growth.rise, limit.unit)
         return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a forecast."
