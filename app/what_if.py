@@ -91,7 +91,7 @@ def _begin(outlook: Forecast) -> str:
     if outlook.best is not None:
         return f"The sliders start at the recommended setting: {figures.words(outlook.best.setting)}."
     start = "the setting of this run" if outlook.measured.setting.num_workers else "one worker"
-    return f"No setting better than this run's was found: the sliders start at {start}."
+    return f"No better setting was found: the sliders start at {start}."
 
 
 def _line_settings(setting: Setting, most: int) -> list[Setting]:

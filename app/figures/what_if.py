@@ -85,7 +85,7 @@ def front(outlook: Forecast, chosen: Option, theme: Theme) -> Chart:
             figure.add_trace(_with_texts(trace, [words(o.setting) for o in options]))
     best = outlook.front
     figure.add_trace(line("least waiting for the memory", *place(best), theme.allocated, "%", line={"dash": "dot"}))
-    figure.add_trace(_mark("as it is", *place([outlook.current]), theme.reserved, "diamond", "%"))
+    figure.add_trace(_mark("this run", *place([outlook.current]), theme.reserved, "diamond", "%"))
     figure.add_trace(_mark("chosen", *place([chosen]), theme.host, "circle", "%"))
     figure.update_layout(hovermode="closest")
     figure.update_yaxes(rangemode="tozero")

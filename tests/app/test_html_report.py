@@ -57,10 +57,10 @@ def test_report_shows_the_forecast_at_the_sliders_start(tmp_path):
     runs.make_run(tmp_path, runs.SLOW_WORKER)
     assert write_report(tmp_path, tmp_path / "report.html").exit_code == 0
     html = (tmp_path / "report.html").read_text()
-    begun = re.search(r"These figures are of (num_workers = \d+, prefetch_factor = \d+)\.", html)
+    begun = re.search(r"These figures are for (num_workers = \d+, prefetch_factor = \d+)\.", html)
     for title in ("How much faster would it be?", "How much memory does less waiting cost?"):
         assert f"<h3>{title}</h3>" in html
-    assert re.search(rf"samples/s with {begun[1]}, \S+ samples/s as it is", html)
+    assert re.search(rf"samples/s with {begun[1]}, \S+ samples/s in this run", html)
     assert '<dt class="quiet">Throughput</dt>' in html
 
 

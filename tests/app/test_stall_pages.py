@@ -78,7 +78,7 @@ def test_headline_refers_to_the_finding_below():
         limited_by="oversubscribed",
     )
     headline = headline_of(recent_of(), crowded)
-    assert "of its time over the last 200 batches, but in the run as a whole hardly for batches" in headline
+    assert "of its time over the last 200 batches, but over the whole run hardly for batches" in headline
     assert headline.endswith("see compute-bound (oversubscribed) below.")
     assert "keeps up" not in headline
     assert headline_of(recent_of(), info("epoch-refill", "?")).endswith(
@@ -131,7 +131,7 @@ def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
 
 
 def test_sliders_start_at_the_current_setting_without_a_better_one(outlook):
-    assert "sliders begin at the setting of this run" in _begin(replace(outlook, best=None))
+    assert "sliders start at the setting of this run" in _begin(replace(outlook, best=None))
 
 
 def test_throughput_is_labelled_with_its_rank(outlook):

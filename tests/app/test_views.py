@@ -315,7 +315,7 @@ def test_agent_health_shows_reporting_workers_and_cost(monkeypatch, homes):
 def test_each_figure_explains_its_terms(monkeypatch, homes):
     at = open_view(monkeypatch, homes["cuda"], "gpu_memory")
     helps = [markdown.proto.help for markdown in at.markdown]
-    assert any("[**fragmentation**](terms#fragmentation): free pieces" in text for text in helps)
+    assert any("[**fragmentation**](terms#fragmentation): free memory" in text for text in helps)
 
 
 def test_terms_page_works_without_a_run(monkeypatch, tmp_path):
