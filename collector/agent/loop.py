@@ -91,6 +91,11 @@ class Agent:
         attached = [command] if command is not None and not self._roles.has_detached(command) else []
         return any(map(_is_alive, [*attached, *self._roles.mains()]))
 
+    @property
+    def recorded_end_ns(self) -> int | None:
+        """Time at which the command recorded that it ended or detached; None if it did not."""
+        return self._roles.exit_ns(self._command) if self._command is not None else None
+
     def tick(self) -> None:
         """Take one sample of everything, and ingest if that is due."""
         now_ns = self._clock_ns()
@@ -289,8 +294,9 @@ def collect(
         follow(agent, wait, interval_seconds=interval_seconds)
     finally:
         signal.signal(signal.SIGINT, handler_before)
-    if was_alive and not interrupted.is_set() and manifest["end_time_ns"] is None:
-        update_manifest(run, end_time_ns=time.monotonic_ns())
+    if not interrupted.is_set() and manifest["end_time_ns"] is None:
+        # A run that ended before the collector came may have recorded its end.
+        update_manifest(run, end_time_ns=time.monotonic_ns() if was_alive else agent.recorded_end_ns)
     return agent.finish()
 
 

@@ -13,7 +13,8 @@ import pytest
 from collector.store.catalogue import list_runs
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.conftest import wait_for
+from tests.conftest import TRAIN, wait_for
+from training_harness import layout
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 MIB = 2**20
@@ -378,3 +379,12 @@ def test_finished_run_can_be_collected_again(home):
     assert done.stderr == ""
     assert run.manifest["exit_status"] == 3
     assert len(table(run, "host")) >= steps
+
+
+def test_run_that_ended_before_its_collector_has_its_recorded_end(run_attached):
+    attached = run_attached(TRAIN)
+    run, end = attached.run, attached.events("process-exit").iloc[0]
+    command = {"host": end["host"], "pid": int(end["pid"]), "start_ticks": int(end["start_ticks"])}
+    layout.write_manifest(run.path, {**run.manifest, "command": command})
+    subprocess.run([sys.executable, "-P", "-c", COLLECTOR, str(run.path)], timeout=60, check=True)
+    assert run.manifest["end_time_ns"] == end["time_ns"]

@@ -55,6 +55,7 @@ class ProcessRoles:
         self._boot_offset_ns = boot_offset_ns
         self._roles: dict[LocalProcess, Role] = {}
         self._detached: set[LocalProcess] = set()
+        self._exits_ns: dict[LocalProcess, int] = {}
 
     def __iter__(self) -> Iterator[LocalProcess]:
         return iter(self._roles)
@@ -75,6 +76,10 @@ class ProcessRoles:
         """Return whether a living process has left the run, as a notebook that detaches does."""
         return key in self._detached
 
+    def exit_ns(self, key: LocalProcess) -> int | None:
+        """Return when a process recorded that it ended or detached (CLOCK_MONOTONIC), None if it did not."""
+        return self._exits_ns.get(key)
+
     def forget(self, key: LocalProcess) -> None:
         """Drop a process that has ended, since a long run without persistent workers names thousands."""
         self._roles.pop(key, None)
@@ -86,9 +91,11 @@ class ProcessRoles:
         kind, rank = event.get("kind"), event.get("rank")
         if kind == "process-start":
             self._roles.setdefault(_writer(event), Role(role=ROLE_MAIN, rank=rank))
-        elif kind == "process-exit" and event.get("detached"):
-            self._detached.add(_writer(event))
-            self.forget(_writer(event))
+        elif kind == "process-exit":
+            self._exits_ns[_writer(event)] = event["time_ns"]
+            if event.get("detached"):
+                self._detached.add(_writer(event))
+                self.forget(_writer(event))
         elif kind == "worker-start":
             self._roles[_writer(event)] = Role(
                 role=ROLE_WORKER, rank=rank, loader=event["loader"], worker=event["worker"]
