@@ -250,7 +250,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
     return Chart(
         title="Timeline of the longest stall",
         figure=figure,
-        caption=f"The {len(waits):,} consecutive batches with the longest waiting, {duration(begin_seconds)} after "
+        caption=f"The {len(waits):,} batches in a row with the longest waiting, {duration(begin_seconds)} after "
         "the start of the run. Thin line below a lane: a finished batch that training has not taken yet.",
         takeaway=f"Training waited {quantity(by_worker.sum(), 'ms')}, {quantity(by_worker.max(), 'ms')} of it for "
         f"batches of worker {worst:.0f}.",

@@ -209,7 +209,7 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
 def _show(rows: list[Row]) -> None:
     show_trials(_COLUMNS, map(_cells, rows), names="left")
     if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
-        click.echo("or: the prediction if the assumption on whether workers share what they wait for is wrong")
+        click.echo("or: prediction with the opposite assumption about shared waits")
     if words := _conclusion(rows):
         click.echo(words)
     for row in rows:

@@ -103,7 +103,7 @@ def test_live_finding_is_sent_once_to_the_command_and_the_webhook(tmp_path, hook
             env={**bare_environment(), "TIDEGAUGE_HOME": str(home), "OMP_NUM_THREADS": "1"},
         )
     try:
-        wait_for(lambda: "inline-loading was not told" in stderr.read_text(), "the command", 120)
+        wait_for(lambda: "inline-loading was not reported" in stderr.read_text(), "the command", 120)
         wait_for(lambda: 204 in server.answered, "the webhook")
         assert job.poll() is None
     finally:

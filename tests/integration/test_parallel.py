@@ -37,7 +37,7 @@ def test_ranks_and_attempts_of_a_torchrun_job_are_one_run(run_attached, tmp_path
     assert (verdict.status, verdict.attempts, verdict.steps) == ("finished", 2, 6)
     [restart] = [finding for finding in verdict.findings if finding.severity != "info"]
     assert restart.severity == "warning"
-    assert restart.summary.startswith("Attempt 0 ended after 3 steps, with ")
+    assert restart.summary.startswith("Attempt 0 ended after 3 steps with ")
 
 
 def test_parts_of_data_parallel_are_stages_of_their_batch(run_attached, tmp_path):

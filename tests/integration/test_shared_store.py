@@ -266,7 +266,7 @@ def test_second_node_with_the_same_host_name_is_refused(environment, tmp_path):
         ("postgresql://u:secret/x@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
         ("postgresql://u:secret#x@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
         ("postgresql://u:[secret@h/d", "s3://b/x", "TIDEGAUGE_STORE is no URL of a database"),
-        ("postgresql://u@h/d?sslpassword=secret", "s3://b/x", "TIDEGAUGE_STORE has a sslpassword"),
+        ("postgresql://u@h/d?sslpassword=secret", "s3://b/x", "TIDEGAUGE_STORE has an sslpassword"),
         ("postgresql://u:a@127.0.0.1:1/d?password=secret", "/tmp/x", "the shared store cannot be"),
         ("postgresql://u:secret@h/d", "", "TIDEGAUGE_DATA is not set"),
         ("postgresql://u:secret@h/d", "relative/path", "TIDEGAUGE_DATA='relative/path' is no place"),

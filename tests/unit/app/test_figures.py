@@ -141,7 +141,7 @@ def test_timeline_and_round_name_the_awaited_worker():
         ["worker 1"],
         ["worker 0"],
     ]
-    assert "30 ms were for batches of worker 1" in charts["lanes"].takeaway
+    assert "30 ms of it for batches of worker 1" in charts["lanes"].takeaway
     assert list(charts["fold"].figure.data[0].x) == ["0", "1: worker 2"]
     assert "Worker 2 has 90%" in charts["fold"].takeaway
 
@@ -151,7 +151,7 @@ def test_stage_costs_are_split_by_cpu_and_waits_by_stage():
     cpu, waiting, unknown = charts["costs"].figure.data
     assert (cpu.x[0], waiting.x[0], unknown.x[1]) == pytest.approx((27.0, 3.0, 2.0))
     assert list(charts["exposed"].figure.data[0].y) == ["decode", "transfer to main process"]
-    assert "4 s waited, 40% of the loop's time" in charts["exposed"].caption
+    assert "4 s, 40% of the loop's time" in charts["exposed"].caption
 
 
 def test_every_title_but_the_timelines_is_a_question():
