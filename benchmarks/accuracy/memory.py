@@ -64,15 +64,15 @@ root on a machine with a memory cgroup of version 1.
 - **Caches** count as healthy. Before a cache is full, nothing distinguishes it from a leak.
 - **Limits**: where no kill sets the limit, the limit is the demand near the end plus the kernel's own memory. It
   is met between two samples.
-- **Pace**: trainings side by side change their pace. Those that leak to a limit ran twice with different noise,
-  two at a time on a machine that did nothing else. The others ran once, six at a time.
+- **Pace**: trainings side by side change their pace. Those that leak to a limit ran twice with different noise. All
+  ran six at a time, and the two cores had other work too.
 
 The figures flatter in two ways:
 
 - No threshold is fitted to cases, so none were held back. But cases that the rules once missed here have led to
   new rules: a leak that begins late, a beginning that passes for a warm-up, memory freed at the end of a
-  training, a few jumps that are no growth, mapped files, the newest tick of a living run. The figures of these
-  cases flatter.
+  training, a few jumps that are no growth, mapped files, the newest tick of a living run, growth that has come to
+  rest, caches of the workers of one epoch. The figures of these cases flatter.
 - The model of the forecasts was chosen among several with such runs and drawn series at hand. So its figures
   flatter too, except those for leaks of 64 and 640 KiB a step, which ran only after it had been chosen."""
 _SURE = 0.9
