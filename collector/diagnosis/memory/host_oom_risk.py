@@ -16,7 +16,7 @@ from collector.diagnosis.memory.exhaustion import (
     full_finding,
 )
 from collector.diagnosis.memory.leak import Use
-from collector.diagnosis.memory.resources import HOST_MEMORY
+from collector.diagnosis.memory.resources import HOST_MEMORY, HOST_MEMORY_WITHOUT_WORKERS, Resource
 from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
@@ -37,6 +37,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Finding, Limit, Locus
+from training_harness.records import ROLE_WORKER
 
 #: Share of the limit that is critical.
 _CRITICAL_RATIO = 0.98
@@ -79,7 +80,7 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     if trend is not None:
         course = Course(
             what="Host memory",
-            resource=HOST_MEMORY,
+            resource=_resource(tables, host),
             use=use,
             growth=trend,
             limit=bound,
@@ -90,6 +91,12 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     if peak(demand) >= FULL_RATIO * limit:
         return _nearly_full(tables, host, peak(demand), bound, int(is_known.sum()))
     return None
+
+
+def _resource(tables: RunTables, host: str) -> Resource:
+    process = tables.stream("process")
+    has_workers = ((floats(process, "role") == ROLE_WORKER) & (process["host"] == host)).any()
+    return HOST_MEMORY if has_workers else HOST_MEMORY_WITHOUT_WORKERS
 
 
 def _matters(tables: RunTables, host: str, course: Course, copies: Sequence[Finding]) -> bool:
@@ -144,7 +151,7 @@ def _nearly_full(tables: RunTables, host: str, highest: float, limit: Limit, n: 
     )
     is_critical = has_pressure or highest >= _CRITICAL_RATIO * limit.value
     return full_finding(
-        HOST_MEMORY,
+        _resource(tables, host),
         limit,
         highest,
         Locus(host=host),

@@ -198,6 +198,15 @@ HOST_MEMORY = Resource(
         Advice(text="Raise the memory limit of the job", expected="the peak fits"),
     ),
 )
+#: The same on a host where no DataLoader worker ran.
+HOST_MEMORY_WITHOUT_WORKERS = replace(
+    HOST_MEMORY,
+    risk_advice=HOST_MEMORY.risk_advice[:1],
+    full_advice=(
+        Advice(text="Hold less memory in the training process", expected="the peak stays below the limit"),
+        *HOST_MEMORY.full_advice[1:],
+    ),
+)
 _GPU_ADVICE = (
     Advice(
         text="Fix the growth (see the gpu findings), and save a checkpoint before the forecast time",

@@ -294,6 +294,17 @@ def test_few_readings_of_private_memory_confirm_growth_of_rss():
     assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
 
 
+def test_host_risk_advises_fewer_workers_only_where_there_are_workers():
+    alone = Script()
+    alone.event(START_SECONDS, "process-start")
+    sample_process(alone, SECONDS, MAIN, ROLE_MAIN, private=(300 + 600 * RAMP) * MIB, rss=(500 + 600 * RAMP) * MIB)
+    sample_host(alone, SECONDS, demand=(4000 + 600 * RAMP) * MIB, limit=6000 * MIB)
+    with_workers = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
+    for script, advised in ((alone, False), (with_workers, True)):
+        risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
+        assert any("workers" in advice.text for advice in risk.advice) == advised
+
+
 def test_growth_towards_the_limit_has_a_forecast_in_time_and_steps():
     script = memory(training(), main=600 * RAMP, host=600 * RAMP, limit=6000 * MIB)
     risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
