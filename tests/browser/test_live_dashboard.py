@@ -229,7 +229,7 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     opened.value.close()
     page.locator(".annotation a", has_text="slow-worker since step").last.click()
     page.wait_for_url(f"**/worker-stalls?run={slow}")
-    page.get_by_role("heading", name="What does the training wait for").wait_for()
+    page.get_by_role("heading", name="What does training wait for").wait_for()
     screenshots.await_view(page)
     assert page.locator(".annotation", has_text="slow-worker since step").count() > 0
     runs = page.get_by_role("combobox", name="Run")
