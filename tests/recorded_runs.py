@@ -88,6 +88,11 @@ def with_columns(tables: RunTables, stream: str, change: Callable[[pd.DataFrame]
     return replace(tables, streams={**tables.streams, stream: rows.assign(**change(rows))})
 
 
+def with_hidden_processes(tables: RunTables) -> RunTables:
+    """Return a run whose driver names no processes, as in a container."""
+    return with_columns(tables, "device", lambda rows: {"process_used_bytes": np.nan, "other_used_bytes": np.nan})
+
+
 def only_rows(tables: RunTables, stream: str, chosen: Callable[[pd.DataFrame], Any]) -> RunTables:
     """Return a run with those rows of a stream that `chosen` is true for."""
     rows = tables.streams[stream]

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from simulated_runs import MIB
 
-from collector.diagnosis.deaths.cuda_oom import message_figures
 from collector.diagnosis.memory.allocation_sites import rank_sites
 from collector.diagnosis.memory.gpu_growth import find_device_growth
 from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
 from collector.diagnosis.verdict import diagnose
-from collector.findings import as_json
 from collector.store.allocator_snapshots import ProcessGrowth, SiteGrowth
 from tests.recorded_runs import (
     at_last_step,
@@ -26,7 +24,7 @@ from tests.recorded_runs import (
     until,
     with_changed_event,
     with_columns,
-    with_event,
+    with_hidden_processes,
 )
 from training_harness.records import ROLE_MAIN
 
@@ -36,10 +34,6 @@ HEALTHY = ("uneven-batches", "evaluation", "late-optimizer")
 #: Each step keeps a tensor of 1 MiB, takes 1 MiB from the driver, or has one more pinned buffer of 256 KiB at once.
 TENSORS, LIBRARY, PINNED = "tensor-leak", "library-growth", "pinned-cache"
 HOLES = "gpu-fragmentation"
-#: Bytes of a process's context on a simulated device.
-CONTEXT = 256 * MIB
-#: Bytes of the other job in the run `another-job`.
-OTHER_JOB = 400 * MIB + CONTEXT
 #: Columns that grow in the samples of a process whose heap grows.
 HOST_GAUGES = ("rss_bytes", "data_bytes", "private_dirty_bytes", "pss_bytes")
 
@@ -104,11 +98,6 @@ def as_another_job(tables):
         process_used_bytes=lambda rows: rows["process_used_bytes"] - grown,
         other_used_bytes=lambda rows: rows["other_used_bytes"] + grown,
     )
-
-
-def with_hidden_processes(tables):
-    """Return a run whose driver names no processes, as in a container."""
-    return with_driver(tables, process_used_bytes=np.nan, other_used_bytes=np.nan)
 
 
 def with_host_growth(tables, gauge, share):
@@ -377,136 +366,6 @@ def test_repeated_allocation_failures_on_a_full_device_are_a_risk():
     assert (risk.kind, risk.severity, risk.eta) == ("gpu-oom-risk", "warning", None)
     assert find_device_risk(failing) == []
     assert kinds(only_rows(failing, "device", lambda rows: rows["device"] < 0)) == ["cannot-tell"]
-
-
-def post_mortem(tables):
-    findings = diagnose(tables).findings
-    assert not {"crashed", "killed"} & {finding.kind for finding in findings}
-    [found] = [finding for finding in findings if finding.kind == "cuda-oom"]
-    as_json(found)
-    return found, " | ".join(advice.text.split(":")[0].split(" (")[0] for advice in found.advice)
-
-
-def error_of(tables):
-    [error] = tables.events_of("cuda-oom")
-    return error
-
-
-def test_fatal_error_is_reported_with_its_figures():
-    run = recorded("another-job")
-    found, advice = post_mortem(run)
-    error, total = error_of(run), run.streams["device"]["total_bytes"].max()
-    figures = {evidence.name: evidence.value for evidence in found.evidence}
-    assert (found.severity, found.since_step, found.limit.value) == ("critical", error["step"], total)
-    for name in ("requested_bytes", "allocated_bytes", "free_bytes"):
-        assert figures[name] == error[name]
-    assert figures["other_processes_bytes"] == OTHER_JOB
-    assert figures["outside_pytorch_bytes"] == CONTEXT
-    assert advice == "End the other processes on this device, or use another device | Make a step smaller"
-    assert post_mortem(recorded("out-of-memory"))[1] == "Make a step smaller"
-
-
-@pytest.mark.parametrize(("lacking", "fragmented"), [(0, True), (1, False)])
-def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, fragmented):
-    run = recorded("out-of-memory")
-    error = error_of(run)
-    asked = error["reserved_bytes"] - error["allocated_bytes"] + lacking
-    _, advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked))
-    assert ("expandable" in advice or "PYTORCH_CUDA_ALLOC_CONF" in advice) == fragmented
-
-
-def test_memory_of_hidden_processes_comes_from_the_error_message():
-    run = with_hidden_processes(recorded("another-job"))
-    figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
-    assert figures["other_processes_bytes"] == pytest.approx(OTHER_JOB, rel=0.02)
-    assert figures["outside_pytorch_bytes"] == pytest.approx(CONTEXT, rel=0.02)
-
-
-def test_unknown_memory_stays_unattributed():
-    run = with_changed_event(
-        with_hidden_processes(recorded("another-job")), "cuda-oom", message="CUDA out of memory."
-    )
-    figures = {evidence.name: evidence.value for evidence in post_mortem(run)[0].evidence}
-    assert figures["unattributed_bytes"] == CONTEXT + OTHER_JOB
-    assert not {"outside_pytorch_bytes", "other_processes_bytes"} & set(figures)
-
-
-def test_figures_come_from_the_message_without_an_observer():
-    """cudaMallocAsync has no observers (c10/cuda/CUDAMallocAsyncAllocator.cpp)."""
-    run = recorded("malloc-async")
-    error = error_of(run)
-    assert "requested_bytes" not in error
-    [found] = [finding for finding in diagnose(run).findings if finding.kind == "cuda-oom"]
-    figures, said = (
-        {evidence.name: evidence.value for evidence in found.evidence},
-        message_figures(error["message"]),
-    )
-    for name in ("requested_bytes", "allocated_bytes", "free_bytes"):
-        assert figures[name] == said[name] > 0
-    assert found.limit.value == run.streams["device"]["total_bytes"].max()
-
-
-def test_process_share_that_binds_is_named():
-    found, advice = post_mortem(recorded("share-met"))
-    assert "may use 614 MiB of it" in found.summary
-    assert advice.startswith("Give the process a larger share of the device")
-
-
-def test_advice_with_the_largest_gain_is_first():
-    """The cache held as much as was requested, and another job far more."""
-    run = recorded("another-job")
-    error = error_of(run)
-    pieces = error["reserved_bytes"] - error["allocated_bytes"]
-    assert 2 * pieces < OTHER_JOB
-    advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=pieces))[1].split(" | ")
-    assert [each.split()[0] for each in advice] == ["End", "Set", "Make"]
-
-
-def test_growth_before_an_error_is_advised_on_first():
-    found, advice = post_mortem(recorded("leak-to-the-end"))
-    assert advice.startswith("See gpu-tensor-leak first")
-    assert "allocated_rise_bytes" in {evidence.name for evidence in found.evidence}
-
-
-def test_other_processes_are_blamed_only_if_they_hold_enough():
-    run = recorded("another-job")
-    for asked, is_enough in ((OTHER_JOB, True), (OTHER_JOB + 1, False)):
-        advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked))[1]
-        assert ("End the other processes" in advice) == is_enough
-
-
-def test_unusually_large_batch_is_named():
-    run = recorded("out-of-memory")
-    usual = run.streams["batch"]["payload_bytes"].max()
-    largest = with_columns(
-        run,
-        "batch",
-        lambda rows: {"payload_bytes": np.where(rows["index"] == rows["index"].max(), 90 * usual, usual)},
-    )
-    found, advice = post_mortem(largest)
-    assert "Bound the size of a batch" in advice
-    assert {e.name: e.value for e in found.evidence}["batch_payload_bytes"] == 90 * usual
-
-
-def test_error_names_the_phase_that_a_callback_reported():
-    run = recorded("out-of-memory")
-    before_ns = error_of(run)["error_time_ns"] - 10**6
-    told = with_event(run, "phase", time_ns=before_ns, phase="validation", epoch=0, step=3)
-    assert "validation" in post_mortem(told)[0].summary
-
-
-def test_caught_error_is_information():
-    found, _ = post_mortem(recorded("caught-errors"))
-    assert found.severity == "info"
-    assert "went on" in found.summary
-
-
-def test_later_crash_is_reported_along_with_a_caught_error():
-    run = recorded("caught-errors")
-    end_ns = run.events_of("process-exit")[-1]["time_ns"] - 10**6
-    crashed = with_event(run, "exception", time_ns=end_ns, type="ValueError", message="boom", traceback="")
-    crashed = with_changed_event(crashed, "command-exit", exit_status=1)
-    assert {"crashed", "cuda-oom"} <= {finding.kind for finding in diagnose(crashed).findings}
 
 
 def test_run_without_a_gpu_has_no_gpu_findings():
