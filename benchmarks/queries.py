@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -92,6 +93,7 @@ def make(
     return run
 
 
+@functools.cache
 def recorded_gpu(stream: str) -> pd.DataFrame:
     """Return what a training whose batches differ in length recorded of its GPU, without times and places."""
     from tests.recorded_runs import recorded

@@ -280,7 +280,8 @@ def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
     With a selected rank, findings about other ranks are left out, and in a chart of a GPU those about other GPUs.
     """
     findings = needs_attention(moment.all_findings)
-    names = _gpu_names(moment) if any(finding.locus.device is not None for finding in findings) else {}
+    has_gpu = any(finding.locus.device is not None for finding in findings)
+    names = moment.once("gpu names", lambda: _gpu_names(moment)) if has_gpu else {}
     first: dict[str, Finding] = {}
     for finding in findings:
         step = finding.since_step

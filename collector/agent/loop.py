@@ -294,9 +294,10 @@ def collect(
         follow(agent, wait, interval_seconds=interval_seconds)
     finally:
         signal.signal(signal.SIGINT, handler_before)
-    if not interrupted.is_set() and manifest["end_time_ns"] is None:
-        # A run that ended before the collector came may have recorded its end.
-        update_manifest(run, end_time_ns=time.monotonic_ns() if was_alive else agent.recorded_end_ns)
+    # A run that ended before the collector came may have recorded its end.
+    end_ns = time.monotonic_ns() if was_alive else agent.recorded_end_ns
+    if end_ns is not None and not interrupted.is_set() and manifest["end_time_ns"] is None:
+        update_manifest(run, end_time_ns=end_ns)
     return agent.finish()
 
 

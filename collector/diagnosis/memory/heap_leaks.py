@@ -47,8 +47,8 @@ from training_harness.records import ROLE_WORKER
 
 #: A worker of a loader that grows, its growth, and what confirms it.
 _WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
-#: Other epochs whose worker in the same place must have grown as much, for the epoch to bound the growth.
-_MIN_OTHER_EPOCHS = 2
+#: Epochs whose worker in one place must have grown alike, for the epoch to bound the growth.
+_MIN_EPOCHS = 3
 _NO_ITERATIONS = (
     " It has no batches, optimizer steps or forward passes, so whether each iteration keeps something is not known."
 )
@@ -227,7 +227,7 @@ def _loader_leak(
     unbounded = {
         worker: leak
         for worker, leak in of_workers.items()
-        if sum(rise >= leak[1].rise / 2 for rise in rises[place, worker]) <= _MIN_OTHER_EPOCHS
+        if sum(rise >= leak[1].rise / 2 for rise in rises[place, worker]) < _MIN_EPOCHS
     }
     leaks = [*(unbounded or of_workers).values()]
     trends = [trend for _, trend, _ in leaks]

@@ -176,13 +176,15 @@ UNATTRIBUTED = replace(
     unconfirmed="GPU {device}: memory outside PyTorch grew by {rise}. The driver does not report the processes "
     "that use it: the run's libraries or another job.",
 )
+_FIX_HOST_GROWTH = Advice(
+    text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time",
+    expected="demand stops growing",
+)
+_RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
 HOST_MEMORY = Resource(
     risk="host-oom-risk",
     risk_advice=(
-        Advice(
-            text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time",
-            expected="demand stops growing",
-        ),
+        _FIX_HOST_GROWTH,
         Advice(
             text="Use fewer workers or a smaller prefetch_factor",
             expected="each worker fewer frees its private memory and prefetched batches",
@@ -195,16 +197,16 @@ HOST_MEMORY = Resource(
             text="Lower num_workers, prefetch_factor or the memory of the dataset",
             expected="the peak stays below the limit",
         ),
-        Advice(text="Raise the memory limit of the job", expected="the peak fits"),
+        _RAISE_LIMIT,
     ),
 )
 #: The same on a host where no DataLoader worker ran.
 HOST_MEMORY_WITHOUT_WORKERS = replace(
     HOST_MEMORY,
-    risk_advice=HOST_MEMORY.risk_advice[:1],
+    risk_advice=(_FIX_HOST_GROWTH,),
     full_advice=(
         Advice(text="Hold less memory in the training process", expected="the peak stays below the limit"),
-        *HOST_MEMORY.full_advice[1:],
+        _RAISE_LIMIT,
     ),
 )
 _GPU_ADVICE = (

@@ -285,9 +285,10 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     """
     level = np.minimum.accumulate(values[::-1])[::-1] - values.min()
     rises = np.diff(level[np.linspace(0, len(level) - 1, _PARTS_COUNT + 1).astype(int)])
-    if rises.sum() ** 2 >= ndtri(_CONFIDENCE) ** 2 * (rises @ rises):
+    squared_sum, sum_of_squares = rises.sum() ** 2, rises @ rises
+    if squared_sum >= ndtri(_CONFIDENCE) ** 2 * sum_of_squares:
         rest = _rest_ratio(times, values, level)
-        return bool(rises.sum() > 0) and rest * rises.sum() ** 2 <= _LEAST_REST * (1 - rest) * (rises @ rises)
+        return bool(squared_sum > 0 and rest * squared_sum <= _LEAST_REST * (1 - rest) * sum_of_squares)
     stairs = _stairs(level, level[-1] / _PARTS_COUNT)
     if len(stairs) < 3:
         return False

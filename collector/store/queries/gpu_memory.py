@@ -247,14 +247,13 @@ def _error_samples(snapshot: Queryable, within: Span) -> str:
     errors = errors[errors["used_bytes"].notna() & errors["time_ns"].between(within.from_ns, within.to_ns)]
     if errors.empty:
         return ""
-    errors = errors.assign(record_ns=_record_times(snapshot, errors))
-    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["record_ns"].max())
+    errors = _at_own_records(snapshot, errors)
+    first_ns, last_ns = int(errors["time_ns"].min()), int(errors["time_ns"].max())
     samples = snapshot.query(
         f"SELECT {_GPU} AS gpu, host, device, time_ns, process_used_bytes::DOUBLE AS process_used_bytes, "
         "other_used_bytes::DOUBLE AS other_used_bytes, used_bytes::DOUBLE AS sample_bytes FROM device "
         f"WHERE time_ns BETWEEN {first_ns - _SAMPLED_WITHIN_NS} AND {last_ns} ORDER BY time_ns"
     )
-    errors["time_ns"] = errors["record_ns"]
     errors = errors[["gpu", "host", "device", "time_ns", "used_bytes"]].sort_values("time_ns")
     at_errors = pd.merge_asof(errors, samples.drop(columns=["host", "device"]), on="time_ns", by="gpu")
     unlisted_bytes = at_errors["sample_bytes"] - at_errors["process_used_bytes"] - at_errors["other_used_bytes"]
@@ -271,19 +270,23 @@ def _error_samples(snapshot: Queryable, within: Span) -> str:
     return f"UNION ALL BY NAME SELECT *, {DRIVER_PID} AS pid, 0 AS n, TRUE AS is_moment FROM {error}"
 
 
-def _record_times(snapshot: Queryable, errors: pd.DataFrame) -> pd.Series:
-    """Return the time of each error's own record: the next one, if it reserves what CUDA reported."""
+def _at_own_records(snapshot: Queryable, errors: pd.DataFrame) -> pd.DataFrame:
+    """Return the errors at the times of their own records: the next one, if it reserves what CUDA reported."""
     first_ns, last_ns = int(errors["time_ns"].min()), int(errors["time_ns"].max()) + _RECORDED_WITHIN_NS
     records = snapshot.query(
         f"SELECT {_GPU} AS gpu, pid, time_ns, time_ns AS record_ns, reserved_bytes::DOUBLE AS recorded_bytes "
         f"FROM device_memory WHERE time_ns BETWEEN {first_ns} AND {last_ns} ORDER BY time_ns"
     )
-    ordered = errors.reset_index().sort_values("time_ns")
-    ordered = pd.merge_asof(ordered, records, on="time_ns", by=["gpu", "pid"], direction="forward").set_index(
-        "index"
+    found = pd.merge_asof(
+        errors.sort_values("time_ns"),
+        records,
+        on="time_ns",
+        by=["gpu", "pid"],
+        direction="forward",
+        tolerance=_RECORDED_WITHIN_NS,
     )
-    is_of_error = ordered["recorded_bytes"] == ordered["reserved_bytes"]
-    return ordered["record_ns"].where(is_of_error, ordered["time_ns"]).astype("int64")
+    is_own = found["recorded_bytes"] == found["reserved_bytes"]
+    return found.assign(time_ns=found["record_ns"].where(is_own, found["time_ns"]).astype("int64"))
 
 
 def cuda_errors(snapshot: Queryable, within: Span) -> pd.DataFrame:
