@@ -34,6 +34,7 @@ for _command in (
     report.runs,
     compare.compare,
     report.snapshot,
+    report.stacks,
     storage.export,
     storage.prune,
     dashboard.dashboard,

@@ -1,4 +1,4 @@
-"""Commands that show runs (report, runs, snapshot), and the verdict on a run: made, saved, shown."""
+"""Commands that show runs (report, runs, snapshot, stacks), and the verdict on a run: made, saved, shown."""
 
 from __future__ import annotations
 
@@ -109,6 +109,46 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
         click.echo(one_line(line))
     if failures:
         raise TidegaugeError("; ".join(failures))
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@format_option("text", "json")
+@home_option
+def stacks(spec: str, form: str, home: Path) -> None:
+    """Show which line each thread of a running training executes, and what it waits for.
+
+    Equal stacks are shown once, and the odd one first. The training is not paused.
+    """
+    from collector.agent.samplers.stack_dumps import StackError, living, read_stacks
+    from collector.report.stack_listing import as_json, stack_lines
+    from collector.report.terminal import Terminal
+    from collector.report.wording import locus
+    from collector.stacks import group
+    from collector.store import find_run
+
+    run = find_run(home, spec)
+    processes = living(run)
+    if not processes:
+        raise TidegaugeError(
+            f"no process of {run.run_id} runs on this machine; its stacks can be read while it runs"
+        )
+    found, failures = [], []
+    for process, place in processes.items():
+        try:
+            found += read_stacks(process.pid, place)
+        except StackError as error:
+            failures.append(f"{locus(place)}: {error}")
+    if not found:
+        raise TidegaugeError(f"no stack of {run.run_id} can be read: {failures[0]}")
+    for failure in failures:
+        click.echo(f"tidegauge: no stack of {failure}", err=True)
+    if form == "json":
+        _write(json.dumps(as_json(group(found)), indent=1, allow_nan=False) + "\n", None)
+    else:
+        terminal = Terminal(highlight=False, soft_wrap=True)
+        for line in stack_lines(group(found)):
+            terminal.print(line)
 
 
 def judge(run: Run) -> Verdict:

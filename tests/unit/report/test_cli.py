@@ -33,6 +33,7 @@ COMMANDS = {
     "collect",
     "doctor",
     "snapshot",
+    "stacks",
     "watch",
     "export",
     "prune",

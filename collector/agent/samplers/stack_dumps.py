@@ -1,0 +1,100 @@
+"""Stacks of living processes, read from outside by py-spy without pausing them.
+
+py-spy reads the interpreter's memory with process_vm_readv(2), which needs the rights of ptrace(2): the same user,
+and the consent of Yama (Documentation/admin-guide/LSM/Yama.rst).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from collector.agent.samplers import procfs
+from collector.agent.samplers.process_roles import EventTail, ProcessRoles
+from collector.agent.samplers.processes import ProcessTree
+from collector.agent.samplers.procfs import LocalProcess
+from collector.errors import one_line
+from collector.findings import Locus
+from collector.stacks import Stack, stacks_of, wait_words
+from collector.store import Run, of_this_boot
+from training_harness.journal import start_ticks, stat_fields
+from training_harness.records import ROLES
+
+_TIMEOUT_SECONDS = 10
+_MISSING = "py-spy is not installed; install it with: pip install 'tidegauge[collector]'"
+_NOT_ALLOWED = "reading another process's memory is not allowed here; run as root, or with CAP_SYS_PTRACE"
+
+
+class StackError(Exception):
+    """The stacks of a process cannot be read; the message says why, with the remedy."""
+
+
+def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
+    """Return the processes of a run that live on this host, without the collector, and their places in the run."""
+    if not of_this_boot(run):
+        return {}
+    host = socket.gethostname()
+    roles = ProcessRoles(host, start_ticks)
+    for event in EventTail(run.events_dir, host).read():
+        roles.learn(event)
+    command, collector = (run.manifest.get(name) for name in ("command", "collector"))
+    named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
+    alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
+    return {process: _locus(process, roles) for process in sorted(alive)}
+
+
+def _locus(process: LocalProcess, roles: ProcessRoles) -> Locus:
+    role = roles.role_of(process)
+    return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
+
+
+def read_stacks(pid: int, locus: Locus, proc: str = "/proc") -> list[Stack]:
+    """Return the stacks of a process's Python threads; takes some 20 ms and does not pause the process.
+
+    Raises:
+        StackError: they cannot be read.
+    """
+    dump = _dump(pid)
+    threads = [thread["os_thread_id"] for thread in dump if thread.get("os_thread_id")]
+    return stacks_of(dump, locus, {thread: _waits(pid, thread, proc) for thread in threads})
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy: of this environment, else on PATH; None if there is none."""
+    beside = Path(sysconfig.get_path("scripts")) / "py-spy"
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def _dump(pid: int) -> list[dict[str, Any]]:
+    program = py_spy()
+    if program is None:
+        raise StackError(_MISSING)
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise StackError(f"py-spy did not answer in {_TIMEOUT_SECONDS} s") from None
+    if result.returncode == 0:
+        threads: list[dict[str, Any]] = json.loads(result.stdout)
+        return threads
+    message = result.stderr.decode(errors="replace")
+    if "ermission" in message:
+        raise StackError(_NOT_ALLOWED)
+    if "Failed to find python version" in message:
+        raise StackError("it is not Python")
+    raise StackError(one_line(message.strip().splitlines()[0] if message.strip() else "py-spy failed"))
+
+
+def _waits(pid: int, thread: int, proc: str) -> str | None:
+    directory = f"{proc}/{pid}/task/{thread}"
+    stat, channel = procfs.read_file(f"{directory}/stat"), procfs.read_file(f"{directory}/wchan")
+    if stat is None:
+        return None
+    name = (channel or b"").decode(errors="replace").strip("\0\n")
+    return wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)

@@ -1,0 +1,188 @@
+"""Python stacks of a run's threads: what a thread does, which frames are the user's own, which stacks are alike.
+
+Pure functions on values. `agent.samplers.stack_dumps` reads the stacks, `report.stack_listing` prints them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from collector.findings import Locus
+
+#: Folders of the standard library and of installed packages, in any environment.
+_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/|^<|^$")
+#: A forked process keeps its parent's frames below the one that began its own work.
+_PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
+#: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
+_ACTIVITIES = (
+    ("_try_get_data", "torch/utils/data/dataloader.py", "waits for a batch"),
+    ("fetch", "torch/utils/data/_utils/fetch.py", "makes a batch"),
+    ("_worker_loop", "torch/utils/data/_utils/worker.py", "waits for an index"),
+    ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
+    ("_feed", "multiprocessing/queues.py", "feeds a queue"),
+    ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
+)
+#: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
+_WAIT_CHANNELS = (
+    ("futex", "blocked on a lock (futex)"),
+    ("do_wait", "waiting for a child process"),
+    ("hrtimer_nanosleep", "asleep"),
+    ("pipe_", "waiting for a pipe"),
+    ("anon_pipe_", "waiting for a pipe"),
+    ("poll_", "waiting for a pipe or socket"),
+    ("do_poll", "waiting for a pipe or socket"),
+    ("do_select", "waiting for a pipe or socket"),
+    ("ep_poll", "waiting for a pipe or socket"),
+    ("do_epoll", "waiting for a pipe or socket"),
+    ("inet_csk_accept", "waiting for a connection"),
+    ("unix_", "waiting for a local socket"),
+    ("sk_wait", "waiting for the network"),
+    ("wait_woken", "waiting for the network"),
+    ("tcp_", "waiting for the network"),
+    ("locks_lock", "blocked on a file lock"),
+    ("do_sem", "blocked on a semaphore"),
+    ("request_wait_answer", "waiting for a FUSE file system"),
+    ("fuse_", "waiting for a FUSE file system"),
+    ("rpc_", "waiting for NFS"),
+    ("nfs_", "waiting for NFS"),
+)
+
+
+class Frame(NamedTuple):
+    """One frame: qualified name of the function, its file, and the line that it executes."""
+
+    function: str
+    path: str
+    line: int
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the file is the user's, not the standard library's, an installed package's or ours."""
+        return _LIBRARY_PATH.search(self.path) is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The stack of one thread.
+
+    Attributes:
+        locus: its process.
+        thread: its name.
+        frames: innermost first; a forked process's begin with its own work.
+        waits: what it waits for or does, as the kernel tells; None if the kernel does not.
+    """
+
+    locus: Locus
+    thread: str
+    frames: tuple[Frame, ...]
+    waits: str | None
+
+    @property
+    def activity(self) -> str | None:
+        """What the thread does for a DataLoader; None if that does not show."""
+        for function, path, words in _ACTIVITIES:
+            if any(_is_in(frame, function, path) for frame in self.frames):
+                return words
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Threads with equal frames, in the same state."""
+
+    stacks: tuple[Stack, ...]
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The frames of each, innermost first."""
+        return self.stacks[0].frames
+
+    @property
+    def has_own_frames(self) -> bool:
+        """Whether any frame is the user's own."""
+        return any(frame.is_own for frame in self.frames)
+
+
+def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[int, str | None]) -> list[Stack]:
+    """Return the stacks of one process.
+
+    Args:
+        dump: threads of `py-spy dump --json`, whose frames are innermost first.
+        locus: the process.
+        waits: kernel's id of a thread -> what it waits for.
+    """
+    return [
+        Stack(
+            locus=locus,
+            thread=thread.get("thread_name") or f"thread {thread.get('os_thread_id') or thread['thread_id']}",
+            frames=_own_work(_frame(frame) for frame in thread["frames"]),
+            waits=waits.get(thread.get("os_thread_id") or -1),
+        )
+        for thread in dump
+    ]
+
+
+def group(stacks: Iterable[Stack]) -> list[StackGroup]:
+    """Group equal stacks: the user's frames first, then who does not wait for another process, then the rarest."""
+    groups: dict[tuple[object, ...], list[Stack]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.frames, stack.waits), []).append(stack)
+    found = [StackGroup(tuple(alike)) for alike in groups.values()]
+    return sorted(found, key=_oddness)
+
+
+def wait_words(state: str, channel: str | None) -> str | None:
+    """Return what a thread waits for.
+
+    Args:
+        state: its state in /proc/PID/task/TID/stat (proc(5)).
+        channel: the kernel function that it sleeps in (/proc/PID/task/TID/wchan), None if the kernel hides it.
+    """
+    if state == "R":
+        return "computing"
+    if state in "Tt":
+        return "suspended (SIGSTOP or a debugger)"
+    known = next((words for start, words in _WAIT_CHANNELS if (channel or "").startswith(start)), None)
+    if known is not None:
+        return known
+    if state == "D":
+        return "waiting for a disk" + (f" ({channel})" if channel else "")
+    return f"waiting in {channel}" if channel else None
+
+
+def _oddness(alike: StackGroup) -> tuple[bool, bool, int]:
+    waits_for_another = (alike.stacks[0].activity or "").startswith("waits")
+    return not alike.has_own_frames, waits_for_another, len(alike.stacks)
+
+
+def _frame(frame: Mapping[str, Any]) -> Frame:
+    return Frame(frame["name"], frame["filename"], frame["line"])
+
+
+def _own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    own: list[Frame] = []
+    for frame in frames:
+        own.append(frame)
+        if _is_in(frame, *_PROCESS_BEGIN):
+            break
+    return tuple(own)
+
+
+def _is_in(frame: Frame, function: str, path: str) -> bool:
+    return frame.function.rpartition(".")[2] == function and frame.path.endswith(path)
+
+
+def folded(frames: Sequence[Frame]) -> list[Frame | int]:
+    """Return the frames, with each row of library frames as their number; an innermost library frame stays."""
+    shown: list[Frame | int] = []
+    for position, frame in enumerate(frames):
+        if frame.is_own or position == 0:
+            shown.append(frame)
+        elif shown and isinstance(shown[-1], int):
+            shown[-1] += 1
+        else:
+            shown.append(1)
+    return shown
