@@ -22,7 +22,7 @@ _GROUPS = {
     "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
     "sampler-bound worker-startup epoch-refill inline-loading shard-skew",
     "training": "main-thread-pause rank-straggler compute-bound",
-    "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed",
+    "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang",
     "trust": "workers-not-reporting samples-lost cannot-tell",
 }
 #: Kind of finding -> its group.

@@ -37,6 +37,7 @@ _WAIT_CHANNELS = (
     ("do_select", "waiting for a pipe or socket"),
     ("ep_poll", "waiting for a pipe or socket"),
     ("do_epoll", "waiting for a pipe or socket"),
+    ("n_tty_read", "waiting for input at the terminal"),
     ("inet_csk_accept", "waiting for a connection"),
     ("unix_", "waiting for a local socket"),
     ("sk_wait", "waiting for the network"),
@@ -51,6 +52,10 @@ _WAIT_CHANNELS = (
 )
 
 
+#: State of a process that a signal or a debugger has stopped.
+SUSPENDED = "suspended (SIGSTOP or a debugger)"
+
+
 class Frame(NamedTuple):
     """One frame: qualified name of the function, its file, and the line that it executes."""
 
@@ -60,7 +65,7 @@ class Frame(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether the file is the user's, not the standard library's, an installed package's or ours."""
+        """True for the user's own file, not the standard library's, an installed package's or ours."""
         return _LIBRARY_PATH.search(self.path) is None
 
 
@@ -82,7 +87,7 @@ class Stack:
 
     @property
     def activity(self) -> str | None:
-        """What the thread does for a DataLoader; None if that does not show."""
+        """Part of the thread in data loading, in words; None if none shows."""
         for function, path, words in _ACTIVITIES:
             if any(_is_in(frame, function, path) for frame in self.frames):
                 return words
@@ -102,7 +107,7 @@ class StackGroup:
 
     @property
     def has_own_frames(self) -> bool:
-        """Whether any frame is the user's own."""
+        """True if any frame is the user's own."""
         return any(frame.is_own for frame in self.frames)
 
 
@@ -125,6 +130,17 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
     ]
 
 
+def stack_fields(stack: Stack) -> dict[str, Any]:
+    """Return a stack in the form of a `stacks` event; a frame is a list of function, path and line."""
+    return {"thread": stack.thread, "waits": stack.waits, "frames": [list(frame) for frame in stack.frames]}
+
+
+def from_fields(fields: Mapping[str, Any], locus: Locus) -> Stack:
+    """Return the stack that `stack_fields` wrote."""
+    frames = tuple(Frame(*frame) for frame in fields["frames"])
+    return Stack(locus=locus, thread=fields["thread"], frames=frames, waits=fields["waits"])
+
+
 def group(stacks: Iterable[Stack]) -> list[StackGroup]:
     """Group equal stacks: the user's frames first, then who does not wait for another process, then the rarest."""
     groups: dict[tuple[object, ...], list[Stack]] = {}
@@ -144,7 +160,7 @@ def wait_words(state: str, channel: str | None) -> str | None:
     if state == "R":
         return "computing"
     if state in "Tt":
-        return "suspended (SIGSTOP or a debugger)"
+        return SUSPENDED
     known = next((words for start, words in _WAIT_CHANNELS if (channel or "").startswith(start)), None)
     if known is not None:
         return known

@@ -33,6 +33,7 @@ EventKind = Literal[
     "collector-start",
     "collector-stop",
     "process-seen",
+    "stacks",
     "left-running",
     "command-exit",
     "collector-problem",
@@ -264,6 +265,26 @@ EVENTS: dict[EventKind, Event] = {
             "str",
             "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
             "`-E`, `-I`, `-S`, `environment cleared`, `disabled`, `no Python`, or null",
+        ),
+    ),
+    "stacks": _event(
+        _COLLECTOR,
+        "a training process has written no step and no batch for suspiciously long; three in a row",
+        Field("is_last", "bool", "true: the last of its series"),
+        Field(
+            "silent",
+            "list",
+            "`pid`, `start_ticks`, `silent_seconds`, `longest_seconds` (the longest silence before) and "
+            "`budget_seconds` (silence that the pace explains) of each such process",
+        ),
+        Field(
+            "helpers_cpu_seconds", "float", "CPU time of the run's other processes so far, without the collector"
+        ),
+        Field(
+            "processes",
+            "list",
+            "`pid`, `start_ticks`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and `error` of each "
+            "training process and worker",
         ),
     ),
     "left-running": _event(

@@ -13,6 +13,7 @@ from collector.agent.ingest_feed import Feed
 from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
 from collector.agent.samplers.devices import DeviceSampler
+from collector.agent.samplers.hang_watch import HangWatch
 from collector.agent.samplers.host import HostSampler, headroom_bytes
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles
 from collector.agent.samplers.processes import ProcessSampler
@@ -78,6 +79,7 @@ class Agent:
         self._roles = ProcessRoles(identity.host, _start_ticks)
         now_ns = clock_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
+        self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._devices = DeviceSampler()
@@ -100,6 +102,8 @@ class Agent:
         """Take one sample of everything, and ingest if that is due."""
         now_ns = self._clock_ns()
         self._sample(now_ns)
+        with self._problems.guard("stacks"):
+            self._watch_for_hangs(now_ns)
         self._feed.tick(now_ns)
         with self._problems.guard("agent"):
             self._write("agent", now_ns, [self._collector_sample(now_ns)])
@@ -107,6 +111,14 @@ class Agent:
             with self._problems.guard("outlets"):
                 self._outlets.tick(now_ns, self._problems)
         self._ticked_ns = now_ns
+
+    def _watch_for_hangs(self, now_ns: int) -> None:
+        fields = self._hangs.tick(now_ns, self._processes.alive)
+        if fields is None:
+            return
+        self._events.append("stacks", **fields)
+        if fields["is_last"] and self._outlets is not None:
+            self._outlets.hurry()
 
     def read_all(self) -> None:
         """Read the memory of all processes at the next tick; later ticks read less to make up for the cost."""

@@ -43,6 +43,9 @@ _LABELS = {
     "run_processes_bytes": "other processes of the run",
     "rest_of_run_bytes": "the run, without this process's PyTorch",
     "last_rss_bytes": "last RSS",
+    "silent_seconds": "no step or batch for",
+    "longest_pause_seconds": "longest pause before",
+    "busy_ratio": "time on CPU",
 }
 #: Words of evidence names, as people write them.
 _SPELLINGS = {

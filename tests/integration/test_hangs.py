@@ -1,4 +1,4 @@
-"""`tidegauge stacks` on a training whose worker hangs: it tells the line, and the training goes on as before."""
+"""Trainings that hang: `tidegauge stacks` shows the line, and the verdict names the worker, even after a kill."""
 
 from __future__ import annotations
 
@@ -71,3 +71,20 @@ def test_stacks_of_a_run_that_has_ended_are_refused_in_one_line(home):
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert "runs on this machine" in result.stderr
+
+
+def test_a_hang_is_in_the_verdict_after_the_whole_job_was_killed(hang, home):
+    child = hang("pipe", "--name", "hung")
+
+    def dumped() -> bool:
+        lines = [line for log in home.glob("runs/*/events/*.jsonl") for line in log.read_text().splitlines()]
+        return any('"kind": "stacks"' in line and '"is_last": true' in line for line in lines)
+
+    wait_for(dumped, "stacks of the training")
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    report = json.loads(tidegauge(home, "report", "--format", "json").stdout)
+    (found,) = [finding for finding in report["findings"] if finding["kind"] == "hang"]
+    assert (found["locus"]["worker"], found["locus"]["role"]) == (0, "worker")
+    assert "waiting for a pipe in hang_pipe, hanging.py:" in found["summary"]
+    assert {"silent_seconds", "stands_in"} <= {fact["name"] for fact in found["evidence"]}

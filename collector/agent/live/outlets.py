@@ -81,6 +81,11 @@ class Outlets:
             self._headroom.note(now_ns / 1e9, self._samples)
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
 
+    def hurry(self) -> None:
+        """Make a verdict at the next tick, since stacks of a training that stands still were taken."""
+        if self._verdicts is not None:
+            self._verdicts.hurry()
+
     def note_samples(self, stream: str, samples: Sequence[NamedSample]) -> None:
         """Take note of the numbers of one tick's samples; the loop calls this with those of each stream."""
         numbers = [

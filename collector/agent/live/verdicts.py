@@ -61,6 +61,7 @@ class LiveVerdicts:
         self._run = run
         self._publish = publish
         self._last_begin_ns: int | None = None
+        self._is_hurried = False
         self._cost_seconds = 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -71,10 +72,14 @@ class LiveVerdicts:
         if self._last_begin_ns is None:
             self._last_begin_ns = now_ns
         is_due = now_ns - self._last_begin_ns >= pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
-        if is_due and (self._thread is None or not self._thread.is_alive()):
-            self._last_begin_ns = now_ns
+        if (is_due or self._is_hurried) and (self._thread is None or not self._thread.is_alive()):
+            self._last_begin_ns, self._is_hurried = now_ns, False
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="verdict", daemon=True)
             self._thread.start()
+
+    def hurry(self) -> None:
+        """Make a verdict at the next tick, whatever the pause."""
+        self._is_hurried = True
 
     @property
     def anon_bytes(self) -> int | None:

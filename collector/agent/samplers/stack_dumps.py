@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers import procfs
-from collector.agent.samplers.process_roles import EventTail, ProcessRoles
+from collector.agent.samplers.process_roles import EventTail, ProcessRoles, Role
 from collector.agent.samplers.processes import ProcessTree
 from collector.agent.samplers.procfs import LocalProcess
 from collector.errors import one_line
@@ -46,11 +46,11 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
     alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
-    return {process: _locus(process, roles) for process in sorted(alive)}
+    return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 
 
-def _locus(process: LocalProcess, roles: ProcessRoles) -> Locus:
-    role = roles.role_of(process)
+def locus(process: LocalProcess, role: Role) -> Locus:
+    """Return the place of a process of this host in the run."""
     return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
 
 

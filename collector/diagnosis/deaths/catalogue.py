@@ -26,6 +26,7 @@ class Death:
         evidence: tuple[Evidence, ...],
         limit: Limit | None = None,
         confidence: float | None = None,
+        severity: Severity | None = None,
         went_on: str = "",
         **words: object,
     ) -> Finding:
@@ -35,7 +36,7 @@ class Death:
         """
         return Finding(
             kind=self.kind,
-            severity="warning" if went_on and self.severity == "critical" else self.severity,
+            severity=severity or ("warning" if went_on and self.severity == "critical" else self.severity),
             confidence=self.confidence if confidence is None else confidence,
             summary=self.sentence.format(**words) + went_on,
             locus=locus,
@@ -47,6 +48,65 @@ class Death:
                 for item in self.advice
             ),
         )
+
+
+#: Begin of what a process that hangs waits for (`collector.stacks.wait_words`) -> the advice.
+_HANG_ADVICE = {
+    "blocked on a lock": Advice(
+        text="Look who else holds the lock at that line; if it was made before the workers were forked, make it in "
+        "worker_init_fn, or use multiprocessing_context='forkserver'",
+        expected="no process waits for a lock whose holder is gone, as after fork() of a process with threads",
+    ),
+    "waiting for a pipe": Advice(
+        text="Give what is read at that line a timeout, and check that its writer is alive",
+        expected="an exception in place of the hang",
+    ),
+    "waiting for a child": Advice(
+        text="Start the child process with stdin=subprocess.DEVNULL and a timeout",
+        expected="it cannot wait for input for ever; an exception in place of the hang",
+    ),
+    "waiting for the network": Advice(
+        text="Set a timeout for that connection, and retry", expected="an exception in place of the hang"
+    ),
+    "waiting for a disk": Advice(
+        text="Check the storage behind that file (dmesg, mount, NFS server)",
+        expected="the process goes on when the storage answers; no signal ends it before",
+    ),
+    "waiting in a collective": Advice(
+        text="Find the rank that has not entered it: `tidegauge stacks` on the other nodes, and their logs",
+        expected="the missing rank's own stack shows the cause",
+    ),
+    "suspended": Advice(
+        text="Resume it with `kill -CONT {pid}`, and find out who sent the stop signal", expected="training goes on"
+    ),
+    "computing": Advice(
+        text="Check the loop at that line for an end that it never reaches",
+        expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
+    ),
+}
+_LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
+HANG = Death(
+    kind="hang",
+    sentence="{what} has not trained for {silent}: it is {does}{where}{held}.",
+    advice=(_LOOK_AGAIN,),
+)
+HANG_OF_WORKER = replace(
+    HANG,
+    sentence="{what} {hangs}: it is {does}{where}; {training} has had no batch for {silent}{held}.",
+    advice=(
+        _LOOK_AGAIN,
+        Advice(
+            text="Set DataLoader(timeout=...) until the cause is found",
+            expected="training ends with an exception, not silently",
+        ),
+    ),
+)
+
+
+def hang_advice(waits: str | None, pid: int | None) -> tuple[Advice, ...]:
+    """Return the advice for what a process that hangs waits for; none if that is unknown."""
+    advice = (advice for begin, advice in _HANG_ADVICE.items() if (waits or "").startswith(begin))
+    return tuple(replace(one, text=one.text.format(pid=pid)) for one in advice)
 
 
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")

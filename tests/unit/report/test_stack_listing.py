@@ -1,4 +1,4 @@
-"""Stacks as they are told: what a thread waits for, which frames are the user's, and which stack comes first."""
+"""Stacks in words: what a thread waits for, which frames are the user's, and which stack comes first."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_dataset(path: str, line: int) -> tuple[dict, ...]:
         ("S", None, None),
     ],
 )
-def test_a_wait_is_told_in_words_and_one_that_the_kernel_hides_is_not_known(state, channel, words):
+def test_a_wait_is_shown_in_words_and_one_that_the_kernel_hides_is_not_known(state, channel, words):
     assert wait_words(state, channel) == words
 
 

@@ -1,0 +1,168 @@
+"""Notices that a training has stopped for longer than its pace explains, and takes stacks while it stands still.
+
+Silence alone is no hang. So this only decides when stacks are worth their cost (some 20 ms for each process, all of
+it in the collector); whether the training hangs, and on what, is for the diagnosis to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collector.agent.samplers import procfs
+from collector.agent.samplers.process_roles import ProcessRoles
+from collector.agent.samplers.procfs import LocalProcess
+from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks
+from collector.stacks import stack_fields
+from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
+
+#: Silence that is suspicious: this many times the longest one before it, in seconds at least `_LEAST_SECONDS`.
+PACE_FACTOR = 10.0
+_LEAST_SECONDS = 30.0
+#: Budget before the first step or batch, which waits for imports, compilation, downloads.
+_FIRST_SECONDS = 120.0
+#: Dumps of one series, one per tick: a stack that stays the same is told from one that moves.
+SERIES_DUMPS = 3
+#: Most processes of which stacks are read in one tick: 16 take a third of a second.
+_MOST_PROCESSES = 16
+_STREAMS = ("batch", "step")
+
+Sizes = dict[str, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Pace:
+    """The records of one training process: their sizes, the time of the last one, and the longest silence."""
+
+    changed_ns: int
+    sizes: Sizes | None = None
+    longest_ns: int = 0
+    series_count: int = 0
+
+    def note(self, now_ns: int, sizes: Sizes) -> None:
+        if sizes and sizes != self.sizes:
+            if self.sizes is not None:
+                self.longest_ns = max(self.longest_ns, now_ns - self.changed_ns)
+            self.sizes, self.changed_ns, self.series_count = sizes, now_ns, 0
+
+    @property
+    def budget_ns(self) -> float:
+        if self.sizes is None:
+            return _FIRST_SECONDS * 1e9
+        return max(_LEAST_SECONDS * 1e9, PACE_FACTOR * self.longest_ns)
+
+    def is_due(self, now_ns: int) -> bool:
+        """Return whether a series is due: at half of the budget, at the budget, at twice the budget and so on."""
+        return now_ns - self.changed_ns >= self.budget_ns * 2.0 ** (self.series_count - 1)
+
+
+class HangWatch:
+    """Watches the training processes of this host.
+
+    Args:
+        journal_dir: journals of the run, whose growth is the sign of life.
+        host: name of this host.
+        roles: roles of the processes.
+        proc: root of the proc file system.
+        read: returns the stacks of a process; raises StackError if they cannot be read.
+    """
+
+    def __init__(
+        self,
+        journal_dir: Path,
+        host: str,
+        roles: ProcessRoles,
+        *,
+        proc: str = "/proc",
+        read: Callable[..., Any] = read_stacks,
+    ) -> None:
+        self._journal_dir = journal_dir
+        self._prefix = f"{host}."
+        self._roles = roles
+        self._proc = proc
+        self._read = read
+        self._paces: dict[LocalProcess, _Pace] = {}
+        self._dumps_left = 0
+
+    def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
+        """Return the fields of a `stacks` event if stacks are due; call it once per sample."""
+        alive = frozenset(alive)
+        mains = [process for process in self._roles.mains() if process in alive]
+        sizes = self._sizes({process.pid for process in mains})
+        self._paces = {process: self._paces.get(process) or _Pace(now_ns) for process in mains}
+        for process, pace in self._paces.items():
+            pace.note(now_ns, sizes.get(process.pid, {}))
+        due = [pace for pace in self._paces.values() if pace.is_due(now_ns)]
+        if due:
+            self._dumps_left = SERIES_DUMPS
+            for pace in due:
+                pace.series_count += 1
+        silent = {process: pace for process, pace in self._paces.items() if pace.series_count}
+        if not silent or not self._dumps_left:
+            self._dumps_left = 0
+            return None
+        self._dumps_left -= 1
+        return {
+            "is_last": not self._dumps_left,
+            "silent": [
+                {
+                    **process._asdict(),
+                    "silent_seconds": (now_ns - pace.changed_ns) / 1e9,
+                    "longest_seconds": pace.longest_ns / 1e9 if pace.sizes is not None else None,
+                    "budget_seconds": pace.budget_ns / 1e9,
+                }
+                for process, pace in silent.items()
+            ],
+            "helpers_cpu_seconds": self._helpers_cpu_seconds(alive),
+            "processes": [self._stacks(process) for process in self._of_training(alive)],
+        }
+
+    def _of_training(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
+        """Return the training processes and their workers, the former first, as many as are read in one tick."""
+        ranked = [(self._roles.role_of(process).role, process) for process in alive]
+        chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
+        return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
+
+    def _helpers_cpu_seconds(self, alive: frozenset[LocalProcess]) -> float:
+        """Return the CPU time of processes that neither train nor load."""
+        ticks = 0
+        for process in alive:
+            stat = procfs.read_stat(self._proc, process.pid)
+            if stat is not None and self._roles.role_of(process).role == ROLE_OTHER:
+                ticks += stat.cpu_ticks
+        return ticks * procfs.NS_PER_TICK / 1e9
+
+    def _stacks(self, process: LocalProcess) -> dict[str, Any]:
+        role = self._roles.role_of(process)
+        stat = procfs.read_stat(self._proc, process.pid)
+        fields: dict[str, Any] = {
+            **process._asdict(),
+            "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
+            "error": None,
+        }
+        try:
+            stacks = self._read(process.pid, locus(process, role), self._proc)
+        except StackError as error:
+            return {**fields, "threads": [], "error": str(error)}
+        return {**fields, "threads": [stack_fields(stack) for stack in stacks]}
+
+    def _sizes(self, pids: set[int]) -> dict[int, Sizes]:
+        """Return the newest segment and its size in bytes, of each stream of iterations of these processes."""
+        found: dict[int, Sizes] = {}
+        with os.scandir(self._journal_dir) as entries:
+            for entry in entries:
+                host, *rest = entry.name.rsplit(".", 4)
+                if len(rest) != 4 or f"{host}." != self._prefix or rest[1] not in _STREAMS:
+                    continue
+                pid, stream, sequence, _ = rest
+                if pid.isdigit() and int(pid) in pids and sequence.isdigit():
+                    try:
+                        size = entry.stat().st_size
+                    except OSError:  # deleted, since it is in the lake
+                        continue
+                    of_process = found.setdefault(int(pid), {})
+                    of_process[stream] = max(of_process.get(stream, (-1, 0)), (int(sequence), size))
+        return found

@@ -1,0 +1,195 @@
+"""Hangs from recorded stacks: the culprit at the end of the chain, and no alarm for a long phase."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_runs import MAIN, START_SECONDS, ns, start_training
+
+from collector.diagnosis.deaths import find_hangs
+
+LIBRARY = "/opt/lib/python3.12"
+TORCH = f"{LIBRARY}/site-packages/torch"
+FOR_A_BATCH = [
+    ["select", f"{LIBRARY}/selectors.py", 1],
+    ["_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py", 1],
+    ["main", "/home/me/train.py", 20],
+]
+FOR_AN_INDEX = [
+    ["Queue.get", f"{LIBRARY}/multiprocessing/queues.py", 1],
+    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 1],
+]
+IN_A_SAMPLE = [
+    ["Files.__getitem__", "/home/me/dataset.py", 41],
+    ["_MapDatasetFetcher.fetch", f"{TORCH}/utils/data/_utils/fetch.py", 1],
+    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 1],
+]
+IN_BACKWARD = [["_engine_run_backward", f"{TORCH}/autograd/graph.py", 1], ["main", "/home/me/train.py", 30]]
+IN_MAIN = [["save", "/home/me/train.py", 35], ["main", "/home/me/train.py", 31]]
+LOCK = "blocked on a lock (futex)"
+POLL = "waiting for a pipe or socket"
+
+
+WORKERS = (("node", 1000, 7000), ("node", 1001, 7001))
+OTHER_RANK = ("node", 200, 5100)
+AGENT = ("node", 90, 4900)
+
+
+def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None):
+    """Return a training with two workers that has had some `batches` of 8 samples."""
+    script = start_training(script, key=key, rank=rank)
+    begin = START_SECONDS + 1
+    script.event(begin, "loader", key, rank, loader=0, dataset_length=dataset_length, batch_size=8, num_workers=2)
+    pids = [worker[1] + key[1] - MAIN[1] for worker in WORKERS]
+    script.event(begin, "epoch-start", key, rank, loader=0, epoch=0, worker_pids=pids, begun_ns=ns(begin))
+    times = [begin + 0.5 * index for index in range(batches)]
+    script.add(
+        "batch",
+        [{"time_ns": ns(time), "loader": 0, "epoch": 0, "index": index} for index, time in enumerate(times)],
+        key,
+        rank,
+    )
+    return script.add("step", [{"time_ns": ns(time), "step": i} for i, time in enumerate(times)], key, rank)
+
+
+def process(key, frames, waits, *, used_seconds=0.0, moves=False):
+    """Return a process of the dumps: its main thread's stack, and its CPU time from the first dump to the last."""
+    return {"key": key, "frames": frames, "waits": waits, "used_seconds": used_seconds, "moves": moves}
+
+
+def stacks(script, *processes, silent=(MAIN,), budgets=1.1, helpers_seconds=0.0):
+    """Add a series of three dumps, after a silence of `budgets` times 30 s."""
+    for number in range(3):
+        script.event(
+            START_SECONDS + 50 + number,
+            "stacks",
+            AGENT,
+            is_last=number == 2,
+            helpers_cpu_seconds=helpers_seconds * number / 2,
+            silent=[
+                {
+                    "pid": key[1],
+                    "start_ticks": key[2],
+                    "silent_seconds": 30.0 * budgets + number - 2,
+                    "longest_seconds": 1.0,
+                    "budget_seconds": 30.0,
+                }
+                for key in silent
+            ],
+            processes=[_at(one, number) for one in processes],
+        )
+    return script
+
+
+def _at(one, number):
+    frames = [list(frame) for frame in one["frames"]]
+    frames[0][2] += number if one["moves"] else 0
+    return {
+        "pid": one["key"][1],
+        "start_ticks": one["key"][2],
+        "cpu_seconds": 5.0 + one["used_seconds"] * number / 2,
+        "threads": [{"thread": "MainThread", "waits": one["waits"], "frames": frames}],
+        "error": None,
+    }
+
+
+def only(script):
+    (finding,) = find_hangs(script.tables())
+    return finding
+
+
+WAITING = process(MAIN, FOR_A_BATCH, POLL)
+IDLE = process(WORKERS[0], FOR_AN_INDEX, POLL)
+
+
+@pytest.mark.parametrize(
+    ("waits", "advice"),
+    [(LOCK, "lock"), ("waiting for a child process", "stdin"), ("suspended (SIGSTOP or a debugger)", "-CONT 1001")],
+)
+def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_wait(waits, advice):
+    finding = only(stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, waits)))
+    assert (finding.kind, finding.severity) == ("hang", "critical")
+    assert (finding.locus.worker, finding.locus.loader, finding.locus.pid) == (1, 0, 1001)
+    assert waits in finding.summary
+    assert "Files.__getitem__, dataset.py:41" in finding.summary
+    assert finding.since_step == 9
+    assert advice in finding.advice[0].text
+
+
+def test_a_training_that_went_on_after_the_stacks_has_no_hang():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    script.add("batch", [{"time_ns": ns(START_SECONDS + 60), "loader": 0, "epoch": 0, "index": 10}])
+    assert find_hangs(script.tables()) == []
+
+
+def test_a_worker_blocked_for_half_of_the_budget_is_information_and_may_hang():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK), budgets=0.5)
+    finding = only(script)
+    assert finding.severity == "info"
+    assert "may hang" in finding.summary
+
+
+@pytest.mark.parametrize(("budgets", "severity"), [(2.0, "info"), (4.5, "critical")])
+def test_a_worker_that_computes_gets_four_budgets(budgets, severity):
+    busy = process(WORKERS[1], IN_A_SAMPLE, "computing", used_seconds=2.0)
+    finding = only(stacks(training(), WAITING, IDLE, busy, budgets=budgets))
+    assert finding.severity == severity
+    assert "computing" in finding.summary
+
+
+LONG_PHASES = {
+    "an evaluation that computes": {"waits": "computing", "used_seconds": 2.0, "moves": True},
+    "a checkpoint on a slow disk": {"waits": "waiting for a disk (folio_wait_bit_common)"},
+    "a download": {"waits": "waiting for the network"},
+}
+
+
+@pytest.mark.parametrize("phase", LONG_PHASES)
+def test_a_long_phase_of_the_training_process_is_information(phase):
+    finding = only(stacks(training(), process(MAIN, IN_MAIN, **LONG_PHASES[phase]), IDLE, budgets=2.0))
+    assert finding.severity == "info"
+
+
+def test_waiting_for_a_program_that_computes_is_information():
+    evaluates = process(MAIN, IN_MAIN, "waiting for a child process")
+    assert only(stacks(training(), evaluates, IDLE, budgets=2.0, helpers_seconds=1.9)).severity == "info"
+    assert only(stacks(training(), evaluates, IDLE, budgets=2.0)).severity == "critical"
+
+
+def test_sleep_after_the_last_batch_is_information_and_before_it_a_hang():
+    asleep = process(MAIN, IN_MAIN, "asleep")
+    assert only(stacks(training(dataset_length=80), asleep, budgets=9.0)).severity == "info"
+    assert only(stacks(training(dataset_length=400), asleep, budgets=1.1)).severity == "critical"
+
+
+def test_compilation_never_counts_as_a_hang():
+    compiling = [["wait", f"{LIBRARY}/threading.py", 1], ["compile_fx", f"{TORCH}/_inductor/compile_fx.py", 1]]
+    assert only(stacks(training(), process(MAIN, compiling, LOCK), budgets=20)).severity == "info"
+
+
+def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
+    script = training(rank=0)
+    training(script=script, key=OTHER_RANK, rank=1)
+    stacks(
+        script,
+        process(MAIN, IN_BACKWARD, LOCK),
+        process(OTHER_RANK, IN_MAIN, "asleep"),
+        silent=(MAIN, OTHER_RANK),
+    )
+    finding = only(script)
+    assert (finding.locus.rank, finding.locus.pid) == (1, 200)
+    assert "save, train.py:35" in finding.summary
+    assert "1 other rank waits for it" in finding.summary
+
+
+def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
+    script = training(rank=0)
+    training(script=script, key=OTHER_RANK, rank=1)
+    stacks(
+        script,
+        process(MAIN, IN_BACKWARD, LOCK),
+        process(OTHER_RANK, FOR_A_BATCH, POLL),
+        process(("node", 1100, 8000), IN_A_SAMPLE, LOCK),
+        silent=(MAIN, OTHER_RANK),
+    )
+    finding = only(script)
+    assert (finding.locus.rank, finding.locus.worker) == (1, 0)
