@@ -24,7 +24,9 @@ from collector.agent.samplers.devices import DeviceSampler
 from collector.agent.samplers.host import HostSampler
 from collector.agent.samplers.procfs import read_rollup
 from collector.agent.samplers.samples import Sample
+from collector.agent.samplers.stack_dumps import StackError, read_stacks
 from collector.errors import TidegaugeError
+from collector.findings import Locus
 from collector.units import percent, size
 from training_harness.layout import STORE_VARIABLE, create_run
 
@@ -80,6 +82,7 @@ def check_all(home: Path, python: str = sys.executable) -> list[Check]:
         lambda: [check_shm(host)],
         lambda: [check_pressure(host)],
         lambda: [check_smaps("/proc", os.getpid())],
+        lambda: [check_stacks()],
         lambda: [check_devices(DeviceSampler(), Path("/proc"))],
         lambda: [check_lake(), check_store()],
         lambda: [check_home(home)],
@@ -216,6 +219,23 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
         f"{gpus}; it names only processes outside this container",
         "start the container with --pid=host; until then memory of the run and of other jobs is one sum",
     )
+
+
+def check_stacks() -> Check:
+    """Check that the stacks of another Python process can be read: the line of a hang comes from them."""
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            read_stacks(child.pid, Locus(pid=child.pid))
+        except StackError as error:
+            remedy = "until then a hang is not explained, and `tidegauge stacks` shows nothing"
+            return Check("stacks", str(error), remedy)
+        finally:
+            child.kill()
+    return Check("stacks", "those of other processes can be read")
 
 
 def check_lake() -> Check:

@@ -24,7 +24,7 @@ PACE_FACTOR = 10.0
 _LEAST_SECONDS = 30.0
 #: Budget before the first step or batch, which waits for imports, compilation, downloads.
 _FIRST_SECONDS = 120.0
-#: Dumps of one series, one per tick: a stack that stays the same is told from one that moves.
+#: Dumps of one series, one per tick: they show whether a stack moves.
 SERIES_DUMPS = 3
 #: Most processes of which stacks are read in one tick: 16 take a third of a second.
 _MOST_PROCESSES = 16

@@ -180,7 +180,7 @@ def _busy_ratio(
 def _culprit(
     tables: RunTables, processes: Mapping[ProcessKey, _Process], main: ProcessKey, others: Sequence[ProcessKey]
 ) -> _Process | None:
-    """Follow who waits for whom, from a silent training process to the one that all wait for; None if unknown."""
+    """Follow the waits from a silent training process to the process that all wait for; None if unknown."""
     process = processes.get(main)
     if process is None or (process.main is None and not process.is_suspended):
         return None
@@ -259,7 +259,7 @@ def _is_plain(
     series: Sequence[Mapping[str, Any]],
     others_count: int,
 ) -> bool:
-    """Return whether a silence of so many budgets is a hang, not merely a long phase."""
+    """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
     is_worker = culprit.locus.worker is not None
     if culprit.compiles or budgets < 1 or (culprit.is_busy and not is_worker):
         return False

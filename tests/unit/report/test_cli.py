@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from collector import cli
+from collector.agent.samplers import stack_dumps
 from collector.agent.samplers.devices import DeviceSampler
 from collector.commands import checks as doctor_checks, run as running
 from collector.report import listing
@@ -296,6 +297,7 @@ def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
         doctor_checks.check_shm(HOST),
         doctor_checks.check_pressure(HOST),
         doctor_checks.check_smaps("/proc", os.getpid()),
+        doctor_checks.check_stacks(),
         doctor_checks.check_devices(DeviceSampler(), Path("/proc")),
         doctor_checks.check_lake(),
         doctor_checks.check_home(tmp_path / "not" / "yet"),
@@ -305,6 +307,13 @@ def test_doctor_has_no_remedies_on_a_good_machine(tmp_path):
     text = render(doctor_checks.checks_table(checks))
     assert text.count("ok") >= len(checks)
     assert "none: NVIDIA driver not found" in text
+
+
+def test_doctor_says_how_to_get_py_spy_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(stack_dumps, "py_spy", lambda: None)
+    check = doctor_checks.check_stacks()
+    assert "pip install 'tidegauge[collector]'" in check.detail
+    assert "hang" in check.remedy
 
 
 def test_doctor_gives_a_remedy_for_each_problem(tmp_path):
