@@ -28,11 +28,12 @@ from collector.units import duration
 _SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
 _BUSY_RATIO = 0.5
-#: Times the budget that a process is given whose long phase may simply be long: it computes, or waits for the disk,
-#: the network or another program.
+#: Times the budget that a process is given whose long phase may simply be long: it computes, sleeps, or waits for
+#: the disk, the network or another program.
 _LONG_PATIENCE = 4.0
+_LOCK = "blocked on a"
 #: Waits that nothing but another thread or a signal can end; they are no work.
-_STUCK_WAITS = ("blocked on a", "suspended", "waiting for a child", "waiting in a collective")
+_STUCK_WAITS = (_LOCK, "suspended", "waiting for a child", "waiting in a collective")
 _COLLECTIVE = "waiting in a collective"
 #: Parts of paths of frames in which a rank waits for other ranks; DDP's backward pass waits for the gradients.
 _COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
@@ -76,6 +77,11 @@ class _Process:
     def is_in_collective(self) -> bool:
         """True if the main thread stands in a collective of torch.distributed."""
         return self._is_in(_COLLECTIVE_PATHS) and not self.is_busy
+
+    @property
+    def is_at_lock(self) -> bool:
+        """True if the main thread is blocked on a lock."""
+        return self.main is not None and (self.main.waits or "").startswith(_LOCK)
 
     @property
     def compiles(self) -> bool:
@@ -192,7 +198,8 @@ def _culprit(
     slots = worker_slots(tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     at_work = [worker for worker in workers if worker.is_suspended or worker.activity == "makes a batch"]
-    at_work.sort(key=lambda worker: (not worker.is_suspended, not worker.is_stuck))
+    # Who waits for a lock waits for its holder, if that can be another worker at work.
+    at_work.sort(key=lambda worker: (not worker.is_suspended, worker.is_at_lock, not worker.is_stuck))
     return at_work[0] if at_work else next((worker for worker in workers if _feeder(worker) is not None), None)
 
 
@@ -268,7 +275,7 @@ def _is_plain(
         return True
     if not is_worker and not others_count and not _has_batches_left(tables, culprit.key):
         return False
-    return budgets >= (_LONG_PATIENCE if is_at_work or waits != "asleep" else 1.0)
+    return budgets >= _LONG_PATIENCE
 
 
 def _helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:

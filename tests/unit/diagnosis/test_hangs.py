@@ -158,7 +158,17 @@ def test_waiting_for_a_program_that_computes_is_information():
 def test_sleep_after_the_last_batch_is_information_and_before_it_a_hang():
     asleep = process(MAIN, IN_MAIN, "asleep")
     assert only(stacks(training(dataset_length=80), asleep, budgets=9.0)).severity == "info"
-    assert only(stacks(training(dataset_length=400), asleep, budgets=1.1)).severity == "critical"
+    assert only(stacks(training(dataset_length=400), asleep, budgets=2.0)).severity == "info"
+    assert only(stacks(training(dataset_length=400), asleep, budgets=4.1)).severity == "critical"
+
+
+def test_of_workers_at_work_the_one_that_may_hold_the_lock_is_the_culprit():
+    at_lock = process(WORKERS[0], IN_A_SAMPLE, LOCK)
+    slow = process(WORKERS[1], [["open", "/home/me/files.py", 7], *IN_A_SAMPLE], "waiting for the network")
+    finding = only(stacks(training(), WAITING, at_lock, slow))
+    assert finding.locus.worker == 1
+    assert finding.severity == "info"
+    assert only(stacks(training(), WAITING, at_lock, slow, budgets=4.1)).severity == "critical"
 
 
 def test_compilation_never_counts_as_a_hang():
