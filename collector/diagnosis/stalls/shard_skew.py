@@ -1,4 +1,4 @@
-"""Uneven shards: some workers of an iterable dataset run out of samples before the others."""
+"""Samples shared out unevenly: some workers run out of them before the others, or never have any."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.columns import SECOND_NS, floats, mean
+from collector.diagnosis.loading.loaders import Loop, loader_settings
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean, step_at, whole
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.case import loop_locus
+from collector.diagnosis.stalls.cost import confidence
 from collector.diagnosis.stalls.epoch_start import RECENT_EPOCHS
+from collector.findings import Advice, Finding, measurements
+
+#: Whole epochs of a map-style dataset that show that workers stay without a batch.
+_MIN_EPOCHS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,4 +72,54 @@ def shard_skew(loop: Loop) -> ShardSkew | None:
         tail_batches=tail_count,
         share=mean(np.array(largest_shares)),
         worker=worker if largest_workers.count(worker) > len(largest_workers) / 2 else None,
+    )
+
+
+def idle_workers(tables: RunTables, loop: Loop) -> list[int]:
+    """Return the workers that made no batch in any whole epoch, since the dataset has fewer shards or batches.
+
+    The last epoch is whole once the run has ended, or the loop has begun another one.
+    """
+    passes = [rows for _, rows in loop.batches.groupby("epoch") if rows["index"].min() == 0]
+    if passes and lifecycle_of(tables).status() == "running":
+        passes.pop()
+    is_iterable = bool(loader_settings(tables).get((loop.main, loop.loader), {}).get("iterable"))
+    if loop.num_workers < 2 or len(passes) < (1 if is_iterable else _MIN_EPOCHS):
+        return []
+    # A worker of an iterable dataset that had its turn and made nothing has no samples.
+    lengths = [len(rows) for rows in passes]
+    is_decided = min(lengths) >= loop.num_workers if is_iterable else max(lengths) < loop.num_workers
+    at_work = {whole(worker) for rows in passes for worker in rows["worker"].unique()}
+    if not is_decided or None in at_work:
+        return []
+    return sorted(set(range(loop.num_workers)) - at_work)
+
+
+def idle_workers_finding(tables: RunTables, loop: Loop, idle: list[int]) -> Finding:
+    """Return a finding for workers that made no batch in any whole epoch."""
+    at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
+    is_iterable = bool(loader_settings(tables).get((loop.main, loop.loader), {}).get("iterable"))
+    reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
+    names = ", ".join(map(str, idle[:8])) + (" and more" if len(idle) > 8 else "")
+    fewer = Advice(
+        text=f"Set num_workers={at_work}",
+        expected=f"the same batches, with {len(idle)} processes and their memory fewer",
+    )
+    more = Advice(
+        text=f"Split the data into at least {loop.num_workers} shards, or give each worker every n-th sample "
+        "(get_worker_info())",
+        expected=f"all {loop.num_workers} workers make batches",
+    )
+    return Finding(
+        kind="idle-workers",
+        severity="info",
+        confidence=confidence(epochs, 1),
+        summary=f"{len(idle)} of {loop.num_workers} workers of loader {loop.loader} never made a batch "
+        f"({'worker' if len(idle) == 1 else 'workers'} {names}): {reason}.",
+        locus=loop_locus(tables, loop, "worker"),
+        since_step=step_at(tables, loop.main, floats(loop.batches, "time_ns")[0]),
+        evidence=measurements(
+            epochs, "whole epochs", idle_workers=len(idle), batches_per_epoch=len(loop.batches) / epochs
+        ),
+        advice=(fewer, more) if is_iterable else (fewer,),
     )

@@ -21,7 +21,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
 from collector.diagnosis.stalls.epoch_start import passes
 from collector.diagnosis.stalls.hand_over import hand_over
-from collector.diagnosis.stalls.shard_skew import shard_skew
+from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding
 from collector.units import duration, percent
@@ -46,6 +46,9 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
+        if idle := idle_workers(tables, whole_loop):
+            findings.append(idle_workers_finding(tables, whole_loop, idle))
+            loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
         at_epochs = _epoch_costs(tables, whole_loop, None if missing else steady)

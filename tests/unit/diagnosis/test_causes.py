@@ -7,6 +7,7 @@ import pytest
 from simulated_runs import MAIN, MIB, Script, finish, jittered, ns, sample_process, simulate, start_training
 
 from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
+from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.verdict import diagnose
 from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN
@@ -243,3 +244,29 @@ def test_straggler_on_gpus_is_found_from_device_and_host_times():
 def test_ranks_that_make_no_other_wait_are_no_stragglers():
     assert find_rank_straggler(ranks(late=0.0).tables()) == []
     assert find_rank_straggler(ranks(late=0.030, waits=False).tables()) == []
+
+
+def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others():
+    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
+    script = finish(simulate(workers=4, shards=[100, 100, 0, 0], batches=200, iterable=True, epochs=2, **run))
+    found = {finding.kind: finding for finding in find_stalls(script.tables())}
+    idle = found["idle-workers"]
+    assert idle.severity == "info"
+    assert "2 of 4 workers of loader 0 never made a batch (workers 2, 3)" in idle.summary
+    assert idle.advice[0].text == "Set num_workers=2"
+    assert "at least 4 shards" in idle.advice[1].text
+    assert "workers-too-slow" in found
+
+
+def test_an_epoch_with_fewer_batches_than_workers_leaves_workers_idle():
+    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
+    script = finish(simulate(workers=8, batches=3, epochs=3, **run))
+    (idle,) = [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
+    assert idle.advice[0].text == "Set num_workers=3"
+    assert "an epoch has at most 3 batches" in idle.summary
+
+
+def test_a_loop_that_is_left_before_each_worker_had_its_turn_shows_no_idle_workers():
+    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
+    script = finish(simulate(workers=8, batches=5, epochs=1, iterable=True, **run))
+    assert not [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
