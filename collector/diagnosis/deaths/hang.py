@@ -37,8 +37,8 @@ _STUCK_WAITS = (_LOCK, "suspended", "waiting for a child", "waiting in a collect
 _COLLECTIVE = "waiting in a collective"
 #: Parts of paths of frames in which a rank waits for other ranks; DDP's backward pass waits for the gradients.
 _COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
-#: The same for a compilation, which waits for processes of its own.
-_COMPILE_PATHS = ("torch/_dynamo/", "torch/_inductor/")
+#: The same for phases that may take any time: a compilation, a debugger, a notebook that waits for its user.
+_PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/", "/ipykernel/kernelapp.py")
 _MAIN_THREAD = "MainThread"
 
 
@@ -84,9 +84,10 @@ class _Process:
         return self.main is not None and (self.main.waits or "").startswith(_LOCK)
 
     @property
-    def compiles(self) -> bool:
-        """True if the main thread stands in torch.compile."""
-        return self._is_in(_COMPILE_PATHS)
+    def is_in_long_phase(self) -> bool:
+        """True if the main thread compiles, is debugged, or waits for the user of a notebook."""
+        has_own_code = self.main is not None and any(frame.is_own for frame in self.main.frames)
+        return self._is_in(_PHASE_PATHS) and not (has_own_code and self._is_in(_PHASE_PATHS[-1:]))
 
     def _is_in(self, paths: Sequence[str]) -> bool:
         return self.main is not None and any(path in frame.path for frame in self.main.frames for path in paths)
@@ -137,7 +138,9 @@ def _last_series(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def _went_on(tables: RunTables, life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:
-    """Return whether a process made progress after that time, or ended as it should."""
+    """Return whether a process made progress after that time, ended as it should, or stopped recording."""
+    if any(key_of(event) == key for event in tables.events_of("hook-disabled")):
+        return True
     if any((floats(written(tables, name, key), "time_ns") > time_ns).any() for name in ITERATIONS):
         return True
     return key in life.recorded_exits and key not in life.exceptions
@@ -268,14 +271,14 @@ def _is_plain(
 ) -> bool:
     """Return whether a silence of `budgets` times the budget is a hang, not merely a long phase."""
     is_worker = culprit.locus.worker is not None
-    if culprit.compiles or budgets < 1 or (culprit.is_busy and not is_worker):
+    if culprit.is_in_long_phase or budgets < 1 or (culprit.is_busy and not is_worker):
         return False
     is_at_work = culprit.is_busy or _helpers_compute(series)
     if culprit.is_stuck and not is_at_work and (waits or "").startswith(_STUCK_WAITS):
         return True
-    if not is_worker and not others_count and not _has_batches_left(tables, culprit.key):
+    if not is_worker and not others_count and not _has_batches_left(tables, culprit.key, series):
         return False
-    return budgets >= _LONG_PATIENCE
+    return budgets >= _LONG_PATIENCE and (is_worker or culprit.is_stuck)
 
 
 def _helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
@@ -285,17 +288,28 @@ def _helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
     return bool(wall_seconds > 0 and used_seconds / wall_seconds > _BUSY_RATIO)
 
 
-def _has_batches_left(tables: RunTables, key: ProcessKey) -> bool:
-    """Return whether a training process has begun an epoch whose last batch it has not had."""
+def _has_batches_left(tables: RunTables, key: ProcessKey, series: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a training process is in an epoch whose last batch it has not had.
+
+    A loop that is left early ends its workers, so without them the epoch is over.
+    """
     batches = written(tables, "batch", key)
     if batches.empty:
         return False
     loader, index = whole(batches["loader"].iloc[-1]), whole(batches["index"].iloc[-1])
     for event in tables.events_of("loader"):
         if key_of(event) == key and whole(event.get("loader")) == loader:
+            if event.get("num_workers") and not _has_workers(tables, key, series):
+                return False
             length, size = whole(event.get("dataset_length")), whole(event.get("batch_size"))
             return length is None or size is None or index is None or (index + 2) * size <= length
     return True
+
+
+def _has_workers(tables: RunTables, key: ProcessKey, series: Sequence[Mapping[str, Any]]) -> bool:
+    slots = worker_slots(tables)
+    alive = [(key[0], process["pid"]) for process in series[-1]["processes"]]
+    return any(slots[address][0] == key for address in alive if address in slots)
 
 
 def _held(others_count: int, waits: str | None) -> str:

@@ -157,9 +157,33 @@ def test_waiting_for_a_program_that_computes_is_information():
 
 def test_sleep_after_the_last_batch_is_information_and_before_it_a_hang():
     asleep = process(MAIN, IN_MAIN, "asleep")
-    assert only(stacks(training(dataset_length=80), asleep, budgets=9.0)).severity == "info"
-    assert only(stacks(training(dataset_length=400), asleep, budgets=2.0)).severity == "info"
-    assert only(stacks(training(dataset_length=400), asleep, budgets=4.1)).severity == "critical"
+    assert only(stacks(training(dataset_length=80), asleep, IDLE, budgets=9.0)).severity == "info"
+    assert only(stacks(training(dataset_length=400), asleep, IDLE, budgets=2.0)).severity == "info"
+    assert only(stacks(training(dataset_length=400), asleep, IDLE, budgets=4.1)).severity == "critical"
+
+
+def test_what_a_script_does_after_it_has_left_its_loop_early_is_information():
+    serves = process(MAIN, IN_MAIN, "waiting for a connection")
+    assert only(stacks(training(), serves, budgets=50)).severity == "info"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [["select", f"{LIBRARY}/selectors.py", 1], ["start", f"{LIBRARY}/site-packages/ipykernel/kernelapp.py", 1]],
+        [["interaction", f"{LIBRARY}/pdb.py", 1], *IN_MAIN],
+    ],
+    ids=["a notebook between two cells", "a debugger"],
+)
+def test_waiting_for_the_user_is_information(frames):
+    finding = only(stacks(training(), process(MAIN, frames, POLL), IDLE, budgets=50))
+    assert finding.severity == "info"
+
+
+def test_a_training_whose_hooks_were_disabled_is_silent_without_a_hang():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    script.event(START_SECONDS + 6, "hook-disabled", hook="batch", error="ValueError: x")
+    assert find_hangs(script.tables()) == []
 
 
 def test_of_workers_at_work_the_one_that_may_hold_the_lock_is_the_culprit():
