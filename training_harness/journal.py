@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training_harness.records import Stream
+from training_harness.redaction import redact_fields
 
 if TYPE_CHECKING:
     from training_harness.events import EventKind
@@ -329,10 +330,13 @@ class EventLog:
         }
 
     def append(self, kind: EventKind, **fields: object) -> None:
-        """Write one event; `fields` must be JSON-able. A failure is silent: events must not harm the training."""
+        """Write one event, without secrets in its texts; `fields` must be JSON-able.
+
+        A failure is silent: events must not harm the training.
+        """
         event = {"time_ns": time.monotonic_ns(), "kind": kind, **self._writer, **fields}
         try:
-            line = json.dumps(event, default=repr).encode() + b"\n"
+            line = json.dumps(redact_fields(event), default=repr).encode() + b"\n"
             descriptor = os.open(self._path, _APPEND, 0o600)
             try:
                 os.write(descriptor, line)

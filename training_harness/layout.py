@@ -34,6 +34,7 @@ from types import NoneType
 from typing import Any
 
 from training_harness.journal import start_ticks
+from training_harness.redaction import redact
 
 HOME_VARIABLE = "TIDEGAUGE_HOME"
 RUN_DIR_VARIABLE = "TIDEGAUGE_RUN_DIR"
@@ -76,9 +77,6 @@ SNAPSHOT_STEPS = {"growth": 100, "profile": 5}
 
 #: A run id is the name of a directory, and of a schema in PostgreSQL, which cuts names at 63 bytes.
 RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,59}")
-#: User and password in a URL.
-_URL_CREDENTIALS = re.compile(r"://[^/\s@]+@")
-_SECRET_NAME = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
 
 #: The only environment variables whose values are recorded in a manifest.
 RECORDED_ENVIRONMENT = (
@@ -197,25 +195,6 @@ def boot_id() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-
-
-def redact(argv: Sequence[str]) -> list[str]:
-    """Return a command line without credentials in URLs and values of options and variables named like secrets."""
-    words: list[str] = []
-    secret_follows = False
-    for word in argv:
-        word = _URL_CREDENTIALS.sub("://***@", word)
-        option, equals, _ = word.partition("=")
-        is_name = option.startswith("-") or (bool(equals) and option.isidentifier())
-        is_secret = is_name and _SECRET_NAME.search(option) is not None
-        words.append("***" if secret_follows else f"{option}=***" if is_secret and equals else word)
-        secret_follows = is_secret and not equals
-    return words
-
-
-def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the values that are named like secrets."""
-    return {name: "***" if _SECRET_NAME.search(str(name)) else value for name, value in values.items()}
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:

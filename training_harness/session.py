@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 from training_harness.journal import EventLog, Identity, JournalWriter
-from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE, redact
+from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
 from training_harness.records import STREAMS
+from training_harness.redaction import redact
 
 _TRACEBACK_CHARACTERS = 4000
 #: Folders of installed packages, and of this one.

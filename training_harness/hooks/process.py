@@ -9,7 +9,7 @@ import sys
 
 from training_harness import session
 from training_harness.hooks.stages import stages
-from training_harness.layout import redact
+from training_harness.redaction import redact
 
 WORKER_MODULE = "torch.utils.data._utils.worker"
 

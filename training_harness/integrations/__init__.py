@@ -14,7 +14,7 @@ from typing import Any
 
 from training_harness import attach, session
 from training_harness.hooks.patching import Hook
-from training_harness.layout import redact_values
+from training_harness.redaction import redact_values
 
 _VALUES_AT_MOST = 100
 _TEXT_CHARACTERS = 200

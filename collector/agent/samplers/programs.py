@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
-from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE, redact
+from training_harness.layout import DISABLED_VARIABLE, RUN_DIR_VARIABLE
+from training_harness.redaction import redact
 
 #: Reasons for absent hooks, in the order in which they are checked.
 NO_PYTHON, NO_RUN, DISABLED, NO_SITE, ISOLATED, IGNORES, PYTHONPATH = (

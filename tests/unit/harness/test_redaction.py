@@ -1,0 +1,75 @@
+"""Secrets in texts are hidden, wherever they stand; words that only resemble them stay."""
+
+import json
+
+import pytest
+
+from training_harness.journal import EventLog, Identity
+from training_harness.redaction import redact, redact_text
+
+KEY = "A1b2" * 10
+
+SECRETS = {
+    "password in a URL": ("connect to postgresql://me:hunter2secret@db/runs failed", "hunter2secret"),
+    "signed URL": (f"GET https://b.s3.amazonaws.com/x?X-Amz-Signature={KEY}&a=1: 403", KEY),
+    "keyword argument": ("login(user='me', password='pass phrase', retries=3)", "pass phrase"),
+    "JSON": ('{"api_key": "qwertyuiop", "model": "x"}', "qwertyuiop"),
+    "environment": ("WANDB_API_KEY=0123456789abcdef0123 python train.py", "0123456789abcdef0123"),
+    "header": (f"headers: Authorization: Bearer {KEY}", KEY),
+    "GitHub": (f"clone with ghp_{KEY} failed", KEY),
+    "Hugging Face": ("401 for hf_abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrstuvwxyz"),
+    "AWS": ("The key AKIAIOSFODNN7EXAMPLE does not exist", "AKIAIOSFODNN7EXAMPLE"),
+    "AWS secret": ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "wJalrXUtnFEMI/K7MDENG"),
+    "JWT": ("token eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2Q rejected", "SflKxwRJSMeKKF2Q"),
+    "long token": (f"invalid token: {KEY}", KEY),
+    "private key": (
+        "key -----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY----- bad",
+        "MIIEow",
+    ),
+    "private key cut off": ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow"),
+}
+
+
+@pytest.mark.parametrize("place", SECRETS)
+def test_a_secret_is_hidden_and_the_words_before_it_stay(place):
+    text, secret = SECRETS[place]
+    shown = redact_text(text)
+    assert secret not in shown
+    assert "***" in shown
+    assert shown.split()[0].split("=")[0].split("***")[0] in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unexpected token: bar_baz at position 12",
+        "max_tokens=4096, pad_token=[PAD], tokenizer=bert-base-uncased",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x4 and 5x1)",
+        'File "/home/me/secret_project/train.py", line 3, in <module>',
+        "KeyError: 'password'",
+        "commit 5a4fcf1d0c4c4f0d8b1f8f3f6b8a5a0a1b2c3d4e",
+        "DataLoader worker (pid 4711) is killed by signal: Killed.",
+    ],
+)
+def test_an_ordinary_message_stays_as_it_is(text):
+    assert redact_text(text) == text
+
+
+def test_a_long_hostile_message_is_redacted_in_linear_time():
+    text = "password" * 20_000 + "=" * 20_000 + "token: " * 20_000
+    assert len(redact_text(text)) > 100_000
+
+
+def test_words_of_a_command_line_are_hidden_behind_their_options_and_by_their_form():
+    command = ["train.py", "--hf-token", "abc", "--password=x", f"ghp_{KEY}", "--lr", "0.1"]
+    assert redact(command) == ["train.py", "--hf-token", "***", "--password=***", "***", "--lr", "0.1"]
+
+
+def test_no_event_stores_a_secret_however_deep_it_lies(tmp_path):
+    log = EventLog(tmp_path, Identity.of_this_process())
+    log.append("exception", message="password='x1y2z3'", nested=[{"error": f"Bearer {KEY}"}], count=3)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    assert "x1y2z3" not in text
+    assert KEY not in text
+    assert json.loads(text)["count"] == 3

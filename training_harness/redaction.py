@@ -1,0 +1,83 @@
+"""Removal of secrets from what is recorded: passwords, tokens and keys in command lines, messages and tracebacks.
+
+Two kinds are recognised: what stands behind a name such as `password=`, and keys whose own form gives them away. A
+secret without a name and without a known form cannot be recognised. The forms are those that the services document:
+GitHub (about authentication, token formats), Hugging Face, OpenAI, Slack, GitLab, AWS (unique identifiers), Google,
+JSON Web Tokens (RFC 7519) and PEM (RFC 7468).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(r"token|secret|passw|credential|api[-_]?key", re.IGNORECASE)
+#: User and password in a URL.
+_URL_CREDENTIALS = re.compile(r"://[^/\s@]+@")
+#: Values in the query of a URL that sign it or give access.
+_URL_QUERY = re.compile(
+    r"([?&](?:sig|signature|token|key|code|X-Amz-(?:Signature|Credential|Security-Token))=)[^&\s\"']{4,2000}",
+    re.IGNORECASE,
+)
+#: A name, and behind `=`, `:` or `=>` its value, in quotes or up to the next blank, comma or bracket. A "token" is
+#: also a part of a text, so that word alone is no such name.
+_NAMED_VALUE = re.compile(
+    r"(?P<name>(?:passw(?:or)?d|passphrase|credentials?|(?:api|access|private|secret)[-_]?key(?:[-_]?id)?|secret"
+    r"|(?:auth|access|api|refresh|bearer|session|security|hf|hub|github|gitlab|wandb|slack|bot)[-_]?token)"
+    r"[\"']?\s{0,3}(?:=>|[=:])\s{0,3})"
+    r"(?P<value>\"[^\"\n]{1,2000}\"|'[^'\n]{1,2000}'|[^\s\"',;&)\]}]{4,2000})",
+    re.IGNORECASE,
+)
+#: A long value with letters and digits behind the word "token".
+_TOKEN = re.compile(r"(\btoken[\"']?\s{0,3}[=:]\s{0,3}[\"']?)(?=[\w.-]{0,200}\d)[\w.-]{16,2000}", re.IGNORECASE)
+_AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,2000}", re.IGNORECASE)
+_KEY_FORMS = re.compile(
+    r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{16,}|xox[abpors]-[\w-]{10,}"
+    r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,20000}?(?:-----END [A-Z ]{0,30}PRIVATE KEY-----|\Z)", re.DOTALL
+)
+
+
+def redact_text(text: str) -> str:
+    """Return a text without the secrets that can be recognised; the words around them stay."""
+    text = _URL_CREDENTIALS.sub(f"://{HIDDEN}@", text)
+    text = _PRIVATE_KEY.sub(HIDDEN, text)
+    text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+    text = _KEY_FORMS.sub(HIDDEN, text)
+    text = _URL_QUERY.sub(rf"\1{HIDDEN}", text)
+    text = _TOKEN.sub(rf"\1{HIDDEN}", text)
+    return _NAMED_VALUE.sub(rf"\g<name>{HIDDEN}", text)
+
+
+def redact_fields(value: Any) -> Any:
+    """Return a value for JSON with every text in it redacted."""
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, Mapping):
+        return {name: redact_fields(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_fields(item) for item in value]
+    return value
+
+
+def redact(argv: Sequence[str]) -> list[str]:
+    """Return a command line without secrets, also where the value of an option is the next word."""
+    words: list[str] = []
+    secret_follows = False
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        is_name = option.startswith("-") or (bool(equals) and option.isidentifier())
+        is_secret = is_name and _SECRET_NAME.search(option) is not None
+        hidden = HIDDEN if secret_follows else f"{option}={HIDDEN}" if is_secret and equals else None
+        words.append(redact_text(word) if hidden is None else hidden)
+        secret_follows = is_secret and not equals
+    return words
+
+
+def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the values that are named like secrets."""
+    return {name: HIDDEN if _SECRET_NAME.search(str(name)) else value for name, value in values.items()}
