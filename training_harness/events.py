@@ -33,6 +33,7 @@ EventKind = Literal[
     "collector-start",
     "collector-stop",
     "process-seen",
+    "memory-limit",
     "stacks",
     "left-running",
     "command-exit",
@@ -266,6 +267,13 @@ EVENTS: dict[EventKind, Event] = {
             "what keeps the hooks out if Tidegauge is not installed for that Python: `PYTHONPATH replaced`, "
             "`-E`, `-I`, `-S`, `environment cleared`, `disabled`, `no Python`, or null",
         ),
+    ),
+    "memory-limit": _event(
+        _COLLECTOR,
+        "the memory limit of a control group binds, and when another one does",
+        Field("path", "str", "path of the group; `/` where a container hides it"),
+        Field("limit_bytes", "int", "limit in bytes"),
+        Field("container", "str", "kind of container that the command is in: `docker`, `kubernetes`, `podman`"),
     ),
     "stacks": _event(
         _COLLECTOR,

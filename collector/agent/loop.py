@@ -14,7 +14,7 @@ from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
 from collector.agent.samplers.devices import DeviceSampler
 from collector.agent.samplers.hang_watch import HangWatch
-from collector.agent.samplers.host import HostSampler, headroom_bytes
+from collector.agent.samplers.host import HostSampler, MemoryLimit, headroom_bytes
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles
 from collector.agent.samplers.processes import ProcessSampler
 from collector.agent.samplers.procfs import LocalProcess
@@ -82,6 +82,7 @@ class Agent:
         self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
+        self._limit: MemoryLimit | None = None
         self._devices = DeviceSampler()
         self._pids_before = frozenset[int]()
         self._verdict_bytes = 0
@@ -197,6 +198,9 @@ class Agent:
         with self._problems.guard("host"):
             host = self._host.sample()
             self._write("host", now_ns, [host])
+            if (limit := self._host.limit) is not None and limit != self._limit:
+                self._limit = limit
+                self._events.append("memory-limit", **limit._asdict())
         with self._problems.guard("processes"):
             roots = [self._command] if self._command else []
             samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))

@@ -47,6 +47,7 @@ def test_cgroup_limit_and_oom_kill_are_sampled(memory_group):
     kept = sampler.sample()
 
     assert before["cgroup_limit_bytes"] == 64 * MIB
+    assert sampler.limit[:2] == (f"/{memory_group.name}", 64 * MIB)
     assert after["cgroup_oom_kill_count"] == before["cgroup_oom_kill_count"] + 1
     assert after["cgroup_oom_count"] > before["cgroup_oom_count"]
     assert after["host_oom_kill_count"] > before["host_oom_kill_count"]

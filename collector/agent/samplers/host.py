@@ -54,6 +54,8 @@ class HostSampler:
         self._pid = pid
         self._root = root
         self._affinity = affinity
+        #: The group whose memory limit binds; None without a limit.
+        self.limit: MemoryLimit | None = None
         self._membership = b""
         self._levels: dict[str, Levels | None] = {}
         self._memory = _UNKNOWN
@@ -67,6 +69,7 @@ class HostSampler:
         levels = self._levels.get("memory")
         if levels is not None and total_bytes is not None:
             self._memory = read_memory(levels, unlimited_bytes=total_bytes) or self._memory
+            self.limit = self._limit(levels, total_bytes) or self.limit
         return {
             "memory_total_bytes": total_bytes,
             "memory_available_bytes": kibibytes(meminfo, b"MemAvailable:"),
@@ -91,6 +94,25 @@ class HostSampler:
         for controller in ("memory", "cpu"):
             levels = find_levels(controller, membership, self._root)
             self._levels[controller] = levels or self._levels.get(controller)
+
+    def _limit(self, levels: Levels, unlimited_bytes: int) -> MemoryLimit | None:
+        binding, member = find_binding(levels, unlimited_bytes), _membership("memory", self._membership)
+        if binding is None or member is None:
+            return None
+        limit_bytes, directory = binding
+        # A mount in a container shows its own group as the root: then there is one level, and its path is whole.
+        above = levels.directories.index(directory)
+        parts = [part for part in member[1].split("/") if part]
+        return MemoryLimit("/" + "/".join(parts[: len(parts) - above]), limit_bytes, self._container())
+
+    def _container(self) -> str | None:
+        marks = {
+            "kubernetes": "var/run/secrets/kubernetes.io",
+            "docker": ".dockerenv",
+            "podman": "run/.containerenv",
+        }
+        root = f"{self._root}/proc/{self._pid}/root"
+        return next((name for name, mark in marks.items() if os.path.exists(f"{root}/{mark}")), None)
 
     def _usable_cores(self) -> float | None:
         try:
@@ -144,6 +166,14 @@ class Levels(NamedTuple):
     directories: tuple[str, ...]
 
 
+class MemoryLimit(NamedTuple):
+    """The memory limit that binds: path of its group, size, and kind of container (None outside of one)."""
+
+    path: str
+    limit_bytes: int
+    container: str | None
+
+
 def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> Levels | None:
     """Find the groups of a process under one controller (`memory`, `cpu`).
 
@@ -190,17 +220,8 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
     version, directories = levels
     if not os.path.isdir(directories[0]):
         return None
-    limit_file, kill_file, columns = (
-        ("memory.limit_in_bytes", "memory.oom_control", _MEMORY_V1)
-        if version == 1
-        else ("memory.max", "memory.events", _MEMORY_V2)
-    )
-    limits = [(_field(directory, limit_file), directory) for directory in directories]
-    # The outermost of equal limits binds: it is charged with the others' usage too. So scan from outside.
-    binding: tuple[int, str] | None = None
-    for limit_bytes, directory in reversed(limits):
-        if limit_bytes is not None and limit_bytes < (binding[0] if binding else unlimited_bytes):
-            binding = (limit_bytes, directory)
+    kill_file, columns = ("memory.oom_control", _MEMORY_V1) if version == 1 else ("memory.events", _MEMORY_V2)
+    binding = find_binding(levels, unlimited_bytes)
     # Version 2 counts a kill at every level above it too. The innermost group may lack the controller, as that of a
     # SLURM task does. Version 1 counts it in the victim's own group alone, so add up all levels.
     counting = (binding[1],) if binding and version == 2 else directories
@@ -214,6 +235,20 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
     texts = {file: b"\n" + (read_file(f"{directory}/{file}") or b"") for file, _ in columns.values()}
     usage = {column: field(texts[file], name) for column, (file, name) in columns.items()}
     return {**sample, "cgroup_limit_bytes": limit_bytes, **usage}
+
+
+def find_binding(levels: Levels, unlimited_bytes: int) -> tuple[int, str] | None:
+    """Return the memory limit that binds (bytes) and its directory; None without one below `unlimited_bytes`.
+
+    The outermost of equal limits binds: it is charged with the others' usage too.
+    """
+    limit_file = "memory.limit_in_bytes" if levels.version == 1 else "memory.max"
+    binding: tuple[int, str] | None = None
+    for directory in reversed(levels.directories):
+        limit_bytes = _field(directory, limit_file)
+        if limit_bytes is not None and limit_bytes < (binding[0] if binding else unlimited_bytes):
+            binding = (limit_bytes, directory)
+    return binding
 
 
 def read_cpu_quota(levels: Levels) -> float | None:

@@ -109,7 +109,7 @@ def hang_advice(waits: str | None, pid: int | None) -> tuple[Advice, ...]:
     return tuple(replace(one, text=one.text.format(pid=pid)) for one in advice)
 
 
-_RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
+RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
 OOM_KILL = Death(
     kind="host-oom-kill",
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
@@ -118,7 +118,7 @@ OOM_KILL = Death(
             text="Hold less memory in the training process: see the leak findings and the largest containers",
             expected="demand stays below the limit",
         ),
-        _RAISE_LIMIT,
+        RAISE_LIMIT,
     ),
 )
 OOM_KILL_OF_WORKER = replace(
@@ -128,7 +128,7 @@ OOM_KILL_OF_WORKER = replace(
             text="Lower num_workers or prefetch_factor, or hold the dataset in tensors or memory-mapped arrays",
             expected="each worker fewer frees the memory that it held{this_one}",
         ),
-        _RAISE_LIMIT,
+        RAISE_LIMIT,
     ),
 )
 BUS_ERROR = Death(

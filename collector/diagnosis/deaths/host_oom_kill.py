@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from signal import SIGKILL
 
 import numpy as np
@@ -13,9 +14,10 @@ from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.victims import Victim
 from collector.diagnosis.run.columns import floats, host_samples, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
+from collector.diagnosis.run.limit_owner import LimitOwner, limit_owner
 from collector.diagnosis.run.processes import fact, last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding, Limit
+from collector.findings import Advice, Finding, Limit
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.
@@ -98,7 +100,8 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         "memory_available_low_bytes": -peak(-floats(samples, "memory_available_bytes")),
     }
     death = catalogue.OOM_KILL_OF_WORKER if victim.locus.role == "worker" else catalogue.OOM_KILL
-    return death.finding(
+    owner = limit_owner(tables, host) if name == "cgroup" and "cgroup_oom_kill_count" in kills else None
+    finding = death.finding(
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=(
@@ -111,6 +114,22 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         went_on=victim.went_on,
         what=victim.what,
         last_held=f"; it last held {size(held)}" if held else "",
-        the_limit=f", the limit is {size(limit)}" if math.isfinite(limit) else "",
+        the_limit=_limit_words(limit, owner),
         this_one=f" (this one {size(held)})" if held else "",
     )
+    return (
+        finding if owner is None or owner.remedy is None else replace(finding, advice=_with_remedy(finding, owner))
+    )
+
+
+def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:
+    if not math.isfinite(limit_bytes):
+        return ""
+    return f", the limit is {size(limit_bytes)}{f' ({owner.words})' if owner else ''}"
+
+
+def _with_remedy(finding: Finding, owner: LimitOwner) -> tuple[Advice, ...]:
+    """Return the advice with the way in which this owner's limit is raised in place of the general one."""
+    general = catalogue.RAISE_LIMIT
+    remedy = replace(general, text=owner.remedy or general.text)
+    return tuple(remedy if advice == general else advice for advice in finding.advice)

@@ -212,8 +212,21 @@ def test_limit_is_found_if_the_container_sees_the_hosts_path(v1):
     v1.mounts("35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory")
     v1.member("4:memory:/docker/abc")
     v1.v1("/", 256 * MIB, 200 * MIB)
+    sampler = v1.sampler()
 
-    assert cgroup(v1.sampler().sample())["limit_bytes"] == 256 * MIB
+    assert cgroup(sampler.sample())["limit_bytes"] == 256 * MIB
+    assert sampler.limit == ("/docker/abc", 256 * MIB, None)
+
+
+def test_the_limit_of_a_parent_has_the_parents_path_and_a_container_its_kind(v2):
+    write(v2.root / f"proc/{PID}/root/.dockerenv", "")
+    v2.member("0::/slurm/job_7/step_0")
+    v2.v2("/slurm/job_7", 300 * MIB)
+    v2.v2("/slurm/job_7/step_0", "max")
+    sampler = v2.sampler()
+    sampler.sample()
+
+    assert sampler.limit == ("/slurm/job_7", 300 * MIB, "docker")
 
 
 def test_mount_is_the_group_if_it_lacks_the_path(v2):

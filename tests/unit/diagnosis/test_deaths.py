@@ -214,6 +214,37 @@ def test_oom_kill_names_the_victim_and_its_memory(column):
     assert {e.name: e.value for e in found[0].evidence}["last_held_bytes"] == 500 * MIB
 
 
+@pytest.mark.parametrize(
+    ("path", "container", "words", "remedy"),
+    [
+        ("/system.slice/slurmstepd.scope/job_4711/step_0", None, "Slurm job 4711, cgroup /system", "--mem=SIZE"),
+        ("/slurm/uid_1000/job_4711", None, "Slurm job 4711", "--mem=SIZE"),
+        (
+            "/kubepods.slice/kubepods-pod0a1b2c3d_1111_2222_3333_444455556666.slice",
+            None,
+            "Kubernetes pod 0a1b2c3d…",
+            "limits.memory",
+        ),
+        ("/kubepods/burstable/pod0a1b2c3d-1111/4f5e", None, "Kubernetes pod 0a1b2c3d…", "limits.memory"),
+        ("/system.slice/docker-0123456789abcdef.scope", None, "Docker container 0123456789ab", "docker run"),
+        ("/docker/0123456789abcdef", None, "Docker container 0123456789ab", "docker run"),
+        ("/machine.slice/libpod-0123456789abcdef.scope", None, "Podman container 0123456789ab", "podman run"),
+        ("/user.slice/user-1000.slice/train.scope", None, "systemd unit train.scope", "MemoryMax="),
+        ("/", "kubernetes", "the Kubernetes container", "limits.memory"),
+        ("/lab/jobs", None, "cgroup /lab/jobs", "Raise the memory limit"),
+    ],
+)
+def test_a_memory_kill_names_whose_limit_it_was_and_how_to_raise_it(path, container, words, remedy):
+    script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 4])
+    script.event(
+        START_SECONDS, "memory-limit", ("node", 90, 4900), path=path, limit_bytes=1024 * MIB, container=container
+    )
+    end_run(end_training(end_workers(script, 0)), 1)
+    (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
+    assert f"the limit is 1 GiB ({words}" in found.summary
+    assert any(remedy in advice.text for advice in found.advice)
+
+
 def test_earlier_oom_kills_are_not_blamed():
     script = with_memory(exception(training(), "RuntimeError", KILLED_MESSAGE), [3, 3, 3])
     end_run(end_training(end_workers(script, 0)), 1)
