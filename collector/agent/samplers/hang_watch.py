@@ -152,6 +152,8 @@ class HangWatch:
     def _sizes(self, pids: set[int]) -> dict[int, Sizes]:
         """Return the newest segment and its size in bytes, of each stream of iterations of these processes."""
         found: dict[int, Sizes] = {}
+        if not pids:
+            return found
         with os.scandir(self._journal_dir) as entries:
             for entry in entries:
                 host, *rest = entry.name.rsplit(".", 4)

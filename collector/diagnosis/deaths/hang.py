@@ -150,16 +150,20 @@ def _processes(
     tables: RunTables, life: Lifecycle, series: Sequence[Mapping[str, Any]]
 ) -> dict[ProcessKey, _Process]:
     host = str(series[-1]["host"])
-    dumps: list[dict[ProcessKey, Mapping[str, Any]]] = [
-        {key: entry for entry in event["processes"] if (key := key_of({**entry, "host": host}))} for event in series
-    ]
+    dumps: dict[ProcessKey, list[Mapping[str, Any]]] = {}
+    for event in series:
+        for entry in event["processes"]:
+            if key := key_of({**entry, "host": host}):
+                dumps.setdefault(key, []).append({**entry, "time_ns": event["time_ns"]})
     slots = worker_slots(tables)
     found = {}
-    for key, entry in dumps[-1].items():
+    for key, entries in dumps.items():
+        # A dump can fail while the interpreter changes what is read.
+        readable = [entry for entry in entries if entry["threads"]] or entries[-1:]
+        entry, before = readable[-1], readable[:-1]
         where = Locus(host=host, rank=rank_of(tables, key), role="main", pid=key[1])
         if slot := slots.get(key[:2]):
             where = replace(where, rank=rank_of(tables, slot[0]), role="worker", loader=slot[1], worker=slot[2])
-        before = [dump[key] for dump in dumps[:-1] if key in dump]
         found[key] = _Process(
             key=key,
             locus=where,
@@ -167,7 +171,7 @@ def _processes(
             threads=tuple(from_fields(thread, where) for thread in entry["threads"]),
             error=entry.get("error"),
             is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
-            busy_ratio=_busy_ratio(series, before, entry),
+            busy_ratio=_busy_ratio(readable[0], entry),
         )
     return found
 
@@ -177,13 +181,11 @@ def _place(entry: Mapping[str, Any]) -> Any:
     return next((thread["frames"] for thread in entry["threads"] if thread["thread"] == _MAIN_THREAD), None)
 
 
-def _busy_ratio(
-    series: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]
-) -> float | None:
-    wall_seconds = (series[-1]["time_ns"] - series[-1 - len(before)]["time_ns"]) / 1e9
-    if not before or wall_seconds <= 0 or None in (entry["cpu_seconds"], before[0]["cpu_seconds"]):
+def _busy_ratio(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
+    wall_seconds = (last["time_ns"] - first["time_ns"]) / 1e9
+    if wall_seconds <= 0 or None in (first["cpu_seconds"], last["cpu_seconds"]):
         return None
-    return float((entry["cpu_seconds"] - before[0]["cpu_seconds"]) / wall_seconds)
+    return float((last["cpu_seconds"] - first["cpu_seconds"]) / wall_seconds)
 
 
 def _culprit(
@@ -209,7 +211,7 @@ def _culprit(
 def _feeder(worker: _Process) -> Stack | None:
     """Return the thread that sends a worker's batches, if it is stuck in sending one."""
     feeding = (stack for stack in worker.threads if stack.activity == "feeds a queue")
-    return next((stack for stack in feeding if not stack.frames[0].function.endswith("wait")), None)
+    return next((one for one in feeding if one.frames and not one.frames[0].function.endswith("wait")), None)
 
 
 def _finding(

@@ -115,6 +115,14 @@ def test_the_worker_that_all_wait_for_is_named_with_its_line_and_advice_for_its_
     assert advice in finding.advice[0].text
 
 
+def test_a_dump_that_failed_does_not_hide_the_culprit():
+    script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    last = next(event for event in script.events if event.get("is_last"))
+    last["processes"][2] |= {"threads": [], "error": "it changed while it was read"}
+    finding = only(script)
+    assert (finding.locus.worker, finding.severity) == (1, "critical")
+
+
 def test_a_training_that_went_on_after_the_stacks_has_no_hang():
     script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     script.add("batch", [{"time_ns": ns(START_SECONDS + 60), "loader": 0, "epoch": 0, "index": 10}])
