@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,12 +84,16 @@ def idle_workers(tables: RunTables, loop: Loop) -> list[int]:
     passes = [rows for _, rows in loop.batches.groupby("epoch") if rows["index"].min() == 0]
     if passes and lifecycle_of(tables).status() == "running":
         passes.pop()
-    is_iterable = bool(loader_settings(tables).get((loop.main, loop.loader), {}).get("iterable"))
+    setting = loader_settings(tables).get((loop.main, loop.loader), {})
+    is_iterable = bool(setting.get("iterable"))
     if loop.num_workers < 2 or len(passes) < (1 if is_iterable else _MIN_EPOCHS):
         return []
     # A worker of an iterable dataset that had its turn and made nothing has no samples.
-    lengths = [len(rows) for rows in passes]
-    is_decided = min(lengths) >= loop.num_workers if is_iterable else max(lengths) < loop.num_workers
+    samples, size = whole(setting.get("dataset_length")), whole(setting.get("batch_size"))
+    if is_iterable:
+        is_decided = min(len(rows) for rows in passes) >= loop.num_workers
+    else:  # A loop that is left early has fewer batches too.
+        is_decided = bool(samples and size and math.ceil(samples / size) < loop.num_workers)
     at_work = {whole(worker) for rows in passes for worker in rows["worker"].unique()}
     if not is_decided or None in at_work:
         return []

@@ -260,10 +260,16 @@ def test_workers_without_a_shard_are_named_and_the_loop_is_judged_by_the_others(
 
 def test_an_epoch_with_fewer_batches_than_workers_leaves_workers_idle():
     run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
-    script = finish(simulate(workers=8, batches=3, epochs=3, **run))
+    script = finish(simulate(workers=8, batches=3, epochs=3, dataset_length=24, batch_size=8, **run))
     (idle,) = [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
     assert idle.advice[0].text == "Set num_workers=3"
     assert "an epoch has at most 3 batches" in idle.summary
+
+
+def test_a_loop_that_takes_one_batch_of_each_new_iterator_has_no_idle_workers():
+    run = {"prefetch": 2, "consumer": jittered(0.002), "service": jittered(0.06), "split": (0.02, 0.0, 0.98)}
+    script = finish(simulate(workers=2, batches=1, epochs=20, dataset_length=400, batch_size=8, **run))
+    assert not [finding for finding in find_stalls(script.tables()) if finding.kind == "idle-workers"]
 
 
 def test_a_loop_that_is_left_before_each_worker_had_its_turn_shows_no_idle_workers():
