@@ -76,7 +76,7 @@ def run(case: str, seconds: float, folder: Path) -> Outcome:
     while alert is None and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
         lines = alerts.read_text().splitlines() if alerts.exists() else []
-        found = [json.loads(line)["finding"] for line in lines if line.strip()]
+        found = [json.loads(line) for line in lines if line.strip()]
         alert, at = next((one for one in found if one["kind"] == "hang"), None), time.monotonic()
     silences = _silences(home)
     named_seconds = silences[-1].silent_seconds + at - silences[-1].taken_seconds if alert and silences else None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 WAY = sys.argv[1]
 FORKED = threading.Lock()
-LOCK_FILE = os.path.join(tempfile.gettempdir(), f"hanging-{os.getuid()}")
+LOCK_FILE = os.path.join(tempfile.gettempdir(), f"hanging-{os.getpid()}")
 
 
 def hang_lock():
@@ -113,10 +113,10 @@ def hold(seconds):
 
 def main():
     if WAY == "flock":
-        program = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); time.sleep(1e5)"
+        program = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); time.sleep(600)"
         subprocess.Popen([sys.executable, "-u", "-c", program, LOCK_FILE], stdout=subprocess.PIPE).stdout.readline()
     if WAY == "forked":
-        threading.Thread(target=hold, args=(2.0,), daemon=True).start()
+        threading.Thread(target=hold, args=(30.0,), daemon=True).start()
         time.sleep(0.1)
     torch.ones(2000, 2000).sum()  # starts the threads of OpenMP
     model = torch.nn.Linear(4, 1)

@@ -28,6 +28,8 @@ from collector.units import duration
 _SERIES_SECONDS = 30.0
 #: A process that takes this share of a core is computing, not blocked.
 _BUSY_RATIO = 0.5
+#: Helpers are at work from this share on: on a machine with too few cores they get little.
+_HELPERS_RATIO = 0.05
 #: Times the budget that a process is given whose long phase may simply be long: it computes, sleeps, or waits for
 #: the disk, the network or another program.
 _LONG_PATIENCE = 4.0
@@ -287,7 +289,7 @@ def _helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether other processes of the run compute, such as a program that the training waits for."""
     wall_seconds = (series[-1]["time_ns"] - series[0]["time_ns"]) / 1e9
     used_seconds = series[-1]["helpers_cpu_seconds"] - series[0]["helpers_cpu_seconds"]
-    return bool(wall_seconds > 0 and used_seconds / wall_seconds > _BUSY_RATIO)
+    return bool(wall_seconds > 0 and used_seconds / wall_seconds > _HELPERS_RATIO)
 
 
 def _has_batches_left(tables: RunTables, key: ProcessKey, series: Sequence[Mapping[str, Any]]) -> bool:
