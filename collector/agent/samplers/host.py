@@ -68,8 +68,10 @@ class HostSampler:
         self._find_groups()
         levels = self._levels.get("memory")
         if levels is not None and total_bytes is not None:
-            self._memory = read_memory(levels, unlimited_bytes=total_bytes) or self._memory
-            self.limit = self._limit(levels, total_bytes) or self.limit
+            binding = find_binding(levels, total_bytes)
+            memory = read_memory(levels, binding)
+            if memory is not None:  # A group that is gone says nothing, and its parent's limit is another one.
+                self._memory, self.limit = memory, self._limit(levels, binding) or self.limit
         return {
             "memory_total_bytes": total_bytes,
             "memory_available_bytes": kibibytes(meminfo, b"MemAvailable:"),
@@ -95,8 +97,8 @@ class HostSampler:
             levels = find_levels(controller, membership, self._root)
             self._levels[controller] = levels or self._levels.get(controller)
 
-    def _limit(self, levels: Levels, unlimited_bytes: int) -> MemoryLimit | None:
-        binding, member = find_binding(levels, unlimited_bytes), _membership("memory", self._membership)
+    def _limit(self, levels: Levels, binding: tuple[int, str] | None) -> MemoryLimit | None:
+        member = _membership("memory", self._membership)
         if binding is None or member is None:
             return None
         limit_bytes, directory = binding
@@ -204,7 +206,7 @@ def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> L
     return Levels(version=version, directories=tuple(directories))
 
 
-def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
+def read_memory(levels: Levels, binding: tuple[int, str] | None) -> Sample | None:
     """Read the binding memory limit and the usage under it: the `cgroup_` columns of a sample.
 
     The number of kills is known without a limit too: then it counts those in the process's own group. Version 1
@@ -212,7 +214,7 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
 
     Args:
         levels: groups of the memory controller.
-        unlimited_bytes: the machine's memory; a limit of this size or above is none.
+        binding: the limit that binds, as `find_binding` returns it.
 
     Returns:
         None if the process's own group is gone.
@@ -221,7 +223,6 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
     if not os.path.isdir(directories[0]):
         return None
     kill_file, columns = ("memory.oom_control", _MEMORY_V1) if version == 1 else ("memory.events", _MEMORY_V2)
-    binding = find_binding(levels, unlimited_bytes)
     # Version 2 counts a kill at every level above it too. The innermost group may lack the controller, as that of a
     # SLURM task does. Version 1 counts it in the victim's own group alone, so add up all levels.
     counting = (binding[1],) if binding and version == 2 else directories
@@ -240,7 +241,8 @@ def read_memory(levels: Levels, *, unlimited_bytes: int) -> Sample | None:
 def find_binding(levels: Levels, unlimited_bytes: int) -> tuple[int, str] | None:
     """Return the memory limit that binds (bytes) and its directory; None without one below `unlimited_bytes`.
 
-    The outermost of equal limits binds: it is charged with the others' usage too.
+    `unlimited_bytes` is the machine's memory. The outermost of equal limits binds: it is charged with the others'
+    usage too.
     """
     limit_file = "memory.limit_in_bytes" if levels.version == 1 else "memory.max"
     binding: tuple[int, str] | None = None

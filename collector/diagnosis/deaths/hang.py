@@ -39,8 +39,10 @@ _STUCK_WAITS = (_LOCK, "suspended", "waiting for a child", "waiting in a collect
 _COLLECTIVE = "waiting in a collective"
 #: Parts of paths of frames in which a rank waits for other ranks; DDP's backward pass waits for the gradients.
 _COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
-#: The same for phases that may take any time: a compilation, a debugger, a notebook that waits for its user.
-_PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/", "/ipykernel/kernelapp.py")
+#: The same for phases that may take any time: a compilation, a debugger.
+_PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
+#: The same for a notebook; between two cells it runs no code of its user.
+_NOTEBOOK_PATHS = ("/ipykernel/kernelapp.py",)
 _MAIN_THREAD = "MainThread"
 
 
@@ -52,7 +54,7 @@ class _Process:
         key: the process.
         locus: its place.
         name: for the middle of a sentence.
-        threads: stacks of its threads; none if they could not be read, for the reason `error`.
+        threads: stacks of its threads; none if they could not be read.
         is_still: True if its main thread stands in the same place in each dump.
         busy_ratio: CPU time over wall time between the dumps; None with a single dump.
     """
@@ -61,7 +63,6 @@ class _Process:
     locus: Locus
     name: str
     threads: tuple[Stack, ...]
-    error: str | None
     is_still: bool
     busy_ratio: float | None
 
@@ -89,7 +90,7 @@ class _Process:
     def is_in_long_phase(self) -> bool:
         """True if the main thread compiles, is debugged, or waits for the user of a notebook."""
         has_own_code = self.main is not None and any(frame.is_own for frame in self.main.frames)
-        return self._is_in(_PHASE_PATHS) and not (has_own_code and self._is_in(_PHASE_PATHS[-1:]))
+        return self._is_in(_PHASE_PATHS) or (self._is_in(_NOTEBOOK_PATHS) and not has_own_code)
 
     def _is_in(self, paths: Sequence[str]) -> bool:
         return self.main is not None and any(path in frame.path for frame in self.main.frames for path in paths)
@@ -171,7 +172,6 @@ def _processes(
             locus=where,
             name=f"worker {where.worker} of loader {where.loader}" if where.worker is not None else life.name(key),
             threads=tuple(from_fields(thread, where) for thread in entry["threads"]),
-            error=entry.get("error"),
             is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
             busy_ratio=_busy_ratio(readable[0], entry),
         )
@@ -205,7 +205,7 @@ def _culprit(
     slots = worker_slots(tables)
     workers = [worker for key, worker in processes.items() if slots.get(key[:2], (None,))[0] == main]
     at_work = [worker for worker in workers if worker.is_suspended or worker.activity == "makes a batch"]
-    # Who waits for a lock waits for its holder, if that can be another worker at work.
+    # A worker at a lock may wait for another worker at work, which holds it.
     at_work.sort(key=lambda worker: (not worker.is_suspended, worker.is_at_lock, not worker.is_stuck))
     return at_work[0] if at_work else next((worker for worker in workers if _feeder(worker) is not None), None)
 

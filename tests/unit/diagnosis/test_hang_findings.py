@@ -51,6 +51,11 @@ def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None
     return script.add("step", [{"time_ns": ns(time), "step": i} for i, time in enumerate(times)], key, rank)
 
 
+def two_ranks():
+    """Return a training of two ranks with two workers each."""
+    return training(script=training(rank=0), key=OTHER_RANK, rank=1)
+
+
 def process(key, frames, waits, *, used_seconds=0.0, moves=False):
     """Return a process of the dumps: its main thread's stack, and its CPU time from the first dump to the last."""
     return {"key": key, "frames": frames, "waits": waits, "used_seconds": used_seconds, "moves": moves}
@@ -209,10 +214,8 @@ def test_compilation_never_counts_as_a_hang():
 
 
 def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
-    script = training(rank=0)
-    training(script=script, key=OTHER_RANK, rank=1)
-    stacks(
-        script,
+    script = stacks(
+        two_ranks(),
         process(MAIN, IN_BACKWARD, LOCK),
         process(OTHER_RANK, IN_MAIN, "asleep"),
         silent=(MAIN, OTHER_RANK),
@@ -224,10 +227,8 @@ def test_of_two_ranks_the_one_outside_the_collective_is_the_culprit():
 
 
 def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
-    script = training(rank=0)
-    training(script=script, key=OTHER_RANK, rank=1)
-    stacks(
-        script,
+    script = stacks(
+        two_ranks(),
         process(MAIN, IN_BACKWARD, LOCK),
         process(OTHER_RANK, FOR_A_BATCH, POLL),
         process(("node", 1100, 8000), IN_A_SAMPLE, LOCK),
