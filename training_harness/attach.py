@@ -22,7 +22,7 @@ from training_harness.hooks.loading import iterators, loader_ids, worker
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
 from training_harness.hooks.stages import stage_calls
-from training_harness.hooks.training import cuda_oom, forward_passes, steps
+from training_harness.hooks.training import checkpoints, cuda_oom, forward_passes, steps
 from training_harness.hooks.training.step_phases import Progress
 
 _progress = Progress()
@@ -80,6 +80,7 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
     "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
+    "checkpoint": (checkpoints.install, {checkpoints.MODULE, _COMPILER}),
 }
 _TORCH_MODULES = sorted(set[str]().union(*(needs for _, needs in HOOKS.values())))
 HOOKS |= {

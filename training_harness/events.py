@@ -28,6 +28,7 @@ EventKind = Literal[
     "snapshot",
     "hyper-parameters",
     "phase",
+    "checkpoint",
     "hook-disabled",
     "records-lost",
     "collector-start",
@@ -227,6 +228,11 @@ EVENTS: dict[EventKind, Event] = {
         Field("phase", "str", "`train`, `validation`, `test`, `predict` or `done`"),
         Field("epoch", "int", "epoch as the framework counts"),
         Field("step", "int", "step as the framework counts"),
+    ),
+    "checkpoint": _event(
+        _TRAINING,
+        "`torch.save` returned; files that follow within a second belong to the same checkpoint",
+        Field("begun_ns", "int", "CLOCK_MONOTONIC at its begin"),
     ),
     "hook-disabled": _event(
         _ATTACHED, "a hook failed and was removed", Field("hook", "str", "name of the hook"), _ERROR

@@ -80,7 +80,11 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         values=resident - free,
         steps=step_numbers(tables, key, times),
     )
-    trend = use.growth(negligible_bytes(resident))
+    least = negligible_bytes(resident)
+    trend = use.growth(least)
+    is_in_stairs = trend is None  # too few for the rule, unless they come at an occasion that is known
+    if trend is None and (at := use.at_occasions(tables, least)) is not None:
+        trend = at.growth()
     if trend is None or not (witnesses := _main_witnesses(tables, key, use, trend, rows, free)):
         return None
     # The rise and the steps cover the same time: steps may take longer now than before.
@@ -98,7 +102,7 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
         finding,
-        severity=finding.severity if life.may_train(key) else "info",
+        severity=finding.severity if life.may_train(key) and not is_in_stairs else "info",
         confidence=certainty if is_iterating else certainty - 0.15,
         summary=finding.summary + ("" if is_iterating or life.watched else _NO_ITERATIONS),
     )

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from collector.diagnosis.memory.occasions import RiseAtOccasions, occasions_of, rise_at_occasions
 from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, origin_ns, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, growth
-from collector.findings import Evidence, Finding, Locus, Rate, Severity
+from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
-from collector.units import count, number, size
+from collector.units import count, number, quantity, size
 
 #: A rise below this comes from the interpreter and the allocator themselves.
 NEGLIGIBLE_BYTES = 16 * MIB
@@ -56,6 +57,12 @@ class Use:
         """Return its growth without bound, if any; a rise below `negligible` is none."""
         least = negligible_bytes(self.values) if negligible is None else negligible
         return growth(self.times, self.values, negligible=least, steps=self.steps)
+
+    def at_occasions(self, tables: RunTables, least_rise: float) -> RiseAtOccasions | None:
+        """Return its growth at checkpoints, evaluations or epochs of its process, if most of it happens there."""
+        if self.key is None:
+            return None
+        return rise_at_occasions(occasions_of(tables, self.key), self.times, self.values, least_rise)
 
 
 def witnesses_of(trend: Growth, series: Mapping[str, tuple[Floats, Floats]]) -> tuple[Evidence, ...]:
@@ -124,6 +131,10 @@ def leak_finding(
     begin_ns, unit = begin_seconds * SECOND_NS, resource.unit
     words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
     grows = resource.grows.format(**words)
+    at = use.at_occasions(tables, CONFIRMED * trend.rise)
+    if at is not None:
+        each = quantity(round(at.rise), unit)
+        grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
     rise = Evidence(
         name=f"{use.series}_rise_{unit}",
         value=round(trend.rise),
@@ -138,10 +149,14 @@ def leak_finding(
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
         since_step=step_at(tables, use.key, begin_ns),
-        evidence=(rise, *witnesses),
+        evidence=(rise, *witnesses, *(at.facts(unit) if at else ())),
         rate=rate(trend, unit),
-        advice=resource.advice(words) if witnesses else (),
+        advice=_advice(resource, at, words) if witnesses else (),
     )
+
+
+def _advice(resource: Resource, at: RiseAtOccasions | None, words: Mapping[str, object]) -> tuple[Advice, ...]:
+    return at.advice() if at is not None and resource.is_of_objects else resource.advice(words)
 
 
 def _growth_words(trend: Growth, unit: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ class Resource:
         leak: kind of the finding that its use keeps growing; `grows` is the sentence.
         unconfirmed: sentence on a growth that nothing confirms; `{grows}` stands for the other sentence.
         confidence: of a leak.
+        is_of_objects: True if it grows with objects that the program keeps.
         risk: kind of the finding that a limit will be met.
         max_headroom_ratio: headroom above which a forecast is no warning, as a multiple of the observed rise.
         full: sentence on a use near the limit that does not grow.
@@ -37,6 +38,7 @@ class Resource:
     unconfirmed: str = "{grows}"
     leak_advice: tuple[Advice, ...] = ()
     confidence: float = 0.9
+    is_of_objects: bool = False
     risk: str = ""
     risk_advice: tuple[Advice, ...] = ()
     max_headroom_ratio: float = math.inf
@@ -50,6 +52,7 @@ class Resource:
 
 HEAP = Resource(
     leak="main-heap-leak",
+    is_of_objects=True,
     grows="{process} keeps taking host memory: {rise} so far, {slope}/s{per_step}.",
     leak_advice=(
         Advice(
@@ -114,6 +117,7 @@ COPIED_PAGES = Resource(
 )
 TENSORS = Resource(
     leak="gpu-tensor-leak",
+    is_of_objects=True,
     grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {per_minute} per minute.",
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
     "or is not known. Larger batches explain that, or one tensor that is created again, larger each time.",

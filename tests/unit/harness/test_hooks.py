@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader import LoaderHook, payload_bytes
 from training_harness.hooks.loading.loader_ids import LoaderRegistry
 from training_harness.hooks.patching import Hook
+from training_harness.hooks.training import checkpoints
 from training_harness.hooks.training.devices import FORWARD, OTHER
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.hooks.training.steps import StepHook
@@ -85,6 +88,24 @@ def steps(tmp_path, monkeypatch):
 
 class Optimizer:
     pass
+
+
+def test_files_that_are_saved_together_are_one_checkpoint_and_stay_the_same(steps, tmp_path):
+    plain, state = io.BytesIO(), {"weight": torch.arange(4.0)}
+    torch.save(state, plain)
+    original = torch.save
+    hook = checkpoints.install()
+    try:
+        hooked = io.BytesIO()
+        torch.save(state, hooked)
+        torch.save(obj=state, f=tmp_path / "optimizer.pt")
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save is torch.serialization.save
+    finally:
+        hook.remove()
+    assert torch.save is torch.serialization.save is original
+    assert hooked.getvalue() == plain.getvalue()
+    (events,) = (session.active.run_dir / "events").iterdir()
+    assert events.read_text().count('"checkpoint"') == 1
 
 
 def play(hook: StepHook, *optimizers: Optimizer) -> None:

@@ -1,0 +1,57 @@
+"""Checkpoints: a `checkpoint` event after `torch.save`, so that growth at each save can be recognised."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from training_harness import session
+from training_harness.hooks.patching import Hook
+from training_harness.hooks.process import is_worker
+
+MODULE = "torch.serialization"
+#: Least time between the records of two saves: files of one checkpoint follow each other faster.
+_EVERY_NS = 10**9
+_EVENTS_AT_MOST = 1000
+
+
+class _Saves:
+    """The saves of this process: notes those that begin a new checkpoint."""
+
+    def __init__(self) -> None:
+        self._due_ns = 0
+        self._events_left = _EVENTS_AT_MOST
+
+    def note(self, begun_ns: int) -> None:
+        """Record a save that ends now."""
+        current, now_ns = session.active, time.monotonic_ns()
+        if current is None or begun_ns < self._due_ns or not self._events_left or is_worker():
+            return
+        self._due_ns = now_ns + _EVERY_NS
+        self._events_left -= 1
+        current.events.append("checkpoint", begun_ns=begun_ns)
+
+
+def install() -> Hook:
+    """Note the calls of `torch.save`, under both of its names."""
+    saves = _Saves()
+    with Hook("checkpoint") as hook:
+
+        def make(save: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(save)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                begun_ns = time.monotonic_ns()
+                result = save(*args, **kwargs)
+                hook.attempt(saves.note, begun_ns)
+                return result
+
+            return noted
+
+        module = sys.modules[MODULE]
+        hook.replace(module, "save", make)
+        # One function under both names, as before, so that it can be pickled.
+        hook.replace(sys.modules["torch"], "save", lambda _: module.save)
+    return hook
