@@ -46,6 +46,7 @@ _LABELS = {
     "rise_each_time_bytes": "rise each time",
     "rise_each_time_count": "rise each time",
     "rise_at_these_times_ratio": "share of the growth",
+    "saving_ratio": "pauses in torch.save",
     "silent_seconds": "no step or batch for",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, median, whole, written
+from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, median, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
@@ -61,12 +61,16 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
     if queued_ratio(tables, main, times[0], times[-1])[0] * (times[-1] - times[0]) >= seconds * SECOND_NS:
         return []  # the process waited for a core
     pause_seconds = seconds / len(at)
-    advice = Advice(
-        text=f"Look at what the loop does every {count(distance)} steps: garbage collection "
-        "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
-        ".item() or .cpu() on the device; do it less often, or in another thread or process",
-        expected=f"up to {percent(loss.ratio)} less time",
-    )
+    saving = _saving_ratio(tables, steps.iloc[at], main, seconds)
+    if is_saving := saving >= _ONE_PHASE:
+        text = "Save checkpoints less often, or in the background (torch.distributed.checkpoint.async_save)"
+    else:
+        text = (
+            f"Look at what the loop does every {count(distance)} steps: garbage collection "
+            "(gc.freeze() after set-up, and fewer live objects), logging, saving a checkpoint, "
+            ".item() or .cpu() on the device; do it less often, or in another thread or process"
+        )
+    advice = Advice(text=text, expected=f"up to {percent(loss.ratio)} less time")
     return [
         Finding(
             kind="main-thread-pause",
@@ -74,13 +78,14 @@ def _pauses(tables: RunTables, main: ProcessKey) -> list[Finding]:
             confidence=loss.confidence(_MIN_PAUSES),
             summary=f"Every {count(distance)} steps the training pauses for {duration(pause_seconds)} ({phase} "
             f"phase; a step takes {duration(usual / 1e9)} besides waiting): {duration(seconds)}, "
-            f"{percent(loss.ratio)} of the run.",
+            f"{percent(loss.ratio)} of the run." + (" It saves a checkpoint then." if is_saving else ""),
             locus=Locus(host=main[0], rank=whole(steps["rank"].iloc[-1]), role="main", pid=main[1], stage=phase),
             since_step=whole(steps["step"].iloc[at[0]]),
             evidence=(
                 *loss.evidence(pause_seconds=pause_seconds, pause_distance_count=distance),
                 *measurements(len(at) - 1, loss.window, regular_ratio=regular),
                 *measurements(len(steps) - len(at), loss.window, usual_step_seconds=usual / SECOND_NS),
+                *(measurements(len(at), loss.window, saving_ratio=saving) if is_saving else ()),
             ),
             advice=(advice,),
         )
@@ -95,6 +100,17 @@ def _phase(steps: pd.DataFrame, at: np.ndarray[Any, Any], seconds: float) -> tup
         excess[name] = float((values[at] - np.median(values)).sum()) / SECOND_NS
     phase = max(excess, key=lambda name: excess[name])
     return phase, excess[phase] / max(seconds, 1e-9)
+
+
+def _saving_ratio(tables: RunTables, pauses: pd.DataFrame, main: ProcessKey, seconds: float) -> float:
+    """Return the share of the pauses' excess time that recorded calls of `torch.save` took, at most 1."""
+    saves = [event for event in tables.events_of("checkpoint") if key_of(event) == main]
+    ends = floats(pauses, "time_ns")
+    starts = ends - floats(pauses, "duration_ns")
+    begun, ended = (np.array([event[name] for event in saves], dtype=float) for name in ("begun_ns", "time_ns"))
+    at = np.searchsorted(ends, begun)
+    is_inside = (at < len(ends)) & (begun >= np.append(starts, np.inf)[at])
+    return min(float((ended - begun)[is_inside].sum()) / (seconds * SECOND_NS), 1.0)
 
 
 def _has_epoch_start(tables: RunTables, steps: pd.DataFrame, main: ProcessKey) -> np.ndarray[Any, Any]:

@@ -171,6 +171,20 @@ def test_regular_pauses_are_found(pause, distance, kinds):
         assert found["main-thread-pause"].locus.stage == "other"
 
 
+def test_pauses_for_checkpoints_are_named():
+    def consumer(generator, k):
+        return jittered(0.012, 0.1)(generator) + (0.3 if k % 25 == 0 else 0.0)
+
+    script = simulate(**STEADY | {"service": jittered(0.005), "consumer": consumer, "batches": 800})
+    for rows in script.parts["step"]:
+        for _, step in rows[rows["duration_ns"] > 0.25e9].iterrows():
+            end = step["time_ns"] / 1e9
+            script.event(end - 0.005, "checkpoint", begun_ns=round((end - 0.28) * 1e9))
+    pause = loading_findings(script)[1]["main-thread-pause"]
+    assert "saves a checkpoint" in pause.summary
+    assert pause.advice[0].text.startswith("Save checkpoints less often")
+
+
 def test_random_long_steps_and_epoch_ends_are_no_regular_pauses():
     def noisy(generator, _):
         return jittered(0.012, 0.1)(generator) + (0.05 if generator.random() < 0.05 else 0.0)
