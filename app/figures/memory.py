@@ -19,7 +19,7 @@ from collector.units import count, growth, is_known, percent, size
 #: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
 #: role, as in `queries.memory_by_role` -> name of its processes in a figure.
-ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other", "collector": "collector"}
+ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other"}
 #: limit of `queries.HOST_LIMITS` -> its name.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: Factor above the peak at which a limit would press the lines flat: only the caption names it then.
@@ -54,7 +54,7 @@ def by_role(
     last, peak = sums.iloc[-1], sums.max()
     scale, unit = byte_axis(peak)
     figure = over_time(theme, y_title=f"{word} ({unit})")
-    colours = {"main": theme.main, "worker": theme.worker, "other": theme.other, "collector": theme.quiet}
+    colours = {"main": theme.main, "worker": theme.worker, "other": theme.other}
     layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
     caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)} of {len(totals):,} moments"

@@ -136,7 +136,7 @@ def _in_words(name: str, steps: pd.DataFrame) -> str:
 
 
 def host_memory(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis, metric: str) -> Chart:
-    """Draw the memory of all processes of each run.
+    """Draw the memory of the training's processes of each run.
 
     Args:
         runs: name -> columns elapsed_seconds, which is the position on the axis, and value, in bytes.

@@ -15,7 +15,7 @@ from collector.diagnosis import MIN_POINTS
 from collector.findings import KINDS
 from collector.store import queries
 from collector.units import MISSING, duration, growth, number, size
-from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 #: Number of lines that a reader can tell apart; the steepest are drawn.
 MAX_LINES = 12
@@ -47,7 +47,7 @@ def _per_process(moment: Moment) -> Iterator[Block]:
 
 
 def _total(moment: Moment) -> Iterator[Block]:
-    """Draw the PSS of all processes together; PSS adds up."""
+    """Draw the PSS of the training's processes together; PSS adds up."""
     metric = queries.process_metric(moment.snapshot, moment.span, "pss_bytes")
     if metric is not None:
         yield memory.by_role(
@@ -60,17 +60,16 @@ def _total(moment: Moment) -> Iterator[Block]:
 
 
 def _table(moment: Moment) -> Iterator[Block]:
-    """List the processes, steepest slope first, Tidegauge's own last."""
+    """List the processes, steepest slope first."""
     rows = _processes(moment)
     if rows.empty:
         return
     alive = "alive" if moment.is_running else MISSING
-    rows["is_tidegauge"] = rows["role"] == ROLE_COLLECTOR
     # RSS is sampled at each tick, smaps only as often as the budget allows: RSS shows a trend earlier.
     rows["by_rss"] = rows["private_dirty_slope"].isna() & rows["rss_slope"].notna()
     for column in ("slope", "count"):
         rows[column] = rows[f"private_dirty_{column}"].where(~rows["by_rss"], rows[f"rss_{column}"])
-    rows = rows.sort_values(["is_tidegauge", "slope"], ascending=[True, False], na_position="last").head(50)
+    rows = rows.sort_values("slope", ascending=False, na_position="last").head(50)
     slopes = zip(rows["slope"], rows["by_rss"], strict=True)
     caption = (
         f"Slope: least squares over private dirty {_slope_window(moment)}. Fewer than {MIN_POINTS} samples: RSS, "

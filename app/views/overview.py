@@ -183,7 +183,7 @@ def _host_peak(moment: Moment) -> Metric:
     return Metric(
         "Peak host memory (PSS)",
         f"{size(peak)}{share}",
-        f"PSS of all processes {where} together, whole run, against the {_limit_words(tightest)} of "
+        f"PSS of the training's processes {where} together, whole run, against the {_limit_words(tightest)} of "
         f"{size(capacity)}. PSS counts a page that n processes share as 1/n in each, so it adds up",
     )
 

@@ -25,7 +25,7 @@ from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
-from training_harness.records import ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
 #: Share of the steps above which a loader counts as the one that feeds the training.
 _MAJORITY_RATIO = 0.5
@@ -70,6 +70,7 @@ class Overhead(TypedDict):
     collector_cpu_ratio: float | None
     smaps_cpu_ratio: float | None
     collector_rss_bytes: float | None
+    collector_private_dirty_bytes: float | None
     interval_seconds: float | None
     ingest_lag_seconds: float | None
 
@@ -116,7 +117,7 @@ def summarise(tables: RunTables, status: Status) -> Summary:
         "data_wait_ratio": data_wait_ratio(tables),
         "outside_step": outside_step(tables),
         "exposed_stall": wait_summaries(tables),
-        "overhead": _overhead(tables.stream("agent")),
+        "overhead": _overhead(tables),
         "last_minute": cast("list[LastState]", to_records(last_states(tables)))
         if status in ("failed", "killed")
         else [],
@@ -205,7 +206,7 @@ def _peaks(tables: RunTables) -> Peaks:
         "host_used_bytes": _finite_or_none(peak(used)),
         "cgroup_demand_bytes": _finite_or_none(peak(demand)),
         "shm_used_bytes": _peak(host, "shm_used_bytes"),
-        "run_pss_bytes": _peak_sum(process, "pss_bytes"),
+        "run_pss_bytes": _peak_sum(process[roles != ROLE_COLLECTOR], "pss_bytes"),
         "main_rss_bytes": _peak(mains, "rss_bytes"),
         "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
         "worker_rss_bytes": _peak(workers, "rss_bytes"),
@@ -305,13 +306,16 @@ def _union_length(begins: Floats, ends: Floats) -> float:
     return float(np.maximum(ends[order] - np.maximum(begins[order], latest_end), 0.0).sum())
 
 
-def _overhead(agent: pd.DataFrame) -> Overhead:
+def _overhead(tables: RunTables) -> Overhead:
+    agent, process = tables.stream("agent"), tables.stream("process")
+    own = process[floats(process, "role") == ROLE_COLLECTOR]
     times = floats(agent, "time_ns")
     span_ns = float(times[-1] - times[0]) if len(times) > 1 else 0.0
     return {
         "collector_cpu_ratio": _share(floats(agent, "cpu_ns"), span_ns),
         "smaps_cpu_ratio": _share(floats(agent, "smaps_ns"), span_ns),
         "collector_rss_bytes": _peak(agent, "rss_bytes"),
+        "collector_private_dirty_bytes": _peak(own, "private_dirty_bytes"),
         "interval_seconds": _finite_or_none(median(floats(agent, "interval_ns")) / SECOND_NS),
         "ingest_lag_seconds": _finite_or_none(last(floats(agent, "ingest_lag_ns")) / SECOND_NS),
     }

@@ -20,7 +20,7 @@ from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Finding, Locus, Severity, as_json, finite
 from collector.report import wording
-from collector.units import MISSING, duration, number, percent, quantity, size
+from collector.units import MISSING, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
 #: Severity -> (symbol, colour); the word is always shown too.
@@ -107,10 +107,22 @@ def _header(verdict: Verdict, run_id: str) -> Table:
             *_outside(verdict),
             ("workers", _workers(verdict)),
         ]
-    pairs.append(("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS, all processes)"))
+    pairs.append(
+        ("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS of the training's processes)")
+    )
     if peak["device_reserved_bytes"] is not None:
         pairs.append(("", f"{quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
+    pairs += _own_cost(verdict)
     return _grid(pairs)
+
+
+def _own_cost(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+    """Return what Tidegauge itself takes, none if it was not measured."""
+    overhead = verdict.summary["overhead"]
+    held, share = overhead["collector_private_dirty_bytes"], overhead["collector_cpu_ratio"]
+    if not (is_known(held) and is_known(share)):
+        return []
+    return [("tidegauge", f"{size(held)} private memory, {percent(share)} of a core, beside the training")]
 
 
 def _step_unit(verdict: Verdict) -> str:

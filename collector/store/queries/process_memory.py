@@ -1,4 +1,7 @@
-"""Queries about host memory: of processes, and against the host's limits."""
+"""Queries about host memory: of the training's processes, and against the host's limits.
+
+Tidegauge's own process has its memory on Agent health (`collector_lines`), and is left out here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from collector.store.queries.spans import (
     rollup_view,
 )
 from collector.store.rollups.facts import slope
-from training_harness.records import ROLES
+from training_harness.records import ROLE_COLLECTOR, ROLES
 
 #: A process without an end counts as alive for this long after its last sample.
 CARRY_NS = 2_000_000_000
@@ -37,7 +40,7 @@ _PROCESS_KEY = f"(hash({_PROCESS}) >> 1)::BIGINT AS process"
 _SERIES = (
     "CASE WHEN process_rank IS NULL THEN '' ELSE 'rank ' || process_rank || ' ' END || "
     "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
-    "coalesce(worker::VARCHAR, '?') WHEN 3 THEN 'collector' ELSE 'other ' || process_pid END"
+    "coalesce(worker::VARCHAR, '?') ELSE 'other ' || process_pid END"
 )
 _PLACE = ("role", "loader", "worker", "process_rank")
 
@@ -173,7 +176,7 @@ def _place_sql(source: str) -> str:
     """
     newest = ", ".join(f"arg_max({name}_newest, time_ns) AS {name}" for name in _PLACE)
     processes = f"(SELECT {_PROCESS}, {newest} FROM {source} WHERE time_ns >= $from_ns GROUP BY ALL)"
-    return f"(SELECT *, {_SERIES} AS series FROM {processes})"
+    return f"(SELECT *, {_SERIES} AS series FROM {processes} WHERE role IS DISTINCT FROM {ROLE_COLLECTOR})"
 
 
 def process_lines(
@@ -254,7 +257,7 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
         f"arg_max(allowed, last_ns) limit_count FROM (SELECT {_PROCESS}, max(time_ns + last_after_ns) last_ns, "
         "arg_max(fd_count_newest, time_ns) present, max(fd_count_high) highest, "
         "arg_max(fd_limit_count_newest, time_ns) allowed FROM process_tiled GROUP BY ALL) "
-        f"JOIN {_place_sql('process_tiled')} USING ({_PROCESS}) WHERE role < 3 GROUP BY series "
+        f"JOIN {_place_sql('process_tiled')} USING ({_PROCESS}) GROUP BY series "
         "HAVING limit_count > 0 AND peak_count > 0 ORDER BY peak_count / limit_count DESC, series",
         {"from_ns": 0},
     )

@@ -11,7 +11,7 @@ from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, sample
 from collector.diagnosis import verdict as verdict_module
 from collector.diagnosis.verdict import diagnose
 from collector.findings import as_json, from_json
-from training_harness.records import ROLE_MAIN
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN
 
 
 def test_empty_live_run_has_no_findings():
@@ -207,4 +207,8 @@ def test_pss_of_different_ticks_adds_up_while_processes_live():
         times = [START_SECONDS + second for second in seconds]
         none = [nan] * len(times)
         sample_process(script, times, key, ROLE_MAIN, private=none, rss=none, pss_bytes=pss, alive=alive)
-    assert diagnose(script.tables()).summary["peak"]["run_pss_bytes"] == 40 + 170
+    collector = {"private": [9.0] * 2, "rss": [9.0] * 2, "pss_bytes": [900.0] * 2}
+    sample_process(script, [START_SECONDS, START_SECONDS + 4], ("node", 90, 4900), ROLE_COLLECTOR, **collector)
+    summary = diagnose(script.tables()).summary
+    assert summary["peak"]["run_pss_bytes"] == 40 + 170
+    assert summary["overhead"]["collector_private_dirty_bytes"] == 9

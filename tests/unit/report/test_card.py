@@ -17,7 +17,7 @@ from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate
 from collector.report import card as report
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 SLOW_WORKER = Finding(
     kind="slow-worker",
@@ -103,7 +103,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
             "data_wait_ratio": 0.31,
             "exposed_stall": [STALL],
             "outside_step": None,
-            "overhead": {"collector_cpu_ratio": math.nan},
+            "overhead": {"collector_cpu_ratio": math.nan, "collector_private_dirty_bytes": 79 * MIB},
             "last_minute": [],
         },
     }
@@ -141,6 +141,13 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     assert "in 12 min (10 min to never), about 8,000 steps" in text
     assert "Look at what worker 1 reads." in text
     assert text.rstrip().endswith("tidegauge dashboard")
+
+
+def test_card_has_the_cost_of_tidegauge_itself_where_it_was_measured():
+    overhead = {"collector_cpu_ratio": 0.012, "collector_private_dirty_bytes": 79 * MIB}
+    measured = card(verdict(summary=verdict().summary | {"overhead": overhead}))
+    assert "tidegauge  79 MiB private memory, 1.2% of a core" in measured
+    assert "private memory" not in card(verdict())
 
 
 def test_card_of_a_healthy_run_has_an_all_clear_with_evidence():
@@ -198,7 +205,7 @@ def test_unknown_values_are_a_dash_not_zero():
         "data_wait_ratio": None,
         "exposed_stall": [],
         "outside_step": None,
-        "overhead": {},
+        "overhead": {"collector_cpu_ratio": None, "collector_private_dirty_bytes": None},
         "last_minute": [],
     }
     text = card(verdict(summary=unknown, duration_seconds=None))
@@ -264,7 +271,7 @@ def test_json_report_has_the_documented_form():
     assert slow["advice"] == [
         {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40"}
     ]
-    assert body["summary"]["overhead"] == {"collector_cpu_ratio": None}
+    assert body["summary"]["overhead"] == {"collector_cpu_ratio": None, "collector_private_dirty_bytes": 79 * MIB}
 
 
 def test_dashboard_command_names_the_home_of_the_run(monkeypatch):
