@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import KINDS, AllocationSite, Finding
+from collector.findings import KINDS, AllocationSite, Evidence, Finding
 from collector.units import MISSING, number, percent, quantity
 
 #: severity -> (icon, badge colour). A colour never stands alone.
@@ -186,12 +186,17 @@ def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity != "info"]
 
 
-def evidence(finding: Finding) -> list[tuple[str, str, str]]:
+def evidence(measurements: Sequence[Evidence]) -> list[tuple[str, str, str]]:
     """Return (name, value, number of observations and window) of each measurement, in words."""
     return [
         (report.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
-        for item in finding.evidence
+        for item in measurements
     ]
+
+
+def heading(finding: Finding) -> str:
+    """Return the kind of a finding, and the one figure that says how much it matters."""
+    return ": ".join(filter(None, (report.title(finding), report.stake(finding))))
 
 
 def scope_words(finding: Finding) -> str:
@@ -231,7 +236,7 @@ def _draw_findings(block: Findings) -> None:
                 _draw_finding(finding, link=block.link, has_summary=True)
     for finding in rest:
         with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=_SEVERITY["info"][0]):
-            _draw_body(finding)
+            _draw_body(finding, finding.evidence)
 
 
 def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
@@ -239,23 +244,37 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
     with st.container(border=True):
         with st.container(horizontal=True, vertical_alignment="center"):
             st.badge(finding.severity, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.markdown(f"**{report.title(finding)}**", width="content")
+            st.markdown(f"**{plain(heading(finding))}**", width="content")
             st.caption(plain(scope_words(finding)), width="content")
         if has_summary:
             st.markdown(plain(finding.summary))
-        _draw_body(finding)
+        decisive = report.decisive(finding)
+        _draw_body(finding, decisive)
+        if len(decisive) < len(finding.evidence):
+            with st.expander(f"All {len(finding.evidence)} measurements"):
+                st.markdown(_evidence_table(finding.evidence))
         if link:
             page = evidence_page(finding.kind)
             st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
 
 
-def _draw_body(finding: Finding) -> None:
+def _draw_body(finding: Finding, measurements: Sequence[Evidence]) -> None:
+    for advice in finding.advice:
+        expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
+        st.markdown(f":material/build: {plain(advice.text)}{expected}")
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
-    for advice in finding.advice:
-        expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
-        st.markdown(f":material/build: {plain(advice.text)}{expected}")
-    if figures := [f"{plain(name)} **{plain(value)}** ({plain(n)})" for name, value, n in evidence(finding)]:
-        st.caption("Measured: " + "; ".join(figures))
+    if measurements:
+        st.markdown(_evidence_table(measurements))
+
+
+def _evidence_table(measurements: Sequence[Evidence]) -> str:
+    cells = ([_cell(text) for text in row] for row in evidence(measurements))
+    rows = [f"| {name} | {value} | :gray[{sample}] |" for name, value, sample in cells]
+    return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
+
+
+def _cell(text: str) -> str:
+    return plain(text).replace("|", "\\|").replace("\n", " ")

@@ -7,20 +7,32 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, Block, Findings, Metrics, Note, Table, Widget, evidence, scope_words, site_words
+from app.blocks import (
+    CONFIG,
+    Block,
+    Findings,
+    Metrics,
+    Note,
+    Table,
+    Widget,
+    evidence,
+    heading,
+    scope_words,
+    site_words,
+)
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.runtime.moment import Selection, View, answer_of, build, moment_of
 from app.theme import LIGHT
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import Finding
+from collector.findings import Evidence, Finding
 from collector.store import Run, Snapshot, queries, read
 from collector.store.queries import Extent
 
@@ -136,23 +148,35 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _finding(finding: Finding, *, has_summary: bool) -> str:
-    title = f"{finding.severity}: {escape(report.title(finding))}"
+    title = f"{finding.severity}: {escape(heading(finding))}"
     parts = [
         f'<article class="{finding.severity}"><h3>{title}</h3>',
         f'<p class="quiet">{escape(scope_words(finding))}</p>',
     ]
     if has_summary:  # the answer of the view has that of the first one
         parts.append(f"<p>{_text(finding.summary)}</p>")
-    if finding.eta is not None:
-        parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")
     if finding.held_by:
         lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
     if finding.advice:
         items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
         parts.append(f"<ol>{''.join(items)}</ol>")
-    figures = "; ".join(f"{name} <b>{_text(value)}</b> ({_text(n)})" for name, value, n in evidence(finding))
-    return "".join([*parts, f'<p class="quiet">Measured: {figures}</p></article>'])
+    if finding.eta is not None:
+        parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")
+    decisive = report.decisive(finding)
+    parts.append(_evidence_table(decisive))
+    if len(decisive) < len(finding.evidence):
+        everything = _evidence_table(finding.evidence)
+        parts.append(f"<details><summary>All {len(finding.evidence)} measurements</summary>{everything}</details>")
+    return "".join([*parts, "</article>"])
+
+
+def _evidence_table(measurements: Sequence[Evidence]) -> str:
+    rows = (
+        f'<tr><td>{_text(name)}<td><b>{_text(value)}</b><td class="quiet">{_text(sample)}'
+        for name, value, sample in evidence(measurements)
+    )
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _text(text: str) -> str:

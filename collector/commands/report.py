@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
 )
+@click.option("--verbose", is_flag=True, help="Show every measurement in the text.")
 @home_option
-def report(spec: str, form: str, output: Path | None, home: Path) -> None:
+def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path) -> None:
     """Show the verdict on a run's memory and data loading, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
@@ -49,9 +50,9 @@ def report(spec: str, form: str, output: Path | None, home: Path) -> None:
     elif form == "html":
         _write(_html(run, verdict), output)
     elif output is None:
-        show_card(run, verdict, home=home, to_stderr=False)
+        show_card(run, verdict, home=home, to_stderr=False, verbose=verbose)
     else:
-        _write(_card_text(run, verdict, home=home), output)
+        _write(_card_text(run, verdict, home=home, verbose=verbose), output)
 
 
 @click.command()
@@ -171,27 +172,31 @@ def _as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
     return card.report(verdict, run_id=run.run_id, name=run.manifest["name"])
 
 
-def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool) -> None:
+def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbose: bool = False) -> None:
     """Print the card."""
     from collector.report.terminal import Terminal
 
-    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home))
+    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose))
 
 
-def _card_text(run: Run, verdict: Verdict, *, home: Path) -> str:
+def _card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     """Return the card as plain text of 80 columns."""
     from collector.report.terminal import Terminal
 
     stream = io.StringIO()
-    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home))
+    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home, verbose=verbose))
     return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
 
 
-def _card(run: Run, verdict: Verdict, home: Path) -> Any:
+def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
     from collector.report.card import card, dashboard_command
 
     return card(
-        verdict, run_id=run.run_id, name=run.manifest["name"], dashboard=dashboard_command(home, home_path())
+        verdict,
+        run_id=run.run_id,
+        name=run.manifest["name"],
+        dashboard=dashboard_command(home, home_path()),
+        verbose=verbose,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.memory import (
@@ -38,6 +39,7 @@ class Verdict:
     Attributes:
         findings: most severe first. Within a severity, threats to the run come before slowdowns, and these go by
             cost.
+        checks: everything that was looked at, whether it led to a finding or not.
         exit_status: the command's exit code, -n for signal n; None if it runs or its end was not seen.
         attempts: how many times the launcher started the ranks.
         steps: steps of the last attempt. Ranks step together, so they are counted on one rank.
@@ -51,6 +53,7 @@ class Verdict:
     """
 
     findings: tuple[Finding, ...]
+    checks: tuple[Check, ...]
     status: Status
     exit_status: int | None
     attempts: int
@@ -67,8 +70,10 @@ def diagnose(tables: RunTables) -> Verdict:
     """Return the verdict on a run. Pure: the same tables give the same verdict."""
     life = lifecycle_of(tables)
     status = life.status()
+    findings = _findings(tables, running=status == "running")
     return Verdict(
-        findings=_findings(tables, running=status == "running"),
+        findings=findings,
+        checks=checks_of(tables, findings),
         status=status,
         exit_status=life.exit_status,
         attempts=life.attempts,

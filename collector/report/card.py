@@ -6,7 +6,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import Finding, Locus, Severity, as_json, finite
+from collector.findings import Evidence, Finding, Locus, Severity, as_json, finite
 from collector.report import wording
 from collector.units import MISSING, duration, is_known, number, percent, quantity, size
 
@@ -51,27 +52,34 @@ def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
             "workers_reporting": list(verdict.workers_reporting),
         },
         "findings": [as_json(finding) for finding in verdict.findings],
+        "checks": [asdict(check) for check in verdict.checks],
         "summary": finite(verdict.summary),
     }
 
 
-def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str) -> Group:
-    """Draw the card for the terminal: the run, each finding with its evidence, and how to see more.
+def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: bool = False) -> Group:
+    """Draw the card for the terminal: the run, each finding with why it holds and what to do, and how to see more.
 
     Args:
         verdict: the verdict on the run.
         run_id: id of the run.
         name: name of the run.
         dashboard: command that opens the dashboard.
+        verbose: show every measurement, and the details of information too.
 
     """
+    ways = [("Dashboard", dashboard)]
+    if not verbose and any(_has_more(finding) for finding in verdict.findings):
+        ways.insert(0, ("All figures", f"tidegauge report {run_id} --verbose"))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         _header(verdict, run_id),
         Text(),
-        *_findings(verdict),
+        *_findings(verdict, verbose=verbose),
         *_last_minute(verdict),
-        Text.assemble(("to see it  ", "dim"), dashboard),
+        _checks(verdict),
+        Text(),
+        _grid([(label, Text(command)) for label, command in ways]),
     )
 
 
@@ -180,12 +188,15 @@ def _has_trained(verdict: Verdict) -> bool:
     return bool(verdict.steps or verdict.batches)
 
 
-def _findings(verdict: Verdict) -> Iterator[RenderableType]:
-    if not any(finding.severity != "info" for finding in verdict.findings):
+def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
+    is_calm = not any(finding.severity != "info" for finding in verdict.findings)
+    if is_calm:
         yield _all_clear(verdict)
         yield Text()
-    for rank, finding in enumerate(verdict.findings, start=1):
-        yield from _finding(rank, finding)
+    for finding in verdict.findings:
+        if finding.is_healthy and not (is_calm or verbose):
+            continue  # it is among the checks
+        yield from _finding(finding, verbose=verbose)
         yield Text()
 
 
@@ -199,17 +210,29 @@ def _all_clear(verdict: Verdict) -> Text:
     return Text("✔ Nothing needs attention", style="bold green")
 
 
-def _finding(rank: int, finding: Finding) -> Iterator[RenderableType]:
+def _finding(finding: Finding, *, verbose: bool) -> Iterator[RenderableType]:
     mark, style = _MARKS[finding.severity]
-    yield Text.assemble(
-        f"{rank}. ",
-        (f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style),
-        (f"   confidence {percent(finding.confidence)}", "dim"),
-    )
-    yield Padding(Text(finding.summary), (0, 0, 0, 3))
-    details = list(_details(finding))
-    if details:
-        yield Padding(_grid(details), (0, 0, 0, 3))
+    heading = Text.assemble((f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style))
+    if stake := wording.stake(finding):
+        heading.append(f": {stake}", style="bold")
+    yield heading
+    if finding.severity == "info" and not verbose:
+        yield Padding(Text(finding.summary), (0, 0, 0, 2))
+    else:
+        yield Padding(_grid(list(_details(finding, verbose=verbose))), (0, 0, 0, 2))
+
+
+def _checks(verdict: Verdict) -> Text:
+    """Draw what was looked at without a finding, and what was not judged, with the reasons."""
+    fine = [check.name for check in verdict.checks if check.status == "fine"]
+    unjudged = [f"{check.name} ({check.reason})" for check in verdict.checks if check.status == "not judged"]
+    lines = [f"Checked and fine: {', '.join(fine)}." if fine else ""]
+    lines.append(f"Not judged: {', '.join(unjudged)}." if unjudged else "")
+    return Text("\n".join(filter(None, lines)), style="dim")
+
+
+def _has_more(finding: Finding) -> bool:
+    return finding.severity == "info" or len(finding.evidence) > len(wording.decisive(finding))
 
 
 def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
@@ -239,40 +262,40 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _details(finding: Finding) -> Iterator[tuple[str, RenderableType]]:
-    place, since = wording.locus(finding.locus), wording.since(finding)
-    if place or since:
-        yield "where", ", ".join(part for part in (place, since) if part)
+def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+    yield "Why", finding.summary
+    if finding.advice:
+        yield "Do", _advice(finding)
+    if finding.held_by:
+        yield "Held by", _allocation_sites(finding)
     if finding.evidence:
-        yield "evidence", _evidence(finding)
-    if finding.rate is not None:
+        yield "Figures", _evidence(finding.evidence if verbose else wording.decisive(finding))
+    if verbose and finding.rate is not None:
         unit = finding.rate.unit
         low, high = quantity(finding.rate.low, unit), quantity(finding.rate.high, unit)
-        yield "growth", f"{quantity(finding.rate.value, unit)} ({low} to {high})"
+        yield "Growth", f"{quantity(finding.rate.value, unit)} ({low} to {high})"
     if finding.limit is not None:
         limit = quantity(finding.limit.value, finding.limit.unit)
-        yield "limit", f"{limit}, {finding.limit.name}"
-    if finding.eta is not None:
-        yield "reached", wording.eta(finding.eta)
-    if finding.held_by:
-        yield "held by", _allocation_sites(finding)
-    if finding.advice:
-        yield "do", _advice(finding)
+        yield "Limit", f"{limit}, {finding.limit.name}"
+    if finding.eta is not None and finding.eta.mid_steps is not None:
+        yield "Reached", wording.eta(finding.eta)
+    place, since = wording.locus(finding.locus), wording.since(finding)
+    yield "Where", ", ".join(filter(None, (place, since, f"confidence {percent(finding.confidence)}")))
 
 
-def _evidence(finding: Finding) -> Group:
+def _evidence(evidence: Sequence[Evidence]) -> Group:
     """Draw numbers in columns, and texts such as an exception's message on separate lines that may wrap."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     texts = []
-    for evidence in finding.evidence:
-        observed = f"n {number(evidence.n)}, {evidence.window}"
-        if isinstance(evidence.value, str):
-            texts.append(Text.assemble(f"{wording.label(evidence.name)}: {evidence.value}  ", (observed, "dim")))
+    for item in evidence:
+        observed = f"n {number(item.n)}, {item.window}"
+        if isinstance(item.value, str):
+            texts.append(Text.assemble(f"{wording.label(item.name)}: {item.value}  ", (observed, "dim")))
         else:
-            table.add_row(wording.label(evidence.name), quantity(evidence.value, evidence.unit), observed)
+            table.add_row(wording.label(item.name), quantity(item.value, item.unit), observed)
     return Group(*([table] if table.row_count else []), *texts)
 
 
@@ -292,11 +315,14 @@ def _allocation_sites(finding: Finding) -> Table:
 
 def _advice(finding: Finding) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
+    is_list = len(finding.advice) > 1
     for position, advice in enumerate(finding.advice, start=1):
-        table.add_row(f"{position}.", advice.text)
-        table.add_row("", Text(f"→ {advice.expected}", style="dim"))
+        rows = (
+            (f"{position}.", Text(f"{advice.text.removesuffix('.')}.")),
+            ("", Text(f"→ {advice.expected}", "dim")),
+        )
+        for row in rows:
+            table.add_row(*(row if is_list else row[1:]))
     return table
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from collector.findings import KINDS, AllocationSite, Eta, Finding, Locus
+from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus
 
 if TYPE_CHECKING:
     from collector.diagnosis.tuning import WaitSummary
-from collector.units import MISSING, duration, number, percent, size, until
+from collector.units import MISSING, duration, number, percent, quantity, size, until
 
 _UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
 #: Labels of evidence whose name does not say what was measured.
@@ -51,6 +52,20 @@ _LABELS = {
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
 }
+#: Share of the run's time below which a heading does not mention it.
+_LEAST_LOST_RATIO = 0.01
+#: Number of measurements that are shown at once; the others are a click, or `--verbose`, away.
+_DECISIVE = 4
+#: Measurements that many findings share: the context of those that decide.
+_CONTEXT = (
+    "starved_ratio",
+    "hand_over_seconds",
+    "consumer_seconds",
+    "lost_wall_ratio",
+    "lost_seconds",
+    "batch_payload_bytes",
+    "earlier_batch_payload_peak_bytes",
+)
 #: Words of evidence names, as people write them.
 _SPELLINGS = {
     "rss": "RSS",
@@ -142,6 +157,24 @@ def part(name: str) -> str:
 def subject(name: str) -> str:
     """Return a stage, or another part of a wait, as the subject of a sentence."""
     return f"the {part(name)}" if name == "other" else part(name)
+
+
+def stake(finding: Finding) -> str:
+    """Return the one figure that says how much a finding matters: when a limit is met, what it costs, how it grows.
+
+    Empty if it has none of them.
+    """
+    if finding.eta is not None:
+        return f"limit met {eta(replace(finding.eta, mid_steps=None))}"
+    lost = finding.value_of("lost_wall_ratio") or 0.0
+    if lost >= _LEAST_LOST_RATIO:
+        return f"up to {percent(lost)} of the run's time"
+    return "" if finding.rate is None else f"grows by {quantity(finding.rate.value, finding.rate.unit)}"
+
+
+def decisive(finding: Finding) -> list[Evidence]:
+    """Return the few measurements that decide a finding, those of its own before those that many share."""
+    return sorted(finding.evidence, key=lambda item: item.name in _CONTEXT)[:_DECISIVE]
 
 
 def title(finding: Finding) -> str:

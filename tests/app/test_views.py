@@ -88,10 +88,10 @@ def test_killed_run_begins_with_findings_and_links_to_evidence(monkeypatch, home
     assert at.subheader[0].value.endswith("need attention")
     said = texts(at)
     assert "**killed**" in said
-    assert "**copy-on-read-growth**" in said
+    assert "**copy-on-read-growth" in said
     gravest = diagnose(load_tables(Run(run_of(homes["killed"])))).findings[0]
     assert said.count(plain(gravest.summary)) == 1
-    assert "Measured:" in said
+    assert "| Measurement | Value | Sample |" in said
     assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
 
 

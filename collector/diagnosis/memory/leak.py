@@ -149,7 +149,7 @@ def leak_finding(
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
         since_step=step_at(tables, use.key, begin_ns),
-        evidence=(rise, *witnesses, *(at.facts(unit) if at else ())),
+        evidence=(rise, *(at.facts(unit) if at else ()), *witnesses),
         rate=rate(trend, unit),
         advice=_advice(resource, at, words) if witnesses else (),
     )

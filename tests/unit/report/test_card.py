@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from collector.diagnosis.checks import Check
 from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate
 from collector.report import card as report
@@ -85,9 +86,17 @@ STALL = {
 }
 
 
+CHECKS = (
+    Check(name="open files", status="fine"),
+    Check(name="data loading", status="finding"),
+    Check(name="GPU memory", status="not judged", reason="no GPU in use"),
+)
+
+
 def verdict(*findings: Finding, **changes) -> Verdict:
     values = {
         "findings": findings,
+        "checks": CHECKS,
         "status": "finished",
         "exit_status": 0,
         "attempts": 1,
@@ -110,11 +119,17 @@ def verdict(*findings: Finding, **changes) -> Verdict:
     return Verdict(**(values | changes))
 
 
-def card(made: Verdict, *, width: int = 80, color: bool = False) -> str:
+def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool = False) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=color, highlight=False)
     console.print(
-        report.card(made, run_id="20261121-101500-demo-1a2b", name="demo", dashboard="tidegauge dashboard")
+        report.card(
+            made,
+            run_id="20261121-101500-demo-1a2b",
+            name="demo",
+            dashboard="tidegauge dashboard",
+            verbose=verbose,
+        )
     )
     return stream.getvalue()
 
@@ -136,11 +151,28 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     assert "n 300, steps 20-1200" in text
     assert "38 ms" in text
     assert "training process, rank 0, pid 4711" in text
-    assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in text
     assert "4 GiB, cgroup" in text
+    assert "host-oom-risk: limit met in 12 min (10 min to never)" in text
     assert "in 12 min (10 min to never), about 8,000 steps" in text
+    assert "Checked and fine: open files." in text
+    assert "Not judged: GPU memory (no GPU in use)." in text
     assert "Look at what worker 1 reads." in text
     assert text.rstrip().endswith("tidegauge dashboard")
+
+
+def test_card_has_the_deciding_figures_and_all_of_them_on_request():
+    shared = tuple(
+        Evidence(name=name, value=0.01, unit="ratio", n=9, window="run")
+        for name in ("starved_ratio", "lost_wall_ratio", "data_wait_ratio", "one", "two")
+    )
+    slow = dataclasses.replace(SLOW_WORKER, evidence=(*shared, *SLOW_WORKER.evidence))
+    short, long = card(verdict(slow, HOST_RISK)), card(verdict(slow, HOST_RISK), verbose=True)
+    assert "fetch time / that of the others" in short
+    assert "time until the batch was made" not in short
+    assert "time until the batch was made" in long
+    assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in long
+    assert "tidegauge report 20261121-101500-demo-1a2b --verbose" in short
+    assert "--verbose" not in long
 
 
 def test_card_has_the_cost_of_tidegauge_itself_where_it_was_measured():
@@ -153,8 +185,8 @@ def test_card_has_the_cost_of_tidegauge_itself_where_it_was_measured():
 def test_card_of_a_healthy_run_has_an_all_clear_with_evidence():
     text = card(verdict(HEALTHY, summary=verdict().summary | {"exposed_stall": []}))
     assert "Nothing needs attention" in text
-    assert "data wait share" in text
-    assert "1.0%" in text
+    assert "The training waits for data 1 % of the time." in text
+    assert "data wait share" in card(verdict(HEALTHY), verbose=True)
     assert "WARNING" not in text
 
 
@@ -263,6 +295,7 @@ def test_json_report_has_the_documented_form():
         "duration_seconds": 61.2,
         "workers_reporting": [4, 4],
     }
+    assert body["checks"][2] == {"name": "GPU memory", "status": "not judged", "reason": "no GPU in use"}
     risk, slow = body["findings"]
     assert risk["evidence"][0]["value"] is None
     assert risk["eta"]["high_seconds"] is None

@@ -1,0 +1,113 @@
+"""The checks of a run: which were made and found nothing, and which could not be made, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.run.columns import by_process, floats
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.verdict import MIN_BATCHES
+from collector.diagnosis.statistics.growth import MIN_POINTS
+from collector.findings import Finding
+from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
+
+#: Steps among which pauses can be found (`stalls.main_thread_pause`), about.
+_LEAST_STEPS = 30
+
+CheckStatus = Literal["fine", "finding", "not judged"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at; `reason` says why it was not judged."""
+
+    name: str
+    status: CheckStatus
+    reason: str = ""
+
+
+def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ...]:
+    """Return every check on a run, with its result."""
+    warned = {finding.kind for finding in findings if finding.severity != "info"}
+    return tuple(_check(name, kinds.split(), obstacle(tables), warned) for name, kinds, obstacle in _CHECKS)
+
+
+def _check(name: str, kinds: Sequence[str], obstacle: str, warned: set[str]) -> Check:
+    if warned.intersection(kinds):
+        return Check(name=name, status="finding")
+    return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
+
+
+def _none(_: RunTables) -> str:
+    return ""
+
+
+def _too_few(count: int, needed: int, what: str) -> str:
+    return "" if count >= needed else f"{count} of the {needed} {what} that it needs"
+
+
+def _host(column: str) -> Callable[[RunTables], str]:
+    def obstacle(tables: RunTables) -> str:
+        return _too_few(int(np.isfinite(floats(tables.stream("host"), column)).sum()), MIN_POINTS, "samples")
+
+    return obstacle
+
+
+def _processes(tables: RunTables) -> str:
+    process = tables.stream("process")
+    rows = process[~np.isin(floats(process, "role"), (ROLE_COLLECTOR, ROLE_WORKER))]
+    return _too_few(max((len(of_one) for _, of_one in by_process(rows)), default=0), MIN_POINTS, "samples")
+
+
+def _workers(tables: RunTables) -> str:
+    process = tables.stream("process")
+    rows = process[floats(process, "role") == ROLE_WORKER]
+    if rows.empty:
+        return "no workers"
+    return _too_few(max(len(of_one) for _, of_one in by_process(rows)), MIN_POINTS, "samples of a worker")
+
+
+def _devices(tables: RunTables) -> str:
+    return "no GPU in use" if tables.stream("device_memory").empty and tables.stream("device").empty else ""
+
+
+def _loading(tables: RunTables) -> str:
+    found = loops(tables)
+    if not found:
+        return "no DataLoader seen"
+    return _too_few(max(len(loop.batches) for loop in found), MIN_BATCHES, "batches")
+
+
+def _pauses(tables: RunTables) -> str:
+    return _too_few(len(tables.stream("step")), _LEAST_STEPS, "steps")
+
+
+def _ranks(tables: RunTables) -> str:
+    return "" if len(lifecycle_of(tables).mains) > 1 else "one training process"
+
+
+#: Name of a check, the kinds of findings that it leads to, and what keeps it from being made.
+_CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
+    ("how the run ended", "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang", _none),
+    ("host memory", "host-oom-risk", _host("memory_available_bytes")),
+    ("training process's memory", "main-heap-leak pinned-cache-growth", _processes),
+    ("workers' memory", "worker-heap-leak copy-on-read-growth", _workers),
+    ("open files", "fd-leak fd-exhaustion-risk", _processes),
+    ("/dev/shm", "shm-leak shm-exhaustion-risk", _host("shm_used_bytes")),
+    ("GPU memory", "gpu-oom-risk gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation", _devices),
+    (
+        "data loading",
+        "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound sampler-bound "
+        "worker-startup epoch-refill inline-loading shard-skew idle-workers",
+        _loading,
+    ),
+    ("pauses of the training", "main-thread-pause", _pauses),
+    ("ranks", "rank-straggler", _ranks),
+    ("records", "workers-not-reporting samples-lost", _none),
+)
