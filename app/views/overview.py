@@ -12,6 +12,7 @@ from app.figures import devices, memory, steps
 from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS
+from collector import report
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
@@ -24,6 +25,16 @@ NOTHING = "No rule has found anything wrong so far."
 def _headline(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
         yield Findings(findings=moment.findings, link=True, headline=True)
+
+
+def _checks(moment: Moment) -> Iterator[Block]:
+    """List what was looked at without a finding, and what could not be judged."""
+    if moment.verdict is not None:
+        for text, icon in zip(
+            report.check_words(moment.verdict.checks), (":material/check:", ":material/help:"), strict=True
+        ):
+            if text:
+                yield Note(text, icon=icon)
 
 
 def _key_figures(moment: Moment) -> Iterator[Block]:
@@ -214,6 +225,7 @@ VIEW = View(
         (Panel("Host memory", _host_memory), Panel("Step time", _step_time, turn=1)),
         (Panel("Host memory in numbers", _roles), Panel("Steps in numbers", _ranks, turn=1)),
         (Panel("GPU", _no_gpu),),
+        (Panel("Checks", _checks),),
     ),
 )
 

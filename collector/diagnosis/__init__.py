@@ -1,5 +1,6 @@
 """Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
 
+from collector.diagnosis.checks import Check
 from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
 from collector.diagnosis.memory import rank_sites
 from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
@@ -15,6 +16,7 @@ __all__ = [
     "MIN_POINTS",
     "ROWS_PER_STREAM",
     "UNATTRIBUTED",
+    "Check",
     "RunTables",
     "Verdict",
     "accounts",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from collector.report.wording import (
         bytes_growth as bytes_growth,
+        check_words as check_words,
         count_growth as count_growth,
         decisive as decisive,
         eta as eta,
@@ -38,6 +39,7 @@ _MODULES = {
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
     "wording": (
         "bytes_growth",
+        "check_words",
         "count_growth",
         "decisive",
         "eta",

@@ -224,11 +224,7 @@ def _finding(finding: Finding, *, verbose: bool) -> Iterator[RenderableType]:
 
 def _checks(verdict: Verdict) -> Text:
     """Draw what was looked at without a finding, and what was not judged, with the reasons."""
-    fine = [check.name for check in verdict.checks if check.status == "fine"]
-    unjudged = [f"{check.name} ({check.reason})" for check in verdict.checks if check.status == "not judged"]
-    lines = [f"Checked and fine: {', '.join(fine)}." if fine else ""]
-    lines.append(f"Not judged: {', '.join(unjudged)}." if unjudged else "")
-    return Text("\n".join(filter(None, lines)), style="dim")
+    return Text("\n".join(filter(None, wording.check_words(verdict.checks))), style="dim")
 
 
 def _has_more(finding: Finding) -> bool:

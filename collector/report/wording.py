@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus
 
 if TYPE_CHECKING:
+    from collector.diagnosis import Check
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity, size, until
 
@@ -157,6 +159,16 @@ def part(name: str) -> str:
 def subject(name: str) -> str:
     """Return a stage, or another part of a wait, as the subject of a sentence."""
     return f"the {part(name)}" if name == "other" else part(name)
+
+
+def check_words(checks: Sequence[Check]) -> tuple[str, str]:
+    """Return what was looked at without a finding, and what was not judged, with the reasons; empty if nothing."""
+    fine = [check.name for check in checks if check.status == "fine"]
+    unjudged = [f"{check.name} ({check.reason})" for check in checks if check.status == "not judged"]
+    return (
+        f"Checked and fine: {', '.join(fine)}." if fine else "",
+        f"Not judged: {', '.join(unjudged)}." if unjudged else "",
+    )
 
 
 def stake(finding: Finding) -> str:
