@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import KINDS, AllocationSite, Finding
+from collector.findings import KINDS, AllocationSite, Finding, WaitingLine
 from collector.units import MISSING, number, percent, quantity
 
 #: severity -> (icon, badge colour). A colour never stands alone.
@@ -207,6 +207,14 @@ def site_words(site: AllocationSite) -> str:
     return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
+def line_words(line: WaitingLine) -> str:
+    """Return in words the share of a line in the awaited time, its source, its callers and the samples."""
+    source = [f"`{line.source.replace('`', "'")}`"] if line.source else []
+    place = f"{percent(line.ratio)} of the awaited time: `{line.site}`"
+    context = report.context(line)
+    return f"{'  '.join([place, *source])} ({'; '.join(filter(None, [context, report.samples(line)]))})"
+
+
 def answer(findings: Sequence[Finding], nothing: str) -> str:
     """Return the gravest finding's summary and the number of others, or `nothing` if none needs attention."""
     urgent = needs_attention(findings)
@@ -254,6 +262,8 @@ def _draw_body(finding: Finding) -> None:
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
+    for line in finding.waits_in:
+        st.markdown(f":material/code: {plain(line_words(line))}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")

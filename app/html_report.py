@@ -13,7 +13,19 @@ from html import escape
 import plotly.io
 from plotly.offline import get_plotlyjs
 
-from app.blocks import CONFIG, Block, Findings, Metrics, Note, Table, Widget, evidence, scope_words, site_words
+from app.blocks import (
+    CONFIG,
+    Block,
+    Findings,
+    Metrics,
+    Note,
+    Table,
+    Widget,
+    evidence,
+    line_words,
+    scope_words,
+    site_words,
+)
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
 from app.runtime.moment import Selection, View, answer_of, build, moment_of
@@ -148,6 +160,9 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
     if finding.held_by:
         lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
+    if finding.waits_in:
+        items = (f"<li>{_text(line_words(line))}</li>" for line in finding.waits_in)
+        parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
         items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
         parts.append(f"<ol>{''.join(items)}</ol>")

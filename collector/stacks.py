@@ -13,14 +13,19 @@ from typing import Any, NamedTuple
 from collector.findings import Locus
 
 #: Folders of the standard library and of installed packages, in any environment.
-_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/|^<|^$")
+_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/(?!jobs/)|^<|^$")
 #: A forked process keeps its parent's frames below the one that began its own work.
 _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
+#: Function and end of its file's path: where training waits for a batch, a batch is made, the sampler is asked.
+WAIT = ("_try_get_data", "torch/utils/data/dataloader.py")
+FETCH = ("fetch", "torch/utils/data/_utils/fetch.py")
+SAMPLER = ("_next_index", "torch/utils/data/dataloader.py")
+_WORKER = ("_worker_loop", "torch/utils/data/_utils/worker.py")
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
 _ACTIVITIES = (
-    ("_try_get_data", "torch/utils/data/dataloader.py", "waits for a batch"),
-    ("fetch", "torch/utils/data/_utils/fetch.py", "makes a batch"),
-    ("_worker_loop", "torch/utils/data/_utils/worker.py", "waits for an index"),
+    (*WAIT, "waits for a batch"),
+    (*FETCH, "makes a batch"),
+    (*_WORKER, "waits for an index"),
     ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
     ("_feed", "multiprocessing/queues.py", "feeds a queue"),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
@@ -89,7 +94,7 @@ class Stack:
     def activity(self) -> str | None:
         """Part of the thread in data loading, in words; None if none shows."""
         for function, path, words in _ACTIVITIES:
-            if any(_is_in(frame, function, path) for frame in self.frames):
+            if any(is_in(frame, function, path) for frame in self.frames):
                 return words
         return None
 
@@ -123,7 +128,7 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
         Stack(
             locus=locus,
             thread=thread.get("thread_name") or f"thread {thread.get('os_thread_id') or thread['thread_id']}",
-            frames=_own_work(_frame(frame) for frame in thread["frames"]),
+            frames=own_work(_frame(frame) for frame in thread["frames"]),
             waits=waits.get(thread.get("os_thread_id") or -1),
         )
         for thread in dump
@@ -178,16 +183,18 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
     return Frame(frame["name"], frame["filename"], frame["line"])
 
 
-def _own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the frames, innermost first, without the ones that a forked process has of its parent."""
     own: list[Frame] = []
     for frame in frames:
         own.append(frame)
-        if _is_in(frame, *_PROCESS_BEGIN):
+        if is_in(frame, *_PROCESS_BEGIN):
             break
     return tuple(own)
 
 
-def _is_in(frame: Frame, function: str, path: str) -> bool:
+def is_in(frame: Frame, function: str, path: str) -> bool:
+    """Return whether a frame is in the function of this name, in a file whose path ends so."""
     return frame.function.rpartition(".")[2] == function and frame.path.endswith(path)
 
 
@@ -202,3 +209,20 @@ def folded(frames: Sequence[Frame]) -> list[Frame | int]:
         else:
             shown.append(1)
     return shown
+
+
+def without_waiting(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames without those in which a training process or a worker waits for the other one."""
+    for depth, frame in enumerate(frames):
+        if is_in(frame, *FETCH):
+            break
+        if is_in(frame, *WAIT) or is_in(frame, *_WORKER):
+            return frames[depth:]
+    return frames
+
+
+def fetch_part(frame: Frame, source: str) -> str | None:
+    """Return the part of a fetch (a word of `WAIT_PARTS`) that the frame of the fetcher is in; None of another."""
+    if not is_in(frame, *FETCH):
+        return None
+    return "collate" if "collate_fn" in source else "other"

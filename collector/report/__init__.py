@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     )
     from collector.report.wording import (
         bytes_growth as bytes_growth,
+        context as context,
         count_growth as count_growth,
         eta as eta,
         label as label,
         locus as locus,
         part as part,
+        samples as samples,
         since as since,
         stall as stall,
         subject as subject,
@@ -36,11 +38,13 @@ _MODULES = {
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
     "wording": (
         "bytes_growth",
+        "context",
         "count_growth",
         "eta",
         "label",
         "locus",
         "part",
+        "samples",
         "since",
         "stall",
         "subject",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from collector.findings import KINDS, AllocationSite, Eta, Finding, Locus
+from collector.findings import KINDS, AllocationSite, Eta, Finding, Locus, WaitingLine
 
 if TYPE_CHECKING:
     from collector.diagnosis.tuning import WaitSummary
@@ -102,6 +102,17 @@ def bytes_growth(site: AllocationSite) -> str:
 def count_growth(site: AllocationSite) -> str:
     """Return the growth of a site in objects: `50 more tensors`."""
     return f"{number(site.grown_count)} more {site.what}" if site.grown_count > 0 else site.what
+
+
+def context(line: WaitingLine) -> str:
+    """Return the library function that a line calls, and the lines that called it; empty if neither is known."""
+    calls = [f"calls {line.calls}"] if line.calls else []
+    return "; ".join([*calls, *(f"from {caller}" for caller in line.callers)])
+
+
+def samples(line: WaitingLine) -> str:
+    """Return the observations that a line's share rests on."""
+    return f"shares of {number(line.n)} samples of stacks, {line.window}"
 
 
 def eta(when: Eta) -> str:
