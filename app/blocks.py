@@ -209,10 +209,10 @@ def site_words(site: AllocationSite) -> str:
 
 def line_words(line: WaitingLine) -> str:
     """Return in words the share of a line in the awaited time, its source, its callers and the samples."""
-    source = [f"`{line.source.replace('`', "'")}`"] if line.source else []
-    place = f"{percent(line.ratio)} of the awaited time: `{line.site}`"
-    context = report.context(line)
-    return f"{'  '.join([place, *source])} ({'; '.join(filter(None, [context, report.samples(line)]))})"
+    quoted = (line.source or "").replace("`", "'")
+    place = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
+    details = "; ".join(filter(None, [report.context(line), report.samples(line)]))
+    return f"{place} ({details})"
 
 
 def answer(findings: Sequence[Finding], nothing: str) -> str:

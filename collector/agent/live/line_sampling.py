@@ -93,7 +93,7 @@ class LineSampler:
         return self._finished()
 
     def close(self) -> list[dict[str, Any]]:
-        """Take no further series; return the fields of the last ones. py-spy ends with the training or is killed."""
+        """Take no further series; return the last ones. py-spy ends with the training, or is killed."""
         self._is_off = True
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
