@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -207,12 +207,13 @@ def site_words(site: AllocationSite) -> str:
     return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
-def line_words(line: WaitingLine) -> str:
-    """Return in words the share of a line in the awaited time, its source, its callers and the samples."""
-    quoted = (line.source or "").replace("`", "'")
-    place = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
-    details = "; ".join(filter(None, [report.context(line), report.samples(line)]))
-    return f"{place} ({details})"
+def line_words(lines: Sequence[WaitingLine]) -> Iterator[str]:
+    """Yield in words the share of each line in the awaited time, its source and its caller; the first has n."""
+    for place, line in enumerate(lines):
+        quoted = (line.source or "").replace("`", "'")
+        details = filter(None, [report.context(line), "" if place else report.samples(line)])
+        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
+        yield f"{words} ({both})" if (both := "; ".join(details)) else words
 
 
 def answer(findings: Sequence[Finding], nothing: str) -> str:
@@ -262,8 +263,8 @@ def _draw_body(finding: Finding) -> None:
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
-    for line in finding.waits_in:
-        st.markdown(f":material/code: {plain(line_words(line))}")
+    for words in line_words(finding.waits_in):
+        st.markdown(f":material/code: {plain(words)}")
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected}")

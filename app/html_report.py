@@ -161,7 +161,7 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
         lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
     if finding.waits_in:
-        items = (f"<li>{_text(line_words(line))}</li>" for line in finding.waits_in)
+        items = (f"<li>{_text(words)}</li>" for words in line_words(finding.waits_in))
         parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
         items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)

@@ -14,6 +14,8 @@ from collector.findings import Locus
 
 #: Folders of the standard library and of installed packages, in any environment.
 _LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/(?!jobs/)|^<|^$")
+#: The part of a library's path that names its module.
+_MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
 _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
 #: Function and end of its file's path: where training waits for a batch, a batch is made, the sampler is asked.
@@ -72,6 +74,12 @@ class Frame(NamedTuple):
     def is_own(self) -> bool:
         """True for the user's own file, not the standard library's, an installed package's or ours."""
         return _LIBRARY_PATH.search(self.path) is None
+
+    @property
+    def full_name(self) -> str:
+        """Module and function, such as `re.split`; without the module where the path does not show it."""
+        module = _MODULE_PATH.match(self.path)
+        return f"{module[1].replace('/', '.')}.{self.function}" if module else self.function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,7 +291,7 @@ def _waiting_lines(finding: Finding) -> Table:
             table.add_row("", Text(line.source, style="bold", no_wrap=True, overflow="ellipsis"))
         if context := wording.context(line):
             table.add_row("", Text(context, style="dim"))
-    table.add_row("", Text(wording.samples(finding.waits_in[0]), style="dim"))
+    table.add_row("", Text(f"shares of {wording.samples(finding.waits_in[0])}", style="dim"))
     return table
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from collector.findings import KINDS, AllocationSite, Eta, Finding, Locus, WaitingLine
 
 if TYPE_CHECKING:
+    from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, size, until
 
@@ -105,14 +106,14 @@ def count_growth(site: AllocationSite) -> str:
 
 
 def context(line: WaitingLine) -> str:
-    """Return the library function that a line calls, and the lines that called it; empty if neither is known."""
+    """Return the library function that a line calls, and the line that called it; empty if neither is known."""
     calls = [f"calls {line.calls}"] if line.calls else []
-    return "; ".join([*calls, *(f"from {caller}" for caller in line.callers)])
+    return "; ".join([*calls, *(f"from {caller}" for caller in line.callers[:1])])
 
 
-def samples(line: WaitingLine) -> str:
-    """Return the observations that a line's share rests on."""
-    return f"shares of {number(line.n)} samples of stacks, {line.window}"
+def samples(line: WaitingLine | AwaitedTime) -> str:
+    """Return the observations that the shares of lines rest on."""
+    return f"{number(line.n)} samples of stacks, {line.window}"
 
 
 def eta(when: Eta) -> str:

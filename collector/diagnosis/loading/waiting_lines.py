@@ -49,9 +49,14 @@ class SourceFrame(NamedTuple):
     stage: str | None
 
     @property
+    def place(self) -> Frame:
+        """The frame without its source."""
+        return Frame(*self[:3])
+
+    @property
     def is_own(self) -> bool:
         """True for the user's own file."""
-        return Frame(*self[:3]).is_own
+        return self.place.is_own
 
 
 Frames = tuple[SourceFrame, ...]
@@ -146,7 +151,7 @@ def _callee(stacks: Mapping[Frames, int], frame: SourceFrame) -> str | None:
     for stack, count in stacks.items():
         inner = stack[len(stack) - stack[::-1].index(frame) :]
         beyond = next((callee for callee in inner if not _is_between(callee)), None)
-        called[None if beyond is None else f"{beyond.function}, {os.path.basename(beyond.path)}"] += count
+        called[None if beyond is None else beyond.place.full_name] += count
     return called.most_common(1)[0][0]
 
 
@@ -281,12 +286,12 @@ def _at_work(series: _Series) -> Iterator[Frames | None]:
 
 
 def _is_inside(stack: Frames, place: tuple[str, str]) -> bool:
-    return any(is_in(Frame(*frame[:3]), *place) for frame in stack)
+    return any(is_in(frame.place, *place) for frame in stack)
 
 
 def _inside(stack: Frames | None, place: tuple[str, str]) -> Frames | None:
     """Return the part of a stack from a function inwards; None if the stack is not in it."""
     for depth, frame in enumerate(stack or ()):
-        if is_in(Frame(*frame[:3]), *place):
+        if is_in(frame.place, *place):
             return (stack or ())[depth:]
     return None
