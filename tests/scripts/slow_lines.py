@@ -75,12 +75,12 @@ class Data(Dataset):
 
     def make_lock(self, index: int) -> None:
         with self.lock:  # line: lock
-            time.sleep(0.008)
+            time.sleep(0.008)  # line: lock
 
     def make_flock(self, index: int) -> None:
         with open(self.file, "rb") as cache:
             fcntl.flock(cache, fcntl.LOCK_EX)  # line: flock
-            time.sleep(0.008)
+            time.sleep(0.008)  # line: flock
 
     def make_file(self, index: int) -> None:
         with open(self.file, "rb") as shard:
@@ -99,7 +99,7 @@ class Data(Dataset):
 
 
 class SlowSampler(Sampler):
-    """A sampler that weighs its samples anew for each index."""
+    """A sampler that weighs all samples again for each index."""
 
     def __iter__(self):
         weights = np.ones(300_000)

@@ -21,8 +21,9 @@ from training_harness.journal import start_ticks
 BUDGET_RATIO = 0.01
 #: Seconds that a warning must stand.
 STANDING_SECONDS = 30.0
-#: Length of a series, in seconds; the first one may be as short as one second, to fit into the budget.
+#: Length of a series, in seconds; the first one is shorter, so that it comes early within the budget.
 SERIES_SECONDS = 3
+_FIRST_SERIES_SECONDS = 2
 #: Seconds to the next series once there are enough samples.
 REPEAT_SECONDS = 300.0
 #: CPU time per second of sampling until it is measured: of a training process with two workers, and of it alone.
@@ -116,11 +117,11 @@ class LineSampler:
         return now_ns - self._last_ns >= REPEAT_SECONDS * 1e9
 
     def _seconds(self, now_ns: int, cost_ratio: float) -> int:
-        """Return the length of the series that the budget allows now, 0 if none."""
+        """Return the length of the next series, 0 if the budget does not allow it yet."""
         assert self._begin_ns is not None
-        left_seconds = BUDGET_RATIO * (now_ns - self._begin_ns) / 1e9 - self.spent_ns / 1e9
-        seconds = min(SERIES_SECONDS, int(left_seconds / cost_ratio))
-        return seconds if seconds == SERIES_SECONDS or not self._moments else 0
+        left_seconds = (BUDGET_RATIO * (now_ns - self._begin_ns) - self.spent_ns) / 1e9
+        seconds = SERIES_SECONDS if self.spent_ns else _FIRST_SERIES_SECONDS
+        return seconds if seconds * cost_ratio <= left_seconds else 0
 
     def _target(self, mains: Sequence[Main]) -> tuple[LocalProcess, bool]:
         """Return the training process to sample, in turn those of the findings, and whether with its workers."""
