@@ -144,7 +144,8 @@ def _lines(moment: Moment) -> Iterator[Block]:
         for finding in moment.findings
     ):
         yield Note(
-            "No lines: stacks were not sampled, or too few of them. This run names the lines:", command=NAME_LINES
+            "No lines are named: this run has no series of stacks, or too few samples. To name them:",
+            command=NAME_LINES,
         )
 
 
