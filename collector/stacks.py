@@ -18,13 +18,19 @@ _LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/
 _MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
 _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
-#: Function and end of its file's path: where training waits for a batch, a batch is made, the sampler is asked.
-WAIT = ("_try_get_data", "torch/utils/data/dataloader.py")
-FETCH = ("fetch", "torch/utils/data/_utils/fetch.py")
-SAMPLER = ("_next_index", "torch/utils/data/dataloader.py")
-_WORKER = ("_worker_loop", "torch/utils/data/_utils/worker.py")
+#: A function, and ends of the paths of its file.
+Place = tuple[str, str | tuple[str, ...]]
+_LOADER_PATHS = ("torch/utils/data/dataloader.py", "torchdata/stateful_dataloader/stateful_dataloader.py")
+#: Where training waits for a batch, where a batch is made, and where the sampler is asked.
+WAIT: Place = ("_try_get_data", _LOADER_PATHS)
+FETCH: Place = ("fetch", "torch/utils/data/_utils/fetch.py")
+SAMPLER: Place = ("_next_index", _LOADER_PATHS)
+_WORKER: Place = (
+    "_worker_loop",
+    ("torch/utils/data/_utils/worker.py", "torchdata/stateful_dataloader/worker.py"),
+)
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
-_ACTIVITIES = (
+_ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
     (*WAIT, "waits for a batch"),
     (*FETCH, "makes a batch"),
     (*_WORKER, "waits for an index"),
@@ -201,9 +207,9 @@ def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     return tuple(own)
 
 
-def is_in(frame: Frame, function: str, path: str) -> bool:
-    """Return whether a frame is in the function of this name, in a file whose path ends so."""
-    return frame.function.rpartition(".")[2] == function and frame.path.endswith(path)
+def is_in(frame: Frame, function: str, paths: str | tuple[str, ...]) -> bool:
+    """Return whether a frame is in the function of this name, in a file whose path ends in one of these."""
+    return frame.function.rpartition(".")[2] == function and frame.path.endswith(paths)
 
 
 def folded(frames: Sequence[Frame]) -> list[Frame | int]:

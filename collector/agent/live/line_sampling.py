@@ -56,8 +56,9 @@ class LineSampler:
         self._always = always
         self._record = record
         self._begin_ns: int | None = None
-        #: Finding that a series can explain -> the time at which it was first in a verdict.
-        self._standing: dict[tuple[object, ...], int | None] = {}
+        self._now_ns = 0
+        #: Finding that a series can explain -> the time at which it was first in a verdict. Only `note` changes it.
+        self._standing: dict[tuple[object, ...], int] = {}
         self._findings: Sequence[Finding] = ()
         self._moments = self._turn = 0
         #: With workers or without them -> CPU time per second of sampling.
@@ -72,16 +73,16 @@ class LineSampler:
     def note(self, findings: Sequence[Finding]) -> None:
         """Take note of a verdict, in the thread that made it."""
         found = [finding for finding in findings if finding.has_line and finding.severity != "info"]
-        keys = {_key(finding): finding for finding in found}
-        if set(keys) - set(self._standing):
+        keys = {_key(finding) for finding in found}
+        if keys - set(self._standing):
             self._moments = 0
-        self._standing = {key: self._standing.get(key) for key in keys}
+        self._standing = {key: self._standing.get(key, self._now_ns) for key in keys}
         self._findings = found
 
     def tick(self, now_ns: int, mains: Sequence[Main], problems: Problems) -> list[dict[str, Any]]:
         """Begin a series if one is due; return the fields of the events of the series that have ended."""
+        self._now_ns = now_ns
         self._begin_ns = self._begin_ns or now_ns
-        self._standing = {key: since or now_ns for key, since in self._standing.items()}
         if mains and not self._is_off and (self._thread is None or not self._thread.is_alive()):
             main, with_children = self._target(mains)
             seconds = self._seconds(now_ns, self._cost_ratios[with_children])
@@ -104,12 +105,11 @@ class LineSampler:
         return self._finished()
 
     def _finished(self) -> list[dict[str, Any]]:
-        finished, self._results = self._results, []
-        return finished
+        return [self._results.pop(0) for _ in range(len(self._results))]
 
     def _is_due(self, now_ns: int) -> bool:
-        since = [at for at in self._standing.values() if at is not None]
-        if not self._always and not any(now_ns - at >= STANDING_SECONDS * 1e9 for at in since):
+        since_ns = min(self._standing.values(), default=now_ns)
+        if not self._always and now_ns - since_ns < STANDING_SECONDS * 1e9:
             return False
         has_pauses = any(finding.kind == "main-thread-pause" for finding in self._findings)
         if self._moments < (_ENOUGH_FOR_PAUSES if has_pauses else _ENOUGH_MOMENTS):

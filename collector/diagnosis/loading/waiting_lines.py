@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loops, worker_slots
+from collector.diagnosis.loading.loaders import Loop, loader_settings, loops, recreated_loaders, worker_slots
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, origin_ns, window_text, written
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 from collector.findings import Finding, Locus, WaitingLine
-from collector.stacks import FETCH, SAMPLER, WAIT, Frame, is_in
+from collector.stacks import FETCH, SAMPLER, WAIT, Frame, Place, is_in
 from collector.store import ProcessKey
 
 #: Series of a process that count, the newest ones.
@@ -219,11 +219,11 @@ def _choice(finding: Finding, tables: RunTables, main: ProcessKey) -> Callable[[
         return lambda series: _within(series, begins, ends)
     if finding.value_of("training_run_queue_ratio") is not None:  # the run's own processes compete for the cores
         return _at_work
-    slots = worker_slots(tables)
+    last_loader = recreated_loaders(tables, loader_settings(tables), main)
     of_loader = {
         pid: worker
-        for (host, pid), (owner, loader, worker) in slots.items()
-        if owner == main and host == main[0] and loader == finding.locus.loader
+        for (host, pid), (owner, loader, worker) in worker_slots(tables).items()
+        if owner == main and host == main[0] and last_loader.get(loader, loader) == finding.locus.loader
     }
     wanted = {pid for pid, worker in of_loader.items() if finding.locus.worker in (None, worker)}
     loop = next((loop for loop in loops(tables) if (loop.main, loop.loader) == (main, finding.locus.loader)), None)
@@ -285,11 +285,11 @@ def _at_work(series: _Series) -> Iterator[Frames | None]:
         yield from (_inside(stack, FETCH) for stack in samples)
 
 
-def _is_inside(stack: Frames, place: tuple[str, str]) -> bool:
+def _is_inside(stack: Frames, place: Place) -> bool:
     return any(is_in(frame.place, *place) for frame in stack)
 
 
-def _inside(stack: Frames | None, place: tuple[str, str]) -> Frames | None:
+def _inside(stack: Frames | None, place: Place) -> Frames | None:
     """Return the part of a stack from a function inwards; None if the stack is not in it."""
     for depth, frame in enumerate(stack or ()):
         if is_in(frame.place, *place):
