@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import KINDS, AllocationSite, Evidence, Finding
+from collector.findings import KINDS, AllocationSite, Evidence, Finding, WaitingLine
 from collector.units import MISSING, number, percent, quantity
 
 #: severity -> (icon, badge colour). A colour never stands alone.
@@ -212,6 +212,15 @@ def site_words(site: AllocationSite) -> str:
     return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
 
 
+def line_words(lines: Sequence[WaitingLine]) -> Iterator[str]:
+    """Yield in words the share of each line in the awaited time, its source and its caller; the first has n."""
+    for place, line in enumerate(lines):
+        quoted = (line.source or "").replace("`", "'")
+        details = filter(None, [report.context(line), "" if place else report.samples(line)])
+        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
+        yield f"{words} ({both})" if (both := "; ".join(details)) else words
+
+
 def answer(findings: Sequence[Finding], nothing: str) -> str:
     """Return the gravest finding's summary and the number of others, or `nothing` if none needs attention."""
     urgent = needs_attention(findings)
@@ -266,6 +275,8 @@ def _draw_body(finding: Finding, measurements: Sequence[Evidence]) -> None:
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
+    for words in line_words(finding.waits_in):
+        st.markdown(f":material/code: {plain(words)}")
     if measurements:
         st.markdown(_evidence_table(measurements))
 

@@ -23,6 +23,7 @@ from app.blocks import (
     Widget,
     evidence,
     heading,
+    line_words,
     scope_words,
     site_words,
 )
@@ -158,6 +159,9 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
     if finding.held_by:
         lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
         parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
+    if finding.waits_in:
+        items = (f"<li>{_text(words)}</li>" for words in line_words(finding.waits_in))
+        parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
         items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
         parts.append(f"<ol>{''.join(items)}</ol>")

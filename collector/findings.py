@@ -28,6 +28,16 @@ _GROUPS = {
 #: Kind of finding -> its group.
 KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
 
+#: Slowdowns whose lines a series of stacks can name.
+LINE_KINDS = (
+    "workers-too-slow",
+    "slow-worker",
+    "collate-bound",
+    "sampler-bound",
+    "inline-loading",
+    "main-thread-pause",
+    "compute-bound",  # only if it is oversubscribed
+)
 #: Leaks whose allocating lines a process can report.
 TRACEABLE_LEAKS = ("main-heap-leak", "worker-heap-leak", "gpu-tensor-leak")
 
@@ -136,6 +146,24 @@ class AllocationSite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingLine:
+    """A line of the user's code that the training waits for.
+
+    `site` is file:line and function of the innermost frame of the user's code, and `callers` are its callers.
+    `source` is the text of the line and `calls` the library function that it calls, None if not known. `ratio` is
+    the line's share of the awaited time, by `n` samples of stacks over a window.
+    """
+
+    site: str
+    source: str | None = None
+    calls: str | None = None
+    callers: tuple[str, ...] = ()
+    ratio: float
+    n: int
+    window: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
@@ -155,6 +183,7 @@ class Finding:
     limit: Limit | None = None
     eta: Eta | None = None
     held_by: tuple[AllocationSite, ...] = ()
+    waits_in: tuple[WaitingLine, ...] = ()
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
 
@@ -173,6 +202,11 @@ class Finding:
         """True if the finding only says that something is as it should be."""
         return self.kind == "compute-bound" and self.limited_by is None
 
+    @property
+    def has_line(self) -> bool:
+        """True if a series of stacks can name the lines behind it."""
+        return self.kind in LINE_KINDS and not self.is_healthy
+
     def value_of(self, evidence: str) -> float | None:
         """Return the value of the evidence of this name; None without such."""
         values = [item.value for item in self.evidence if item.name == evidence]
@@ -183,8 +217,9 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    if body["limited_by"] is None:
-        del body["limited_by"]
+    for name in ("limited_by", "waits_in"):
+        if not body[name]:
+            del body[name]
     return finite(body)  # type: ignore[no-any-return]
 
 
@@ -206,6 +241,9 @@ def from_json(body: Mapping[str, Any]) -> Finding:
             "held_by": tuple(
                 AllocationSite(**{**holder, "callers": tuple(holder["callers"])})
                 for holder in body.get("held_by", ())
+            ),
+            "waits_in": tuple(
+                WaitingLine(**{**line, "callers": tuple(line["callers"])}) for line in body.get("waits_in", ())
             ),
             "advice": tuple(Advice(**advice) for advice in body["advice"]),
         }

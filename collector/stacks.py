@@ -13,14 +13,27 @@ from typing import Any, NamedTuple
 from collector.findings import Locus
 
 #: Folders of the standard library and of installed packages, in any environment.
-_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/|^<|^$")
+_LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/(?!jobs/)|^<|^$")
+#: The part of a library's path that names its module.
+_MODULE_PATH = re.compile(r".*(?:/python3(?:\.\d+)?|-packages)/(.+?)(?:/__init__)?\.py$")
 #: A forked process keeps its parent's frames below the one that began its own work.
 _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
+#: A function, and ends of the paths of its file.
+Place = tuple[str, str | tuple[str, ...]]
+_LOADER_PATHS = ("torch/utils/data/dataloader.py", "torchdata/stateful_dataloader/stateful_dataloader.py")
+#: Where training waits for a batch, where a batch is made, and where the sampler is asked.
+WAIT: Place = ("_try_get_data", _LOADER_PATHS)
+FETCH: Place = ("fetch", "torch/utils/data/_utils/fetch.py")
+SAMPLER: Place = ("_next_index", _LOADER_PATHS)
+_WORKER: Place = (
+    "_worker_loop",
+    ("torch/utils/data/_utils/worker.py", "torchdata/stateful_dataloader/worker.py"),
+)
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
-_ACTIVITIES = (
-    ("_try_get_data", "torch/utils/data/dataloader.py", "waits for a batch"),
-    ("fetch", "torch/utils/data/_utils/fetch.py", "makes a batch"),
-    ("_worker_loop", "torch/utils/data/_utils/worker.py", "waits for an index"),
+_ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
+    (*WAIT, "waits for a batch"),
+    (*FETCH, "makes a batch"),
+    (*_WORKER, "waits for an index"),
     ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
     ("_feed", "multiprocessing/queues.py", "feeds a queue"),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
@@ -68,6 +81,12 @@ class Frame(NamedTuple):
         """True for the user's own file, not the standard library's, an installed package's or ours."""
         return _LIBRARY_PATH.search(self.path) is None
 
+    @property
+    def full_name(self) -> str:
+        """Module and function, such as `re.split`; without the module where the path does not show it."""
+        module = _MODULE_PATH.match(self.path)
+        return f"{module[1].replace('/', '.')}.{self.function}" if module else self.function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -89,7 +108,7 @@ class Stack:
     def activity(self) -> str | None:
         """Part of the thread in data loading, in words; None if none shows."""
         for function, path, words in _ACTIVITIES:
-            if any(_is_in(frame, function, path) for frame in self.frames):
+            if any(is_in(frame, function, path) for frame in self.frames):
                 return words
         return None
 
@@ -123,7 +142,7 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
         Stack(
             locus=locus,
             thread=thread.get("thread_name") or f"thread {thread.get('os_thread_id') or thread['thread_id']}",
-            frames=_own_work(_frame(frame) for frame in thread["frames"]),
+            frames=own_work(_frame(frame) for frame in thread["frames"]),
             waits=waits.get(thread.get("os_thread_id") or -1),
         )
         for thread in dump
@@ -178,17 +197,19 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
     return Frame(frame["name"], frame["filename"], frame["line"])
 
 
-def _own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Return the frames, innermost first, without the ones that a forked process has of its parent."""
     own: list[Frame] = []
     for frame in frames:
         own.append(frame)
-        if _is_in(frame, *_PROCESS_BEGIN):
+        if is_in(frame, *_PROCESS_BEGIN):
             break
     return tuple(own)
 
 
-def _is_in(frame: Frame, function: str, path: str) -> bool:
-    return frame.function.rpartition(".")[2] == function and frame.path.endswith(path)
+def is_in(frame: Frame, function: str, paths: str | tuple[str, ...]) -> bool:
+    """Return whether a frame is in the function of this name, in a file whose path ends in one of these."""
+    return frame.function.rpartition(".")[2] == function and frame.path.endswith(paths)
 
 
 def folded(frames: Sequence[Frame]) -> list[Frame | int]:
@@ -202,3 +223,20 @@ def folded(frames: Sequence[Frame]) -> list[Frame | int]:
         else:
             shown.append(1)
     return shown
+
+
+def without_waiting(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames without those in which a training process or a worker waits for the other one."""
+    for depth, frame in enumerate(frames):
+        if is_in(frame, *FETCH):
+            break
+        if is_in(frame, *WAIT) or is_in(frame, *_WORKER):
+            return frames[depth:]
+    return frames
+
+
+def fetch_part(frame: Frame, source: str) -> str | None:
+    """Return the part of a fetch (a word of `WAIT_PARTS`) that the frame of the fetcher is in; None of another."""
+    if not is_in(frame, *FETCH):
+        return None
+    return "collate" if "collate_fn" in source else "other"

@@ -36,6 +36,7 @@ EventKind = Literal[
     "process-seen",
     "memory-limit",
     "stacks",
+    "stack-series",
     "left-running",
     "command-exit",
     "collector-problem",
@@ -300,6 +301,26 @@ EVENTS: dict[EventKind, Event] = {
             "`pid`, `start_ticks`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and `error` of each "
             "training process and worker",
         ),
+    ),
+    "stack-series": _event(
+        _COLLECTOR,
+        "stacks of a training process and its workers were taken for some seconds, to name the lines behind a wait",
+        Field("of_pid", "int", "process id of the training process"),
+        Field("of_start_ticks", "int", "start time of that process"),
+        Field("times_ns", "list", "moments at which stacks were taken, on CLOCK_MONOTONIC"),
+        Field(
+            "frames",
+            "list",
+            "each frame once: function, path, line, source line (of the user's own files), and the stage or the "
+            "part of the fetch that it is in",
+        ),
+        Field("stacks", "list", "each stack once: its frames, innermost first, as places in `frames`"),
+        Field(
+            "processes",
+            "list",
+            "`pid` and `samples` of each process: the place in `stacks` of its main thread's stack at each moment",
+        ),
+        Field("cpu_seconds", "float", "CPU time that taking them cost the collector"),
     ),
     "left-running": _event(
         "collector that is the command's parent",

@@ -8,24 +8,25 @@ from functools import partial
 import pandas as pd
 
 from app.blocks import Block, Metric, Metrics, Note, Widget, answer
-from app.figures import workers
+from app.figures import awaited, workers
 from app.runtime.loading import Recent, recent
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
-from collector.diagnosis.loading import lanes, waits_by_position
+from collector.diagnosis.loading import lanes, waiting_lines, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import KINDS, Finding
+from collector.findings import KINDS, Finding, Locus
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
-from collector.units import duration, number, percent, quantity
+from collector.units import MISSING, duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
 _GROUPS = ("data loading", "training")
 _WORKER_KINDS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
+NAME_LINES = "tidegauge run --investigate -- COMMAND"
 NO_FETCH = Note("No batch was made in this window by a DataLoader that reports.")
 
 
@@ -115,6 +116,41 @@ def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
             "They do not count, because the workers had not filled the queue."
         )
         yield Note(text)
+
+
+def _lines(moment: Moment) -> Iterator[Block]:
+    """Draw the stacks behind the findings of this loader; without any, say how to get them if there is a stall."""
+    verdict = moment.verdict
+    places = (moment.loader, moment.span.rank)
+    found = [one for one in (verdict.awaited if verdict else ()) if _is_at(one.locus, *places)]
+    if found:
+        yield awaited.flame_graph(found[0], moment.theme)
+        if awaited.has_stages(found[0]):
+            yield awaited.flame_graph(found[0], moment.theme, by_stage=True)
+        lines = waiting_lines(found[0], moment.manifest.get("cwd"))
+        yield moment.table(
+            "lines",
+            f"Largest lines: shares of {report.samples(found[0])}.",
+            {
+                "Share": [percent(line.ratio) for line in lines],
+                "Line": [line.site for line in lines],
+                "Source": [line.source or MISSING for line in lines],
+                "Context": [report.context(line) or MISSING for line in lines],
+            },
+        )
+        return
+    if any(
+        finding.has_line and finding.severity != "info" and _is_at(finding.locus, *places)
+        for finding in moment.findings
+    ):
+        yield Note(
+            "No lines are named: this run has no series of stacks, or too few samples. To name them:",
+            command=NAME_LINES,
+        )
+
+
+def _is_at(where: Locus, loader: int | None, rank: int | None) -> bool:
+    return where.loader in (None, loader) and (rank is None or where.rank in (None, rank))
 
 
 def _other_settings(moment: Moment) -> Iterator[Block]:
@@ -246,6 +282,7 @@ VIEW = View(
         (FINDINGS,),
         (Panel("Setting", _setting),),
         (Panel("Key figures", _key_figures),),
+        (Panel("Lines", _lines),),
         (Panel("Lanes", _wait_lanes),),
         (Panel("Fold", _waits_by_round_position), Panel("Waits", _waits, turn=1)),
         (Panel("Worker time", _stages, turn=1), Panel("Fetch time", _causes, turn=1)),

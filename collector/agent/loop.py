@@ -111,7 +111,14 @@ class Agent:
         if self._outlets is not None:
             with self._problems.guard("outlets"):
                 self._outlets.tick(now_ns, self._problems)
+            with self._problems.guard("lines"):
+                mains = [(key, self._roles.role_of(key).rank) for key in self._roles.mains()]
+                self._record_series(self._outlets.lines.tick(now_ns, mains, self._problems))
         self._ticked_ns = now_ns
+
+    def _record_series(self, series: Sequence[Mapping[str, Any]]) -> None:
+        for fields in series:
+            self._events.append("stack-series", **fields)
 
     def _watch_for_hangs(self, now_ns: int) -> None:
         fields = self._hangs.tick(now_ns, self._processes.alive)
@@ -142,6 +149,9 @@ class Agent:
             Whether everything is in the lake; the rest waits in the journals.
         """
         self._sample(self._clock_ns())
+        if self._outlets is not None:
+            with self._problems.guard("lines"):
+                self._record_series(self._outlets.lines.close())
         orphans = [*self._roles.workers(), *self._roles.mains(), *self._left_running()]
         if any(map(_is_alive, orphans)):
             deadline_ns = self._clock_ns() + round(ORPHANS_SECONDS * 1e9)

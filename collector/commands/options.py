@@ -81,7 +81,7 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--investigate`."""
-    help_text = "After a leak is found, trace once which lines allocate the memory that stays."
+    help_text = "Name the lines behind a leak or a wait: trace a process that leaks, once; sample stacks."
     return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs
 from collector.diagnosis.loading.names import add_loader_name
+from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
     add_allocation_sites,
     find_descriptors,
@@ -49,6 +50,7 @@ class Verdict:
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
             last_minute has what each process held and did (`last_states`).
+        awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
 
     """
 
@@ -64,6 +66,7 @@ class Verdict:
     duration_seconds: float | None
     workers_reporting: tuple[int, int]
     summary: Summary
+    awaited: tuple[AwaitedTime, ...] = ()
 
 
 def diagnose(tables: RunTables) -> Verdict:
@@ -71,9 +74,12 @@ def diagnose(tables: RunTables) -> Verdict:
     life = lifecycle_of(tables)
     status = life.status()
     findings = _findings(tables, running=status == "running")
+    awaited = [_awaited_time(finding, tables) for finding in findings]
+    cwd = tables.manifest.get("cwd")
+    judged = tuple(add_waiting_lines(*both, cwd) for both in zip(findings, awaited, strict=True))
     return Verdict(
-        findings=findings,
-        checks=checks_of(tables, findings),
+        findings=judged,
+        checks=checks_of(tables, judged),
         status=status,
         exit_status=life.exit_status,
         attempts=life.attempts,
@@ -84,6 +90,7 @@ def diagnose(tables: RunTables) -> Verdict:
         duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
         summary=summarise(tables, status),
+        awaited=tuple(filter(None, awaited)),
     )
 
 
@@ -114,6 +121,13 @@ def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
         return add_loader_name(finding, tables)  # a damaged event raises
     except (TypeError, ValueError, KeyError, IndexError):
         return finding
+
+
+def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
+    try:
+        return awaited_time(finding, tables)  # a damaged event raises
+    except (TypeError, ValueError, KeyError, IndexError):
+        return None
 
 
 def _order(finding: Finding) -> tuple[int, bool, float, bool, bool, float, float]:

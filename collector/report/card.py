@@ -264,6 +264,8 @@ def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, Renderab
         yield "Do", _advice(finding)
     if finding.held_by:
         yield "Held by", _allocation_sites(finding)
+    if finding.waits_in:
+        yield "Waits in", _waiting_lines(finding)
     if finding.evidence:
         yield "Figures", _evidence(finding.evidence if verbose else wording.decisive(finding))
     if verbose and finding.rate is not None:
@@ -306,6 +308,21 @@ def _allocation_sites(finding: Finding) -> Table:
             table.add_row("", Text(f"from {caller}", style="dim"))
         table.add_row("", Text(wording.count_growth(site), style="dim"))
     table.add_row("", Text(f"grown within {finding.held_by[0].window}", style="dim"))
+    return table
+
+
+def _waiting_lines(finding: Finding) -> Table:
+    """Draw the share of the awaited time in one column, and the line with its source and its callers beside it."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in finding.waits_in:
+        table.add_row(percent(line.ratio), line.site)
+        if line.source:
+            table.add_row("", Text(line.source, style="bold", no_wrap=True, overflow="ellipsis"))
+        if context := wording.context(line):
+            table.add_row("", Text(context, style="dim"))
+    table.add_row("", Text(f"shares of {wording.samples(finding.waits_in[0])}", style="dim"))
     return table
 
 

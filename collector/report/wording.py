@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus
+from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
 
 if TYPE_CHECKING:
     from collector.diagnosis import Check
+    from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity, size, until
 
@@ -123,6 +124,17 @@ def bytes_growth(site: AllocationSite) -> str:
 def count_growth(site: AllocationSite) -> str:
     """Return the growth of a site in objects: `50 more tensors`."""
     return f"{number(site.grown_count)} more {site.what}" if site.grown_count > 0 else site.what
+
+
+def context(line: WaitingLine) -> str:
+    """Return the library function that a line calls, and the line that called it; empty if neither is known."""
+    calls = [f"calls {line.calls}"] if line.calls else []
+    return "; ".join([*calls, *(f"from {caller}" for caller in line.callers[:1])])
+
+
+def samples(line: WaitingLine | AwaitedTime) -> str:
+    """Return the observations that the shares of lines rest on."""
+    return f"{number(line.n)} samples of stacks, {line.window}"
 
 
 def eta(when: Eta) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.live.alerts import Alerts
+from collector.agent.live.line_sampling import LineSampler
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.live.verdicts import LiveVerdicts
@@ -44,7 +45,8 @@ EXPIRY_SECONDS = 600.0
 class Outlets:
     """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
 
-    `investigate` allows it to ask a process that leaks for its allocation sites.
+    `investigate` allows it to ask a process that leaks for its allocation sites, and to sample stacks before there
+    is a warning. `lines` samples them.
     """
 
     def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:
@@ -54,6 +56,7 @@ class Outlets:
         self.counts: Counts | None = None
         self._alerts = alerts
         self._investigate = investigate
+        self.lines = LineSampler(always=investigate)
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
         self._run: Run | None = None
@@ -117,8 +120,8 @@ class Outlets:
 
     @property
     def spent_ns(self) -> int:
-        """CPU time of the verdicts so far."""
-        return self._verdicts.spent_ns if self._verdicts is not None else 0
+        """CPU time of the verdicts and series of stacks so far."""
+        return self.lines.spent_ns + (self._verdicts.spent_ns if self._verdicts is not None else 0)
 
     @property
     def verdict_anon_bytes(self) -> int | None:
@@ -128,6 +131,7 @@ class Outlets:
     def publish(self, findings: Sequence[Finding]) -> None:
         """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
         self._verdict = (findings, time.time())
+        self.lines.note(findings)
         if self._investigator is not None:
             self._investigator.investigate(findings)
         if self._alerts is not None and self._run is not None:

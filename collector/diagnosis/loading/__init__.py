@@ -9,13 +9,16 @@ from collector.diagnosis.loading.wait_breakdown import (
     cost_per_stage,
     recent_loops,
 )
+from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame, stage_of, waiting_lines
 from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_position
 
 __all__ = [
     "BATCHES",
     "WAIT_PARTS",
+    "AwaitedTime",
     "Lanes",
     "Loop",
+    "SourceFrame",
     "WaitBreakdown",
     "break_down_waits",
     "cost_per_stage",
@@ -24,5 +27,7 @@ __all__ = [
     "loops",
     "recent_loading",
     "recent_loops",
+    "stage_of",
+    "waiting_lines",
     "waits_by_position",
 ]

@@ -7,10 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from app.figures import axis, base, memory, samples, steps, workers
+from app.figures import awaited, axis, base, memory, samples, steps, workers
 from app.figures.axis import Mark, add_marks
 from app.theme import DARK, LIGHT
+from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame
 from collector.diagnosis.loading.worker_lanes import Lanes
+from collector.findings import Locus
 from collector.store.queries.lines import Lines
 
 GIB = 2**30
@@ -393,3 +395,47 @@ def test_unit_of_time_fits_the_window(seconds, unit, at):
     assert told.data[0].x[-1] == at
     assert [mark.x0 for mark in told.layout.shapes] == [at, at]
     assert told.layout.annotations[0].x == at
+
+
+def _awaited(kind="workers-too-slow"):
+    fetch = SourceFrame("fetch", "/x/site-packages/torch/utils/data/_utils/fetch.py", 54, None, "other")
+    collate = fetch._replace(line=57, stage="collate")
+    item = SourceFrame("Photos.__getitem__", "/home/me/dataset.py", 40, "self.load(<index>)", None)
+    load = SourceFrame("load", "/home/me/dataset.py", 57, "time.sleep(1)", "decode")
+    split = SourceFrame("split", "/usr/lib/python3.11/re/__init__.py", 206, None, None)
+    join = SourceFrame("join", "/home/me/dataset.py", 70, None, None)
+    stacks = {(fetch, item, load): 60, (fetch, item, split): 30, (collate, join): 9, (fetch,): 1}
+    return AwaitedTime(kind=kind, locus=Locus(), stacks=stacks, window="30-33 s")
+
+
+def test_flame_graph_has_callers_above_callees_with_their_shares():
+    chart = awaited.flame_graph(_awaited(), LIGHT)
+    trace = chart.figure.data[0]
+    boxes = dict(zip(trace.labels, zip(trace.ids, trace.parents, trace.values, strict=True), strict=True))
+    assert boxes["awaited time"][1:] == ("", 100)
+    assert boxes["Photos.__getitem__  dataset.py:40"][1:] == (boxes["awaited time"][0], 90)
+    assert boxes["load  dataset.py:57"][1:] == (boxes["Photos.__getitem__  dataset.py:40"][0], 60)
+    assert boxes["re.split"][2] == 30
+    colours = dict(zip(trace.labels, trace.marker.colors, strict=True))
+    assert colours["load  dataset.py:57"] == LIGHT.wait
+    assert colours["re.split"] == LIGHT.quiet
+    assert any("self.load(&lt;index&gt;)" in text for text, *_ in trace.customdata)
+    assert "100 samples of stacks, 30-33 s" in chart.caption
+    assert "90%" in chart.takeaway
+
+
+def test_flame_graph_by_stage_has_the_stages_on_top():
+    chart = awaited.flame_graph(_awaited(), DARK, by_stage=True)
+    trace = chart.figure.data[0]
+    top = {
+        label: value
+        for label, parent, value in zip(trace.labels, trace.parents, trace.values, strict=True)
+        if parent == "0"
+    }
+    assert top == {"decode": 60, "rest of the dataset": 31, "collate": 9}
+    assert awaited.has_stages(_awaited())
+    assert "decode, 60%" in chart.takeaway
+
+
+def test_flame_graph_says_what_the_whole_is():
+    assert awaited.flame_graph(_awaited("main-thread-pause"), LIGHT).figure.data[0].labels[0] == "pauses"

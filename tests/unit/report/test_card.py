@@ -15,7 +15,7 @@ from rich.console import Console
 
 from collector.diagnosis.checks import Check
 from collector.diagnosis.verdict import Verdict
-from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate
+from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine
 from collector.report import card as report
 
 MIB, GIB = 2**20, 2**30
@@ -255,6 +255,28 @@ def test_card_names_the_signal_of_a_killed_run():
 def test_no_line_is_wider_than_the_terminal(width):
     lines = card(verdict(HOST_RISK, SLOW_WORKER, HEALTHY), width=width).splitlines()
     assert max(map(len, lines)) <= width
+
+
+def test_card_names_the_lines_that_a_training_waits_for():
+    lines = tuple(
+        WaitingLine(
+            site=f"project/data/dataset.py:{57 + place}, in Photos.load_from_the_archive",
+            source="return self.archive.read(self.names[index], password=self.password, timeout=30)",
+            calls="zipfile.ZipFile.read",
+            callers=("project/data/dataset.py:40, in Photos.__getitem__", "project/train.py:3, in main"),
+            ratio=ratio,
+            n=61,
+            window="30-33 s",
+        )
+        for place, ratio in enumerate((0.71, 0.2))
+    )
+    text = card(verdict(dataclasses.replace(SLOW_WORKER, waits_in=lines)))
+    assert "waits in   71%  project/data/dataset.py:57, in Photos.load_from_the_archive" in text
+    assert "return self.archive.read(self.names[index]" in text
+    assert "calls zipfile.ZipFile.read; from project/data/dataset.py:40," in text
+    assert "train.py" not in text
+    assert text.count("shares of 61 samples of stacks, 30-33 s") == 1
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_long_text_evidence_is_shown_whole():
