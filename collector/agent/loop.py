@@ -113,7 +113,8 @@ class Agent:
                 self._outlets.tick(now_ns, self._problems)
             with self._problems.guard("lines"):
                 mains = [(key, self._roles.role_of(key).rank) for key in self._roles.mains()]
-                self._record_series(self._outlets.lines.tick(now_ns, mains, self._problems))
+                workers_count = len(self._roles.workers())
+                self._record_series(self._outlets.lines.tick(now_ns, mains, workers_count, self._problems))
         self._ticked_ns = now_ns
 
     def _record_series(self, series: Sequence[Mapping[str, Any]]) -> None:

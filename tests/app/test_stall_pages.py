@@ -7,7 +7,7 @@ import make_run as runs
 import pandas as pd
 import pytest
 from dashboard_pages import figures, open_view, texts, trace_names
-from simulated_runs import jittered, simulate
+from simulated_runs import MAIN, add_series, finish, jittered, simulate
 
 from app.figures import what_if as outlook_figures, workers
 from app.runtime.loading import Recent
@@ -18,6 +18,7 @@ from collector.agent.ingest_feed import Feed
 from collector.agent.problems import Problems
 from collector.diagnosis.loading.wait_breakdown import wait_breakdowns
 from collector.diagnosis.tuning.what_if import forecast
+from collector.diagnosis.verdict import diagnose
 from collector.findings import Evidence, Finding, Locus, Rate
 from collector.store.lake.ingest import IngestResult
 from collector.store.runs.run import Run
@@ -230,3 +231,48 @@ def test_collector_that_failed_to_store_or_still_runs_has_a_lag():
     assert not events(start, stop, ("collector-problem", "ingest"))
     assert not events(start, stop, start)
     assert not events(start)
+
+
+def lines_of(script):
+    """Return the blocks about lines on the page of a simulated run."""
+    verdict = diagnose(finish(script).tables())
+    page = SimpleNamespace(
+        verdict=verdict,
+        findings=verdict.findings,
+        loader=0,
+        span=SimpleNamespace(rank=None),
+        theme=LIGHT,
+        manifest={"cwd": "/home/me"},
+        table=lambda name, caption, columns: (caption, columns),
+    )
+    return list(worker_stalls._lines(page))
+
+
+def slow_run():
+    return simulate(workers=2, prefetch=2, service=jittered(0.1), consumer=jittered(0.01), batches=200)
+
+
+def test_page_draws_the_stacks_of_the_awaited_time_and_lists_the_lines():
+    torch = "/x/site-packages/torch/utils/data"
+    wait = ["_try_get_data", f"{torch}/dataloader.py", 1291, None, None]
+    sleep = ["load", "/home/me/data.py", 57, "time.sleep(0.1)", None]
+    fetch = ["fetch", f"{torch}/_utils/fetch.py", 54, None, "other"]
+    script = slow_run()
+    times = [script.now_seconds - 4 + moment / 20 for moment in range(60)]
+    stacks = {MAIN[1]: [[wait]] * 60, 1000: [[sleep, fetch]] * 60, 1001: [[sleep, fetch]] * 60}
+    chart, (caption, columns) = lines_of(add_series(script, times, stacks))
+    assert "load  data.py:57" in chart.figure.data[0].labels
+    assert columns["Line"] == ["data.py:57, in load"]
+    assert columns["Share"] == ["100%"]
+    assert "samples of stacks" in caption
+
+
+def test_page_says_how_to_name_the_lines_of_a_stall():
+    (note,) = lines_of(slow_run())
+    assert note.command == "tidegauge run --investigate -- COMMAND"
+
+
+def test_page_of_a_healthy_run_says_nothing_of_lines():
+    assert (
+        lines_of(simulate(workers=2, prefetch=2, service=jittered(0.01), consumer=jittered(0.1), batches=200)) == []
+    )

@@ -26,8 +26,8 @@ SERIES_SECONDS = 3
 _FIRST_SERIES_SECONDS = 2
 #: Seconds to the next series once there are enough samples.
 REPEAT_SECONDS = 300.0
-#: CPU time per second of sampling until it is measured: of a training process with two workers, and of it alone.
-_FIRST_COST_RATIOS = {True: 0.1, False: 0.03}
+#: CPU time per second of sampling and process, until it is measured.
+_FIRST_COST_RATIO = 0.03
 #: Failures after which no further series is tried.
 _MOST_FAILURES = 3
 #: Moments that are enough; pauses fill a small share of them.
@@ -62,7 +62,7 @@ class LineSampler:
         self._findings: Sequence[Finding] = ()
         self._moments = self._turn = 0
         #: With workers or without them -> CPU time per second of sampling.
-        self._cost_ratios = dict(_FIRST_COST_RATIOS)
+        self._cost_ratios: dict[bool, float] = {}
         self._last_ns = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -72,20 +72,26 @@ class LineSampler:
 
     def note(self, findings: Sequence[Finding]) -> None:
         """Take note of a verdict, in the thread that made it."""
-        found = [finding for finding in findings if finding.has_line and finding.severity != "info"]
+        found = [finding for finding in findings if finding.has_line]
+        if not self._always:
+            found = [finding for finding in found if finding.severity != "info"]
         keys = {_key(finding) for finding in found}
         if keys - set(self._standing):
             self._moments = 0
         self._standing = {key: self._standing.get(key, self._now_ns) for key in keys}
         self._findings = found
 
-    def tick(self, now_ns: int, mains: Sequence[Main], problems: Problems) -> list[dict[str, Any]]:
+    def tick(
+        self, now_ns: int, mains: Sequence[Main], workers_count: int, problems: Problems
+    ) -> list[dict[str, Any]]:
         """Begin a series if one is due; return the fields of the events of the series that have ended."""
         self._now_ns = now_ns
         self._begin_ns = self._begin_ns or now_ns
         if mains and not self._is_off and (self._thread is None or not self._thread.is_alive()):
             main, with_children = self._target(mains)
-            seconds = self._seconds(now_ns, self._cost_ratios[with_children])
+            processes = 1 + (workers_count / len(mains) if with_children else 0)
+            cost_ratio = self._cost_ratios.get(with_children, _FIRST_COST_RATIO * processes)
+            seconds = self._seconds(now_ns, cost_ratio)
             if seconds and self._is_due(now_ns):
                 self._last_ns = now_ns
                 self._turn += 1

@@ -131,7 +131,7 @@ class Outlets:
     def publish(self, findings: Sequence[Finding]) -> None:
         """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
         self._verdict = (findings, time.time())
-        self.lines.note(findings)
+        self.lines.note([finding for finding in findings if finding.locus.host in (None, self._host)])
         if self._investigator is not None:
             self._investigator.investigate(findings)
         if self._alerts is not None and self._run is not None:

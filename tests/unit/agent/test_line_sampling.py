@@ -32,6 +32,7 @@ class World:
         self.cost_ratio = cost_ratio
         self.error = None
         self.mains = [(HERE, None)]
+        self.workers_count = 2
         self.sampler = LineSampler(always=always, record=self.record)
         self.now = 1_000
 
@@ -45,7 +46,7 @@ class World:
         """Tick once a second; return the fields of the series that have ended."""
         fields = []
         for _ in range(seconds):
-            fields += self.sampler.tick(round(self.now * 1e9), self.mains, self.problems)
+            fields += self.sampler.tick(round(self.now * 1e9), self.mains, self.workers_count, self.problems)
             if self.sampler._thread is not None:
                 self.sampler._thread.join()
             self.now += 1
@@ -89,6 +90,17 @@ def test_an_investigation_samples_from_the_begin_within_its_budget(world, cost_r
     for at, _, length, _ in one.taken[1:]:
         spent += length * cost_ratio
         assert spent <= BUDGET_RATIO * at
+
+
+def test_many_workers_are_sampled_only_once_the_budget_allows_it(world):
+    one = world(always=True, cost_ratio=2.0)
+    one.workers_count = 64
+    one.run(1_200)
+    spent = 0.0
+    for at, _, length, _ in one.taken:
+        spent += length * one.cost_ratio
+        assert spent <= BUDGET_RATIO * at * 1.1
+    assert one.taken
 
 
 def test_series_become_rare_once_there_are_enough_samples(world):

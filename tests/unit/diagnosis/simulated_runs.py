@@ -304,6 +304,38 @@ def _inline(generator, begin, service, consumer, batches):
     return yields, fetches
 
 
+def add_series(script, times, samples):
+    """Add a series of stacks: pid -> the stack of its main thread at each time, in seconds."""
+    frames, stacks = [], []
+
+    def place(table, entry):
+        if entry not in table:
+            table.append(entry)
+        return table.index(entry)
+
+    processes = [
+        {
+            "pid": pid,
+            "samples": [
+                None if stack is None else place(stacks, [place(frames, one) for one in stack]) for stack in own
+            ],
+        }
+        for pid, own in samples.items()
+    ]
+    return script.event(
+        times[-1] + 0.5,
+        "stack-series",
+        ("node", 90, 4900),
+        of_pid=MAIN[1],
+        of_start_ticks=MAIN[2],
+        times_ns=[ns(time) for time in times],
+        frames=frames,
+        stacks=stacks,
+        processes=processes,
+        cpu_seconds=0.2,
+    )
+
+
 def jittered(seconds, cv=0.05):
     """A service or consumer time with lognormal jitter: (generator, …) -> seconds."""
     sigma = np.sqrt(np.log(1 + cv**2))

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, finish, jittered, ns, per_worker, simulate
+from simulated_runs import MAIN, add_series, finish, jittered, per_worker, simulate
 
 from collector.diagnosis.verdict import diagnose
 from collector.findings import as_json, from_json
@@ -23,38 +23,6 @@ WAIT = ["_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/dataloader.py"
 METRIC = ["f1", "/home/me/project/metrics.py", 12, "total += one", None]
 IDLE, LOADS, ITEMS = [LOOP], [LOAD, ITEM, *FETCH, LOOP], [ITEM, *FETCH, LOOP]
 WAITS, TRAINS, MEASURES = [WAIT, TRAIN], [TRAIN], [METRIC, TRAIN]
-
-
-def add_series(script, times, samples):
-    """Add a series of stacks: pid -> the stack of its main thread at each time, in seconds."""
-    frames, stacks = [], []
-
-    def place(table, entry):
-        if entry not in table:
-            table.append(entry)
-        return table.index(entry)
-
-    processes = [
-        {
-            "pid": pid,
-            "samples": [
-                None if stack is None else place(stacks, [place(frames, one) for one in stack]) for stack in own
-            ],
-        }
-        for pid, own in samples.items()
-    ]
-    return script.event(
-        times[-1] + 0.5,
-        "stack-series",
-        ("node", 90, 4900),
-        of_pid=MAIN[1],
-        of_start_ticks=MAIN[2],
-        times_ns=[ns(time) for time in times],
-        frames=frames,
-        stacks=stacks,
-        processes=processes,
-        cpu_seconds=0.2,
-    )
 
 
 def finding_of(script, kind):
