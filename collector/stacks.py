@@ -21,7 +21,7 @@ _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
 #: A function, and ends of the paths of its file.
 Place = tuple[str, str | tuple[str, ...]]
 _LOADER_PATHS = ("torch/utils/data/dataloader.py", "torchdata/stateful_dataloader/stateful_dataloader.py")
-#: Where training waits for a batch, where a batch is made, and where the sampler is asked.
+#: Functions in which training waits for a batch, a batch is made, and the sampler is asked.
 WAIT: Place = ("_try_get_data", _LOADER_PATHS)
 FETCH: Place = ("fetch", "torch/utils/data/_utils/fetch.py")
 SAMPLER: Place = ("_next_index", _LOADER_PATHS)

@@ -14,7 +14,7 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
-from collector.diagnosis.loading import lanes, waiting_lines, waits_by_position
+from collector.diagnosis.loading import heaviest_lines, lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import KINDS, Finding, Locus
 from collector.store import queries
@@ -127,7 +127,7 @@ def _lines(moment: Moment) -> Iterator[Block]:
         yield awaited.flame_graph(found[0], moment.theme)
         if awaited.has_stages(found[0]):
             yield awaited.flame_graph(found[0], moment.theme, by_stage=True)
-        lines = waiting_lines(found[0], moment.manifest.get("cwd"))
+        lines = heaviest_lines(found[0], moment.manifest.get("cwd"))
         yield moment.table(
             "lines",
             f"Largest lines: shares of {report.samples(found[0])}.",
