@@ -24,11 +24,19 @@ from collector.findings import Locus
 from collector.stacks import Stack, stacks_of, wait_words
 from collector.store import Run, of_this_boot
 from training_harness.journal import start_ticks, stat_fields
+from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
 _TIMEOUT_SECONDS = 10
 _MISSING = "py-spy is not installed; install it with: pip install 'tidegauge[collector]'"
-_NOT_ALLOWED = "reading another process's memory is not allowed here; run as root, or with CAP_SYS_PTRACE"
+_NOT_ALLOWED = "reading another process's memory is not allowed here; "
+#: kernel.yama.ptrace_scope -> what to do; the same without Yama, as in a container.
+_REMEDIES = {
+    1: "run as root, or set `sysctl kernel.yama.ptrace_scope=0` (it is 1: only its own collector reads a run)",
+    2: "run as root, or with CAP_SYS_PTRACE (kernel.yama.ptrace_scope is 2)",
+    3: "nothing helps until the next boot (kernel.yama.ptrace_scope is 3)",
+}
+_OTHER_REMEDY = "run as root, or with CAP_SYS_PTRACE (`docker run --cap-add=SYS_PTRACE`)"
 
 
 class StackError(Exception):
@@ -71,6 +79,11 @@ def py_spy() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
+def not_allowed(scope: int | None) -> str:
+    """Return that stacks cannot be read for lack of rights, and the remedy under this `ptrace_scope`."""
+    return _NOT_ALLOWED + _REMEDIES.get(scope or 0, _OTHER_REMEDY)
+
+
 def _dump(pid: int) -> list[dict[str, Any]]:
     program = py_spy()
     if program is None:
@@ -85,7 +98,7 @@ def _dump(pid: int) -> list[dict[str, Any]]:
         return threads
     message = result.stderr.decode(errors="replace")
     if "ermission" in message:
-        raise StackError(_NOT_ALLOWED)
+        raise StackError(not_allowed(ptrace_scope()))
     if "Failed to find python version" in message:
         raise StackError("it is not Python")
     raise StackError(one_line(message.strip().splitlines()[0] if message.strip() else "py-spy failed"))
