@@ -288,6 +288,7 @@ EVENTS: dict[EventKind, Event] = {
         Field(
             "helpers_cpu_seconds", "float", "CPU time of the run's other processes so far, without the collector"
         ),
+        Field("helpers_runnable_count", "int", "those of them that run or wait for a core"),
         Field(
             "processes",
             "list",

@@ -116,7 +116,7 @@ class HangWatch:
                 }
                 for process, pace in silent.items()
             ],
-            "helpers_cpu_seconds": self._helpers_cpu_seconds(alive),
+            **self._helpers(alive),
             "processes": [self._stacks(process) for process in self._of_training(alive)],
         }
 
@@ -126,14 +126,15 @@ class HangWatch:
         chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
         return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
 
-    def _helpers_cpu_seconds(self, alive: frozenset[LocalProcess]) -> float:
-        """Return the CPU time of processes that neither train nor load."""
-        ticks = 0
-        for process in alive:
-            stat = procfs.read_stat(self._proc, process.pid)
-            if stat is not None and self._roles.role_of(process).role == ROLE_OTHER:
-                ticks += stat.cpu_ticks
-        return ticks * procfs.NS_PER_TICK / 1e9
+    def _helpers(self, alive: frozenset[LocalProcess]) -> dict[str, Any]:
+        """Return the CPU time of processes that neither train nor load, and how many of them are runnable."""
+        others = (process for process in alive if self._roles.role_of(process).role == ROLE_OTHER)
+        stats = [stat for process in others if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
+        ticks = sum(stat.cpu_ticks for stat in stats)
+        return {
+            "helpers_cpu_seconds": ticks * procfs.NS_PER_TICK / 1e9,
+            "helpers_runnable_count": sum(stat.is_runnable for stat in stats),
+        }
 
     def _stacks(self, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)

@@ -286,7 +286,12 @@ def _is_plain(
 
 
 def _helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether other processes of the run compute, such as a program that the training waits for."""
+    """Return whether other processes of the run compute, such as a program that the training waits for.
+
+    On a crowded machine such a process may get little of a core, but it is runnable whenever it is looked at.
+    """
+    if all(event.get("helpers_runnable_count") for event in series):
+        return True
     wall_seconds = (series[-1]["time_ns"] - series[0]["time_ns"]) / 1e9
     used_seconds = series[-1]["helpers_cpu_seconds"] - series[0]["helpers_cpu_seconds"]
     return bool(wall_seconds > 0 and used_seconds / wall_seconds > _HELPERS_RATIO)
