@@ -16,13 +16,20 @@ from collector.findings import Locus
 _LIBRARY_PATH = re.compile(r"/lib(64)?/python3(\.\d+)?/|/(site|dist)-packages/|/training_harness/|^<|^$")
 #: A forked process keeps its parent's frames below the one that began its own work.
 _PROCESS_BEGIN = ("_bootstrap", "multiprocessing/process.py")
+#: Activities of threads in data loading, in words.
+WAITS_FOR_BATCH, MAKES_BATCH, WAITS_FOR_INDEX, FEEDS_QUEUE = (
+    "waits for a batch",
+    "makes a batch",
+    "waits for an index",
+    "feeds a queue",
+)
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
 _ACTIVITIES = (
-    ("_try_get_data", "torch/utils/data/dataloader.py", "waits for a batch"),
-    ("fetch", "torch/utils/data/_utils/fetch.py", "makes a batch"),
-    ("_worker_loop", "torch/utils/data/_utils/worker.py", "waits for an index"),
+    ("_try_get_data", "torch/utils/data/dataloader.py", WAITS_FOR_BATCH),
+    ("fetch", "torch/utils/data/_utils/fetch.py", MAKES_BATCH),
+    ("_worker_loop", "torch/utils/data/_utils/worker.py", WAITS_FOR_INDEX),
     ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
-    ("_feed", "multiprocessing/queues.py", "feeds a queue"),
+    ("_feed", "multiprocessing/queues.py", FEEDS_QUEUE),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
 )
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
@@ -50,7 +57,14 @@ _WAIT_CHANNELS = (
     ("rpc_", "waiting for NFS"),
     ("nfs_", "waiting for NFS"),
 )
-
+#: Parts of paths of frames in which a rank waits for other ranks; DDP's backward pass waits for the gradients.
+_COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
+#: The same of a launcher, which waits for its ranks as it should.
+_LAUNCHER_PATHS = ("torch/distributed/elastic/", "torch/distributed/launcher/", "torch/distributed/run.py")
+_TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
+#: Begin of the words for waiting for any kind of lock.
+AT_LOCK = "blocked on a"
+MAIN_THREAD = "MainThread"
 
 #: State of a process that a signal or a debugger has stopped.
 SUSPENDED = "suspended (SIGSTOP or a debugger)"
@@ -92,6 +106,32 @@ class Stack:
             if any(_is_in(frame, function, path) for frame in self.frames):
                 return words
         return None
+
+    def is_in(self, paths: Iterable[str]) -> bool:
+        """Return whether a frame's path has one of these parts."""
+        return any(path in frame.path for frame in self.frames for path in paths)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """True if it stands in a collective of torch.distributed, or in a backward pass."""
+        return self.is_in(_COLLECTIVE_PATHS) and not self.is_in(_LAUNCHER_PATHS)
+
+    @property
+    def is_at_lock(self) -> bool:
+        """True if it is blocked on a lock."""
+        return (self.waits or "").startswith(AT_LOCK)
+
+    @property
+    def shows_pending_work(self) -> bool:
+        """True if a training process or worker would not stand here by design, however long it does.
+
+        It makes or awaits a batch, waits for other ranks, or is blocked on a lock in the user's own code or in
+        torch's. A server or a notebook idles in an event or a queue, so its innermost frame is the library's.
+        """
+        if self.thread != MAIN_THREAD or not self.frames:
+            return False
+        is_blocked = self.is_at_lock and (self.frames[0].is_own or self.is_in(_TORCH_PATHS))
+        return self.activity in (WAITS_FOR_BATCH, MAKES_BATCH) or self.is_in_collective or is_blocked
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,8 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "stacks": _event(
         _COLLECTOR,
-        "a training process has written no step and no batch for suspiciously long; three in a row",
+        "a training process has written no step and no batch for suspiciously long, or the processes of a run "
+        "without hooks have used no CPU time while work is pending; three in a row",
         Field("is_last", "bool", "true: the last of its series"),
         Field(
             "silent",
@@ -285,6 +286,7 @@ EVENTS: dict[EventKind, Event] = {
             "`pid`, `start_ticks`, `silent_seconds`, `longest_seconds` (the longest silence before) and "
             "`budget_seconds` (silence that the pace explains) of each such process",
         ),
+        Field("idle_seconds", "float", "time in which a run without hooks has used no CPU time; null with hooks"),
         Field(
             "helpers_cpu_seconds", "float", "CPU time of the run's other processes so far, without the collector"
         ),
@@ -292,8 +294,8 @@ EVENTS: dict[EventKind, Event] = {
         Field(
             "processes",
             "list",
-            "`pid`, `start_ticks`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and `error` of each "
-            "training process and worker",
+            "`pid`, `start_ticks`, `parent_pid`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and "
+            "`error` of each training process and worker, or of each Python process in a run without hooks",
         ),
     ),
     "left-running": _event(

@@ -118,8 +118,10 @@ class Agent:
         if fields is None:
             return
         self._events.append("stacks", **fields)
-        is_over_budget = any(one["silent_seconds"] >= one["budget_seconds"] for one in fields["silent"])
-        if not fields["is_last"] or not is_over_budget:
+        is_suspicious = fields["idle_seconds"] is not None or any(
+            one["silent_seconds"] >= one["budget_seconds"] for one in fields["silent"]
+        )
+        if not fields["is_last"] or not is_suspicious:
             return
         if self._outlets is None:
             # Imported here, since its 4 MiB are wasted on a training that never hangs.

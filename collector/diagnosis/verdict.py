@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from collector.diagnosis.deaths import find_deaths, find_hangs
+from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.memory import (
     add_allocation_sites,
@@ -88,6 +88,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     findings = [
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("hangs", lambda: find_hangs(tables)),
+        *_guarded("hangs without hooks", lambda: find_idle_hangs(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
         *_guarded("device growth", lambda: find_device_growth(tables)),

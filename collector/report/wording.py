@@ -44,6 +44,7 @@ _LABELS = {
     "rest_of_run_bytes": "the run, without this process's PyTorch",
     "last_rss_bytes": "last RSS",
     "silent_seconds": "no step or batch for",
+    "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
 }

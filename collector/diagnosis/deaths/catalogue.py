@@ -90,6 +90,10 @@ HANG = Death(
     sentence="{what} has not trained for {silent}: it is {does}{where}{held}.",
     advice=(_LOOK_AGAIN,),
 )
+HANG_WITHOUT_HOOKS = replace(
+    HANG,
+    sentence="{what} {hangs}: it is {does}{where}{held}; no process of the run has used CPU time for {silent}.",
+)
 HANG_OF_WORKER = replace(
     HANG,
     sentence="{what} {hangs}: it is {does}{where}; {training} has had no batch for {silent}{held}.",
