@@ -47,6 +47,7 @@ _WAIT_CHANNELS = (
     ("n_tty_read", "waiting for input at the terminal"),
     ("inet_csk_accept", "waiting for a connection"),
     ("unix_", "waiting for a local socket"),
+    ("__skb_wait", "waiting for a socket"),
     ("sk_wait", "waiting for the network"),
     ("wait_woken", "waiting for the network"),
     ("tcp_", "waiting for the network"),
@@ -66,6 +67,8 @@ _TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
 AT_LOCK = "blocked on a"
 MAIN_THREAD = "MainThread"
 
+#: Fields of a process in a `stacks` event that say its place in the run.
+PLACE = ("role", "rank", "loader", "worker")
 #: State of a process that a signal or a debugger has stopped.
 SUSPENDED = "suspended (SIGSTOP or a debugger)"
 
@@ -150,6 +153,12 @@ class StackGroup:
         """True if any frame is the user's own."""
         return any(frame.is_own for frame in self.frames)
 
+    @property
+    def waits_for_another(self) -> bool:
+        """True if each waits for another process, as for a batch, an index or other ranks."""
+        stack = self.stacks[0]
+        return stack.activity in (WAITS_FOR_BATCH, WAITS_FOR_INDEX) or stack.is_in_collective
+
 
 def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[int, str | None]) -> list[Stack]:
     """Return the stacks of one process.
@@ -173,6 +182,15 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
 def stack_fields(stack: Stack) -> dict[str, Any]:
     """Return a stack in the form of a `stacks` event; a frame is a list of function, path and line."""
     return {"thread": stack.thread, "waits": stack.waits, "frames": [list(frame) for frame in stack.frames]}
+
+
+def of_event(event: Mapping[str, Any]) -> list[Stack]:
+    """Return the stacks that a `stacks` event holds."""
+    return [
+        from_fields(thread, Locus(pid=process["pid"], **{name: process.get(name) for name in PLACE}))
+        for process in event["processes"]
+        for thread in process["threads"]
+    ]
 
 
 def from_fields(fields: Mapping[str, Any], locus: Locus) -> Stack:
@@ -210,8 +228,7 @@ def wait_words(state: str, channel: str | None) -> str | None:
 
 
 def _oddness(alike: StackGroup) -> tuple[bool, bool, int]:
-    waits_for_another = (alike.stacks[0].activity or "").startswith("waits")
-    return not alike.has_own_frames, waits_for_another, len(alike.stacks)
+    return not alike.has_own_frames, alike.waits_for_another, len(alike.stacks)
 
 
 def _frame(frame: Mapping[str, Any]) -> Frame:

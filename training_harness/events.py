@@ -294,8 +294,9 @@ EVENTS: dict[EventKind, Event] = {
         Field(
             "processes",
             "list",
-            "`pid`, `start_ticks`, `parent_pid`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and "
-            "`error` of each training process and worker, or of each Python process in a run without hooks",
+            "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, `threads` "
+            "(`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each Python "
+            "process in a run without hooks",
         ),
     ),
     "left-running": _event(

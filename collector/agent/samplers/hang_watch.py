@@ -22,7 +22,7 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
 from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks
 from collector.findings import Locus
-from collector.stacks import from_fields, stack_fields
+from collector.stacks import PLACE, from_fields, stack_fields
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 #: Silence that is suspicious: this many times the longest one before it, in seconds at least `_LEAST_SECONDS`.
@@ -199,14 +199,16 @@ class HangWatch:
     def _stacks(self, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)
         stat = procfs.read_stat(self._proc, process.pid)
+        where = locus(process, role)
         fields: dict[str, Any] = {
             **process._asdict(),
+            **{name: getattr(where, name) for name in PLACE},
             "parent_pid": stat.parent_pid if stat else None,
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
             "error": None,
         }
         try:
-            stacks = self._read(process.pid, locus(process, role), self._proc)
+            stacks = self._read(process.pid, where, self._proc)
         except StackError as error:
             return {**fields, "threads": [], "error": str(error)}
         return {**fields, "threads": [stack_fields(stack) for stack in stacks]}

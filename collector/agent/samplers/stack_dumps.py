@@ -23,7 +23,7 @@ from collector.errors import one_line
 from collector.findings import Locus
 from collector.stacks import Stack, stacks_of, wait_words
 from collector.store import Run, of_this_boot
-from training_harness.journal import start_ticks, stat_fields
+from training_harness.journal import stat_fields
 from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
@@ -48,13 +48,18 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, start_ticks)
+    roles = ProcessRoles(host, lambda pid: _start_ticks(proc, pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
     alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
+
+
+def _start_ticks(proc: str, pid: int) -> int | None:
+    stat = procfs.read_stat(proc, pid)
+    return None if stat is None else stat.start_ticks
 
 
 def locus(process: LocalProcess, role: Role) -> Locus:

@@ -118,7 +118,8 @@ def _finding(
         hangs="hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
-    return replace(found, advice=(*catalogue.hang_advice(waits, culprit.key[1]), *found.advice))
+    advice = catalogue.hang_advice(waits, culprit.key[1], goes_on=life.status() == "running")
+    return replace(found, advice=(*advice, *found.advice))
 
 
 def _is_plain(

@@ -55,7 +55,7 @@ def find_idle_hangs(tables: RunTables) -> list[Finding]:
         series = last_series([event for event in events if event["host"] == host])
         if not _went_on(tables, life, host, series[-1]["time_ns"]):
             processes = processes_of(tables, life, series)
-            findings += [_finding(hang, series) for hang in _hangs(life, processes)]
+            findings += [_finding(life, hang, series) for hang in _hangs(life, processes)]
     return findings
 
 
@@ -125,7 +125,7 @@ def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Ha
     ]
 
 
-def _finding(hang: _Hang, series: Sequence[Mapping[str, Any]]) -> Finding:
+def _finding(life: Lifecycle, hang: _Hang, series: Sequence[Mapping[str, Any]]) -> Finding:
     culprit, waits = hang.culprit, hang.waits
     seconds = series[-1]["idle_seconds"]
     is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS
@@ -144,4 +144,4 @@ def _finding(hang: _Hang, series: Sequence[Mapping[str, Any]]) -> Finding:
         held=hang.held,
         silent=duration(seconds),
     )
-    return replace(found, advice=(*catalogue.hang_advice(waits, culprit.key[1]), *found.advice))
+    return replace(found, advice=catalogue.hang_advice(waits, culprit.key[1], goes_on=life.status() == "running"))

@@ -162,4 +162,4 @@ def test_a_run_without_hooks_that_computes_is_left_alone(tmp_path, ticks_per_sec
 
 @pytest.mark.parametrize(("frames", "waits"), [(FOR_REQUESTS, LOCK), (FOR_REQUESTS, POLL)])
 def test_a_server_that_waits_for_requests_is_left_alone(tmp_path, frames, waits):
-    assert Foreign(tmp_path, frames, waits).run(2000).taken == []
+    assert Foreign(tmp_path, frames, waits).run(500).taken == []
