@@ -19,6 +19,7 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles, Role
 from collector.agent.samplers.processes import ProcessTree
 from collector.agent.samplers.procfs import LocalProcess
+from collector.agent.samplers.wait_targets import wait_target
 from collector.errors import one_line
 from collector.findings import Locus
 from collector.stacks import Stack, stacks_of, wait_words
@@ -28,6 +29,11 @@ from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
 _TIMEOUT_SECONDS = 10
+#: Waits whose target /proc may tell.
+_WITH_TARGET = (
+    *("waiting for a child", "waiting for a disk", "waiting for the network"),
+    *("waiting for NFS", "waiting for a FUSE", "blocked on a file lock"),
+)
 _MISSING = "py-spy is not installed; install it with: pip install 'tidegauge[collector]'"
 _NOT_ALLOWED = "reading another process's memory is not allowed here; "
 #: kernel.yama.ptrace_scope -> what to do; the same without Yama, as in a container.
@@ -115,4 +121,6 @@ def _waits(pid: int, thread: int, proc: str) -> str | None:
     if stat is None:
         return None
     name = (channel or b"").decode(errors="replace").strip("\0\n")
-    return wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+    words = wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+    target = wait_target(proc, pid, thread) if (words or "").startswith(_WITH_TARGET) else None
+    return f"{words} ({target})" if target else words
