@@ -74,7 +74,7 @@ SUSPENDED = "suspended (SIGSTOP or a debugger)"
 
 
 class Frame(NamedTuple):
-    """One frame: qualified name of the function, its file, and the line that it executes."""
+    """One frame: qualified name of the function, its file, and the line that it executes; 0 in native code."""
 
     function: str
     path: str
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
     @property
     def is_own(self) -> bool:
         """True for the user's own file, not the standard library's, an installed package's or ours."""
-        return _LIBRARY_PATH.search(self.path) is None
+        return self.line > 0 and _LIBRARY_PATH.search(self.path) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +232,7 @@ def _oddness(alike: StackGroup) -> tuple[bool, bool, int]:
 
 
 def _frame(frame: Mapping[str, Any]) -> Frame:
-    return Frame(frame["name"], frame["filename"], frame["line"])
+    return Frame(frame["name"], frame["filename"], 0 if frame.get("module") else frame["line"])
 
 
 def _own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -249,10 +249,10 @@ def _is_in(frame: Frame, function: str, path: str) -> bool:
 
 
 def folded(frames: Sequence[Frame]) -> list[Frame | int]:
-    """Return the frames, with each row of library frames as their number; an innermost library frame stays."""
+    """Return the frames, with each row of library frames as their number; the innermost and native ones stay."""
     shown: list[Frame | int] = []
     for position, frame in enumerate(frames):
-        if frame.is_own or position == 0:
+        if frame.is_own or position == 0 or not frame.line:
             shown.append(frame)
         elif shown and isinstance(shown[-1], int):
             shown[-1] += 1

@@ -114,13 +114,14 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--native", is_flag=True, help="Show frames of C and C++ too; pauses each process for a moment.")
 @format_option("text", "json")
 @home_option
-def stacks(spec: str, form: str, home: Path) -> None:
+def stacks(spec: str, native: bool, form: str, home: Path) -> None:
     """Show which line each thread of a running training executes, and what it waits for.
 
-    Equal stacks are shown once, and the odd one first. The training is not paused. Where the stacks cannot be read,
-    as after the end, those are shown that the collector took when the training stood still.
+    Equal stacks are shown once, and the odd one first. Without --native, the training is not paused. Where the
+    stacks cannot be read, as after the end, those are shown that the collector took when the training stood still.
     """
     from collector.report.stack_listing import as_json, stack_lines
     from collector.report.terminal import Terminal
@@ -128,7 +129,7 @@ def stacks(spec: str, form: str, home: Path) -> None:
     from collector.store import find_run
 
     run = find_run(home, spec)
-    found, problem = _living_stacks(run)
+    found, problem = _living_stacks(run, native=native)
     if not found:
         recorded, when = _recorded_stacks(run)
         if not recorded:
@@ -143,7 +144,7 @@ def stacks(spec: str, form: str, home: Path) -> None:
             terminal.print(line)
 
 
-def _living_stacks(run: Run) -> tuple[list[Stack], str]:
+def _living_stacks(run: Run, *, native: bool) -> tuple[list[Stack], str]:
     """Return the stacks of a run's living processes, or none and the reason."""
     from collector.agent.samplers.stack_dumps import StackError, living, read_stacks
     from collector.report.wording import locus
@@ -152,7 +153,7 @@ def _living_stacks(run: Run) -> tuple[list[Stack], str]:
     failures = []
     for process, place in living(run).items():
         try:
-            found += read_stacks(process.pid, place)
+            found += read_stacks(process.pid, place, native=native)
         except StackError as error:
             failures.append(f"{locus(place)}: {error}")
     if found:

@@ -13,6 +13,8 @@ from collector.stacks import Frame, Stack, StackGroup, folded
 
 #: Lines of source before and after the line that a thread executes.
 _CONTEXT_LINES = 2
+#: Longest name of a native function: those of C++ can fill a page.
+_NAME_CHARACTERS = 80
 #: Most threads of a group that are named.
 _NAMES = 4
 
@@ -82,6 +84,11 @@ def _frame_lines(frames: Sequence[Frame], *, has_source: bool = True) -> Iterato
 
 
 def _place(frame: Frame) -> str:
+    if not frame.line:
+        name = (
+            frame.function if len(frame.function) <= _NAME_CHARACTERS else f"{frame.function[:_NAME_CHARACTERS]}…"
+        )
+        return f"{name}  {frame.path.rpartition('/')[2]}"
     path = frame.path if frame.is_own else "/".join(frame.path.rsplit("/", 2)[1:]) or frame.path
     return f"{frame.function}  {path}:{frame.line}"
 

@@ -29,6 +29,7 @@ from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
 _TIMEOUT_SECONDS = 10
+_NATIVE_TIMEOUT_SECONDS = 60
 #: Waits whose target /proc may tell.
 _WITH_TARGET = (
     *("waiting for a child", "waiting for a disk", "waiting for the network"),
@@ -73,13 +74,15 @@ def locus(process: LocalProcess, role: Role) -> Locus:
     return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
 
 
-def read_stacks(pid: int, locus: Locus, proc: str = "/proc") -> list[Stack]:
+def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = False) -> list[Stack]:
     """Return the stacks of a process's Python threads; takes some 20 ms and does not pause the process.
+
+    With `native`, frames of C and C++ are among them; this takes seconds, and pauses the process for a part of one.
 
     Raises:
         StackError: they cannot be read.
     """
-    dump = _dump(pid)
+    dump = _dump(pid, native=native)
     threads = [thread["os_thread_id"] for thread in dump if thread.get("os_thread_id")]
     return stacks_of(dump, locus, {thread: _waits(pid, thread, proc) for thread in threads})
 
@@ -95,15 +98,16 @@ def not_allowed(scope: int | None) -> str:
     return _NOT_ALLOWED + _REMEDIES.get(scope or 0, _OTHER_REMEDY)
 
 
-def _dump(pid: int) -> list[dict[str, Any]]:
+def _dump(pid: int, *, native: bool) -> list[dict[str, Any]]:
     program = py_spy()
     if program is None:
         raise StackError(_MISSING)
-    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    option, seconds = ("--native", _NATIVE_TIMEOUT_SECONDS) if native else ("--nonblocking", _TIMEOUT_SECONDS)
+    command = [program, "dump", "--json", option, "--pid", str(pid)]
     try:
-        result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise StackError(f"py-spy did not answer in {_TIMEOUT_SECONDS} s") from None
+        raise StackError(f"py-spy did not answer in {seconds} s") from None
     if result.returncode == 0:
         threads: list[dict[str, Any]] = json.loads(result.stdout)
         return threads
