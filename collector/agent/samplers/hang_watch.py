@@ -37,8 +37,10 @@ _MOST_PROCESSES = 16
 _STREAMS = ("batch", "step")
 #: Seconds without CPU time after which the stacks of a run without hooks are taken; then after twice as many.
 IDLE_SECONDS = 120.0
+#: Seconds between two looks at the CPU time of its processes.
+_IDLE_EVERY_SECONDS = 5.0
 #: CPU time of an idle run: some ticks, and a share of one core for timeouts and for watching a parent.
-_NOISE_TICKS = 5
+_NOISE_TICKS = 2
 _NOISE_RATIO = 0.02
 
 Sizes = dict[str, tuple[int, int]]
@@ -76,12 +78,14 @@ class _Idleness:
 
     since_ns: int
     ticks: int
+    noted_ns: int
     series_count: int = 0
 
     def note(self, now_ns: int, ticks: int) -> None:
-        noise_ticks = _NOISE_TICKS + _NOISE_RATIO * (now_ns - self.since_ns) / procfs.NS_PER_TICK
+        noise_ticks = _NOISE_TICKS + _NOISE_RATIO * (now_ns - self.noted_ns) / procfs.NS_PER_TICK
         if not 0 <= ticks - self.ticks <= noise_ticks:  # A process that ends takes its ticks with it.
-            self.since_ns, self.ticks, self.series_count = now_ns, ticks, 0
+            self.since_ns, self.series_count = now_ns, 0
+        self.ticks, self.noted_ns = ticks, now_ns
 
     def is_due(self, now_ns: int) -> bool:
         return now_ns - self.since_ns >= IDLE_SECONDS * 1e9 * 2.0**self.series_count
@@ -154,9 +158,12 @@ class HangWatch:
         }
 
     def _watch_idleness(self, now_ns: int, alive: frozenset[LocalProcess]) -> dict[str, Any] | None:
+        idleness = self._idleness
+        if idleness and not self._dumps_left and now_ns - idleness.noted_ns < _IDLE_EVERY_SECONDS * 1e9:
+            return None
         stats = [stat for process in alive if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
         ticks = sum(stat.cpu_ticks for stat in stats)
-        idleness = self._idleness = self._idleness or _Idleness(now_ns, ticks)
+        idleness = self._idleness = idleness or _Idleness(now_ns, ticks, now_ns)
         idleness.note(now_ns, ticks)
         if idleness.is_due(now_ns):
             idleness.series_count += 1

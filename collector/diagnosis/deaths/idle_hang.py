@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.stuck_process import (
     COLLECTIVE,
@@ -31,8 +33,8 @@ from collector.units import duration
 
 #: Seconds without CPU time after which a finding is a warning.
 _PLAIN_SECONDS = 480.0
-#: Share of one core, and seconds of CPU time besides, that an idle run uses.
-_NOISE_RATIO, _NOISE_SECONDS = 0.02, 0.5
+#: Share of one core, and seconds of CPU time besides, that a process of an idle run uses between two samples.
+_NOISE_RATIO, _NOISE_SECONDS = 0.02, 0.05
 #: Waits for storage: a rank that others wait for does not wait there by design, as it may for a request.
 _STORAGE_WAITS = ("waiting for a disk", "waiting for NFS", "waiting for a FUSE")
 
@@ -63,14 +65,13 @@ def _went_on(tables: RunTables, life: Lifecycle, host: str, time_ns: int) -> boo
     """Return whether the run ended well, or its processes have computed since."""
     if life.exit_status == 0:
         return True
-    used_ns = elapsed_ns = 0.0
     for _, samples in by_process(sampled_on(tables, host)):
         times, cpu = floats(samples, "time_ns"), floats(samples, "cpu_ns")
-        later = cpu[times >= time_ns]
-        if len(later):
-            used_ns += later[-1] - later[0]
-            elapsed_ns = max(elapsed_ns, times[-1] - time_ns)
-    return used_ns > _NOISE_RATIO * elapsed_ns + _NOISE_SECONDS * 1e9
+        is_later = times >= time_ns
+        used_ns, elapsed_ns = np.diff(cpu[is_later]), np.diff(times[is_later])
+        if (used_ns > _NOISE_RATIO * elapsed_ns + _NOISE_SECONDS * 1e9).any():
+            return True
+    return False
 
 
 def _hangs(life: Lifecycle, processes: Mapping[ProcessKey, Process]) -> list[_Hang]:
