@@ -35,6 +35,7 @@ EventKind = Literal[
     "process-seen",
     "memory-limit",
     "stacks",
+    "hang-cancelled",
     "left-running",
     "command-exit",
     "collector-problem",
@@ -298,6 +299,9 @@ EVENTS: dict[EventKind, Event] = {
             "(`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each Python "
             "process in a run without hooks",
         ),
+    ),
+    "hang-cancelled": _event(
+        _COLLECTOR, "it ends the command, because of a hang and `--on-hang cancel`", _COMMAND_PID
     ),
     "left-running": _event(
         "collector that is the command's parent",

@@ -79,6 +79,7 @@ def test_a_hang_is_reported_while_it_lasts_and_cancelled_on_request(hang, home):
     (line,) = [line for line in text.splitlines() if "see: tidegauge stacks" in line]
     assert line.startswith("tidegauge: Worker 0 of loader 0 hangs: it is waiting for a child process in hang_child")
     assert "CRITICAL  hang" in text  # the card
+    assert "by which Tidegauge cancelled" in " ".join(text.split())
     (run,) = (path.parent for path in home.glob("runs/*-over-*/run.json"))
     recorded = tidegauge(home, "stacks", run.name)
     assert "no process of" in recorded.stderr  # the stuck worker has been ended too

@@ -16,6 +16,7 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
 from collector.findings import Finding, Locus
 from collector.store import Run
+from training_harness.journal import EventLog, Identity
 
 #: Value of `--on-hang` that ends the command; any other one is a shell command.
 CANCEL = "cancel"
@@ -57,6 +58,9 @@ class HangReports:
             self._command.send(run.run_id, name, [finding])
         command = run.manifest["command"]
         if self._is_cancelled and command is not None and command["host"] == socket.gethostname():
+            EventLog(run.events_dir, Identity.of_this_process()).append(
+                "hang-cancelled", command_pid=command["pid"]
+            )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
             processes = LocalProcess(command["pid"], command["start_ticks"]), _living(finding.locus.pid)
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()

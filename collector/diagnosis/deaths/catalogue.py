@@ -178,6 +178,7 @@ KILLED = Death(
 )
 STOPPED = replace(KILLED, severity="warning")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
+CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
     kind="crashed",
     sentence="{what} ended with {exception}{site}: {headline}",
