@@ -77,7 +77,8 @@ def test_a_hang_is_reported_while_it_lasts_and_cancelled_on_request(hang, home):
     _, text = cancelled.communicate(timeout=240)
     assert cancelled.returncode == 128 + signal.SIGTERM
     (line,) = [line for line in text.splitlines() if "see: tidegauge stacks" in line]
-    assert line.startswith("tidegauge: Worker 0 of loader 0 hangs: it is waiting for a child process in hang_child")
+    assert line.startswith("tidegauge: Worker 0 of loader 0 hangs: it is waiting for a child process (cat, pid ")
+    assert "in hang_child, hanging.py:" in line
     assert "CRITICAL  hang" in text  # the card
     assert "by which Tidegauge cancelled" in " ".join(text.split())
     (run,) = (path.parent for path in home.glob("runs/*-over-*/run.json"))
