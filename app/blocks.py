@@ -115,6 +115,15 @@ class Findings:
     headline: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Lines of code under a heading with tags, such as a stack."""
+
+    heading: str
+    tags: Sequence[str]
+    lines: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widget:
     """Controls and the blocks that depend on them, drawn in their own fragment: the rest of the page stays.
@@ -126,7 +135,7 @@ class Widget:
     initial: Callable[[], Sequence[Block]]
 
 
-Block = Chart | Metrics | Table | Note | Findings | Widget
+Block = Chart | Metrics | Table | Note | Findings | Listing | Widget
 
 
 def draw(block: Block, key: str) -> None:
@@ -160,6 +169,13 @@ def draw(block: Block, key: str) -> None:
                 st.code(block.command, language="bash", wrap_lines=True)
         case Findings():
             _draw_findings(block)
+        case Listing():
+            with st.container(border=True, gap="xsmall"):
+                with st.container(horizontal=True, vertical_alignment="center"):
+                    for tag in block.tags:
+                        st.badge(tag, color="gray")
+                    st.markdown(f"**{plain(block.heading)}**", width="content")
+                st.code(block.lines, language=None, wrap_lines=True)
         case Widget():
             st.fragment(block.draw)(key)
 

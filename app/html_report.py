@@ -17,6 +17,7 @@ from app.blocks import (
     CONFIG,
     Block,
     Findings,
+    Listing,
     Metrics,
     Note,
     Table,
@@ -140,6 +141,9 @@ def _block(block: Block) -> Iterator[str]:
             yield f"{block.frame.to_html(index=False, border=0)}<p class=quiet>{_text(block.caption)}</p>"
         case Note():
             yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
+        case Listing():
+            tags = "".join(f"<i>{escape(tag)}</i> " for tag in block.tags)
+            yield f"<article><h3>{tags}{_text(block.heading)}</h3><pre>{escape(block.lines)}</pre></article>"
         case Findings():
             for place, finding in enumerate(block.findings):
                 yield _finding(finding, has_summary=place > 0 or finding.severity == "info")

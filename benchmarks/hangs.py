@@ -2,15 +2,16 @@
 
     python -m benchmarks.hangs [CASE ...] [--minutes 4] [--side-by-side 5]
 
-Each case is a real training under `tidegauge run --on-finding`. In 14 cases it stops in one way, and the truth is
-known. In 5 it is healthy and has one phase of 75 s (tests/scripts/hanging.py, tests/scripts/long_phases.py). The
-time is that from the last step or batch to the alert. Beside it stands whether the rule "silent for six times the
-longest interval so far, and for 90 s" would have raised an alarm at one of the moments when stacks were taken.
+Each case is a real training under `tidegauge run --on-finding`. In 16 cases it stops in one way, and the truth is
+known (tests/scripts/hanging.py). In 40 it is healthy and has one long phase (tests/scripts/long_phases.py): each of
+20 phases once with 75 s and once with 110 s. The time is that from the last step or batch to the alert. Beside it
+stands whether the rule "silent for six times the longest interval so far, and for 90 s" alarms on the same records.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -18,13 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from collector.store import list_runs, read
 
 SCRIPTS = Path(__file__).parents[1] / "tests" / "scripts"
 #: Way to hang -> the process that hangs, and the begin of what it waits for.
@@ -38,13 +42,22 @@ HANGS = {
     "pipe": ("worker", "waiting for a pipe"),
     "full_pipe": ("worker", "waiting for a pipe"),
     "network": ("worker", "waiting for the network"),
+    "server": ("worker", "waiting for the network"),
+    "fuse": ("worker", "waiting for a FUSE file system"),
     "child": ("worker", "waiting for a child"),
     "busy": ("worker", "computing"),
     "feeder": ("worker", "blocked on a lock"),
     "main_lock": ("main", "blocked on a lock"),
     "main_sleep": ("main", "asleep"),
 }
-PHASES = ("validation", "checkpoint", "program", "pause", "slow_sample")
+#: Long phases of healthy trainings, and how many seconds they take.
+_PHASES = (
+    *("first_step", "first_download", "compilation", "worker_start", "slow_first_epoch"),
+    *("validation", "validation_loader", "checkpoint", "program", "pause", "upload"),
+    *("slow_sample", "sample_download", "rank_checkpoint", "rank_evaluation"),
+    *("epoch_end", "epoch_end_checkpoint", "end_upload", "end_sleep", "early_end"),
+)
+PHASES = {f"{phase}-{seconds}": (phase, str(seconds)) for phase in _PHASES for seconds in (75, 110)}
 #: The rule beside: times the longest interval so far, and at least these seconds.
 _RULE_FACTOR, _RULE_SECONDS = 6.0, 90.0
 
@@ -55,17 +68,18 @@ class Outcome:
     alert: dict[str, Any] | None
     named_seconds: float | None
     rule_alarms: bool
+    is_cut_off: bool
 
 
 def run(case: str, seconds: float, folder: Path) -> Outcome:
     """Run one case until its first alert of a hang, its end, or the time is over."""
     home = folder / case
     alerts = folder / f"{case}.jsonl"
-    script, way = ("hanging.py", case) if case in HANGS else ("long_phases.py", case)
+    script = ["hanging.py", case] if case in HANGS else ["long_phases.py", *PHASES[case]]
     on_finding = f"cat >> {alerts}; echo >> {alerts}"
     command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(home), "--on-finding", on_finding]
     child = subprocess.Popen(
-        [*command, "--", sys.executable, str(SCRIPTS / script), way],
+        [*command, "--", sys.executable, str(SCRIPTS / script[0]), *script[1:]],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -78,37 +92,54 @@ def run(case: str, seconds: float, folder: Path) -> Outcome:
         lines = alerts.read_text().splitlines() if alerts.exists() else []
         found = [json.loads(line) for line in lines if line.strip()]
         alert, at = next((one for one in found if one["kind"] == "hang"), None), time.monotonic()
-    silences = _silences(home)
-    named_seconds = silences[-1].silent_seconds + at - silences[-1].taken_seconds if alert and silences else None
-    if child.poll() is None:
+    is_cut_off = child.poll() is None
+    if is_cut_off:
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    return Outcome(case, alert, named_seconds, any(silence.is_alarm for silence in silences))
+    named_seconds = _named_after(home, at) if alert else None
+    return Outcome(case, alert, named_seconds, rule_alarms(home), is_cut_off and case in PHASES)
 
 
-class Silence(NamedTuple):
-    """The silence of a training when its stacks were taken, the longest one before, and that moment."""
-
-    silent_seconds: float
-    longest_seconds: float
-    taken_seconds: float
-
-    @property
-    def is_alarm(self) -> bool:
-        """The rule's answer."""
-        return self.silent_seconds >= max(_RULE_SECONDS, _RULE_FACTOR * self.longest_seconds)
-
-
-def _silences(home: Path) -> list[Silence]:
-    events = (
-        json.loads(line) for log in home.glob("runs/*/events/*.jsonl") for line in log.read_text().splitlines()
-    )
-    return [
-        Silence(entry["silent_seconds"], entry["longest_seconds"] or 0.0, event["time_ns"] / 1e9)
-        for event in events
+def _named_after(home: Path, alert_seconds: float) -> float:
+    """Return the seconds from the last step or batch to the alert."""
+    return alert_seconds - max(
+        event["time_ns"] / 1e9 - silence["silent_seconds"]
+        for event in _events(home)
         if event["kind"] == "stacks"
-        for entry in event["silent"]
-    ]
+        for silence in event["silent"]
+    )
+
+
+def rule_alarms(home: Path) -> bool:
+    """Return whether the rule alarms on a run: each training process is judged by its own steps and batches."""
+    (run,) = list_runs(home)
+    with read(run) as snapshot:
+        records = snapshot.query(
+            "SELECT pid, time_ns FROM step UNION ALL SELECT pid, time_ns FROM batch ORDER BY pid, time_ns"
+        )
+        end_ns = snapshot.query("SELECT max(time_ns) AS end_ns FROM process")["end_ns"].iloc[0]
+    events = [event for event in _events(home) if event["kind"] in ("process-start", "process-exit")]
+    starts = {event["pid"]: event["time_ns"] for event in events if event["kind"] == "process-start"}
+    exits = {event["pid"]: event["time_ns"] for event in events if event["kind"] == "process-exit"}
+    return any(
+        _has_alarm([start_ns, *records[records["pid"] == pid]["time_ns"], exits.get(pid, end_ns)])
+        for pid, start_ns in starts.items()
+    )
+
+
+def _has_alarm(times_ns: Sequence[float]) -> bool:
+    longest_seconds = 0.0
+    for before_ns, after_ns in itertools.pairwise(times_ns):
+        silent_seconds = (after_ns - before_ns) / 1e9
+        if silent_seconds >= max(_RULE_SECONDS, _RULE_FACTOR * longest_seconds):
+            return True
+        longest_seconds = max(longest_seconds, silent_seconds)
+    return False
+
+
+def _events(home: Path) -> list[dict[str, Any]]:
+    logs = home.glob("runs/*/events/*.jsonl")
+    return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
 
 
 def _fact(finding: dict[str, Any], name: str) -> Any:
@@ -119,7 +150,8 @@ def row(outcome: Outcome) -> tuple[str, ...]:
     """Return the row of one case: what was right of an alert, or whether a healthy training raised one."""
     alert, rule = outcome.alert, "alarm" if outcome.rule_alarms else ""
     if outcome.case in PHASES:
-        return outcome.case, "healthy", "", "", "ALARM" if alert else "no alarm", "", rule
+        verdict = f"ALARM: {alert['summary']}" if alert else "CUT OFF" if outcome.is_cut_off else "no alarm"
+        return outcome.case, "healthy", "", "", verdict, "", rule
     role, cause = HANGS[outcome.case]
     if alert is None:
         return outcome.case, role, "not named", "", "", "", rule
@@ -140,11 +172,14 @@ def row(outcome: Outcome) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join([*HANGS, *PHASES])}")
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"`hangs`, `phases`, or of {', '.join([*HANGS, *PHASES])}"
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="longest time of a case")
     parser.add_argument("--side-by-side", type=int, default=5)
     options = parser.parse_args()
-    cases = options.cases or [*HANGS, *PHASES]
+    groups = {"hangs": [*HANGS], "phases": [*PHASES]}
+    cases = [case for word in options.cases or groups for case in groups.get(word, [word])]
     if unknown := set(cases) - {*HANGS, *PHASES}:
         parser.error(f"no case {', '.join(sorted(unknown))}; give some of {', '.join([*HANGS, *PHASES])}")
     with (

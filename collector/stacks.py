@@ -29,13 +29,20 @@ _WORKER: Place = (
     "_worker_loop",
     ("torch/utils/data/_utils/worker.py", "torchdata/stateful_dataloader/worker.py"),
 )
+#: Activities of threads in data loading, in words.
+WAITS_FOR_BATCH, MAKES_BATCH, WAITS_FOR_INDEX, FEEDS_QUEUE = (
+    "waits for a batch",
+    "makes a batch",
+    "waits for an index",
+    "feeds a queue",
+)
 #: Function, end of its file's path -> what a thread in it does; the first that occurs in the stack counts.
 _ACTIVITIES: tuple[tuple[str, str | tuple[str, ...], str], ...] = (
-    (*WAIT, "waits for a batch"),
-    (*FETCH, "makes a batch"),
-    (*_WORKER, "waits for an index"),
+    (*WAIT, WAITS_FOR_BATCH),
+    (*FETCH, MAKES_BATCH),
+    (*_WORKER, WAITS_FOR_INDEX),
     ("do_one_step", "torch/utils/data/_utils/pin_memory.py", "pins batches"),
-    ("_feed", "multiprocessing/queues.py", "feeds a queue"),
+    ("_feed", "multiprocessing/queues.py", FEEDS_QUEUE),
     ("_serve", "multiprocessing/resource_sharer.py", "shares file descriptors"),
 )
 #: Start of the name of a kernel function -> what a thread that sleeps in it waits for.
@@ -53,6 +60,7 @@ _WAIT_CHANNELS = (
     ("n_tty_read", "waiting for input at the terminal"),
     ("inet_csk_accept", "waiting for a connection"),
     ("unix_", "waiting for a local socket"),
+    ("__skb_wait", "waiting for a socket"),
     ("sk_wait", "waiting for the network"),
     ("wait_woken", "waiting for the network"),
     ("tcp_", "waiting for the network"),
@@ -63,14 +71,23 @@ _WAIT_CHANNELS = (
     ("rpc_", "waiting for NFS"),
     ("nfs_", "waiting for NFS"),
 )
+#: Parts of paths of frames in which a rank waits for other ranks; DDP's backward pass waits for the gradients.
+_COLLECTIVE_PATHS = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
+#: The same of a launcher, which waits for its ranks as it should.
+_LAUNCHER_PATHS = ("torch/distributed/elastic/", "torch/distributed/launcher/", "torch/distributed/run.py")
+_TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
+#: Begin of the words for waiting for any kind of lock.
+AT_LOCK = "blocked on a"
+MAIN_THREAD = "MainThread"
 
-
+#: Fields of a process in a `stacks` event that say its place in the run.
+PLACE = ("role", "rank", "loader", "worker")
 #: State of a process that a signal or a debugger has stopped.
 SUSPENDED = "suspended (SIGSTOP or a debugger)"
 
 
 class Frame(NamedTuple):
-    """One frame: qualified name of the function, its file, and the line that it executes."""
+    """One frame: qualified name of the function, its file, and the line that it executes; 0 in native code."""
 
     function: str
     path: str
@@ -79,7 +96,7 @@ class Frame(NamedTuple):
     @property
     def is_own(self) -> bool:
         """True for the user's own file, not the standard library's, an installed package's or ours."""
-        return _LIBRARY_PATH.search(self.path) is None
+        return self.line > 0 and _LIBRARY_PATH.search(self.path) is None
 
     @property
     def full_name(self) -> str:
@@ -112,6 +129,32 @@ class Stack:
                 return words
         return None
 
+    def is_in(self, paths: Iterable[str]) -> bool:
+        """Return whether a frame's path has one of these parts."""
+        return any(path in frame.path for frame in self.frames for path in paths)
+
+    @property
+    def is_in_collective(self) -> bool:
+        """True if it stands in a collective of torch.distributed, or in a backward pass."""
+        return self.is_in(_COLLECTIVE_PATHS) and not self.is_in(_LAUNCHER_PATHS)
+
+    @property
+    def is_at_lock(self) -> bool:
+        """True if it is blocked on a lock."""
+        return (self.waits or "").startswith(AT_LOCK)
+
+    @property
+    def shows_pending_work(self) -> bool:
+        """True if a training process or worker would not stand here by design, however long it does.
+
+        It makes or awaits a batch, waits for other ranks, or is blocked on a lock in the user's own code or in
+        torch's. A server or a notebook idles in an event or a queue, so its innermost frame is the library's.
+        """
+        if self.thread != MAIN_THREAD or not self.frames:
+            return False
+        is_blocked = self.is_at_lock and (self.frames[0].is_own or self.is_in(_TORCH_PATHS))
+        return self.activity in (WAITS_FOR_BATCH, MAKES_BATCH) or self.is_in_collective or is_blocked
+
 
 @dataclass(frozen=True, slots=True)
 class StackGroup:
@@ -128,6 +171,12 @@ class StackGroup:
     def has_own_frames(self) -> bool:
         """True if any frame is the user's own."""
         return any(frame.is_own for frame in self.frames)
+
+    @property
+    def waits_for_another(self) -> bool:
+        """True if each waits for another process, as for a batch, an index or other ranks."""
+        stack = self.stacks[0]
+        return stack.activity in (WAITS_FOR_BATCH, WAITS_FOR_INDEX) or stack.is_in_collective
 
 
 def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[int, str | None]) -> list[Stack]:
@@ -152,6 +201,15 @@ def stacks_of(dump: Iterable[Mapping[str, Any]], locus: Locus, waits: Mapping[in
 def stack_fields(stack: Stack) -> dict[str, Any]:
     """Return a stack in the form of a `stacks` event; a frame is a list of function, path and line."""
     return {"thread": stack.thread, "waits": stack.waits, "frames": [list(frame) for frame in stack.frames]}
+
+
+def of_event(event: Mapping[str, Any]) -> list[Stack]:
+    """Return the stacks that a `stacks` event holds."""
+    return [
+        from_fields(thread, Locus(pid=process["pid"], **{name: process.get(name) for name in PLACE}))
+        for process in event["processes"]
+        for thread in process["threads"]
+    ]
 
 
 def from_fields(fields: Mapping[str, Any], locus: Locus) -> Stack:
@@ -189,12 +247,11 @@ def wait_words(state: str, channel: str | None) -> str | None:
 
 
 def _oddness(alike: StackGroup) -> tuple[bool, bool, int]:
-    waits_for_another = (alike.stacks[0].activity or "").startswith("waits")
-    return not alike.has_own_frames, waits_for_another, len(alike.stacks)
+    return not alike.has_own_frames, alike.waits_for_another, len(alike.stacks)
 
 
 def _frame(frame: Mapping[str, Any]) -> Frame:
-    return Frame(frame["name"], frame["filename"], frame["line"])
+    return Frame(frame["name"], frame["filename"], 0 if frame.get("module") else frame["line"])
 
 
 def own_work(frames: Iterable[Frame]) -> tuple[Frame, ...]:
@@ -213,10 +270,10 @@ def is_in(frame: Frame, function: str, paths: str | tuple[str, ...]) -> bool:
 
 
 def folded(frames: Sequence[Frame]) -> list[Frame | int]:
-    """Return the frames, with each row of library frames as their number; an innermost library frame stays."""
+    """Return the frames, with each row of library frames as their number; the innermost and native ones stay."""
     shown: list[Frame | int] = []
     for position, frame in enumerate(frames):
-        if frame.is_own or position == 0:
+        if frame.is_own or position == 0 or not frame.line:
             shown.append(frame)
         elif shown and isinstance(shown[-1], int):
             shown[-1] += 1

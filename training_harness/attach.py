@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training_harness import layout, session
+from training_harness import layout, ptracer, session
 from training_harness.hooks import compiler, trial
 from training_harness.hooks.loading import iterators, loader_ids, worker
 from training_harness.hooks.patching import Hook
@@ -172,6 +172,7 @@ def detach() -> None:
         except Exception:
             pass
     os.environ.pop(layout.RUN_DIR_VARIABLE, None)
+    os.environ.pop(ptracer.COLLECTOR_VARIABLE, None)
 
 
 def step() -> None:
@@ -193,7 +194,7 @@ def _start_collector(run_dir: Path) -> None:
         return
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
-        subprocess.Popen(
+        collector = subprocess.Popen(
             # Not `-m collector`: the user's project may have a package of that name on PYTHONPATH.
             [
                 *(sys.executable, "-P", "-m", "training_harness.command"),
@@ -205,3 +206,7 @@ def _start_collector(run_dir: Path) -> None:
             start_new_session=True,
             env={**os.environ, layout.DISABLED_VARIABLE: "1"},
         )
+    # Ranks may have named another reader already: UCX and others let them read each other's memory.
+    if not any(name.endswith(("WORLD_SIZE", "PMI_SIZE")) for name in os.environ):
+        os.environ[ptracer.COLLECTOR_VARIABLE] = ptracer.process_name(collector.pid)
+        ptracer.allow_collector()

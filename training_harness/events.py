@@ -37,6 +37,7 @@ EventKind = Literal[
     "memory-limit",
     "stacks",
     "stack-series",
+    "hang-cancelled",
     "left-running",
     "command-exit",
     "collector-problem",
@@ -284,7 +285,8 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "stacks": _event(
         _COLLECTOR,
-        "a training process has written no step and no batch for suspiciously long; three in a row",
+        "a training process has written no step and no batch for suspiciously long, or the processes of a run "
+        "without hooks have used no CPU time while work is pending; three in a row",
         Field("is_last", "bool", "true: the last of its series"),
         Field(
             "silent",
@@ -292,14 +294,17 @@ EVENTS: dict[EventKind, Event] = {
             "`pid`, `start_ticks`, `silent_seconds`, `longest_seconds` (the longest silence before) and "
             "`budget_seconds` (silence that the pace explains) of each such process",
         ),
+        Field("idle_seconds", "float", "time in which a run without hooks has used no CPU time; null with hooks"),
         Field(
             "helpers_cpu_seconds", "float", "CPU time of the run's other processes so far, without the collector"
         ),
+        Field("helpers_runnable_count", "int", "those of them that run or wait for a core"),
         Field(
             "processes",
             "list",
-            "`pid`, `start_ticks`, `cpu_seconds`, `threads` (`thread`, `waits`, `frames`) and `error` of each "
-            "training process and worker",
+            "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, `threads` "
+            "(`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each Python "
+            "process in a run without hooks",
         ),
     ),
     "stack-series": _event(
@@ -321,6 +326,9 @@ EVENTS: dict[EventKind, Event] = {
             "`pid` and `samples` of each process: the place in `stacks` of its main thread's stack at each moment",
         ),
         Field("cpu_seconds", "float", "CPU time that taking them cost the collector"),
+    ),
+    "hang-cancelled": _event(
+        _COLLECTOR, "it ends the command, because of a hang and `--on-hang cancel`", _COMMAND_PID
     ),
     "left-running": _event(
         "collector that is the command's parent",

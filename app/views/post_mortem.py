@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pandas as pd
 
-from app.blocks import Block, Metric, Metrics, Note, answer, needs_attention
+from app.blocks import Block, Listing, Metric, Metrics, Note, answer, needs_attention
 from app.figures import devices, memory
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import GPUS_AT_ONCE, gpus
-from collector import report
+from collector import report, stacks
 from collector.diagnosis import LAST_MINUTE_SECONDS, MIN_POINTS
 from collector.findings import KINDS
 from collector.store import queries
@@ -46,6 +47,24 @@ def _facts(moment: Moment) -> Iterator[Block]:
             Metric("Attempts", number(verdict.attempts), "Number of times that the launcher started the ranks"),
         ]
     )
+
+
+def _stacks(moment: Moment) -> Iterator[Block]:
+    """Show where the processes of a training that hangs stood in the last dump: the odd ones first."""
+    culprits = {finding.locus.pid for finding in moment.findings if finding.kind == "hang"}
+    dumps = queries.events(moment.snapshot, "stacks") if culprits else pd.DataFrame()
+    if dumps.empty:
+        return
+    groups = stacks.group(stacks.of_event(json.loads(dumps["body"].iloc[0])))
+    ago = moment.whole.elapsed(dumps["time_ns"].iloc[:1]).iloc[0]
+    yield Note(f"Stacks of the processes {duration(ago)} after the start of the run, equal ones once.")
+    for alike in groups:
+        if alike.has_own_frames:
+            is_culprit = any(stack.locus.pid in culprits for stack in alike.stacks)
+            tag = "waited for" if is_culprit else "waits" if alike.waits_for_another else ""
+            yield Listing(report.heading(alike), [tag] if tag else [], report.frame_text(alike))
+    if others := [report.heading(alike) for alike in groups if not alike.has_own_frames]:
+        yield Listing("Threads without a frame of your own code", [], "\n".join(others))
 
 
 def _fatal_gpus(moment: Moment) -> Iterator[Block]:
@@ -179,6 +198,7 @@ VIEW = View(
     rows=(
         (FINDINGS,),
         (Panel("End", _facts),),
+        (Panel("Stacks", _stacks),),
         (Panel("GPU memory", _fatal_gpus),),
         (Panel("Last minute", _processes),),
         (Panel("Limit", _limits),),

@@ -25,7 +25,7 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.procfs import LocalProcess
 from collector.errors import TidegaugeError
 from collector.store import Run
-from training_harness import layout
+from training_harness import layout, ptracer
 from training_harness.journal import start_ticks
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def default_name(argv: Sequence[str]) -> str:
 
 
 def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> dict[str, str]:
-    """Return the environment of the command: it names the run, and its `PYTHONPATH` begins with the shim.
+    """Return the environment of the command: it names run and collector, and `PYTHONPATH` begins with the shim.
 
     The user's own search path stays as it is, since an empty part of it means the current directory.
     """
@@ -155,6 +155,7 @@ def child_environment(environ: Mapping[str, str], run_dir: Path, home: Path) -> 
     return inherited | {
         layout.RUN_DIR_VARIABLE: str(run_dir.absolute()),
         layout.HOME_VARIABLE: str(home.absolute()),
+        ptracer.COLLECTOR_VARIABLE: ptracer.process_name(os.getpid()),
         layout.RUN_DEVICES_VARIABLE: environ.get("CUDA_VISIBLE_DEVICES", layout.ALL_DEVICES),
         "PYTHONPATH": os.pathsep.join([shim, *rest]),
     }

@@ -126,8 +126,18 @@ class Agent:
         if fields is None:
             return
         self._events.append("stacks", **fields)
-        if fields["is_last"] and self._outlets is not None:
-            self._outlets.hurry()
+        is_suspicious = fields["idle_seconds"] is not None or any(
+            one["silent_seconds"] >= one["budget_seconds"] for one in fields["silent"]
+        )
+        if not fields["is_last"] or not is_suspicious:
+            return
+        if self._outlets is None:
+            # Imported here, since its 4 MiB are wasted on a training that never hangs.
+            from collector.agent.live.outlets import Outlets
+
+            self._outlets = Outlets(is_regular=False)
+            self._outlets.begin(self._run)
+        self._outlets.hurry()
 
     def read_all(self) -> None:
         """Read the memory of all processes at the next tick; later ticks read less to make up for the cost."""

@@ -29,6 +29,7 @@ from collector.errors import TidegaugeError
 from collector.findings import Locus
 from collector.units import percent, size
 from training_harness.layout import STORE_VARIABLE, create_run
+from training_harness.ptracer import COLLECTOR_VARIABLE, RESTRICTED, process_name, ptrace_scope
 
 _TRAINING_TIMEOUT_SECONDS = 120
 _SMALL_SHM_BYTES = 2**30
@@ -221,10 +222,20 @@ def check_devices(sampler: DeviceSampler, proc: Path) -> Check:
     )
 
 
+#: A process that lets the collector of its run read it, and waits.
+_READABLE = """
+from training_harness.ptracer import allow_collector
+allow_collector()
+print(flush=True)
+input()
+"""
+
+
 def check_stacks() -> Check:
-    """Check that the stacks of another Python process can be read: the line of a hang comes from them."""
-    command = [sys.executable, "-c", "print(flush=True); input()"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    """Check that the stacks of a run's Python process can be read: the line of a hang comes from them."""
+    command = [sys.executable, "-P", "-c", _READABLE]
+    environment = {**os.environ, COLLECTOR_VARIABLE: process_name(os.getpid())}
+    child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with child:
         try:
             assert child.stdout is not None
@@ -235,6 +246,12 @@ def check_stacks() -> Check:
             return Check("stacks", str(error), remedy)
         finally:
             child.kill()
+    if ptrace_scope() == RESTRICTED and os.geteuid() != 0:
+        return Check(
+            "stacks",
+            "the collector can read those of its run; `tidegauge stacks` and `watch` need root, or "
+            "`sysctl kernel.yama.ptrace_scope=0` (it is 1)",
+        )
     return Check("stacks", "those of other processes can be read")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from collector.agent.live.alerts import Sender
+    from collector.agent.live.hangs import HangReports
 
 T = TypeVar("T")
 #: Width in characters of a table in a pipe, so that one run stays one line.
@@ -101,6 +102,13 @@ def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str
     from collector.agent.live.alerts import webhook_sender
 
     return _parse(webhook_sender, value)
+
+
+def parse_on_hang(_context: click.Context, _option: click.Parameter, value: str | None) -> HangReports | None:
+    """Return the reports of hangs with the action of `--on-hang`."""
+    from collector.agent.live.hangs import HangReports
+
+    return _parse(HangReports, value)
 
 
 def _parse(parse: Callable[[str], T], value: str | None) -> T | None:

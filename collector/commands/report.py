@@ -22,6 +22,7 @@ from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
 if TYPE_CHECKING:
     from collector.diagnosis import Verdict
+    from collector.stacks import Stack
     from collector.store import Run
 
 
@@ -114,42 +115,69 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
+@click.option("--native", is_flag=True, help="Show frames of C and C++ too; pauses each process for a moment.")
 @format_option("text", "json")
 @home_option
-def stacks(spec: str, form: str, home: Path) -> None:
+def stacks(spec: str, native: bool, form: str, home: Path) -> None:
     """Show which line each thread of a running training executes, and what it waits for.
 
-    Equal stacks are shown once, and the odd one first. The training is not paused.
+    Equal stacks are shown once, and the odd one first. Without --native, the training is not paused. Where the
+    stacks cannot be read, as after the end, those are shown that the collector took when the training stood still.
     """
-    from collector.agent.samplers.stack_dumps import StackError, living, read_stacks
     from collector.report.stack_listing import as_json, stack_lines
     from collector.report.terminal import Terminal
-    from collector.report.wording import locus
     from collector.stacks import group
     from collector.store import find_run
 
     run = find_run(home, spec)
-    processes = living(run)
-    if not processes:
-        raise TidegaugeError(
-            f"no process of {run.run_id} runs on this machine; its stacks can be read while it runs"
-        )
-    found, failures = [], []
-    for process, place in processes.items():
-        try:
-            found += read_stacks(process.pid, place)
-        except StackError as error:
-            failures.append(f"{locus(place)}: {error}")
+    found, problem = _living_stacks(run, native=native)
     if not found:
-        raise TidegaugeError(f"no stack of {run.run_id} can be read: {failures[0]}")
-    for failure in failures:
-        click.echo(f"tidegauge: no stack of {failure}", err=True)
+        recorded, when = _recorded_stacks(run)
+        if not recorded:
+            raise TidegaugeError(problem)
+        found = recorded
+        click.echo(f"tidegauge: {problem}; these were taken {when} after the start of the run", err=True)
     if form == "json":
         _write(json.dumps(as_json(group(found)), indent=1, allow_nan=False) + "\n", None)
     else:
         terminal = Terminal(highlight=False, soft_wrap=True)
         for line in stack_lines(group(found)):
             terminal.print(line)
+
+
+def _living_stacks(run: Run, *, native: bool) -> tuple[list[Stack], str]:
+    """Return the stacks of a run's living processes, or none and the reason."""
+    from collector.agent.samplers.stack_dumps import StackError, living, read_stacks
+    from collector.report.wording import locus
+
+    found: list[Stack] = []
+    failures = []
+    for process, place in living(run).items():
+        try:
+            found += read_stacks(process.pid, place, native=native)
+        except StackError as error:
+            failures.append(f"{locus(place)}: {error}")
+    if found:
+        for failure in failures:
+            click.echo(f"tidegauge: no stack of {failure}", err=True)
+    elif failures:
+        return [], f"no stack of {run.run_id} can be read: {failures[0]}"
+    return found, f"no process of {run.run_id} runs on this machine; its stacks can be read while it runs"
+
+
+def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
+    """Return the stacks that the collector took last, and how long after the start of the run that was."""
+    from collector.stacks import of_event
+    from collector.store import queries, read
+    from collector.units import duration
+
+    with read(run) as snapshot:
+        rows = queries.events(snapshot, "stacks")
+    if rows.empty:
+        return [], ""
+    origin_ns = queries.origin_ns(run.manifest)
+    seconds = (rows["time_ns"].iloc[0] - origin_ns) / 1e9 if origin_ns is not None else None
+    return of_event(json.loads(rows["body"].iloc[0])), duration(seconds)
 
 
 def judge(run: Run) -> Verdict:

@@ -17,6 +17,7 @@ from collector.commands.options import (
     home_option,
     investigate_option,
     outlet_options,
+    parse_on_hang,
     run_options,
 )
 from collector.commands.report import judge, show_card
@@ -31,6 +32,7 @@ from training_harness.layout import (
 )
 
 if TYPE_CHECKING:
+    from collector.agent.live.hangs import HangReports
     from collector.agent.live.outlets import Outlets
     from collector.diagnosis import Verdict
     from collector.store import Run
@@ -64,6 +66,12 @@ def _check_run_id(_context: click.Context, _option: click.Parameter, value: str 
     help="Id of the run; with a shared store, the same on every node of one training [default: a new id].",
 )
 @investigate_option
+@click.option(
+    "--on-hang",
+    callback=parse_on_hang,
+    metavar="cancel|CMD",
+    help="When the training hangs: end it, or run a shell command once, with the finding's JSON on stdin.",
+)
 @outlet_options
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -75,6 +83,7 @@ def run(
     no_stages: bool,
     run_id: str | None,
     investigate: bool,
+    on_hang: HangReports | None,
     live: LiveOptions,
     home: Path,
     command: tuple[str, ...],
@@ -91,6 +100,7 @@ def run(
         home=home,
         live=live,
         investigate=investigate,
+        hangs=on_hang,
         name=name,
         tags=tags,
         interval_seconds=interval,
@@ -200,6 +210,7 @@ def _run(
     home: Path,
     live: LiveOptions,
     investigate: bool,
+    hangs: HangReports | None = None,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -212,7 +223,7 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None if disabled else _open_outlets(live, investigate=investigate)
+    outlets = None if disabled else _open_outlets(live, investigate=investigate, hangs=hangs)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -228,20 +239,24 @@ def _run(
     sys.exit(outcome.exit_status)
 
 
-def _open_outlets(live: LiveOptions, *, investigate: bool = False) -> Outlets | None:
+def _open_outlets(
+    live: LiveOptions, *, investigate: bool = False, hangs: HangReports | None = None
+) -> Outlets | None:
     """Open the live output of a run; None if no option asks for any.
 
     Raises:
         TidegaugeError: the metrics cannot be served at the given address.
 
     """
-    if live == LiveOptions(None, ()) and not investigate:
+    is_regular = live != LiveOptions(None, ()) or investigate
+    if not is_regular and hangs is None:
         return None
     from collector.agent.live import prometheus
     from collector.agent.live.alerts import Alerts
     from collector.agent.live.outlets import Outlets
 
-    outlets = Outlets(Alerts(live.senders) if live.senders else None, investigate=investigate)
+    alerts = Alerts(live.senders) if live.senders else None
+    outlets = Outlets(alerts, investigate=investigate, hangs=hangs, is_regular=is_regular)
     if live.prometheus is not None:
         click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
     return outlets

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from collector.diagnosis.checks import Check, checks_of
-from collector.diagnosis.deaths import find_deaths, find_hangs
+from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
@@ -100,6 +100,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     findings = [
         *_guarded("deaths", lambda: find_deaths(tables)),
         *_guarded("hangs", lambda: find_hangs(tables)),
+        *_guarded("hangs without hooks", lambda: find_idle_hangs(tables)),
         *_guarded("risk", lambda: find_host_risk(tables, copies)),
         *leaks,
         *_guarded("device growth", lambda: find_device_growth(tables)),

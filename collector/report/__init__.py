@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         settings as settings,
         words as words,
     )
+    from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         bytes_growth as bytes_growth,
         check_words as check_words,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "card": ("exit_words",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "stack_listing": ("frame_text", "heading"),
     "wording": (
         "bytes_growth",
         "check_words",

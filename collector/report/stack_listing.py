@@ -13,6 +13,8 @@ from collector.stacks import Frame, Stack, StackGroup, folded
 
 #: Lines of source before and after the line that a thread executes.
 _CONTEXT_LINES = 2
+#: Longest name of a native function: those of C++ can fill a page.
+_NAME_CHARACTERS = 80
 #: Most threads of a group that are named.
 _NAMES = 4
 
@@ -20,7 +22,7 @@ _NAMES = 4
 def stack_lines(groups: Sequence[StackGroup]) -> Iterator[Text]:
     """Yield the lines of the listing; threads without a frame of the user's own take one line each."""
     for alike in groups:
-        yield Text(_heading(alike), style="bold" if alike.has_own_frames else "")
+        yield Text(heading(alike), style="bold" if alike.has_own_frames else "")
         if alike.has_own_frames:
             yield from _frame_lines(alike.frames)
             yield Text()
@@ -49,7 +51,13 @@ def as_json(groups: Sequence[StackGroup]) -> list[dict[str, Any]]:
     ]
 
 
-def _heading(alike: StackGroup) -> str:
+def frame_text(alike: StackGroup) -> str:
+    """Return the frames as lines of text, without the source, which may be another one by now."""
+    return "\n".join(line.plain.strip() for line in _frame_lines(alike.frames, has_source=False))
+
+
+def heading(alike: StackGroup) -> str:
+    """Return a line with the threads, what they do and what they wait for."""
     first = alike.stacks[0]
     state = " · ".join(filter(None, (first.activity, first.waits)))
     innermost = "" if alike.has_own_frames or not first.frames else f" · {_place(first.frames[0])}"
@@ -63,19 +71,24 @@ def _thread(stack: Stack) -> str:
     return f"{locus(stack.locus)}{name}"
 
 
-def _frame_lines(frames: Sequence[Frame]) -> Iterator[Text]:
+def _frame_lines(frames: Sequence[Frame], *, has_source: bool = True) -> Iterator[Text]:
     is_excerpted = False
     for entry in folded(frames):
         if isinstance(entry, int):
             yield Text(f"    … {entry} library frame{'s' if entry > 1 else ''}", style="dim")
             continue
         yield Text(f"    {_place(entry)}")
-        if entry.is_own and not is_excerpted:
+        if has_source and entry.is_own and not is_excerpted:
             is_excerpted = True
             yield from _excerpt(entry)
 
 
 def _place(frame: Frame) -> str:
+    if not frame.line:
+        name = (
+            frame.function if len(frame.function) <= _NAME_CHARACTERS else f"{frame.function[:_NAME_CHARACTERS]}…"
+        )
+        return f"{name}  {frame.path.rpartition('/')[2]}"
     path = frame.path if frame.is_own else "/".join(frame.path.rsplit("/", 2)[1:]) or frame.path
     return f"{frame.function}  {path}:{frame.line}"
 

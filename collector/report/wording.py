@@ -52,6 +52,7 @@ _LABELS = {
     "rise_at_these_times_ratio": "share of the growth",
     "saving_ratio": "pauses in torch.save",
     "silent_seconds": "no step or batch for",
+    "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
 }

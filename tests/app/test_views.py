@@ -1,5 +1,6 @@
 """Words and figures of the views, on runs of every kind."""
 
+import json
 import socket
 
 import make_run as runs
@@ -15,7 +16,7 @@ from dashboard_pages import (
     trace_names,
     walk,
 )
-from make_records import NO_SUCH_PID
+from make_records import NO_SUCH_PID, worker_id
 
 from app.figures.base import MAX_POINTS
 from app.format import plain
@@ -25,7 +26,7 @@ from collector.store.catalogue import list_runs
 from collector.store.runs.run import Run
 from collector.units import percent, size
 from tests.recorded_runs import recorded, unpack
-from training_harness.journal import Identity
+from training_harness.journal import EventLog, Identity
 
 
 def test_every_view_draws_a_gpu_run_within_the_point_budget(monkeypatch, homes):
@@ -327,3 +328,48 @@ def test_terms_page_works_without_a_run(monkeypatch, tmp_path):
     assert ("private dirty", "private-dirty") in [(term.value, term.anchor) for term in at.subheader]
     assert "Batches that have arrived before their turn" in texts(at)
     assert "No runs yet" not in texts(at)
+
+
+def test_post_mortem_shows_the_stacks_of_a_hang_the_odd_one_first(monkeypatch, tmp_path):
+    run_dir = runs.make_run(tmp_path, runs.KILLED)
+    log = next((run_dir / "events").glob(f"*.{NO_SUCH_PID}.jsonl"))
+    main = json.loads(log.read_text().splitlines()[0])
+    lines = [line for path in log.parent.iterdir() for line in path.read_text().splitlines()]
+    last_ns = max(json.loads(line)["time_ns"] for line in lines)
+    library = "/opt/lib/python3.12/site-packages/torch/utils/data"
+    in_lock = [["load", "/home/me/dataset.py", 41], ["fetch", f"{library}/_utils/fetch.py", 1]]
+    for_batch = [["_try_get_data", f"{library}/dataloader.py", 1], ["main", "/home/me/train.py", 20]]
+
+    def entry(identity, role, frames, **place):
+        threads = [{"thread": "MainThread", "waits": "blocked on a lock (futex)", "frames": frames}]
+        names = {"role": role, "rank": None, "loader": None, "worker": None, **place}
+        return {**identity, **names, "cpu_seconds": 1.0, "threads": threads, "error": None}
+
+    process = {"pid": main["pid"], "start_ticks": main["start_ticks"]}
+    worker = worker_id(main["host"], 1, 0)
+    silent = {**process, "silent_seconds": 40.0, "longest_seconds": 1.0, "budget_seconds": 30.0}
+    place = {"pid": worker.pid, "start_ticks": worker.start_ticks}
+    events = EventLog(run_dir / "events", Identity(main["host"], NO_SUCH_PID + 1, 900))
+    EventLog(run_dir / "events", Identity(main["host"], NO_SUCH_PID, 1000)).append(
+        "epoch-start", loader=0, epoch=0, worker_pids=[worker.pid - 1, worker.pid], begun_ns=last_ns
+    )
+    for number in range(3):
+        events.append(
+            "stacks",
+            time_ns=last_ns + number,
+            is_last=number == 2,
+            silent=[silent],
+            idle_seconds=None,
+            helpers_cpu_seconds=0.0,
+            helpers_runnable_count=0,
+            processes=[
+                entry(process, "main", for_batch),
+                entry(place, "worker", in_lock, loader=0, worker=1),
+            ],
+        )
+    at = open_view(monkeypatch, tmp_path, "post_mortem")
+    culprit, victim = (code.value for code in at.code if "/home/me/" in code.value)
+    assert culprit.startswith("load  /home/me/dataset.py:41")
+    assert "main  /home/me/train.py:20" in victim
+    words = texts(at)
+    assert words.index("waited for") < words.index("makes a batch") < words.index("waits for a batch")

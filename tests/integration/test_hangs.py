@@ -72,6 +72,24 @@ def test_stacks_of_a_run_that_has_ended_are_refused_in_one_line(home):
     assert "runs on this machine" in result.stderr
 
 
+def test_a_hang_is_reported_while_it_lasts_and_cancelled_on_request(hang, home):
+    plain, cancelled = hang("semaphore", "--name", "plain"), hang("child", "--name", "over", "--on-hang", "cancel")
+    _, text = cancelled.communicate(timeout=240)
+    assert cancelled.returncode == 128 + signal.SIGTERM
+    (line,) = [line for line in text.splitlines() if "see: tidegauge stacks" in line]
+    assert line.startswith("tidegauge: Worker 0 of loader 0 hangs: it is waiting for a child process (cat, pid ")
+    assert "in hang_child, hanging.py:" in line
+    assert "CRITICAL  hang" in text  # the card
+    assert "by which Tidegauge cancelled" in " ".join(text.split())
+    (run,) = (path.parent for path in home.glob("runs/*-over-*/run.json"))
+    recorded = tidegauge(home, "stacks", run.name)
+    assert "no process of" in recorded.stderr  # the stuck worker has been ended too
+    assert "hang_child" in recorded.stdout
+    line = wait_for(lambda: next(iter([plain.stderr.readline()]), None), "a line on stderr")
+    assert "blocked on a lock" in line
+    assert "hang_semaphore, hanging.py:" in line
+
+
 def test_a_hang_is_in_the_verdict_after_the_whole_job_was_killed(hang, home):
     child = hang("pipe", "--name", "hung")
 

@@ -13,12 +13,16 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 
 import torch
+from stalled_files import open_stalled
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 WAY = sys.argv[1]
 FORKED = threading.Lock()
+SERVER_URL = ""
+STALLED_FILE = -1
 LOCK_FILE = os.path.join(tempfile.gettempdir(), f"hanging-{os.getpid()}")
 
 
@@ -63,6 +67,15 @@ def hang_full_pipe():
 def hang_network():
     server = socket.create_server(("127.0.0.1", 0))
     socket.create_connection(server.getsockname()).recv(1)
+
+
+def hang_server():
+    with urllib.request.urlopen(SERVER_URL) as answer:
+        answer.read()
+
+
+def hang_fuse():
+    os.read(STALLED_FILE, 1)
 
 
 def hang_child():
@@ -111,7 +124,24 @@ def hold(seconds):
         time.sleep(seconds)
 
 
+def stopped_server():
+    """Start a web server, stop it, and return its address: the kernel still takes connections for it."""
+    program = (
+        "import http.server as h; s = h.HTTPServer(('127.0.0.1', 0), h.SimpleHTTPRequestHandler); "
+        "print(s.server_port); s.serve_forever()"
+    )
+    server = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE)
+    port = int(server.stdout.readline())
+    server.send_signal(signal.SIGSTOP)
+    return f"http://127.0.0.1:{port}/"
+
+
 def main():
+    global SERVER_URL, STALLED_FILE
+    if WAY == "server":
+        SERVER_URL = stopped_server()
+    if WAY == "fuse":
+        STALLED_FILE = open_stalled()
     if WAY == "flock":
         program = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); time.sleep(600)"
         subprocess.Popen([sys.executable, "-u", "-c", program, LOCK_FILE], stdout=subprocess.PIPE).stdout.readline()

@@ -126,8 +126,10 @@ class _Channel:
             self._queue.task_done()
 
 
-def command_sender(command: str) -> Sender:
+def command_sender(command: str, *, option: str = "--on-finding") -> Sender:
     """Make a sender that runs a shell command with the finding's JSON on stdin; its output goes to stderr.
+
+    Messages name `option`.
 
     Raises:
         ValueError: there is no command.
@@ -151,9 +153,9 @@ def command_sender(command: str) -> Sender:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            return f"--on-finding took longer than {COMMAND_SECONDS:g} s and was killed"
+            return f"{option} took longer than {COMMAND_SECONDS:g} s and was killed"
         status = process.returncode
-        return None if status == 0 else f"--on-finding ended with status {status}"
+        return None if status == 0 else f"{option} ended with status {status}"
 
     return send
 

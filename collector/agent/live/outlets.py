@@ -1,4 +1,4 @@
-"""Live output of a run: metrics, verdicts, alerts, and the requests of `--investigate`.
+"""Live output of a run: metrics, verdicts, alerts, hangs, and the requests of `--investigate`.
 
 A cheap estimate from the newest samples of each limit decides how soon a verdict is worth its cost. The verdict
 itself, which reads much more, comes from another process. With `--investigate`, a training process that
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.live.alerts import Alerts
+from collector.agent.live.hangs import HangReports
 from collector.agent.live.line_sampling import LineSampler
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
@@ -45,11 +46,24 @@ EXPIRY_SECONDS = 600.0
 class Outlets:
     """Everything that reports on a run while it goes on. It is made before the run; `begin` names the run.
 
-    `investigate` allows it to ask a process that leaks for its allocation sites, and to sample stacks before there
-    is a warning. `lines` samples them.
+    Args:
+        alerts: senders of new findings.
+        investigate: ask a process that leaks for its allocation sites, and sample stacks before there is a warning.
+        hangs: reports of hangs.
+        is_regular: make a verdict now and then; else only when the training seems to hang.
+
+    Attributes:
+        lines: samples stacks.
     """
 
-    def __init__(self, alerts: Alerts | None = None, *, investigate: bool = False) -> None:
+    def __init__(
+        self,
+        alerts: Alerts | None = None,
+        *,
+        investigate: bool = False,
+        hangs: HangReports | None = None,
+        is_regular: bool = True,
+    ) -> None:
         #: Stream -> the newest samples that the collector took.
         self._samples: dict[str, Sequence[Sample]] = {}
         self._processes: dict[tuple[float | None, float | None], Sample] = {}
@@ -57,23 +71,27 @@ class Outlets:
         self._alerts = alerts
         self._investigate = investigate
         self.lines = LineSampler(always=investigate)
+        self._hangs = hangs or HangReports()
+        self._is_regular = is_regular
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
         self._run: Run | None = None
+        self._has_ended = False
         self._name = ""
         self._verdicts: LiveVerdicts | None = None
         self._headroom = Headroom()
         self._verdict: tuple[Sequence[Finding], float] | None = None
 
-    def begin(self, run: Run) -> Counts:
+    def begin(self, run: Run) -> Counts | None:
         """Report on this run from now on; return the counts, which the ingest has to update."""
-        # Imported here, since it takes a second: the command has started by now, and does not wait for it.
-        from collector.store import Counts
-
         with suppress(OSError, ValueError):
             self._name = str(read_manifest(run.path)["name"])
-        self.counts = Counts(run)
-        self._verdicts = LiveVerdicts(run, self.publish)
+        if self._is_regular:
+            # Imported here, since it takes a second: the command has started by now, and does not wait for it.
+            from collector.store import Counts
+
+            self.counts = Counts(run)
+        self._verdicts = LiveVerdicts(run, self.publish, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None
         self._run = run
         return self.counts
@@ -91,6 +109,8 @@ class Outlets:
 
     def note_samples(self, stream: str, samples: Sequence[NamedSample]) -> None:
         """Take note of the numbers of one tick's samples; the loop calls this with those of each stream."""
+        if not self._is_regular:
+            return
         numbers = [
             {column: value for column, value in sample.items() if not isinstance(value, bytes)}
             for sample in samples
@@ -113,6 +133,7 @@ class Outlets:
 
     def run_ended(self) -> None:
         """Stop verdicts, a running one too, and take back open requests."""
+        self._has_ended = True
         if self._verdicts is not None:
             self._verdicts.close()
         if self._investigator is not None:
@@ -134,11 +155,16 @@ class Outlets:
         self.lines.note([finding for finding in findings if finding.locus.host in (None, self._host)])
         if self._investigator is not None:
             self._investigator.investigate(findings)
-        if self._alerts is not None and self._run is not None:
+        if self._run is None:
+            return
+        if self._alerts is not None:
             self._alerts.send(self._run.run_id, self._name, findings)
+        if not self._has_ended:
+            self._hangs.report(self._run, self._name, findings)
 
     def close(self) -> None:
         """Wait for queued alerts, for a bounded time."""
+        self._hangs.close()
         if self._alerts is not None:
             self._alerts.close()
 

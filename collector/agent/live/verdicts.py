@@ -52,12 +52,15 @@ def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> flo
 class LiveVerdicts:
     """The verdicts on a run while it goes on; `publish` gets the findings of each, in the thread that waited.
 
+    Without `is_regular`, only those that `hurry` asks for are made.
+
     Attributes:
         spent_ns: CPU time of the verdicts so far.
     """
 
-    def __init__(self, run: Run, publish: Callable[[Sequence[Finding]], None]) -> None:
+    def __init__(self, run: Run, publish: Callable[[Sequence[Finding]], None], *, is_regular: bool = True) -> None:
         self.spent_ns = 0
+        self._is_regular = is_regular
         self._run = run
         self._publish = publish
         self._last_begin_ns: int | None = None
@@ -71,8 +74,9 @@ class LiveVerdicts:
         """Begin a verdict if one is due and none is being made; the first waits one interval."""
         if self._last_begin_ns is None:
             self._last_begin_ns = now_ns
-        is_due = now_ns - self._last_begin_ns >= pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
-        if (is_due or self._is_hurried) and (self._thread is None or not self._thread.is_alive()):
+        pause_ns = pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
+        is_due = self._is_hurried or (self._is_regular and now_ns - self._last_begin_ns >= pause_ns)
+        if is_due and (self._thread is None or not self._thread.is_alive()):
             self._last_begin_ns, self._is_hurried = now_ns, False
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="verdict", daemon=True)
             self._thread.start()

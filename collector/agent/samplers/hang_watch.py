@@ -2,6 +2,10 @@
 
 Silence alone is no hang. So this only decides when stacks are worth their cost (some 20 ms for each process, all of
 it in the collector); whether the training hangs, and on what, is for the diagnosis to say.
+
+A run in which no process has begun to train with the hooks has no pace. Its sign of life is CPU time: stacks are
+taken when all of its processes together have used next to none for two minutes, and kept only if one of them stands
+where work is pending.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from typing import Any
 from collector.agent.samplers import procfs
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
+from collector.agent.samplers.programs import read_program
 from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks
-from collector.stacks import stack_fields
+from collector.findings import Locus
+from collector.stacks import PLACE, from_fields, stack_fields
 from training_harness.records import ROLE_MAIN, ROLE_OTHER, ROLE_WORKER
 
 #: Silence that is suspicious: this many times the longest one before it, in seconds at least `_LEAST_SECONDS`.
@@ -29,6 +35,13 @@ SERIES_DUMPS = 3
 #: Most processes of which stacks are read in one tick: 16 take a third of a second.
 _MOST_PROCESSES = 16
 _STREAMS = ("batch", "step")
+#: Seconds without CPU time after which the stacks of a run without hooks are taken; then after twice as many.
+IDLE_SECONDS = 120.0
+#: Seconds between two looks at the CPU time of its processes.
+_IDLE_EVERY_SECONDS = 5.0
+#: CPU time of an idle run: some ticks, and a share of one core for timeouts and for watching a parent.
+_NOISE_TICKS = 2
+_NOISE_RATIO = 0.02
 
 Sizes = dict[str, tuple[int, int]]
 
@@ -59,6 +72,25 @@ class _Pace:
         return now_ns - self.changed_ns >= self.budget_ns * 2.0 ** (self.series_count - 1)
 
 
+@dataclass(slots=True)
+class _Idleness:
+    """The time since when the processes of a run have used next to no CPU time."""
+
+    since_ns: int
+    ticks: int
+    noted_ns: int
+    series_count: int = 0
+
+    def note(self, now_ns: int, ticks: int) -> None:
+        noise_ticks = _NOISE_TICKS + _NOISE_RATIO * (now_ns - self.noted_ns) / procfs.NS_PER_TICK
+        if not 0 <= ticks - self.ticks <= noise_ticks:  # A process that ends takes its ticks with it.
+            self.since_ns, self.series_count = now_ns, 0
+        self.ticks, self.noted_ns = ticks, now_ns
+
+    def is_due(self, now_ns: int) -> bool:
+        return now_ns - self.since_ns >= IDLE_SECONDS * 1e9 * 2.0**self.series_count
+
+
 class HangWatch:
     """Watches the training processes of this host.
 
@@ -85,12 +117,16 @@ class HangWatch:
         self._proc = proc
         self._read = read
         self._paces: dict[LocalProcess, _Pace] = {}
+        self._idleness: _Idleness | None = None
         self._dumps_left = 0
 
     def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
         """Return the fields of a `stacks` event if stacks are due; call it once per sample."""
         alive = frozenset(alive)
         mains = [process for process in self._roles.mains() if process in alive]
+        if not mains:
+            return self._watch_idleness(now_ns, alive)
+        self._idleness = None
         sizes = self._sizes({process.pid for process in mains})
         self._paces = {process: self._paces.get(process) or _Pace(now_ns) for process in mains}
         for process, pace in self._paces.items():
@@ -116,8 +152,39 @@ class HangWatch:
                 }
                 for process, pace in silent.items()
             ],
-            "helpers_cpu_seconds": self._helpers_cpu_seconds(alive),
+            "idle_seconds": None,
+            **self._helpers(alive),
             "processes": [self._stacks(process) for process in self._of_training(alive)],
+        }
+
+    def _watch_idleness(self, now_ns: int, alive: frozenset[LocalProcess]) -> dict[str, Any] | None:
+        idleness = self._idleness
+        if idleness and not self._dumps_left and now_ns - idleness.noted_ns < _IDLE_EVERY_SECONDS * 1e9:
+            return None
+        stats = [stat for process in alive if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
+        ticks = sum(stat.cpu_ticks for stat in stats)
+        idleness = self._idleness = idleness or _Idleness(now_ns, ticks, now_ns)
+        idleness.note(now_ns, ticks)
+        if idleness.is_due(now_ns):
+            idleness.series_count += 1
+            self._dumps_left = SERIES_DUMPS
+        if not self._dumps_left or not idleness.series_count:
+            self._dumps_left = 0
+            return None
+        programs = ((process, read_program(self._proc, process.pid)) for process in sorted(alive))
+        chosen = [process for process, program in programs if program is not None and program.is_python]
+        processes = [self._stacks(process) for process in chosen[:_MOST_PROCESSES]]
+        stacks = (from_fields(thread, Locus()) for process in processes for thread in process["threads"])
+        if not any(stack.shows_pending_work for stack in stacks):
+            self._dumps_left = 0
+            return None
+        self._dumps_left -= 1
+        return {
+            "is_last": not self._dumps_left,
+            "silent": [],
+            "idle_seconds": (now_ns - idleness.since_ns) / 1e9,
+            **self._helpers(alive),
+            "processes": processes,
         }
 
     def _of_training(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
@@ -126,25 +193,29 @@ class HangWatch:
         chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
         return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
 
-    def _helpers_cpu_seconds(self, alive: frozenset[LocalProcess]) -> float:
-        """Return the CPU time of processes that neither train nor load."""
-        ticks = 0
-        for process in alive:
-            stat = procfs.read_stat(self._proc, process.pid)
-            if stat is not None and self._roles.role_of(process).role == ROLE_OTHER:
-                ticks += stat.cpu_ticks
-        return ticks * procfs.NS_PER_TICK / 1e9
+    def _helpers(self, alive: frozenset[LocalProcess]) -> dict[str, Any]:
+        """Return the CPU time of processes that neither train nor load, and how many of them are runnable."""
+        others = (process for process in alive if self._roles.role_of(process).role == ROLE_OTHER)
+        stats = [stat for process in others if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
+        ticks = sum(stat.cpu_ticks for stat in stats)
+        return {
+            "helpers_cpu_seconds": ticks * procfs.NS_PER_TICK / 1e9,
+            "helpers_runnable_count": sum(stat.is_runnable for stat in stats),
+        }
 
     def _stacks(self, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)
         stat = procfs.read_stat(self._proc, process.pid)
+        where = locus(process, role)
         fields: dict[str, Any] = {
             **process._asdict(),
+            **{name: getattr(where, name) for name in PLACE},
+            "parent_pid": stat.parent_pid if stat else None,
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
             "error": None,
         }
         try:
-            stacks = self._read(process.pid, locus(process, role), self._proc)
+            stacks = self._read(process.pid, where, self._proc)
         except StackError as error:
             return {**fields, "threads": [], "error": str(error)}
         return {**fields, "threads": [stack_fields(stack) for stack in stacks]}

@@ -19,16 +19,31 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles, Role
 from collector.agent.samplers.processes import ProcessTree
 from collector.agent.samplers.procfs import LocalProcess
+from collector.agent.samplers.wait_targets import wait_target
 from collector.errors import one_line
 from collector.findings import Locus
 from collector.stacks import Stack, stacks_of, wait_words
 from collector.store import Run, of_this_boot
-from training_harness.journal import start_ticks, stat_fields
+from training_harness.journal import stat_fields
+from training_harness.ptracer import ptrace_scope
 from training_harness.records import ROLES
 
 _TIMEOUT_SECONDS = 10
+_NATIVE_TIMEOUT_SECONDS = 60
+#: Waits whose target /proc may tell.
+_WITH_TARGET = (
+    *("waiting for a child", "waiting for a disk", "waiting for the network"),
+    *("waiting for NFS", "waiting for a FUSE", "blocked on a file lock"),
+)
 _MISSING = "py-spy is not installed; install it with: pip install 'tidegauge[collector]'"
-_NOT_ALLOWED = "reading another process's memory is not allowed here; run as root, or with CAP_SYS_PTRACE"
+_NOT_ALLOWED = "reading another process's memory is not allowed here; "
+#: kernel.yama.ptrace_scope -> what to do; the same without Yama, as in a container.
+_REMEDIES = {
+    1: "run as root, or set `sysctl kernel.yama.ptrace_scope=0` (it is 1: only its own collector reads a run)",
+    2: "run as root, or with CAP_SYS_PTRACE (kernel.yama.ptrace_scope is 2)",
+    3: "nothing helps until the next boot (kernel.yama.ptrace_scope is 3)",
+}
+_OTHER_REMEDY = "run as root, or with CAP_SYS_PTRACE (`docker run --cap-add=SYS_PTRACE`)"
 
 
 class StackError(Exception):
@@ -40,7 +55,7 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, start_ticks)
+    roles = ProcessRoles(host, lambda pid: _start_ticks(proc, pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
@@ -49,18 +64,25 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
 
 
+def _start_ticks(proc: str, pid: int) -> int | None:
+    stat = procfs.read_stat(proc, pid)
+    return None if stat is None else stat.start_ticks
+
+
 def locus(process: LocalProcess, role: Role) -> Locus:
     """Return the place of a process of this host in the run."""
     return Locus(role=ROLES[role.role], rank=role.rank, loader=role.loader, worker=role.worker, pid=process.pid)
 
 
-def read_stacks(pid: int, locus: Locus, proc: str = "/proc") -> list[Stack]:
+def read_stacks(pid: int, locus: Locus, proc: str = "/proc", *, native: bool = False) -> list[Stack]:
     """Return the stacks of a process's Python threads; takes some 20 ms and does not pause the process.
+
+    With `native`, frames of C and C++ are among them; this takes seconds, and pauses the process for a part of one.
 
     Raises:
         StackError: they cannot be read.
     """
-    dump = _dump(pid)
+    dump = _dump(pid, native=native)
     threads = [thread["os_thread_id"] for thread in dump if thread.get("os_thread_id")]
     return stacks_of(dump, locus, {thread: _waits(pid, thread, proc) for thread in threads})
 
@@ -71,21 +93,27 @@ def py_spy() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def _dump(pid: int) -> list[dict[str, Any]]:
+def not_allowed(scope: int | None) -> str:
+    """Return that stacks cannot be read for lack of rights, and the remedy under this `ptrace_scope`."""
+    return _NOT_ALLOWED + _REMEDIES.get(scope or 0, _OTHER_REMEDY)
+
+
+def _dump(pid: int, *, native: bool) -> list[dict[str, Any]]:
     program = py_spy()
     if program is None:
         raise StackError(_MISSING)
-    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    option, seconds = ("--native", _NATIVE_TIMEOUT_SECONDS) if native else ("--nonblocking", _TIMEOUT_SECONDS)
+    command = [program, "dump", "--json", option, "--pid", str(pid)]
     try:
-        result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise StackError(f"py-spy did not answer in {_TIMEOUT_SECONDS} s") from None
+        raise StackError(f"py-spy did not answer in {seconds} s") from None
     if result.returncode == 0:
         threads: list[dict[str, Any]] = json.loads(result.stdout)
         return threads
     message = result.stderr.decode(errors="replace")
     if "ermission" in message:
-        raise StackError(_NOT_ALLOWED)
+        raise StackError(not_allowed(ptrace_scope()))
     if "Failed to find python version" in message:
         raise StackError("it is not Python")
     raise StackError(one_line(message.strip().splitlines()[0] if message.strip() else "py-spy failed"))
@@ -97,4 +125,6 @@ def _waits(pid: int, thread: int, proc: str) -> str | None:
     if stat is None:
         return None
     name = (channel or b"").decode(errors="replace").strip("\0\n")
-    return wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+    words = wait_words(stat_fields(stat)[0].decode(), None if name in ("", "0") else name)
+    target = wait_target(proc, pid, thread) if (words or "").startswith(_WITH_TARGET) else None
+    return f"{words} ({target})" if target else words

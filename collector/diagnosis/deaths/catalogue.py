@@ -84,17 +84,20 @@ _HANG_ADVICE = {
         expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
     ),
 }
+#: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
 HANG = Death(
     kind="hang",
     sentence="{what} has not trained for {silent}: it is {does}{where}{held}.",
-    advice=(_LOOK_AGAIN,),
+)
+HANG_WITHOUT_HOOKS = replace(
+    HANG,
+    sentence="{what} {hangs}: it is {does}{where}{held}; no process of the run has used CPU time for {silent}.",
 )
 HANG_OF_WORKER = replace(
     HANG,
     sentence="{what} {hangs}: it is {does}{where}; {training} has had no batch for {silent}{held}.",
     advice=(
-        _LOOK_AGAIN,
         Advice(
             text="Set DataLoader(timeout=...) until the cause is found",
             expected="training ends with an exception, not silently",
@@ -103,10 +106,11 @@ HANG_OF_WORKER = replace(
 )
 
 
-def hang_advice(waits: str | None, pid: int | None) -> tuple[Advice, ...]:
-    """Return the advice for what a process that hangs waits for; none if that is unknown."""
+def hang_advice(waits: str | None, pid: int | None, *, goes_on: bool) -> tuple[Advice, ...]:
+    """Return the advice for what a process that hangs waits for, and how to see more while the run goes on."""
     advice = (advice for begin, advice in _HANG_ADVICE.items() if (waits or "").startswith(begin))
-    return tuple(replace(one, text=one.text.format(pid=pid)) for one in advice)
+    found = tuple(replace(one, text=one.text.format(pid=pid)) for one in advice)
+    return (*found, _LOOK_AGAIN) if goes_on else found
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
@@ -174,6 +178,7 @@ KILLED = Death(
 )
 STOPPED = replace(KILLED, severity="warning")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
+CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
     kind="crashed",
     sentence="{what} ended with {exception}{site}: {headline}",

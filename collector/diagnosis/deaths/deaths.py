@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGINT, SIGKILL, SIGSEGV
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 from typing import Any
 
 from collector.diagnosis.deaths import catalogue
@@ -51,19 +51,22 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
-    findings += [_kill(victim) for victim in merge_workers([v for v in victims if v not in (*oom, *bus)])]
+    is_cancelled = bool(tables.events_of("hang-cancelled"))
+    rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus)])
+    findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
     findings += find_cuda_ooms(tables)
     findings += _crashes(tables, life, victims)
     findings += [_collector_killed(life, event) for event in life.collectors_killed()]
     return findings + find_restarts(life)
 
 
-def _kill(victim: Victim) -> Finding:
+def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
     if name is None and victim.exit_code is not None:
         by = f"abruptly with exit code {victim.exit_code}, as after os._exit"
-    return _death_of(victim).finding(
+    is_by_tidegauge = is_cancelled and victim.signal in (SIGTERM, SIGKILL)
+    return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=victim.evidence,

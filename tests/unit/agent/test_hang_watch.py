@@ -6,10 +6,12 @@ import os
 
 import pytest
 
-from collector.agent.samplers.hang_watch import SERIES_DUMPS, HangWatch
+from collector.agent.samplers.hang_watch import IDLE_SECONDS, SERIES_DUMPS, HangWatch
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.stack_dumps import StackError
+from collector.findings import Locus
+from collector.stacks import Frame, Stack
 
 HOST = "node.example"
 MAIN = LocalProcess(os.getpid(), 77)
@@ -103,3 +105,68 @@ def test_a_process_whose_stacks_cannot_be_read_is_recorded_with_the_reason(tmp_p
     entry = training.taken[0][1]["processes"][0]
     assert (entry["error"], entry["threads"]) == ("not allowed here", [])
     assert entry["cpu_seconds"] is not None
+
+
+class Foreign:
+    """A process without hooks whose CPU time is set by hand; its main thread stands in one place."""
+
+    def __init__(self, directory, frames, waits):
+        self.now = 0.0
+        self.taken = []
+        self._ticks = 0
+        self._stat = directory / "proc" / "500" / "stat"
+        self._stat.parent.mkdir(parents=True)
+        self._stat.with_name("cmdline").write_bytes(b"python\0train.py\0")
+        self._stat.with_name("environ").write_bytes(b"")
+        stack = Stack(locus=Locus(), thread="MainThread", frames=tuple(frames), waits=waits)
+        roles = ProcessRoles(HOST, lambda pid: 77, boot_offset_ns=0)
+        self._watch = HangWatch(
+            directory, HOST, roles, proc=str(directory / "proc"), read=lambda pid, where, proc: [stack]
+        )
+
+    def run(self, seconds, ticks_per_second=0):
+        for _ in range(seconds):
+            self.now += 1
+            self._ticks += ticks_per_second
+            self._stat.write_text(f"500 (python) S 1 {'0 ' * 9}{self._ticks} 0 {'0 ' * 6}77 0")
+            if (fields := self._watch.tick(round(self.now * 1e9), [LocalProcess(500, 77)])) is not None:
+                self.taken.append((self.now, fields))
+        return self
+
+
+FOR_A_BATCH = [
+    Frame("Connection.poll", "/usr/lib/python3.12/multiprocessing/connection.py", 1),
+    Frame("_try_get_data", "/opt/lib/python3.12/site-packages/torch/utils/data/dataloader.py", 1),
+]
+FOR_REQUESTS = [Frame("Event.wait", "/usr/lib/python3.12/threading.py", 1), Frame("serve", "/srv/serve.py", 1)]
+POLL, LOCK = "waiting for a pipe or socket", "blocked on a lock (futex)"
+
+
+def test_a_run_without_hooks_that_idles_with_work_pending_is_recorded(tmp_path):
+    foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50)
+    begin = foreign.now
+    foreign.run(260)
+    starts = [round(now - begin) for now, _ in foreign.taken[::SERIES_DUMPS]]
+    assert starts == pytest.approx([IDLE_SECONDS, 2 * IDLE_SECONDS], abs=6)
+    assert len(foreign.taken) == 2 * SERIES_DUMPS
+    fields = foreign.taken[-1][1]
+    assert fields["silent"] == []
+    assert fields["idle_seconds"] == pytest.approx(242, abs=8)
+    assert (fields["processes"][0]["pid"], fields["processes"][0]["parent_pid"]) == (500, 1)
+
+
+@pytest.mark.parametrize("ticks_per_second", [3, 100])
+def test_a_run_without_hooks_that_computes_is_left_alone(tmp_path, ticks_per_second):
+    assert Foreign(tmp_path, FOR_A_BATCH, POLL).run(600, ticks_per_second).taken == []
+
+
+def test_a_run_without_hooks_that_computes_now_and_then_is_left_alone(tmp_path):
+    foreign = Foreign(tmp_path, FOR_A_BATCH, POLL)
+    for _ in range(6):
+        foreign.run(100).run(1, ticks_per_second=60)
+    assert foreign.taken == []
+
+
+@pytest.mark.parametrize(("frames", "waits"), [(FOR_REQUESTS, LOCK), (FOR_REQUESTS, POLL)])
+def test_a_server_that_waits_for_requests_is_left_alone(tmp_path, frames, waits):
+    assert Foreign(tmp_path, frames, waits).run(500).taken == []

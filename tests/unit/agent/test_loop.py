@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def test_child_environment_has_the_run_and_the_shim_first(tmp_path):
     assert environ["PYTHONPATH"].split(":") == [shim, "/a", "/b"]
     assert environ["TIDEGAUGE_RUN_DIR"] == str(tmp_path / "run")
     assert environ["TIDEGAUGE_HOME"] == str(tmp_path)
+    assert environ["TIDEGAUGE_COLLECTOR"].split(".")[0] == str(os.getpid())
     assert environ["X"] == "1"
 
 

@@ -61,7 +61,7 @@ def process(key, frames, waits, *, used_seconds=0.0, moves=False):
     return {"key": key, "frames": frames, "waits": waits, "used_seconds": used_seconds, "moves": moves}
 
 
-def stacks(script, *processes, silent=(MAIN,), budgets=1.1, helpers_seconds=0.0):
+def stacks(script, *processes, silent=(MAIN,), budgets=1.1, helpers_seconds=0.0, helpers_runnable=0):
     """Add a series of three dumps, after a silence of `budgets` times 30 s."""
     for number in range(3):
         script.event(
@@ -70,6 +70,7 @@ def stacks(script, *processes, silent=(MAIN,), budgets=1.1, helpers_seconds=0.0)
             AGENT,
             is_last=number == 2,
             helpers_cpu_seconds=helpers_seconds * number / 2,
+            helpers_runnable_count=helpers_runnable,
             silent=[
                 {
                     "pid": key[1],
@@ -165,6 +166,7 @@ def test_a_long_phase_of_the_training_process_is_information(phase):
 def test_waiting_for_a_program_that_computes_is_information():
     evaluates = process(MAIN, IN_MAIN, "waiting for a child process")
     assert only(stacks(training(), evaluates, IDLE, budgets=2.0, helpers_seconds=1.9)).severity == "info"
+    assert only(stacks(training(), evaluates, IDLE, budgets=2.0, helpers_runnable=1)).severity == "info"
     assert only(stacks(training(), evaluates, IDLE, budgets=2.0)).severity == "critical"
 
 

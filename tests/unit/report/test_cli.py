@@ -361,3 +361,8 @@ def test_port_in_use_is_a_one_line_error(tidegauge):
         status, _, err = tidegauge("dashboard", "--port", port)
     assert status == 2
     assert f"port {port} cannot be used (Address already in use): give another with --port" in err
+
+
+@pytest.mark.parametrize(("scope", "remedy"), [(None, "--cap-add=SYS_PTRACE"), (1, "ptrace_scope=0"), (3, "boot")])
+def test_a_refused_stack_has_the_remedy_of_this_kernel(scope, remedy):
+    assert remedy in stack_dumps.not_allowed(scope)

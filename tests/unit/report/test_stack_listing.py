@@ -38,6 +38,18 @@ def read_dataset(path: str, line: int) -> tuple[dict, ...]:
     )
 
 
+def test_native_frames_are_shown_by_library_and_are_not_the_users_own():
+    library = "/opt/lib/python3.12/site-packages/torch/lib/libgomp.so.1"
+    native = {**frame("GOMP_parallel", library), "module": library}
+    accept = {**frame("sock_accept", "/build/Python/Modules/socketmodule.c", 2759), "module": "/usr/bin/python3"}
+    dump = [{"thread_id": 1, "os_thread_id": 7, "thread_name": "MainThread"}]
+    dump[0]["frames"] = [native, frame("train", "/home/me/train.py", 3), accept]
+    groups = group(stacks_of(dump, Locus(pid=1), {}))
+    assert [one.is_own for one in groups[0].frames] == [False, True, False]
+    text = "\n".join(line.plain for line in stack_lines(groups))
+    assert "GOMP_parallel  libgomp.so.1" in text
+
+
 @pytest.mark.parametrize(
     ("state", "channel", "words"),
     [

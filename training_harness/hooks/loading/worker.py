@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from training_harness import session
+from training_harness import ptracer, session
 from training_harness.hooks.loading.fetch_meter import FetchMeter, samples_in
 from training_harness.hooks.on_request.requests import Requests
 from training_harness.hooks.patching import Hook
@@ -84,6 +84,7 @@ def run_worker(
     """Run the worker loop with recording queues, or without them if anything is not as expected."""
     hook = Hook("fetch")
     recorder = None
+    ptracer.allow_collector()  # a forked process has not inherited it
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
         current = session.active

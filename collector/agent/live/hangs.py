@@ -1,0 +1,97 @@
+"""Reports of a training that hangs, while it hangs: a line on stderr, and the action of `--on-hang`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from collector.agent.live.alerts import Alerts, command_sender
+from collector.agent.problems import say
+from collector.agent.samplers import procfs
+from collector.agent.samplers.procfs import LocalProcess
+from collector.findings import Finding, Locus
+from collector.store import Run
+from training_harness.journal import EventLog, Identity
+
+#: Value of `--on-hang` that ends the command; any other one is a shell command.
+CANCEL = "cancel"
+#: Seconds that the command has to end after SIGTERM.
+CANCEL_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+
+
+class HangReports:
+    """Reports of the hangs of one run; the action is taken once, at the first.
+
+    Args:
+        on_hang: `CANCEL`, a shell command that gets the finding as JSON on stdin, or None.
+
+    Raises:
+        ValueError: the shell command is empty.
+    """
+
+    def __init__(self, on_hang: str | None = None) -> None:
+        self._is_cancelled = on_hang == CANCEL
+        is_command = on_hang is not None and not self._is_cancelled
+        self._command = Alerts([command_sender(on_hang or "", option="--on-hang")]) if is_command else None
+        self._reported: set[tuple[Locus, int | None]] = set()
+
+    def report(self, run: Run, name: str, findings: Iterable[Finding]) -> None:
+        """Report the hangs that are new and certain."""
+        for finding in findings:
+            key = (finding.locus, finding.since_step)
+            if finding.kind != "hang" or finding.severity == "info" or key in self._reported:
+                continue
+            is_first = not self._reported
+            self._reported.add(key)
+            say(f"{finding.summary.removesuffix('.')}; see: tidegauge stacks {run.run_id}")
+            if is_first:
+                self._act(run, name, finding)
+
+    def _act(self, run: Run, name: str, finding: Finding) -> None:
+        if self._command is not None:
+            self._command.send(run.run_id, name, [finding])
+        command = run.manifest["command"]
+        if self._is_cancelled and command is not None and command["host"] == socket.gethostname():
+            EventLog(run.events_dir, Identity.of_this_process()).append(
+                "hang-cancelled", command_pid=command["pid"]
+            )
+            say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
+            processes = LocalProcess(command["pid"], command["start_ticks"]), _living(finding.locus.pid)
+            threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
+
+    def close(self) -> None:
+        """Wait for the shell command, for a bounded time."""
+        if self._command is not None:
+            self._command.close()
+
+
+def _cancel(command: LocalProcess, culprit: LocalProcess | None) -> None:
+    """End the command, then the process that hangs: a stuck worker does not notice that its parent is gone."""
+    _send(command, signal.SIGTERM)
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while _is_alive(command) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    _send(command, signal.SIGKILL)
+    if culprit is not None:
+        _send(culprit, signal.SIGKILL)
+
+
+def _send(process: LocalProcess, number: int) -> None:
+    if _is_alive(process):
+        with suppress(OSError):
+            os.kill(process.pid, number)
+
+
+def _is_alive(process: LocalProcess) -> bool:
+    return _living(process.pid) == process
+
+
+def _living(pid: int | None) -> LocalProcess | None:
+    stat = None if pid is None else procfs.read_stat("/proc", pid)
+    return None if pid is None or stat is None or stat.has_ended else LocalProcess(pid, stat.start_ticks)

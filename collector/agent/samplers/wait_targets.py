@@ -1,0 +1,82 @@
+"""The thing that a thread waits for: a remote address, a file, the holder of a file lock, a child process.
+
+The kernel shows the system call that a thread is in (proc(5), /proc/PID/syscall) to those who may trace it. Only
+texts of /proc are read: asking a file system that does not answer would hang the collector too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from collector.agent.samplers import procfs
+
+#: Machine -> numbers of the system calls whose first argument is a descriptor: read, write, send, receive, accept,
+#: connect, fsync, flock, fcntl and their like; and those of wait4 and waitid.
+_OF_DESCRIPTOR = {
+    "x86_64": frozenset({0, 1, 17, 18, 19, 20, 42, 43, 44, 45, 46, 47, 72, 73, 74, 75, 288}),
+    "aarch64": frozenset({25, 32, 63, 64, 65, 66, 67, 68, 82, 83, 202, 203, 206, 207, 211, 212, 242}),
+}
+_OF_CHILD = {"x86_64": frozenset({61}), "aarch64": frozenset({260})}
+
+
+def wait_target(proc: str, pid: int, thread: int) -> str | None:
+    """Return the address, path or process that a thread waits for; None if /proc does not tell."""
+    words = (procfs.read_file(f"{proc}/{pid}/task/{thread}/syscall") or b"").split()
+    if len(words) < 2 or not words[0].isdigit():  # `running`, or `-1` outside of a system call
+        return None
+    number, argument, machine = int(words[0]), int(words[1], 16), os.uname().machine
+    if number in _OF_CHILD.get(machine, ()):
+        return _child(proc, argument)
+    if number not in _OF_DESCRIPTOR.get(machine, ()):
+        return None
+    try:
+        name = os.readlink(f"{proc}/{pid}/fd/{argument}")
+    except OSError:
+        return None
+    if name.startswith("socket:["):
+        return _remote_address(proc, pid, name.removeprefix("socket:[").rstrip("]"))
+    if not name.startswith("/"):
+        return None
+    holder = _lock_holder(proc, pid)
+    return f"{name}, held by process {holder}" if holder is not None else name
+
+
+def _child(proc: str, pid: int) -> str | None:
+    if not 0 < pid < 2**31:  # any child
+        return None
+    name = (procfs.read_file(f"{proc}/{pid}/comm") or b"").decode(errors="replace").strip()
+    return f"{name}, pid {pid}" if name else f"pid {pid}"
+
+
+def _remote_address(proc: str, pid: int, inode: str) -> str | None:
+    """Return address and port at the other end of a TCP connection (proc_pid_net(5))."""
+    for table in ("tcp", "tcp6"):
+        for line in (procfs.read_file(f"{proc}/{pid}/net/{table}") or b"").decode().splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[9] == inode:
+                address, _, port = fields[2].partition(":")
+                return f"{_address(address)}:{int(port, 16)}"
+    return None
+
+
+def _address(text: str) -> str:
+    """Return an address whose 32-bit words are printed in the byte order of the machine."""
+    words = [int(text[begin : begin + 8], 16) for begin in range(0, len(text), 8)]
+    packed = struct.pack(f"={len(words)}I", *words)
+    if len(words) == 1:
+        return socket.inet_ntop(socket.AF_INET, packed)
+    return f"[{socket.inet_ntop(socket.AF_INET6, packed)}]"
+
+
+def _lock_holder(proc: str, pid: int) -> int | None:
+    """Return the process that holds the file lock which another one waits for (proc_locks(5))."""
+    holders: dict[str, int] = {}
+    for line in (procfs.read_file(f"{proc}/locks") or b"").decode().splitlines():
+        fields = line.split()
+        if len(fields) > 5 and fields[1] == "->" and fields[5] == str(pid):
+            return holders.get(fields[0])
+        if len(fields) > 4 and fields[1] != "->" and fields[4].isdigit():
+            holders[fields[0]] = int(fields[4])
+    return None

@@ -1,0 +1,234 @@
+"""Processes of a run as a series of stacks shows them: where each stands, what it waits for, whether it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from collector.diagnosis.loading.loaders import worker_slots
+from collector.diagnosis.run.columns import key_of
+from collector.diagnosis.run.lifecycle import Lifecycle
+from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Evidence, Locus
+from collector.stacks import (
+    AT_LOCK,
+    FEEDS_QUEUE,
+    MAIN_THREAD,
+    MAKES_BATCH,
+    SUSPENDED,
+    WAITS_FOR_INDEX,
+    Frame,
+    Stack,
+    from_fields,
+)
+from collector.store import ProcessKey
+
+#: Dumps of one series follow each other within this time.
+_SERIES_SECONDS = 30.0
+#: A process that takes this share of a core is computing, not blocked.
+_BUSY_RATIO = 0.5
+#: Helpers are at work from this share on: on a machine with too few cores they get little.
+_HELPERS_RATIO = 0.05
+COLLECTIVE = "waiting in a collective"
+#: Waits that nothing but another thread or a signal can end; they are no work.
+STUCK_WAITS = (AT_LOCK, "suspended", "waiting for a child", COLLECTIVE)
+#: Parts of paths of frames in phases that may take any time: a compilation, a debugger.
+_PHASE_PATHS = ("torch/_dynamo/", "torch/_inductor/", "/pdb.py", "/bdb.py", "/debugpy/")
+#: The same for a notebook; between two cells it runs no code of its user.
+_NOTEBOOK_PATHS = ("/ipykernel/kernelapp.py",)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process over the dumps of a series: its stacks in the last one, and what changed between the dumps.
+
+    Attributes:
+        key: the process.
+        locus: its place.
+        name: for the middle of a sentence.
+        parent_pid: its parent, None if it was not recorded.
+        threads: stacks of its threads; none if they could not be read.
+        is_still: True if its main thread stands in the same place in each dump.
+        busy_ratio: CPU time over wall time between the dumps; None with a single dump.
+    """
+
+    key: ProcessKey
+    locus: Locus
+    name: str
+    parent_pid: int | None
+    threads: tuple[Stack, ...]
+    is_still: bool
+    busy_ratio: float | None
+
+    @property
+    def main(self) -> Stack | None:
+        """The stack of the main thread."""
+        return next((stack for stack in self.threads if stack.thread == MAIN_THREAD), None)
+
+    @property
+    def activity(self) -> str | None:
+        """The part of the main thread in data loading."""
+        return self.main.activity if self.main else None
+
+    @property
+    def feeder(self) -> Stack | None:
+        """The thread that sends a worker's batches, if it is stuck in sending one."""
+        feeding = (stack for stack in self.threads if stack.activity == FEEDS_QUEUE)
+        return next((one for one in feeding if one.frames and not one.frames[0].function.endswith("wait")), None)
+
+    @property
+    def _telling_stack(self) -> Stack | None:
+        return self.feeder if self.activity == WAITS_FOR_INDEX else self.main
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost frame of the user's own, else the innermost of all."""
+        stack = self._telling_stack
+        if stack is None or not stack.frames:
+            return None
+        return next((frame for frame in stack.frames if frame.is_own), stack.frames[0])
+
+    @property
+    def where(self) -> str:
+        """The end of a sentence: ` in load, dataset.py:41`."""
+        return f" in {_place_words(self.frame)}" if self.frame is not None else ""
+
+    @property
+    def waits(self) -> str | None:
+        """The thing that it waits for, or `computing`; None if the kernel does not tell."""
+        if self.is_busy:
+            return "computing"
+        stack = self._telling_stack
+        return SUSPENDED if self.is_suspended else stack.waits if stack else None
+
+    def evidence(self, dumps_count: int, waits: str | None) -> list[Evidence]:
+        """Return where it stands, what it waits for, and its share of a core."""
+        window = f"{dumps_count} dumps of its stacks"
+        values = {
+            "stands_in": _place_words(self.frame) if self.frame is not None else None,
+            "state": waits,
+            "busy_ratio": None if self.busy_ratio is None else round(self.busy_ratio, 3),
+        }
+        return [fact(name, value, window, n=dumps_count) for name, value in values.items() if value is not None]
+
+    @property
+    def is_in_collective(self) -> bool:
+        """True if the main thread stands in a collective of torch.distributed."""
+        return self.main is not None and self.main.is_in_collective and not self.is_busy
+
+    @property
+    def is_at_lock(self) -> bool:
+        """True if the main thread is blocked on a lock."""
+        return self.main is not None and self.main.is_at_lock
+
+    @property
+    def is_in_long_phase(self) -> bool:
+        """True if the main thread compiles, is debugged, or waits for the user of a notebook."""
+        if self.main is None:
+            return False
+        is_between_cells = self.main.is_in(_NOTEBOOK_PATHS) and not any(frame.is_own for frame in self.main.frames)
+        return self.main.is_in(_PHASE_PATHS) or is_between_cells
+
+    @property
+    def is_busy(self) -> bool:
+        """True if it computes."""
+        is_running = self.main is not None and self.main.waits == "computing"
+        return is_running or (self.busy_ratio is not None and self.busy_ratio > _BUSY_RATIO)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if no progress shows: it is suspended, or stands in one place without computing."""
+        return self.is_suspended or (self.is_still and not self.is_busy)
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if a signal has stopped it."""
+        return any(stack.waits == SUSPENDED for stack in self.threads)
+
+
+def last_series(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the last three `stacks` events of a host, or fewer, if these are of one series."""
+    last = events[-1]
+    return [event for event in events if last["time_ns"] - event["time_ns"] <= _SERIES_SECONDS * 1e9][-3:]
+
+
+def processes_of(
+    tables: RunTables, life: Lifecycle, series: Sequence[Mapping[str, Any]]
+) -> dict[ProcessKey, Process]:
+    """Return the processes of a series, with their places in the run."""
+    host = str(series[-1]["host"])
+    dumps: dict[ProcessKey, list[Mapping[str, Any]]] = {}
+    for event in series:
+        for entry in event["processes"]:
+            if key := key_of({**entry, "host": host}):
+                dumps.setdefault(key, []).append({**entry, "time_ns": event["time_ns"]})
+    slots = worker_slots(tables)
+    found = {}
+    for key, entries in dumps.items():
+        # A dump can fail while the interpreter changes what is read.
+        readable = [entry for entry in entries if entry["threads"]] or entries[-1:]
+        entry, before = readable[-1], readable[:-1]
+        where = Locus(host=host, rank=rank_of(tables, key), role="main", pid=key[1])
+        threads = tuple(from_fields(thread, where) for thread in entry["threads"])
+        if slot := slots.get(key[:2]):
+            where = replace(where, rank=rank_of(tables, slot[0]), role="worker", loader=slot[1], worker=slot[2])
+        elif any(
+            stack.thread == MAIN_THREAD and stack.activity in (MAKES_BATCH, WAITS_FOR_INDEX) for stack in threads
+        ):
+            where = replace(where, role="worker")
+        threads = tuple(replace(stack, locus=where) for stack in threads)
+        found[key] = Process(
+            key=key,
+            locus=where,
+            name=_name(life, key, where),
+            parent_pid=entry.get("parent_pid"),
+            threads=threads,
+            is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
+            busy_ratio=_busy_ratio(readable[0], entry),
+        )
+    return found
+
+
+def _name(life: Lifecycle, key: ProcessKey, where: Locus) -> str:
+    if where.worker is not None:
+        return f"worker {where.worker} of loader {where.loader}"
+    return f"a DataLoader worker (pid {key[1]})" if where.role == "worker" else life.name(key)
+
+
+def _place_words(frame: Frame) -> str:
+    return f"{frame.function}, {PurePath(frame.path).name}:{frame.line}"
+
+
+def _place(entry: Mapping[str, Any]) -> Any:
+    """Return where the main thread of a dump stands: its frames."""
+    return next((thread["frames"] for thread in entry["threads"] if thread["thread"] == MAIN_THREAD), None)
+
+
+def _busy_ratio(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
+    wall_seconds = (last["time_ns"] - first["time_ns"]) / 1e9
+    if wall_seconds <= 0 or None in (first["cpu_seconds"], last["cpu_seconds"]):
+        return None
+    return float((last["cpu_seconds"] - first["cpu_seconds"]) / wall_seconds)
+
+
+def helpers_compute(series: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether other processes of the run compute, such as a program that the training waits for.
+
+    On a crowded machine such a process may get little of a core, but it is runnable whenever it is looked at.
+    """
+    if all(event.get("helpers_runnable_count") for event in series):
+        return True
+    wall_seconds = (series[-1]["time_ns"] - series[0]["time_ns"]) / 1e9
+    used_seconds = series[-1]["helpers_cpu_seconds"] - series[0]["helpers_cpu_seconds"]
+    return bool(wall_seconds > 0 and used_seconds / wall_seconds > _HELPERS_RATIO)
+
+
+def who_holds_up(workers: Sequence[Process]) -> Process | None:
+    """Return the worker that a training process waits for; None if none of them is at work."""
+    at_work = [worker for worker in workers if worker.is_suspended or worker.activity == MAKES_BATCH]
+    # A worker at a lock may wait for another worker at work, which holds it.
+    at_work.sort(key=lambda worker: (not worker.is_suspended, worker.is_at_lock, not worker.is_stuck))
+    return at_work[0] if at_work else next((worker for worker in workers if worker.feeder is not None), None)

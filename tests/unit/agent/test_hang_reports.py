@@ -1,0 +1,57 @@
+"""A hang is reported once, and `--on-hang` acts at the first one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from collector.agent.live.hangs import HangReports
+from collector.findings import Evidence, Finding, Locus
+from collector.store import Run
+from training_harness.layout import create_run
+
+HANG = Finding(
+    kind="hang",
+    severity="critical",
+    confidence=0.95,
+    summary="Worker 1 of loader 0 hangs: it is blocked on a lock (futex) in load, dataset.py:41.",
+    locus=Locus(host="node", worker=1, loader=0, pid=1001),
+    since_step=9,
+    evidence=tuple(Evidence(name=name, value=1.0, unit="count", n=1, window="run") for name in ("a", "b")),
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(create_run(tmp_path / "home", name="train", argv=["train.py"]))
+
+
+def test_a_hang_is_one_line_that_names_the_next_command(run, capsys):
+    reports = HangReports()
+    for _ in range(3):
+        reports.report(run, "train", [HANG])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tidegauge: Worker 1 of loader 0 hangs: it is blocked")
+    assert line.endswith(f"dataset.py:41; see: tidegauge stacks {run.run_id}")
+
+
+def test_what_may_hang_is_no_line(run, capsys):
+    HangReports().report(run, "train", [replace(HANG, severity="info"), replace(HANG, kind="crashed")])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_of_on_hang_runs_once_with_the_finding(run, tmp_path):
+    out = tmp_path / "finding.json"
+    reports = HangReports(f"cat >> {out}; echo >> {out}")
+    reports.report(run, "train", [HANG])
+    reports.report(run, "train", [replace(HANG, since_step=20)])
+    reports.close()
+    (line,) = out.read_text().splitlines()
+    assert json.loads(line)["locus"]["worker"] == 1
+
+
+def test_an_empty_command_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        HangReports(" ")

@@ -1,0 +1,84 @@
+"""A thread that waits is shown with what it waits for: real system calls of real threads and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from collector.agent.samplers.wait_targets import wait_target
+from tests.conftest import wait_for
+
+PID = os.getpid()
+IN_LOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); print(flush=True); fcntl.flock(f, fcntl.LOCK_EX)"
+
+IN_WAIT = "import subprocess; c = subprocess.Popen(['cat'], stdin=-1); print(c.pid, flush=True); c.wait()"
+
+
+@pytest.fixture
+def thread():
+    """Start a function in a thread and return the thread's id for the kernel; it must end by itself."""
+    threads = []
+
+    def start(function):
+        threads.append(threading.Thread(target=function))
+        threads[-1].start()
+        return threads[-1].native_id
+
+    yield start
+    for one in threads:
+        one.join()
+
+
+@pytest.mark.parametrize(
+    ("family", "host", "shown"), [("INET", "127.0.0.1", "127.0.0.1"), ("INET6", "::1", "[::1]")]
+)
+def test_the_other_end_of_a_connection(thread, family, host, shown):
+    try:
+        server = socket.create_server((host, 0), family=getattr(socket, f"AF_{family}"))
+    except OSError:
+        pytest.skip(f"no {family} here")
+    with server, socket.create_connection(server.getsockname()[:2]) as client:
+        connection, _ = server.accept()
+        with connection:
+            receiver = thread(lambda: client.recv(1))
+            port = server.getsockname()[1]
+            assert wait_for(lambda: wait_target("/proc", PID, receiver), "an address") == f"{shown}:{port}"
+            connection.send(b"x")
+
+
+def test_the_child_process_that_is_waited_for():
+    with subprocess.Popen([sys.executable, "-c", IN_WAIT], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        try:
+            shown = wait_for(lambda: wait_target("/proc", parent.pid, parent.pid), "a child")
+            assert shown == f"cat, pid {pid}"
+        finally:
+            os.kill(pid, 9)
+
+
+def test_the_holder_of_a_file_lock(tmp_path):
+    path = tmp_path / "lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with subprocess.Popen([sys.executable, "-c", IN_LOCK, path], stdout=subprocess.PIPE) as other:
+            other.stdout.readline()
+            shown = wait_for(lambda: wait_target("/proc", other.pid, other.pid), "a lock")
+            assert shown == f"{path}, held by process {PID}"
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def test_a_thread_that_waits_for_no_descriptor_has_no_target(thread):
+    event = threading.Event()
+    sleeper = thread(event.wait)
+    assert wait_target("/proc", PID, sleeper) is None
+    event.set()
+
+
+def test_a_process_that_may_not_be_read_has_no_target(tmp_path):
+    assert wait_target(str(tmp_path), 1, 1) is None
