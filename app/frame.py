@@ -37,14 +37,7 @@ def main() -> None:
         for page in PAGES
     ]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
-    # Streamlit gives the first page no path of its own; the others have theirs, so people try it.
-    first = st.Page(
-        lambda: st.switch_page(pages[0], query_params=dict(st.query_params)),
-        title=PAGES[0].title,
-        url_path=PAGES[0].path,
-        visibility="hidden",
-    )
-    page = st.navigation([*pages, words, first], position="top")
+    page = st.navigation([*pages, words], position="top")
     if page.url_path != terms.PATH:
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()

@@ -219,8 +219,7 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     with page.expect_download() as got:
         page.get_by_test_id("stDownloadButton").get_by_role("button").click()
     assert got.value.suggested_filename == f"{slow}-workers.csv"
-    page.goto(f"{base}/overview?run={slow}")  # the path that the other pages suggest
-    page.wait_for_url(f"{base}/?run={slow}")
+    page.goto(screenshots.address(base, "overview", run=slow))
     screenshots.await_view(page)
     page.get_by_test_id("stMain").get_by_test_id("stTooltipIcon").last.hover()
     with page.expect_popup() as opened:

@@ -37,7 +37,9 @@ def test_no_tracer_is_named_where_it_is_not_needed_or_does_not_help(proc, scope,
     assert named(proc, scope, process_name(os.getpid()), monkeypatch) == []
 
 
-@pytest.mark.parametrize("collector", [f"{os.getpid()}.1", "4194305.1", "", "x"])
+@pytest.mark.parametrize(
+    "collector", [f"{os.getpid()}.1", "4194305.1", "", "x"], ids=["another start", "gone", "empty", "text"]
+)
 def test_a_collector_that_is_gone_or_of_another_namespace_is_not_named(proc, collector, monkeypatch):
     assert named(proc, 1, collector, monkeypatch) == []
 
