@@ -205,10 +205,21 @@ def test_drawing_pauses_before_the_first_charts(monkeypatch, tmp_path):
     monkeypatch.setattr(drawing, "time", pause)
     monkeypatch.setattr(drawing, "draw", lambda block, key: order.append(type(block).__name__) or draw(block, key))
     at = open_view(monkeypatch, tmp_path, "overview")
-    assert order == ["Findings", "Metrics", "pause", "TimeChart", "TimeChart", "Table", "Table", "Note"]
+    assert order == [
+        "Findings",
+        "Metrics",
+        "pause",
+        "TimeChart",
+        "TimeChart",
+        "Table",
+        "Table",
+        "Note",
+        "Note",
+        "Note",
+    ]
     order.clear()
     at.run()
-    assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note"]
+    assert order == ["Findings", "Metrics", "TimeChart", "TimeChart", "Table", "Table", "Note", "Note", "Note"]
 
 
 def test_page_refreshes_while_a_requested_verdict_is_pending(monkeypatch, tmp_path):
