@@ -80,7 +80,7 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
     "backward": (partial(steps.install_backward, _progress), {"torch.autograd", _COMPILER}),
     "cuda_oom": (partial(cuda_oom.install, _progress), {_COMPILER}),
-    "checkpoint": (checkpoints.install, {checkpoints.MODULE, _COMPILER}),
+    "checkpoint": (checkpoints.install, {"torch.optim.optimizer", _COMPILER}),
 }
 _TORCH_MODULES = sorted(set[str]().union(*(needs for _, needs in HOOKS.values())))
 HOOKS |= {

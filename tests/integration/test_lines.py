@@ -34,7 +34,7 @@ def test_the_line_that_the_training_waits_for_is_named(home):
     assert line["callers"][0].endswith(", in Data.__getitem__")
     assert line["n"] >= 20
     text = tidegauge(home, "report").stdout
-    assert "waits in" in text
+    assert "Waits in" in text
     assert "time.sleep(0.02)" in text
 
 

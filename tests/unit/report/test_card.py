@@ -271,7 +271,7 @@ def test_card_names_the_lines_that_a_training_waits_for():
         for place, ratio in enumerate((0.71, 0.2))
     )
     text = card(verdict(dataclasses.replace(SLOW_WORKER, waits_in=lines)))
-    assert "waits in   71%  project/data/dataset.py:57, in Photos.load_from_the_archive" in text
+    assert "Waits in   71%  project/data/dataset.py:57, in Photos.load_from_the_archive" in text
     assert "return self.archive.read(self.names[index]" in text
     assert "calls zipfile.ZipFile.read; from project/data/dataset.py:40," in text
     assert "train.py" not in text

@@ -12,7 +12,7 @@ from training_harness import session
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
 
-MODULE = "torch.serialization"
+_MODULE = "torch.serialization"
 #: Least time between the records of two saves: files of one checkpoint follow each other faster.
 _EVERY_NS = 10**9
 _EVENTS_AT_MOST = 1000
@@ -50,7 +50,7 @@ def install() -> Hook:
 
             return noted
 
-        module = sys.modules[MODULE]
+        module = sys.modules[_MODULE]
         hook.replace(module, "save", make)
         # One function under both names, as before, so that it can be pickled.
         hook.replace(sys.modules["torch"], "save", lambda _: module.save)
