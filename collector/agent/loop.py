@@ -361,8 +361,7 @@ def _note_stored(run: Run, *, is_stored: bool) -> None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    stat = procfs.read_stat(_PROC, pid)
-    return None if stat is None or stat.has_ended else stat.start_ticks
+    return procfs.start_ticks(_PROC, pid)
 
 
 def _is_alive(key: LocalProcess) -> bool:

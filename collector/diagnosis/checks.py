@@ -12,13 +12,11 @@ from collector.diagnosis.loading.loaders import loops
 from collector.diagnosis.run.columns import by_process, floats
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.main_thread_pause import LEAST_STEPS
 from collector.diagnosis.stalls.verdict import MIN_BATCHES
 from collector.diagnosis.statistics.growth import MIN_POINTS
 from collector.findings import Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
-
-#: Steps among which pauses can be found (`stalls.main_thread_pause`), about.
-_LEAST_STEPS = 30
 
 CheckStatus = Literal["fine", "finding", "not judged"]
 
@@ -85,7 +83,7 @@ def _loading(tables: RunTables) -> str:
 
 
 def _pauses(tables: RunTables) -> str:
-    return _too_few(len(tables.stream("step")), _LEAST_STEPS, "steps")
+    return _too_few(len(tables.stream("step")), LEAST_STEPS, "steps")
 
 
 def _ranks(tables: RunTables) -> str:

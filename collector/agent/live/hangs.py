@@ -89,9 +89,9 @@ def _send(process: LocalProcess, number: int) -> None:
 
 
 def _is_alive(process: LocalProcess) -> bool:
-    return _living(process.pid) == process
+    return procfs.start_ticks("/proc", process.pid) == process.start_ticks
 
 
 def _living(pid: int | None) -> LocalProcess | None:
-    stat = None if pid is None else procfs.read_stat("/proc", pid)
-    return None if pid is None or stat is None or stat.has_ended else LocalProcess(pid, stat.start_ticks)
+    ticks = None if pid is None else procfs.start_ticks("/proc", pid)
+    return None if pid is None or ticks is None else LocalProcess(pid, ticks)

@@ -105,6 +105,12 @@ def read_command_line(proc: str, pid: int) -> list[str]:
     return [os.fsdecode(word) for word in text.rstrip(b"\0").split(b"\0")] if text else []
 
 
+def start_ticks(proc: str, pid: int) -> int | None:
+    """Return the start time of a living process in ticks since boot; None if it has ended."""
+    stat = read_stat(proc, pid)
+    return None if stat is None or stat.has_ended else stat.start_ticks
+
+
 def read_stat(proc: str, pid: int) -> Stat | None:
     """Read the state of a process; None if there is none with this pid."""
     text = _read_once(f"{proc}/{pid}/stat")

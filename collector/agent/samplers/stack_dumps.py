@@ -55,18 +55,13 @@ def living(run: Run, proc: str = "/proc") -> dict[LocalProcess, Locus]:
     if not of_this_boot(run):
         return {}
     host = socket.gethostname()
-    roles = ProcessRoles(host, lambda pid: _start_ticks(proc, pid))
+    roles = ProcessRoles(host, lambda pid: procfs.start_ticks(proc, pid))
     for event in EventTail(run.events_dir, host).read():
         roles.learn(event)
     command, collector = (run.manifest.get(name) for name in ("command", "collector"))
     named = {*roles} | ({LocalProcess(command["pid"], command["start_ticks"])} if command else set())
     alive, _ = ProcessTree(proc, collector["pid"] if collector else 0).update(named)
     return {process: locus(process, roles.role_of(process)) for process in sorted(alive)}
-
-
-def _start_ticks(proc: str, pid: int) -> int | None:
-    stat = procfs.read_stat(proc, pid)
-    return None if stat is None else stat.start_ticks
 
 
 def locus(process: LocalProcess, role: Role) -> Locus:

@@ -22,6 +22,8 @@ _FIRST_STEPS = 10  # left out for lazy initialisation, compilation and autotunin
 _MIN_PAUSES = 4
 _NOISE_SPREADS = 8.0  # a pause takes this many spreads longer than the usual step, and at least half a step
 _MOST_PAUSES = 0.2  # share of the steps; pauses are 5 steps apart or more, else they are the usual step
+#: Steps of a training among which pauses can be found.
+LEAST_STEPS = _FIRST_STEPS + round(_MIN_PAUSES / _MOST_PAUSES)
 _LEAST_PAUSE = 0.25  # share of the excess of the longest quarter of the pauses
 _REGULAR = 0.8  # share of the distances that must be the median one, give or take a tenth
 _ONE_PHASE = 0.7  # share of the pauses' excess time that must lie in one phase
