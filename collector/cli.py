@@ -10,6 +10,7 @@ import traceback
 import click
 
 from collector.commands import compare, dashboard, doctor, report, run, storage, tune
+from collector.commands.demo import replay
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -27,6 +28,7 @@ def cli(context: click.Context) -> None:
 for _command in (
     run.run,
     run.job,
+    replay.demo,
     run.watch,
     run.collect,
     tune.tune,

@@ -1,36 +1,144 @@
-"""`tidegauge dashboard`."""
+"""`tidegauge dashboard`, and the same server beside another command."""
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import collector
-from collector.commands.options import home_option
+from collector.commands.options import home_option, say
 from collector.errors import TidegaugeError
-from training_harness.layout import HOME_VARIABLE
+from training_harness.layout import HOME_VARIABLE, home_path
+
+if TYPE_CHECKING:
+    from collector.diagnosis import Verdict
+    from collector.store import Run
+
+#: Seconds that the server may take to answer, and to end.
+_START_SECONDS, _END_SECONDS = 60.0, 10.0
+_POLL_SECONDS = 0.1
+
+
+def port_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--port`."""
+    return click.option(
+        "--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port of the dashboard."
+    )(command)
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(1, 65535), default=8501, show_default=True, help="Port to serve on.")
+@port_option
 @home_option
 def dashboard(port: int, home: Path) -> None:
     """Serve the dashboard until Ctrl-C."""
+    command, environment = _server(home, port)
+    click.echo(f"dashboard of {home} on {address(port)}, Ctrl-C ends it", err=True)
+    os.execve(command[0], command, environment)
+
+
+def address(port: int) -> str:
+    """Return the address of the dashboard's first page."""
+    return f"http://localhost:{port}"
+
+
+def show_way(verdicts: Sequence[tuple[Run, Verdict]], home: Path, port: int, *, is_served: bool) -> None:
+    """Print what to click first: the first of these runs that asks for action, else the first one."""
+    from collector.report.card import dashboard_command
+    from collector.report.signpost import gravest, look_first
+
+    run, verdict = next((each for each in verdicts if gravest(each[1])), verdicts[0])
+    command = "" if is_served else dashboard_command(home, home_path())
+    click.echo(look_first(verdict, run.run_id, address(port), command=command), err=True)
+
+
+class DashboardServer:
+    """The dashboard of a home, served by a child process until the block ends.
+
+    The child stays in the process group, so that Ctrl-C and a terminal that closes end it too.
+
+    Raises:
+        TidegaugeError: the dashboard is not installed, or the port cannot be used.
+    """
+
+    def __init__(self, home: Path, port: int) -> None:
+        self.address = address(port)
+        self._port = port
+        self._command, self._environment = _server(home, port)
+
+    def __enter__(self) -> DashboardServer:
+        self._before = signal.signal(signal.SIGTERM, _exit)  # The block's end ends the child, unlike a signal.
+        quiet = subprocess.DEVNULL
+        self._child = subprocess.Popen(
+            self._command, env=self._environment, stdin=quiet, stdout=quiet, stderr=quiet
+        )
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._child.terminate()
+        try:
+            self._child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        signal.signal(signal.SIGTERM, self._before)
+
+    def await_ready(self) -> None:
+        """Wait until the server answers, and print its address.
+
+        Raises:
+            TidegaugeError: it has ended, or does not answer.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while self._child.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("localhost", self._port, timeout=1)
+                connection.request("GET", "/_stcore/health")
+                if connection.getresponse().status == http.client.OK:
+                    say(f"dashboard: {self.address}")
+                    return
+            time.sleep(_POLL_SECONDS)
+        raise TidegaugeError(f"the dashboard does not start; `tidegauge dashboard --port {self._port}` shows why")
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C."""
+        say("Ctrl-C ends the dashboard")
+        with suppress(KeyboardInterrupt):
+            self._child.wait()
+
+
+def _exit(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _server(home: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves a home, and its environment.
+
+    Raises:
+        TidegaugeError: the dashboard is not installed, or the port cannot be used.
+    """
     app = Path(collector.__file__).parent.parent / "app"
     if importlib.util.find_spec("streamlit") is None or not app.is_dir():
         raise TidegaugeError("the dashboard is not installed; install it with: pip install 'tidegauge[app]'")
     _check_port(port)
-    os.environ[HOME_VARIABLE] = str(home.absolute())
     # The user's PYTHONPATH may contain another package `collector` or `app`.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(app.parent), os.environ.get("PYTHONPATH")]))
-    arguments = ["-P", "-m", "streamlit", "run", str(app), "--server.port", str(port)]
-    click.echo(f"dashboard of {home} on http://localhost:{port}, Ctrl-C ends it", err=True)
-    os.execv(sys.executable, [sys.executable, *arguments])
+    path = os.pathsep.join(filter(None, [str(app.parent), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", "streamlit", "run", str(app), "--server.port", str(port)]
+    return command, {**os.environ, HOME_VARIABLE: str(home.absolute()), "PYTHONPATH": path}
 
 
 def _check_port(port: int) -> None:

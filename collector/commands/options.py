@@ -55,6 +55,9 @@ class LiveOptions:
     senders: tuple[Sender, ...]
 
 
+NO_LIVE_OPTIONS = LiveOptions(None, ())
+
+
 def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--prometheus`, `--on-finding` and `--webhook`, which the command gets as one `live`."""
 

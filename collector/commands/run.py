@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from collector.commands.dashboard import DashboardServer, port_option, show_way
 from collector.commands.options import (
+    NO_LIVE_OPTIONS,
     PASS_ON,
     LiveOptions,
     home_option,
@@ -32,6 +36,7 @@ from training_harness.layout import (
 )
 
 if TYPE_CHECKING:
+    from collector.agent.launch import RunOutcome
     from collector.agent.live.hangs import HangReports
     from collector.agent.live.outlets import Outlets
     from collector.diagnosis import Verdict
@@ -39,6 +44,10 @@ if TYPE_CHECKING:
 
 #: The jobs of `training_harness.jobs`, which this package may not import.
 JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
+#: Name of several jobs in turn.
+TOUR = "tour"
+#: Exit statuses of a command that was ended by Ctrl-C or SIGTERM.
+ENDED_BY_USER = (130, 143)
 
 
 def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
@@ -95,7 +104,7 @@ def run(
         os.environ[STAGES_VARIABLE] = "0"
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
-    _run(
+    outcome, _ = _run(
         command,
         home=home,
         live=live,
@@ -105,23 +114,63 @@ def run(
         tags=tags,
         interval_seconds=interval,
     )
+    sys.exit(outcome.exit_status)
 
 
 @click.command(context_settings=PASS_ON)
+@click.option("--dashboard", "serves", is_flag=True, help="Serve the dashboard meanwhile, and after the job.")
+@port_option
 @investigate_option
 @outlet_options
 @home_option
-@click.argument("name", type=click.Choice(JOBS))
+@click.argument("name", type=click.Choice([*JOBS, TOUR]))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def job(investigate: bool, live: LiveOptions, home: Path, name: str, arguments: tuple[str, ...]) -> None:
-    """Run the built-in job NAME and watch it; tidegauge job NAME --help lists its options."""
+def job(
+    serves: bool,
+    port: int,
+    investigate: bool,
+    live: LiveOptions,
+    home: Path,
+    name: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run the built-in job NAME and watch it; tidegauge job NAME --help lists its options.
+
+    `tour` runs five short jobs in turn, one healthy and four with a fault.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise TidegaugeError(
+            "the jobs train with torch; install it with: pip install 'tidegauge[jobs]'. `tidegauge demo` shows "
+            "recorded runs without it"
+        )
+    if name == TOUR:
+        from collector.commands.demo.tour import tour
+
+        if investigate or live != NO_LIVE_OPTIONS:
+            raise TidegaugeError("the tour takes only --port, --home and --no-dashboard")
+        words = ["--port", str(port), "--home", str(home), *arguments]
+        tour.main(words, prog_name="tidegauge job tour", standalone_mode=False)
+        return
     home, arguments = _take_home(arguments, home)
-    command = (sys.executable, "-P", "-m", "training_harness.jobs", name, *arguments)
+    command = job_command((name, *arguments))
     if not {"--help", "-h", "--list"}.isdisjoint(arguments):
         os.execv(sys.executable, command)
     kind = [word.lstrip("-") for word in arguments if word == "--fixed" or word == arguments[0]]
     title = "-".join([name, *kind]) if name == "fault" else name
-    _run(command, home=home, live=live, investigate=investigate, name=title)
+    with DashboardServer(home, port) if serves else nullcontext() as server:
+        if server is not None:
+            server.await_ready()
+        outcome, verdict = _run(command, home=home, live=live, investigate=investigate, name=title)
+        if outcome.run is not None and verdict is not None:
+            show_way([(outcome.run, verdict)], home, port, is_served=server is not None)
+        if server is not None and outcome.exit_status not in ENDED_BY_USER:
+            server.wait()
+    sys.exit(outcome.exit_status)
+
+
+def job_command(job: Sequence[str]) -> list[str]:
+    """Return the command of a job with its options."""
+    return [sys.executable, "-P", "-m", "training_harness.jobs", *job]
 
 
 def _take_home(arguments: Sequence[str], home: Path) -> tuple[Path, tuple[str, ...]]:
@@ -214,8 +263,8 @@ def _run(
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
-) -> None:
-    """Run and follow a command, show the card, and exit as the command did."""
+) -> tuple[RunOutcome, Verdict | None]:
+    """Run and follow a command, and show the card; return its outcome and the verdict, None if there is none."""
     from collector.agent.launch import run_command
 
     disabled = os.environ.get(DISABLED_VARIABLE) == "1"
@@ -227,16 +276,18 @@ def _run(
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
+    verdict = None
     if outcome.run is not None and outcome.is_stored:
         try:
-            show_card(outcome.run, _judge_and_publish(outcome.run, outlets), home=home, to_stderr=True)
+            verdict = _judge_and_publish(outcome.run, outlets)
+            show_card(outcome.run, verdict, home=home, to_stderr=True)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the command's exit status stands
             if os.environ.get(DEBUG_VARIABLE) == "1":
                 traceback.print_exc()
             reason = one_line(f"{type(error).__name__}: {error}")
             click.echo(f"tidegauge: no verdict on {outcome.run.run_id} ({reason})", err=True)
     _close(outlets)
-    sys.exit(outcome.exit_status)
+    return outcome, verdict
 
 
 def _open_outlets(
@@ -248,7 +299,7 @@ def _open_outlets(
         TidegaugeError: the metrics cannot be served at the given address.
 
     """
-    is_regular = live != LiveOptions(None, ()) or investigate
+    is_regular = live != NO_LIVE_OPTIONS or investigate
     if not is_regular and hangs is None:
         return None
     from collector.agent.live import prometheus

@@ -1,0 +1,1 @@
+"""Runs to look at: `tidegauge job tour` trains them, `tidegauge demo` shows recorded ones."""

@@ -1,0 +1,68 @@
+"""`tidegauge demo`: recorded runs of the tour, shown without a training."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from collector.commands.dashboard import DashboardServer, port_option
+from collector.commands.demo.tour import show_runs
+from collector.errors import TidegaugeError
+from training_harness.layout import STORE_VARIABLE
+
+if TYPE_CHECKING:
+    from collector.store import Run
+
+#: Recorded runs, one zip file each; `python -m tests.golden.record_demo` records them.
+RECORDED = Path(__file__).with_name("recorded")
+
+
+@click.command()
+@click.option("--no-dashboard", is_flag=True, help="Only print the verdicts: do not serve the dashboard.")
+@port_option
+@click.option(
+    "--home",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to put the recorded runs into [default: a temporary one, deleted at the end].",
+)
+def demo(no_dashboard: bool, port: int, home: Path | None) -> None:
+    """Show five recorded runs and serve the dashboard on them: no training, no torch."""
+    os.environ.pop(STORE_VARIABLE, None)  # The recorded runs belong to this machine alone.
+    with ExitStack() as stack:
+        folder = home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-demo-")))
+        runs = unpack(folder)
+        server = None if no_dashboard else stack.enter_context(DashboardServer(folder, port))
+        show_runs(runs, folder, port, is_served=server is not None)
+        if server is not None:
+            server.await_ready()
+            server.wait()
+
+
+def unpack(home: Path) -> list[Run]:
+    """Unpack the recorded runs into a home, in the order of the tour; runs that are there already stay.
+
+    Raises:
+        TidegaugeError: they cannot be written there.
+    """
+    from collector.store import list_runs
+
+    names = set()
+    try:
+        (home / "runs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in RECORDED.glob("*.zip"):
+            with zipfile.ZipFile(path) as archive:
+                run_id = archive.namelist()[0].split("/")[0]
+                names.add(run_id)
+                if not (home / "runs" / run_id).exists():
+                    archive.extractall(home / "runs")
+    except OSError as error:
+        raise TidegaugeError(
+            f"cannot write in {home} ({error.strerror}); give --home a folder that can be written"
+        ) from None
+    return [run for run in reversed(list_runs(home)) if run.run_id in names]

@@ -1,0 +1,90 @@
+"""The way from a verdict into the dashboard: the page to open first, and a run in a few lines."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from collector.diagnosis import Verdict
+from collector.findings import KINDS, Finding, Severity
+from collector.report import wording
+from collector.units import duration, number
+
+#: Severity -> colour of a heading.
+_STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "bold yellow", "info": "blue"}
+_HEALTHY = ("", "the key figures of a healthy run")
+#: Group of findings -> path of the page with the evidence, and what it shows.
+_PAGES = {
+    "memory forecast": ("oom-risk", "when memory runs out, and where"),
+    "memory leak": ("leak-timeline", "which process grows, how fast, and since when"),
+    "data loading": ("worker-stalls", "which worker and which stage make training wait"),
+    "training": ("worker-stalls", "what holds up the training process"),
+    "death": ("post-mortem", "what ended the run, and its last minute"),
+    "trust": ("agent-health", "what was recorded, and what is missing"),
+}
+_GPU_MEMORY = ("gpu-memory", "what fills the GPU, and since when")
+#: Kind of finding -> the same, where it is not that of its group.
+_PAGES_OF_KINDS = {
+    **dict.fromkeys(
+        ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), _GPU_MEMORY
+    ),
+    **dict.fromkeys(("fd-leak", "shm-leak"), ("oom-risk", "what fills up, and when it is full")),
+    "rank-straggler": ("", "the steps of each rank"),
+}
+
+
+def page_of(kind: str) -> tuple[str, str]:
+    """Return the path of the page that shows the evidence of a kind of finding, and what it shows."""
+    return _PAGES_OF_KINDS.get(kind) or _PAGES[KINDS[kind]]
+
+
+def gravest(verdict: Verdict) -> Finding | None:
+    """Return the gravest finding that asks for action; None if there is none."""
+    return next((finding for finding in verdict.findings if finding.severity != "info"), None)
+
+
+def link(verdict: Verdict, run_id: str, address: str) -> tuple[str, str]:
+    """Return the address of the page to open first, and what it shows.
+
+    Args:
+        verdict: the verdict on the run.
+        run_id: id of the run.
+        address: address of the dashboard.
+
+    """
+    finding = gravest(verdict)
+    path, shows = _HEALTHY if finding is None else page_of(finding.kind)
+    return f"{address}/{path}?{urlencode({'run': run_id})}", shows
+
+
+def look_first(verdict: Verdict, run_id: str, address: str, *, command: str = "") -> str:
+    """Return the line that says what to click first; `command` opens the dashboard where it is not served yet."""
+    page, shows = link(verdict, run_id, address)
+    return f"Look first: {f'{command}, then ' if command else ''}{page} ({shows})"
+
+
+def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Group:
+    """Draw a run in a few lines: its end, the gravest finding, what to do, and the page to open."""
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_column(style="dim", min_width=4, no_wrap=True)
+    facts.add_column(overflow="fold")
+    finding = gravest(verdict)
+    rows: list[tuple[str, RenderableType]] = []
+    if finding is not None and finding.advice:
+        rows.append(("Do", f"{finding.advice[0].text.removesuffix('.')}."))
+    rows.append(("See", link(verdict, run_id, address)[0]))
+    for label, value in rows:
+        facts.add_row(f"  {label}", value)
+    how = f"{verdict.status}, {number(verdict.steps)} steps, {duration(verdict.duration_seconds)}"
+    return Group(Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(finding), facts, Text())
+
+
+def _heading(finding: Finding | None) -> Text:
+    if finding is None:
+        return Text("  ✔ Nothing needs attention", style="bold green")
+    heading = Text(f"  ▲ {finding.severity.upper()}  {wording.title(finding)}", style=_STYLES[finding.severity])
+    stake = wording.stake(finding)
+    return heading.append(f": {stake}", style="default") if stake else heading
