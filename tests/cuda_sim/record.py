@@ -116,7 +116,7 @@ def record(name: str, recording: Recording) -> Path:
                 check=False,
             )
         (run,) = (folder / "home" / "runs").iterdir()
-        keep_journals_alone(run, folder / "journal")
+        keep_journals_alone(run, folder / "journal" / run.name)
         path = GPU_RUNS / f"{name}.tar.gz"
         with tarfile.open(path, "w:gz", compresslevel=9) as archive:
             archive.add(run, name, filter=lambda entry: None if entry.name.endswith(_LEFT_OUT) else entry)

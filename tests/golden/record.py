@@ -79,7 +79,7 @@ def record(name: str, case: Case) -> None:
             preexec_fn=file_limit(case.files_count),
         )
         (run,) = (folder / "home" / "runs").iterdir()
-        keep_journals_alone(run, folder / "journal")
+        keep_journals_alone(run, folder / "journal" / run.name)
         keep(run, name)
 
 
@@ -124,15 +124,17 @@ def memory_cgroup(name: str, limit_mib: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def linked_journals(home: Path, links: Path) -> Iterator[None]:
-    """Hold a second name of each journal file, because the collector deletes what it has ingested."""
+    """Hold a second name of each run's journal files, because the collector deletes what it has ingested."""
     links.mkdir()
     ended = threading.Event()
 
     def link() -> None:
         while not ended.wait(0.05):
             for path in home.glob("runs/*/journal/*.journal"):
+                of_run = links / path.parent.parent.name
+                of_run.mkdir(exist_ok=True)
                 with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.link(path, links / path.name)
+                    os.link(path, of_run / path.name)
 
     linker = threading.Thread(target=link)
     linker.start()

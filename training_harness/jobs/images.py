@@ -6,6 +6,7 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     cv2.setNumThreads(0)
     torch.manual_seed(options.seed)
-    folder = options.data or ensure_data("photographs", ensure_photographs)
+    folder = options.data or ensure_data("photographs", partial(ensure_photographs, count=options.limit))
     photographs = Photographs(folder, limit=options.limit, seed=options.seed)
     print(f"{len(photographs)} photographs in {len(photographs.classes)} classes from {folder}", flush=True)
     train(options, photographs)

@@ -31,8 +31,10 @@ _OCTAVES_PIXELS = (512, 256, 128, 64, 32, 16, 8, 4)
 _SHAPES_PER_PICTURE = (6, 14)
 
 
-def ensure_photographs(folder: Path) -> Path:
+def ensure_photographs(folder: Path, count: int | None = None) -> Path:
     """Make the photographs that are missing in `folder`, one subfolder per class, and return it.
+
+    With `count`, only the first `count` of them are needed, as many of each class.
 
     Each file appears whole or not at all, so an interrupted call can be repeated. When two processes
     call this at once, one makes the files and the other waits.
@@ -40,12 +42,12 @@ def ensure_photographs(folder: Path) -> Path:
     Raises:
         OSError: the folder cannot be written.
     """
-    if _missing(folder):
+    if _missing(folder, count):
         for name in CLASSES:
             (folder / name).mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _make_all(folder, _missing(folder))
+            _make_all(folder, _missing(folder, count))
     return folder
 
 
@@ -60,9 +62,9 @@ def compose(class_name: str, number: int) -> MatLike:
     return cv2.add(picture, cv2.merge([light, light, light]), dtype=cv2.CV_8U)
 
 
-def _missing(folder: Path) -> list[Path]:
+def _missing(folder: Path, count: int | None) -> list[Path]:
     wanted = [folder / name / f"{number:03d}.jpg" for number in range(PER_CLASS) for name in CLASSES]
-    return [path for path in wanted if not path.exists()]
+    return [path for path in wanted[:count] if not path.exists()]
 
 
 def _make_all(folder: Path, missing: list[Path]) -> None:

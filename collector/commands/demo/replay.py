@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import zipfile
 from contextlib import ExitStack
@@ -29,13 +30,15 @@ RECORDED = Path(__file__).with_name("recorded")
 @click.option(
     "--home",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder to put the recorded runs into [default: a temporary one, deleted at the end].",
+    help="Folder to put the recorded runs into [default: a temporary one, deleted with the end of the dashboard].",
 )
 def demo(no_dashboard: bool, port: int, home: Path | None) -> None:
     """Show five recorded runs and serve the dashboard on them: no training, no torch."""
     os.environ.pop(STORE_VARIABLE, None)  # The recorded runs belong to this machine alone.
     with ExitStack() as stack:
-        folder = home or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegauge-demo-")))
+        folder = home or Path(tempfile.mkdtemp(prefix="tidegauge-demo-"))
+        if home is None and not no_dashboard:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         runs = unpack(folder)
         server = None if no_dashboard else stack.enter_context(DashboardServer(folder, port))
         show_runs(runs, folder, port, is_served=server is not None)

@@ -57,7 +57,7 @@ STOPS = (
     ),
     Stop(
         name="worker-leak",
-        job=("fault", "worker-cache", "--limit-mb", "2048", "--steps", "1000"),
+        job=("fault", "worker-cache", "--limit-mb", "2048", "--steps", "1600"),
         shows="each worker keeps every picture that it decodes",
     ),
     Stop(

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from collector import cli
+from collector.agent.launch import RunOutcome
 from collector.agent.samplers import stack_dumps
 from collector.agent.samplers.devices import DeviceSampler
 from collector.commands import checks as doctor_checks, run as running
@@ -31,6 +32,7 @@ COMMANDS = {
     "runs",
     "dashboard",
     "job",
+    "demo",
     "collect",
     "doctor",
     "snapshot",
@@ -100,7 +102,7 @@ def test_job_names_match_the_existing_jobs():
         (["report", "--home", "/dev/null/x"], "/dev/null/x"),
         (
             ["job", "nope"],
-            "'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault'",
+            "'nope' is not one of 'images', 'diabetes', 'accumulate', 'dataparallel', 'ddp', 'fault', 'tour'",
         ),
         (["job", "images", "--home"], "Option '--home' requires an argument; see tidegauge job --help"),
         (["dashboard", "--port", "99999"], "99999 is not in the range 1<=x<=65535"),
@@ -156,9 +158,14 @@ def test_unexpected_error_names_the_file_with_its_traceback(tidegauge, monkeypat
 )
 def test_home_option_of_a_job_may_be_anywhere(tidegauge, monkeypatch, arguments):
     started = []
-    monkeypatch.setattr(running, "_run", lambda command, *, home, **_: started.append((home, command[-3:])))
+
+    def start(command, *, home, **_):
+        started.append((home, command[-3:]))
+        return RunOutcome(run=None, exit_status=0), None
+
+    monkeypatch.setattr(running, "_run", start)
     tidegauge("job", *arguments)
-    assert started == [(Path("/h"), ("images", "--steps", "3"))]
+    assert started == [(Path("/h"), ["images", "--steps", "3"])]
 
 
 def test_help_is_shown_without_a_command(tidegauge):
