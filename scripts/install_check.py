@@ -88,6 +88,7 @@ def check_collector(full: Installed) -> list[bool]:
         full.check("runs", "tidegauge", "runs", status=0, said="finished"),
         full.check("export", "tidegauge", "export", "--to", "exported", status=0, said="process.parquet"),
         full.check("doctor", "tidegauge", "doctor", status=0, said="DuckDB's extensions load"),
+        full.check("demo without torch", "tidegauge", "demo", "--no-dashboard", status=0, said="Look first: "),
         full.check("no dashboard", "tidegauge", "dashboard", status=2, said="pip install 'tidegauge[app]'"),
     ]
     full.pip("uninstall", "--yes", "duckdb-extension-ducklake")

@@ -61,6 +61,8 @@ def show_way(verdicts: Sequence[tuple[Run, Verdict]], home: Path, port: int, *, 
 
     run, verdict = next((each for each in verdicts if gravest(each[1])), verdicts[0])
     command = "" if is_served else dashboard_command(home, home_path())
+    if is_served:
+        say("Ctrl-C ends the dashboard")
     click.echo(look_first(verdict, run.run_id, address(port), command=command), err=True)
 
 
@@ -95,7 +97,7 @@ class DashboardServer:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def await_ready(self) -> None:
         """Wait until the server answers, and print its address.
@@ -109,14 +111,13 @@ class DashboardServer:
                 connection = http.client.HTTPConnection("localhost", self._port, timeout=1)
                 connection.request("GET", "/_stcore/health")
                 if connection.getresponse().status == http.client.OK:
-                    say(f"dashboard: {self.address}")
+                    say(f"the dashboard is on {self.address}")
                     return
             time.sleep(_POLL_SECONDS)
         raise TidegaugeError(f"the dashboard does not start; `tidegauge dashboard --port {self._port}` shows why")
 
     def wait(self) -> None:
         """Serve until Ctrl-C."""
-        say("Ctrl-C ends the dashboard")
         with suppress(KeyboardInterrupt):
             self._child.wait()
 

@@ -13,8 +13,8 @@ from collector.findings import KINDS, Finding, Severity
 from collector.report import wording
 from collector.units import duration, number
 
-#: Severity -> colour of a heading.
-_STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "bold yellow", "info": "blue"}
+#: Severity -> symbol and colour of a heading.
+_MARKS: dict[Severity, tuple[str, str]] = {"critical": ("✖", "bold red"), "warning": ("▲", "bold yellow")}
 _HEALTHY = ("", "the key figures of a healthy run")
 #: Group of findings -> path of the page with the evidence, and what it shows.
 _PAGES = {
@@ -68,23 +68,30 @@ def look_first(verdict: Verdict, run_id: str, address: str, *, command: str = ""
 
 def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Group:
     """Draw a run in a few lines: its end, the gravest finding, what to do, and the page to open."""
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(style="dim", min_width=4, no_wrap=True)
-    facts.add_column(overflow="fold")
     finding = gravest(verdict)
-    rows: list[tuple[str, RenderableType]] = []
-    if finding is not None and finding.advice:
-        rows.append(("Do", f"{finding.advice[0].text.removesuffix('.')}."))
-    rows.append(("See", link(verdict, run_id, address)[0]))
-    for label, value in rows:
-        facts.add_row(f"  {label}", value)
     how = f"{verdict.status}, {number(verdict.steps)} steps, {duration(verdict.duration_seconds)}"
-    return Group(Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(finding), facts, Text())
+    lines: list[RenderableType] = [Text.assemble((name, "bold"), (f"  {how}", "dim")), _heading(finding)]
+    if finding is not None and finding.advice:
+        lines.append(_labelled("Do", f"{finding.advice[0].text.removesuffix('.')}."))
+    page, _ = link(verdict, run_id, address)
+    # One line, so that a terminal finds the whole address.
+    lines.append(Text.assemble(("  See  ", "dim"), page, no_wrap=True, overflow="ignore"))
+    return Group(*lines, Text())
 
 
 def _heading(finding: Finding | None) -> Text:
     if finding is None:
         return Text("  ✔ Nothing needs attention", style="bold green")
-    heading = Text(f"  ▲ {finding.severity.upper()}  {wording.title(finding)}", style=_STYLES[finding.severity])
+    mark, style = _MARKS[finding.severity]
+    heading = Text(f"  {mark} {finding.severity.upper()}  {wording.title(finding)}", style=style)
     stake = wording.stake(finding)
     return heading.append(f": {stake}", style="default") if stake else heading
+
+
+def _labelled(label: str, text: str) -> Table:
+    """Draw a text that wraps within its column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", width=5, no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(f"  {label}", text)
+    return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,14 @@ def started(*words: object, code: str = "from collector.cli import main; main()"
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def until(lines: Iterable[str], words: str) -> Iterator[str]:
+    """Yield lines up to the one that begins with these words."""
+    for line in lines:
+        yield line
+        if line.startswith(words):
+            return
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -80,7 +88,7 @@ def test_recorded_run_shows_what_it_is_for(replayed, name):
 def test_demo_shows_recorded_runs_without_torch(tmp_path):
     port = free_port()
     with started("demo", "--port", port, code=WITHOUT_TORCH, TMPDIR=str(tmp_path)) as demo:
-        text = "".join(itertools.takewhile(lambda line: "Ctrl-C ends the dashboard" not in line, demo.stderr))
+        text = "".join(until(demo.stderr, "Look first"))
         assert all(f"{name}  " in text for name in SHOWN)
         assert text.count("See  http://localhost") == len(SHOWN)
         (page,) = re.findall(r"^Look first: (\S+) \(which worker and which stage make training wait\)$", text, re.M)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import zipfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from collector.commands.dashboard import DashboardServer, port_option
+from collector.commands.dashboard import DashboardServer, port_option, show_way
 from collector.commands.demo.tour import show_runs
+from collector.commands.options import say
 from collector.errors import TidegaugeError
 from training_harness.layout import STORE_VARIABLE
 
@@ -41,10 +43,19 @@ def demo(no_dashboard: bool, port: int, home: Path | None) -> None:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         runs = unpack(folder)
         server = None if no_dashboard else stack.enter_context(DashboardServer(folder, port))
-        show_runs(runs, folder, port, is_served=server is not None)
+        say(f"{len(runs)} runs in {folder}, recorded on {_day(runs[0])}")
+        verdicts = show_runs(runs, port)
         if server is not None:
             server.await_ready()
+        show_way(verdicts, folder, port, is_served=server is not None)
+        if server is not None:
             server.wait()
+
+
+def _day(run: Run) -> str:
+    """Return the day on which a run was recorded, in UTC."""
+    (anchor,) = run.anchors.values()
+    return time.strftime("%Y-%m-%d", time.gmtime(anchor["wall_ns"] / 1e9))
 
 
 def unpack(home: Path) -> list[Run]:
@@ -58,12 +69,13 @@ def unpack(home: Path) -> list[Run]:
     names = set()
     try:
         (home / "runs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in RECORDED.glob("*.zip"):
-            with zipfile.ZipFile(path) as archive:
-                run_id = archive.namelist()[0].split("/")[0]
-                names.add(run_id)
-                if not (home / "runs" / run_id).exists():
-                    archive.extractall(home / "runs")
+        with tempfile.TemporaryDirectory(dir=home) as scratch:
+            for path in RECORDED.glob("*.zip"):
+                zipfile.ZipFile(path).extractall(scratch)
+            for run in Path(scratch).iterdir():
+                names.add(run.name)
+                if not (home / "runs" / run.name).exists():
+                    run.rename(home / "runs" / run.name)
     except OSError as error:
         raise TidegaugeError(
             f"cannot write in {home} ({error.strerror}); give --home a folder that can be written"

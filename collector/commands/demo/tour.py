@@ -20,6 +20,7 @@ from collector.commands.run import ENDED_BY_USER, job_command
 from training_harness.layout import RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
+    from collector.diagnosis import Verdict
     from collector.store import Run
 
 #: Seconds between two samples: the runs are short.
@@ -87,26 +88,28 @@ def tour(no_dashboard: bool, port: int, home: Path) -> None:
         if server is not None:
             server.await_ready()
         runs = [run for number in range(len(STOPS)) if (run := _train(number, home))]
-        show_runs(runs, home, port, is_served=server is not None)
+        say(f"{len(runs)} runs in {home}")
+        verdicts = show_runs(runs, port)
+        if verdicts:
+            show_way(verdicts, home, port, is_served=server is not None)
         if server is not None:
             server.wait()
 
 
-def show_runs(runs: Sequence[Run], home: Path, port: int, *, is_served: bool) -> None:
-    """Print a short card of each run, and what to click first."""
+def show_runs(runs: Sequence[Run], port: int) -> list[tuple[Run, Verdict]]:
+    """Print a short card of each run; return the runs with their verdicts."""
     from collector.report.signpost import short_card
     from collector.report.terminal import Terminal
 
-    say(f"{len(runs)} runs in {home}")
     terminal = Terminal(stderr=True, highlight=False)
     verdicts = []
     for run in runs:
         verdict = judge(run)
         verdicts.append((run, verdict))
         name = run.manifest["name"]
-        terminal.print(short_card(verdict, run_id=run.run_id, name=name, address=address(port)))
-    if verdicts:
-        show_way(verdicts, home, port, is_served=is_served)
+        card = short_card(verdict, run_id=run.run_id, name=name, address=address(port))
+        terminal.print(card, crop=False)
+    return verdicts
 
 
 def _train(number: int, home: Path) -> Run | None:
