@@ -25,7 +25,7 @@ $(STAMP): requirements.txt pyproject.toml setup.py training_harness/bootstrap/ti
 $(RUNS): requirements.txt pyproject.toml setup.py training_harness/bootstrap/tidegauge.pth
 	$(check_python)
 	@echo "Installing what the demo needs (about a minute)"
-	@$(BIN)/python -m pip install --quiet --progress-bar on --no-compile --constraint requirements.txt --editable '.[app,jobs]'
+	@$(BIN)/python -m pip install --quiet --quiet --no-compile --constraint requirements.txt --editable '.[app,jobs]'
 	@touch $@
 
 define check_python
@@ -33,10 +33,13 @@ define check_python
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 endef
 
+PHOTOGRAPHS := 420
+
 # One worker for large photographs: training waits, and the card predicts what another setting gives.
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
+	@$(BIN)/python -P -m training_harness.jobs.photographs $(PHOTOGRAPHS)
 	@$(BIN)/tidegauge job $(if $(filter 1,$(SERVE)),--dashboard --port $(PORT)) images --num-workers 1 --batch-size 16 \
-		--limit 420 --epochs 3
+		--limit $(PHOTOGRAPHS) --epochs 3
 
 test: static browser prometheus postgres compiler unit
 

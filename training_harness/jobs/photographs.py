@@ -4,6 +4,8 @@ Natural images have a 1/f amplitude spectrum, and the spectrum decides how large
 long it takes to decode. Such a spectrum has about equal contrast in each octave. So the texture of
 each picture is a sum of noise octaves of nearly equal strength, over a ground of slow colours and
 the shapes of its class, with sensor grain on top.
+
+`python -P -m training_harness.jobs.photographs [COUNT]` makes them beforehand, so that no watched run does.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import cv2
 import numpy as np
 from cv2.typing import MatLike
+
+from training_harness.jobs.common import ensure_data
 
 CLASSES = ("boxes", "crosses", "discs", "dunes", "rings", "stripes", "triangles")
 PER_CLASS = 120
@@ -167,3 +172,7 @@ def _draw_shape(picture: MatLike, class_name: str, rng: np.random.Generator) -> 
 
 def _fill(picture: MatLike, corners: MatLike, colour: tuple[int, ...]) -> None:
     cv2.fillConvexPoly(picture, np.rint(corners).astype(np.int32), colour, cv2.LINE_AA)
+
+
+if __name__ == "__main__":
+    ensure_data("photographs", partial(ensure_photographs, count=int(sys.argv[1]) if sys.argv[1:] else None))

@@ -68,7 +68,7 @@ STOPS = (
     ),
     Stop(
         name="memory-limit",
-        job=("fault", "main-leak", "--limit-mb", "4096"),
+        job=("fault", "main-leak", "--limit-mb", "4096", "--steps", "3000"),
         shows="the training keeps something of each step, until the kernel kills it at 512 MiB",
         memory_mib=512,
     ),
