@@ -216,8 +216,13 @@ def heading(finding: Finding) -> str:
 
 
 def scope_words(finding: Finding) -> str:
-    """Return in words where a finding holds, since when, and how sure it is."""
-    parts = (report.locus(finding.locus), report.since(finding), f"confidence {percent(finding.confidence)}")
+    """Return in words where a finding holds and its cause lies, since when, and how sure it is."""
+    parts = (
+        report.locus(finding.locus),
+        report.since(finding),
+        f"confidence {percent(finding.confidence)}",
+        f"cause: {finding.fault}" if finding.fault else "",
+    )
     return " · ".join(part for part in parts if part)
 
 
@@ -286,7 +291,7 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
 def _draw_body(finding: Finding, measurements: Sequence[Evidence]) -> None:
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
-        st.markdown(f":material/build: {plain(advice.text)}{expected}")
+        st.markdown(f":material/build: {plain(advice.text)}{expected} :gray-badge[{advice.effect}]")
     if finding.eta is not None:
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:

@@ -167,7 +167,11 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
         items = (f"<li>{_text(words)}</li>" for words in line_words(finding.waits_in))
         parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
-        items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
+        items = (
+            f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i> "
+            f'<span class="quiet">[{advice.effect}]</span></li>'
+            for advice in finding.advice
+        )
         parts.append(f"<ol>{''.join(items)}</ol>")
     if finding.eta is not None:
         parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")

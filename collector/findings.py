@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
+#: What following an advice changes besides speed: nothing, the memory that the training needs, or what it computes.
+Effect = Literal["safe", "changes memory", "changes results"]
+#: Where the cause of a finding lies.
+Fault = Literal["your code", "your settings", "this machine", "outside"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 #: Group of findings -> its kinds. There are no other kinds.
@@ -123,10 +127,11 @@ class Eta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One concrete action and its expected effect."""
+    """One concrete action, the result to expect, and what else it changes."""
 
     text: str
     expected: str
+    effect: Effect = "safe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +172,8 @@ class WaitingLine:
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
+    `fault` says where the cause lies, None if that is not known.
+
     Raises:
         ValueError: the kind is not in the vocabulary, or there is too little evidence.
 
@@ -186,6 +193,7 @@ class Finding:
     waits_in: tuple[WaitingLine, ...] = ()
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
+    fault: Fault | None = None
 
     def __post_init__(self) -> None:
         """Check the kind, the confidence and the evidence."""
@@ -217,7 +225,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("limited_by", "waits_in"):
+    for name in ("limited_by", "waits_in", "fault"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

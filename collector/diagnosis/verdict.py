@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
+from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
@@ -114,7 +115,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     ]
     findings = without_consequences(findings)
     findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
-    return tuple(sorted((_with_loader_name(finding, tables) for finding in findings), key=_order))
+    return tuple(sorted((_with_loader_name(add_fault(finding), tables) for finding in findings), key=_order))
 
 
 def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:

@@ -279,6 +279,8 @@ def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, Renderab
         yield "Reached", wording.eta(finding.eta)
     place, since = wording.locus(finding.locus), wording.since(finding)
     yield "Where", ", ".join(filter(None, (place, since, f"confidence {percent(finding.confidence)}")))
+    if finding.fault:
+        yield "Cause", finding.fault
 
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:
@@ -331,7 +333,7 @@ def _advice(finding: Finding) -> Table:
     is_list = len(finding.advice) > 1
     for position, advice in enumerate(finding.advice, start=1):
         rows = (
-            (f"{position}.", Text(f"{advice.text.removesuffix('.')}.")),
+            (f"{position}.", Text.assemble(f"{advice.text.removesuffix('.')}. ", (f"[{advice.effect}]", "dim"))),
             ("", Text(f"→ {advice.expected}", "dim")),
         )
         for row in rows:
