@@ -27,8 +27,25 @@ _AFTER_ERROR_SECONDS = 5
 
 
 def _facts(moment: Moment) -> Iterator[Block]:
+    """Show the exit record and the last minute of a run that died; of another, its state."""
     verdict = moment.verdict
     if verdict is None:
+        return
+    if verdict.ending is not None:
+        record = report.exit_record(verdict.ending.record)
+        yield moment.table(
+            "exit-record",
+            "Exit record: what ended the run, as far as it is known.",
+            {"Exit record": [name for name, _ in record], "Value": [value for _, value in record]},
+        )
+        yield moment.table(
+            "happenings",
+            "The last 60 s, the end of the run last.",
+            {
+                "Before the end": [report.ago(happening.seconds) for happening in verdict.ending.happenings],
+                "What happened": [happening.text for happening in verdict.ending.happenings],
+            },
+        )
         return
     ended = MISSING if verdict.exit_status is None else report.exit_words(verdict.exit_status)
     last = (
@@ -196,8 +213,8 @@ VIEW = View(
     answer=_answer,
     has_finding=lambda finding: KINDS[finding.kind] == "death",
     rows=(
-        (FINDINGS,),
         (Panel("End", _facts),),
+        (FINDINGS,),
         (Panel("Stacks", _stacks),),
         (Panel("GPU memory", _fatal_gpus),),
         (Panel("Last minute", _processes),),

@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.report.card import exit_words as exit_words
     from collector.report.comparison import (
         Measure as Measure,
         change_ratio as change_ratio,
@@ -20,12 +19,15 @@ if TYPE_CHECKING:
     )
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
+        ago as ago,
         bytes_growth as bytes_growth,
         check_words as check_words,
         context as context,
         count_growth as count_growth,
         decisive as decisive,
         eta as eta,
+        exit_record as exit_record,
+        exit_words as exit_words,
         label as label,
         locus as locus,
         part as part,
@@ -38,16 +40,18 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "card": ("exit_words",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
+        "ago",
         "bytes_growth",
         "check_words",
         "context",
         "count_growth",
         "decisive",
         "eta",
+        "exit_record",
+        "exit_words",
         "label",
         "locus",
         "part",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -53,6 +52,7 @@ def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
         },
         "findings": [as_json(finding) for finding in verdict.findings],
         "checks": [asdict(check) for check in verdict.checks],
+        "ending": None if verdict.ending is None else finite(asdict(verdict.ending)),
         "summary": finite(verdict.summary),
     }
 
@@ -75,7 +75,9 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: b
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         _header(verdict, run_id),
         Text(),
+        *_exit_record(verdict),
         *_findings(verdict, verbose=verbose),
+        *_happenings(verdict),
         *_last_minute(verdict),
         _checks(verdict),
         Text(),
@@ -97,7 +99,7 @@ def _header(verdict: Verdict, run_id: str) -> Table:
     if verdict.watch_ended:
         status.append(" when the watch ended", style="default")
     if verdict.exit_status is not None:
-        status.append(f", {exit_words(verdict.exit_status)}", style="default")
+        status.append(f", {wording.exit_words(verdict.exit_status)}", style="default")
     pairs: list[tuple[str, RenderableType]] = [
         ("run", run_id),
         ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
@@ -174,16 +176,6 @@ def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
         yield "stall", wording.stall(worst)
 
 
-def exit_words(exit_status: int) -> str:
-    """Return an exit status in words: `exit status 1`, `signal 9 (SIGKILL)`."""
-    if exit_status >= 0:
-        return f"exit status {exit_status}"
-    try:
-        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
-    except ValueError:
-        return f"signal {-exit_status}"
-
-
 def _has_trained(verdict: Verdict) -> bool:
     return bool(verdict.steps or verdict.batches)
 
@@ -231,6 +223,26 @@ def _has_more(finding: Finding) -> bool:
     return finding.severity == "info" or len(finding.evidence) > len(wording.decisive(finding))
 
 
+def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
+    """Yield what ended a run that died."""
+    if verdict.ending is not None:
+        yield _grid([(name, Text(value)) for name, value in wording.exit_record(verdict.ending.record)])
+        yield Text()
+
+
+def _happenings(verdict: Verdict) -> Iterator[RenderableType]:
+    """Yield what happened in the last minute of a run that died."""
+    if verdict.ending is None or not verdict.ending.happenings:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column()
+    for happening in verdict.ending.happenings:
+        table.add_row(wording.ago(happening.seconds), Text(happening.text))
+    yield _grid([("last 60 s", table)])
+    yield Text()
+
+
 def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     """Yield memory, its change and the last activity of the largest processes of a run that died."""
     states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["held_bytes"] or 0))
@@ -254,7 +266,7 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
             ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
         )
-    yield _grid([("last 60 s", table)])
+    yield _grid([("processes", table)])
     yield Text()
 
 

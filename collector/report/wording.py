@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Check
+    from collector.diagnosis import Check, ExitRecord
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity, size, until
@@ -55,6 +56,11 @@ _LABELS = {
     "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
+    "farewell_count": "ends that it recorded",
+    "worker_farewell_count": "ends that it recorded",
+    "worker_exit_code": "exit code of the worker",
+    "alive": "alive",
+    "worker_alive": "alive",
 }
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
@@ -182,6 +188,47 @@ def check_words(checks: Sequence[Check]) -> tuple[str, str]:
         f"Checked and fine: {', '.join(fine)}." if fine else "",
         f"Not judged: {', '.join(unjudged)}." if unjudged else "",
     )
+
+
+def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
+    """Return what is known of the end of a run that died, as pairs of name and value."""
+    limit = ""
+    if record.limit is not None:
+        owner = f" ({record.limit_owner})" if record.limit_owner else ""
+        limit = f"{quantity(record.limit.value, record.limit.unit)}, {record.limit.name}{owner}"
+    code = record.exit_status
+    when = [] if record.seconds is None else [f"{duration(record.seconds)} after the start"]
+    if record.step is not None:
+        when.append(f"at step {number(record.step)}")
+    pairs = [
+        ("Reason", record.reason),
+        ("Victim", "" if record.victim is None else locus(record.victim)),
+        ("Last memory", "" if record.last_held_bytes is None else size(record.last_held_bytes)),
+        ("Limit", limit),
+        ("Signal", record.signal or ""),
+        ("Exit status", "" if code is None or code < 0 else f"{code}, of the command"),
+        ("When", ", ".join(when)),
+        (
+            "Followed",
+            f"{number(record.followers_count)} other training processes" if record.followers_count else "",
+        ),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def exit_words(exit_status: int) -> str:
+    """Return an exit status in words: `exit status 1`, `signal 9 (SIGKILL)`."""
+    if exit_status >= 0:
+        return f"exit status {exit_status}"
+    try:
+        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    except ValueError:
+        return f"signal {-exit_status}"
+
+
+def ago(seconds: float) -> str:
+    """Return a time before the end of a run: `-12 s`; "end" at the end."""
+    return f"-{-seconds:.1f} s" if seconds < 0 else "end"
 
 
 def stake(finding: Finding) -> str:

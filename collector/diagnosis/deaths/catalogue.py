@@ -86,7 +86,7 @@ _HANG_ADVICE = {
         expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
     ),
 }
-#: Begin of what a process that hangs waits for -> where the cause lies; unknown for a collective: the rank is missing.
+#: Begin of what a process that hangs waits for -> where the cause lies. Not known in a collective.
 _HANG_FAULTS: dict[str, Fault] = {
     **dict.fromkeys(("blocked on a lock", "waiting for a pipe", "waiting for a child", "computing"), "your code"),
     **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),

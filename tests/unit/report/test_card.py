@@ -324,7 +324,7 @@ def test_json_report_has_the_documented_form():
     assert slow["locus"] == {"rank": 0, "loader": 0, "worker": 1}
     assert (slow["severity"], slow["since_step"], slow["rate"], slow["eta"]) == ("warning", 14, None, None)
     assert slow["advice"] == [
-        {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40"}
+        {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40", "effect": "safe"}
     ]
     assert body["summary"]["overhead"] == {"collector_cpu_ratio": None, "collector_private_dirty_bytes": 79 * MIB}
 
