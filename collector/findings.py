@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
-#: What following an advice changes besides speed: nothing, the memory that the training needs, or what it computes.
+#: Side effect of an advice: none, on the memory that the training needs, or on what it computes.
 Effect = Literal["safe", "changes memory", "changes results"]
-#: Where the cause of a finding lies.
+#: Place of a finding's cause.
 Fault = Literal["your code", "your settings", "this machine", "outside"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
@@ -32,6 +33,8 @@ _GROUPS = {
 #: Kind of finding -> its group.
 KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
 
+#: A window of evidence in seconds from the start of the run, as `columns.window_text` writes it.
+_WINDOW = re.compile(r"(\d+)-(\d+) s")
 #: Slowdowns whose lines a series of stacks can name.
 LINE_KINDS = (
     "workers-too-slow",
@@ -214,6 +217,15 @@ class Finding:
     def has_line(self) -> bool:
         """True if a series of stacks can name the lines behind it."""
         return self.kind in LINE_KINDS and not self.is_healthy
+
+    @property
+    def window_seconds(self) -> tuple[float, float] | None:
+        """Time that its measurements span, from the start of the run; None if they name no time."""
+        spans = [match for item in self.evidence if (match := _WINDOW.fullmatch(item.window))]
+        if not spans:
+            return None
+        begin, end = min(float(span[1]) for span in spans), max(float(span[2]) for span in spans)
+        return (begin, end) if begin < end else None
 
     def value_of(self, evidence: str) -> float | None:
         """Return the value of the evidence of this name; None without such."""

@@ -26,26 +26,35 @@ MAX_LINES = 12
 _AFTER_ERROR_SECONDS = 5
 
 
+def _exit_record(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is None or moment.verdict.ending is None:
+        yield from _facts(moment)
+        return
+    record = report.exit_record(moment.verdict.ending.record)
+    yield moment.table(
+        "exit-record",
+        "The end of the run, as far as it is known.",
+        {"Exit record": [name for name, _ in record], "Value": [value for _, value in record]},
+    )
+
+
+def _happenings(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is None or moment.verdict.ending is None:
+        return
+    happenings = moment.verdict.ending.happenings
+    yield moment.table(
+        "last-60-s",
+        "Events of the last 60 s in order of time.",
+        {
+            "Before the end": [report.ago(happening.seconds) for happening in happenings],
+            "What happened": [happening.text for happening in happenings],
+        },
+    )
+
+
 def _facts(moment: Moment) -> Iterator[Block]:
-    """Show the exit record and the last minute of a run that died; of another, its state."""
     verdict = moment.verdict
     if verdict is None:
-        return
-    if verdict.ending is not None:
-        record = report.exit_record(verdict.ending.record)
-        yield moment.table(
-            "exit-record",
-            "Exit record: what ended the run, as far as it is known.",
-            {"Exit record": [name for name, _ in record], "Value": [value for _, value in record]},
-        )
-        yield moment.table(
-            "happenings",
-            "The last 60 s, the end of the run last.",
-            {
-                "Before the end": [report.ago(happening.seconds) for happening in verdict.ending.happenings],
-                "What happened": [happening.text for happening in verdict.ending.happenings],
-            },
-        )
         return
     ended = MISSING if verdict.exit_status is None else report.exit_words(verdict.exit_status)
     last = (
@@ -213,7 +222,7 @@ VIEW = View(
     answer=_answer,
     has_finding=lambda finding: KINDS[finding.kind] == "death",
     rows=(
-        (Panel("End", _facts),),
+        (Panel("Exit record", _exit_record), Panel("Last 60 s", _happenings)),
         (FINDINGS,),
         (Panel("Stacks", _stacks),),
         (Panel("GPU memory", _fatal_gpus),),

@@ -1,4 +1,4 @@
-"""How a run that died came to its end: its exit record, and what happened in its last minute.
+"""The end of a run that died: its exit record, and what happened in its last minute.
 
 The record follows Android's ApplicationExitInfo: a reason from a closed list, the victim, its memory, the signal.
 """

@@ -1,6 +1,6 @@
-"""Where the cause of a finding lies, for the kinds that tell by themselves.
+"""Say where the cause of a finding lies, for the kinds of which it is always the same.
 
-The other rules know it from the measured cause, and set it, or it stays unknown.
+Other rules know it from what they measure, and set it. Else it stays unknown.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_every_view_draws_a_gpu_run_within_the_point_budget(monkeypatch, homes):
 
 def test_healthy_cpu_run_has_no_gpu_figures(monkeypatch, homes):
     at = open_view(monkeypatch, homes["healthy"], "overview")
-    assert at.subheader[0].value == "Nothing needs attention"
+    assert "**Nothing needs attention.**" in texts(at)
     assert "CPU-only run" in texts(at)
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Steps"] == "400"
@@ -86,14 +86,14 @@ def test_every_host_limit_is_shown_with_its_capacity(monkeypatch, homes):
 
 def test_killed_run_begins_with_findings_and_links_to_evidence(monkeypatch, homes):
     at = open_view(monkeypatch, homes["killed"], "overview")
-    assert at.subheader[0].value.endswith("need attention")
+    assert "more, below." in texts(at)
     said = texts(at)
     assert "**killed**" in said
     assert "**copy-on-read-growth" in said
     gravest = diagnose(load_tables(Run(run_of(homes["killed"])))).findings[0]
     assert said.count(plain(gravest.summary)) == 1
     assert "| Measurement | Value | Sample |" in said
-    assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
+    assert any(link.proto.label.startswith("See Leak timeline") for link in at.get("page_link"))
 
 
 def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):

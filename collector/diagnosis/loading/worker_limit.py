@@ -90,7 +90,7 @@ class WorkerLimit:
 
     @property
     def fault(self) -> Fault | None:
-        """Where the cause lies; None if that is not known, as for fetches that compute."""
+        """Place of the cause; None if that is not known, as for fetches that compute."""
         if self.by == "oversubscribed":
             return "this machine" if self.others else "your settings"
         return "your settings" if self.by == "affinity" else _FAULTS.get(self.waits_for or "")
