@@ -94,6 +94,14 @@ class Table:
     caption: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A table of short texts that wrap: its two headings, and its rows."""
+
+    headings: tuple[str, str]
+    rows: Sequence[tuple[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A sentence that explains a figure or stands in place of an empty one, and the command to type next."""
@@ -139,7 +147,7 @@ class Widget:
     initial: Callable[[], Sequence[Block]]
 
 
-Block = Chart | Metrics | Table | Note | Findings | Listing | Widget
+Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget
 
 
 def draw(block: Block, key: str) -> None:
@@ -167,6 +175,8 @@ def draw(block: Block, key: str) -> None:
                 st.download_button("CSV", data, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
                     st.caption(plain(block.caption))
+        case Facts():
+            st.markdown(_facts_table(block))
         case Note():
             st.caption(f"{block.icon} {plain(block.text)}")
             if block.command:
@@ -320,6 +330,11 @@ def _evidence_table(measurements: Sequence[Evidence]) -> str:
     cells = ([_cell(text) for text in row] for row in evidence(measurements))
     rows = [f"| {name} | {value} | :gray[{sample}] |" for name, value, sample in cells]
     return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
+
+
+def _facts_table(block: Facts) -> str:
+    rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in block.rows)
+    return "\n".join([f"| {block.headings[0]} | {block.headings[1]} |", "|:--|:--|", *rows])
 
 
 def _cell(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from app.blocks import Block, Listing, Metric, Metrics, Note, answer, needs_attention
+from app.blocks import Block, Facts, Listing, Metric, Metrics, Note, answer, needs_attention
 from app.figures import devices, memory
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
@@ -30,26 +30,15 @@ def _exit_record(moment: Moment) -> Iterator[Block]:
     if moment.verdict is None or moment.verdict.ending is None:
         yield from _facts(moment)
         return
-    record = report.exit_record(moment.verdict.ending.record)
-    yield moment.table(
-        "exit-record",
-        "The end of the run, as far as it is known.",
-        {"Exit record": [name for name, _ in record], "Value": [value for _, value in record]},
-    )
+    yield Facts(headings=("Exit record", ""), rows=report.exit_record(moment.verdict.ending.record))
 
 
 def _happenings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is None or moment.verdict.ending is None:
         return
     happenings = moment.verdict.ending.happenings
-    yield moment.table(
-        "last-60-s",
-        "Events of the last 60 s in order of time.",
-        {
-            "Before the end": [report.ago(happening.seconds) for happening in happenings],
-            "What happened": [happening.text for happening in happenings],
-        },
-    )
+    rows = [(report.ago(happening.seconds), happening.text) for happening in happenings]
+    yield Facts(headings=("Time", "What happened"), rows=rows)
 
 
 def _facts(moment: Moment) -> Iterator[Block]:
