@@ -13,7 +13,7 @@ from app import terms
 from app.blocks import FOCUS
 from app.figures.base import AXES
 from app.format import first_line, plain
-from app.pages import COMPARE, PAGES
+from app.pages import COMPARE, OVERVIEW, PAGES
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
@@ -41,15 +41,18 @@ def main() -> None:
     st.html(_STYLE)
     if not _may_enter():
         return
-    pages = [
-        st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
-        for page in PAGES
-    ]
+    pages = [st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path) for page in PAGES]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
-    page = st.navigation([*pages, words], position="top")
-    if page.url_path != terms.PATH:
+    # Streamlit serves its default page at / alone. With one of its own there, Overview has a path like the others.
+    start = st.Page(_start, title="Tidegauge", default=True, visibility="hidden")
+    page = st.navigation([*pages, words, start], position="top")
+    if page.url_path not in (terms.PATH, start.url_path):
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
+
+
+def _start() -> None:
+    st.switch_page(OVERVIEW.file, query_params=st.query_params.to_dict())
 
 
 def _may_enter() -> bool:

@@ -227,7 +227,8 @@ def answer_of(view: View, moment: Moment) -> str:
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
     if isinstance(block, Chart):
-        block.keep_view(f"{' '.join(run.run_id for run in (moment, *moment.others))} {moment.focus}")
+        focus = [] if moment.focus is None else [str(moment.focus)]
+        block.keep_view(" ".join([*(run.run_id for run in (moment, *moment.others)), *focus]))
     if not isinstance(block, TimeChart):
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)

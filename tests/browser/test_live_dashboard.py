@@ -227,6 +227,12 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     opened.value.get_by_role("heading", name="What do the words mean?").wait_for()
     assert opened.value.url.endswith("/terms#pss")
     opened.value.close()
+    assert "/overview?" in page.url  # the first page has an address of its own, besides that of the server
+    page.get_by_role("link", name="See Workers & stalls").click()
+    page.wait_for_url("**/worker-stalls?*focus=*")
+    page.get_by_role("button", name="Show all").click()
+    page.goto(screenshots.address(base, "overview", run=slow))
+    screenshots.await_view(page)
     page.locator(".annotation a", has_text="slow-worker since step").last.click()
     page.wait_for_url(f"**/worker-stalls?run={slow}")
     page.get_by_role("heading", name="What does training wait for").wait_for()
