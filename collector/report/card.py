@@ -31,6 +31,8 @@ _MARKS: dict[Severity, tuple[str, str]] = {
 }
 #: Most processes in the card of a run that died.
 _LAST_PROCESSES = 5
+#: Unit of a step, if it is no optimizer step -> its plural.
+_STEPS = {"forward pass": "forward passes", "batch": "batches, no optimizer"}
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
 
 
@@ -73,12 +75,14 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: b
         ways.insert(0, ("All figures", f"tidegauge report {run_id} --verbose"))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
-        _header(verdict, run_id),
+        _headline(verdict),
         Text(),
         *_exit_record(verdict),
         *_findings(verdict, verbose=verbose),
         *_happenings(verdict),
         *_last_minute(verdict),
+        _figures(verdict, run_id),
+        Text(),
         _checks(verdict),
         Text(),
         _grid([(label, Text(command)) for label, command in ways]),
@@ -93,30 +97,40 @@ def dashboard_command(home: Path, default_home: Path) -> str:
     return shlex.join([program, "dashboard", *home_option])
 
 
-def _header(verdict: Verdict, run_id: str) -> Table:
-    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+def _headline(verdict: Verdict) -> Text:
+    """Return the state of the run in one line: `finished, exit status 0 · 61 s · 1,200 steps · 4 of 4 workers`."""
     status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
     if verdict.watch_ended:
         status.append(" when the watch ended", style="default")
     if verdict.exit_status is not None:
         status.append(f", {wording.exit_words(verdict.exit_status)}", style="default")
-    pairs: list[tuple[str, RenderableType]] = [
-        ("run", run_id),
-        ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
-    ]
+    parts = [duration(verdict.duration_seconds)]
+    if _has_trained(verdict):
+        parts.append(f"{number(verdict.steps)} {_STEPS.get(verdict.step_unit or '', 'steps')}")
+        reporting, workers = verdict.workers_reporting
+        parts += [f"{reporting} of {workers} workers"] if workers else []
     if verdict.attempts > 1:
-        pairs.append(("attempts", f"{verdict.attempts}; the figures describe the last one"))
+        parts.append(f"the last of {verdict.attempts} attempts")
+    return status.append("".join(f" · {part}" for part in parts), style="default")
+
+
+def _figures(verdict: Verdict, run_id: str) -> Table:
+    """Draw the figures of the whole run."""
+    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+    pairs: list[tuple[str, RenderableType]] = [("run", run_id)]
     if _has_trained(verdict):
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
         pairs += [
-            ("steps", ", ".join([f"{number(verdict.steps)}{_step_unit(verdict)}", *speeds])),
+            ("speed", ", ".join(speeds)),
             ("data wait", _data_wait(verdict)),
             *_stall(verdict),
             *_outside(verdict),
-            ("workers", _workers(verdict)),
         ]
+        if not verdict.workers_reporting[1]:
+            inline = "none: the training process makes its batches"
+            pairs.append(("workers", inline if verdict.batches else f"{MISSING} no DataLoader seen"))
     pairs.append(
         ("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS of the training's processes)")
     )
@@ -135,24 +149,11 @@ def _own_cost(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     return [("tidegauge", f"{size(held)} private memory, {percent(share)} of a core, beside the training")]
 
 
-def _step_unit(verdict: Verdict) -> str:
-    """Return the unit of a step if it is not an optimizer step."""
-    units = {"forward pass": " forward passes", "batch": " batches, no optimizer"}
-    return units.get(verdict.step_unit or "", "")
-
-
 def _data_wait(verdict: Verdict) -> str:
     ratio = verdict.summary["data_wait_ratio"]
     if ratio is None:
         return f"{MISSING} no DataLoader seen" if not verdict.batches else MISSING
     return f"{percent(ratio)} of the loop's time, start-up included"
-
-
-def _workers(verdict: Verdict) -> str:
-    reporting, workers = verdict.workers_reporting
-    if workers:
-        return f"{reporting} of {workers} report"
-    return "none: the training process makes its batches" if verdict.batches else f"{MISSING} no DataLoader seen"
 
 
 def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
