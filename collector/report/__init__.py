@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         settings as settings,
         words as words,
     )
+    from collector.report.labels import label as label
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         ago as ago,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         eta as eta,
         exit_record as exit_record,
         exit_words as exit_words,
-        label as label,
         locus as locus,
         part as part,
         samples as samples,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "labels": ("label",),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
         "ago",
@@ -52,7 +53,6 @@ _MODULES = {
         "eta",
         "exit_record",
         "exit_words",
-        "label",
         "locus",
         "part",
         "samples",

@@ -19,7 +19,7 @@ from rich.text import Text
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Evidence, Finding, Locus, Severity, as_json, finite
-from collector.report import wording
+from collector.report import labels, wording
 from collector.units import MISSING, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
@@ -306,9 +306,9 @@ def _evidence(evidence: Sequence[Evidence]) -> Group:
     for item in evidence:
         observed = f"n {number(item.n)}, {item.window}"
         if isinstance(item.value, str):
-            texts.append(Text.assemble(f"{wording.label(item.name)}: {item.value}  ", (observed, "dim")))
+            texts.append(Text.assemble(f"{labels.label(item.name)}: {item.value}  ", (observed, "dim")))
         else:
-            table.add_row(wording.label(item.name), quantity(item.value, item.unit), observed)
+            table.add_row(labels.label(item.name), quantity(item.value, item.unit), observed)
     return Group(*([table] if table.row_count else []), *texts)
 
 

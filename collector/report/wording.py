@@ -15,53 +15,6 @@ if TYPE_CHECKING:
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity, size, until
 
-_UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
-#: Labels of evidence whose name does not say what was measured.
-_LABELS = {
-    "starved_ratio": "time until the batch was made",
-    "data_wait_ratio": "time waiting for data",
-    "lost_wall_ratio": "time lost, share of the run",
-    "lost_seconds": "time lost",
-    "consumer_seconds": "loop's own time per batch",
-    "hand_over_seconds": "transfer time per batch",
-    "capacity_ratio": "demand / capacity of the workers",
-    "fetch_seconds": "fetch time per batch",
-    "fetch_cpu_ratio": "fetch time on CPU",
-    "fetch_threads_cpu_ratio": "fetch time, other threads on CPU",
-    "fetch_children_cpu_ratio": "fetch time, child processes on CPU",
-    "fetch_run_queue_ratio": "fetch time waiting for a core",
-    "fetch_blocked_ratio": "fetch time blocked",
-    "collate_ratio": "fetch time in collate_fn",
-    "worker_idle_ratio": "workers idle",
-    "other_workers_idle_ratio": "other workers idle",
-    "worker_fetch_ratio": "fetch time / that of the others",
-    "worker_blame_ratio": "starved time at its batches",
-    "straggler_ratio": "batches that straggle",
-    "straggler_wait_ratio": "starved time at stragglers",
-    "made_before_asked_ratio": "batches made before the loop needed them",
-    "refill_seconds": "refill per epoch",
-    "startup_wait_seconds": "wait for starting workers per epoch",
-    "demand_slope": "growth of the demand",
-    "demand_peak_ratio": "highest demand, share of the limit",
-    "outside_pytorch_bytes": "outside PyTorch",
-    "device_samples_missing_count": "samples without an answer",
-    "run_processes_bytes": "other processes of the run",
-    "rest_of_run_bytes": "the run, without this process's PyTorch",
-    "last_rss_bytes": "last RSS",
-    "rise_each_time_bytes": "rise each time",
-    "rise_each_time_count": "rise each time",
-    "rise_at_these_times_ratio": "share of the growth",
-    "saving_ratio": "pauses in torch.save",
-    "silent_seconds": "no step or batch for",
-    "idle_seconds": "no CPU time for",
-    "longest_pause_seconds": "longest pause before",
-    "busy_ratio": "time on CPU",
-    "farewell_count": "ends that it recorded",
-    "worker_farewell_count": "ends that it recorded",
-    "worker_exit_code": "exit code of the worker",
-    "alive": "alive",
-    "worker_alive": "alive",
-}
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
 #: Number of measurements that are shown at once; the others are a click, or `--verbose`, away.
@@ -76,19 +29,6 @@ _CONTEXT = (
     "batch_payload_bytes",
     "earlier_batch_payload_peak_bytes",
 )
-#: Words of evidence names, as people write them.
-_SPELLINGS = {
-    "rss": "RSS",
-    "pss": "PSS",
-    "uss": "USS",
-    "shm": "/dev/shm",
-    "shmem": "shared memory",
-    "fd": "open file",
-    "anon": "anonymous",
-    "oom": "OOM",
-    "alloc": "allocation",
-    "cpu": "CPU",
-}
 #: Parts of a wait that are no stage, in words.
 _PARTS = {
     "other": "rest of the dataset",
@@ -252,15 +192,6 @@ def decisive(finding: Finding) -> list[Evidence]:
 def title(finding: Finding) -> str:
     """Return the kind, with what limits it: `workers-too-slow (cpu)`."""
     return f"{finding.kind} ({finding.limited_by})" if finding.limited_by else finding.kind
-
-
-def label(name: str) -> str:
-    """Return the label of evidence: `payload_bytes` is "payload", since its value has the unit."""
-    if name in _LABELS:
-        return _LABELS[name]
-    for unit in _UNITS_IN_NAMES:
-        name = name.removesuffix(unit)
-    return " ".join(_SPELLINGS.get(word, word) for word in name.split("_"))
 
 
 def since(finding: Finding) -> str:
