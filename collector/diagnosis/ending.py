@@ -96,12 +96,12 @@ def ending_of(tables: RunTables, findings: Sequence[Finding]) -> Ending | None:
 
 
 def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
-    death = next((f for f in findings if KINDS[f.kind] == "death" and f.locus.role != "collector"), None)
+    death = next((finding for finding in findings if _is_end(finding)), None)
     if death is None:
         return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
     where = death.locus
     code = death.value_of("worker_exit_code")
-    number = signal_of(whole(code)) if code is not None else _signal_of_main(life, where)
+    sent = signal_of(whole(code)) if code is not None else _signal_of_main(life, where)
     owner = limit_owner(tables, where.host) if death.limit and death.limit.name == "cgroup" and where.host else None
     return ExitRecord(
         reason=_reason(death),
@@ -109,12 +109,18 @@ def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> 
         last_held_bytes=death.value_of("last_held_bytes"),
         limit=death.limit,
         limit_owner=owner.words if owner else None,
-        signal=signal_name(_SIGNALS.get(death.kind, number)),
+        signal=signal_name(_SIGNALS.get(death.kind, sent)),
         exit_status=life.exit_status,
         step=death.since_step,
         seconds=_end_seconds(tables, life, death),
         followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
     )
+
+
+def _is_end(finding: Finding) -> bool:
+    """Return whether a finding is about the end of the run, not of the collector or one that the run outlived."""
+    is_outlived = finding.severity == "info" and finding.kind in ("cuda-oom", "hang")
+    return KINDS[finding.kind] == "death" and finding.locus.role != "collector" and not is_outlived
 
 
 def _reason(death: Finding) -> str:
