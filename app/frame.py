@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _start() -> None:
-    st.switch_page(OVERVIEW.file, query_params=st.query_params.to_dict())
+    st.switch_page(OVERVIEW.file, query_params={name: st.query_params.get_all(name) for name in st.query_params})
 
 
 def _may_enter() -> bool:
