@@ -139,7 +139,7 @@ def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
 
 def _check_view(page, view):
     page.get_by_role("link", name=view.title).first.click()
-    page.wait_for_url(f"**/{screenshots.VIEWS[view.path]}?*")
+    page.wait_for_url(f"**/{view.path}?*")
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
     page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=_samples(page), timeout=15_000)  # it moves by itself
@@ -192,9 +192,9 @@ def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
     _take_screenshots(page, f"ended-three-{theme}")
     titles = {page_of.path: page_of.title for page_of in PAGES}
     for view in reversed(screenshots.VIEWS):  # ends on the overview
-        if f"/{screenshots.VIEWS[view]}?" not in page.url:
+        if f"/{view}?" not in page.url:
             page.get_by_role("link", name=titles[view]).first.click()
-        page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
+        page.wait_for_url(f"**/{view}?*")
         screenshots.await_view(page)
         assert f"run={died}" in page.url
         _take_screenshots(page, f"ended-{view}-{theme}")
