@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.report.card import exit_words as exit_words
     from collector.report.comparison import (
         Measure as Measure,
         change_ratio as change_ratio,
@@ -18,15 +17,18 @@ if TYPE_CHECKING:
         settings as settings,
         words as words,
     )
+    from collector.report.labels import label as label
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
+        ago as ago,
         bytes_growth as bytes_growth,
         check_words as check_words,
         context as context,
         count_growth as count_growth,
         decisive as decisive,
         eta as eta,
-        label as label,
+        exit_record as exit_record,
+        exit_words as exit_words,
         locus as locus,
         part as part,
         samples as samples,
@@ -38,17 +40,19 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "card": ("exit_words",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "labels": ("label",),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
+        "ago",
         "bytes_growth",
         "check_words",
         "context",
         "count_growth",
         "decisive",
         "eta",
-        "label",
+        "exit_record",
+        "exit_words",
         "locus",
         "part",
         "samples",
