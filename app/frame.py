@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
 
 from app import terms
 from app.figures.base import AXES
-from app.format import first_line, plain
-from app.pages import COMPARE, PAGES
+from app.pages import COMPARE, MENU, PAGES, RUNS
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
-from collector.store import LATEST, Run, list_runs, queries
+from app.runtime.visitors import may_enter, runs_or_reason
+from collector.store import LATEST, Run, queries
 from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
-QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
-tidegauge job images                 # or a built-in job
-tidegauge report                     # the verdict in the terminal"""
 AXIS_HELP = "Time since the start of the run, or steps. Points before the first step have no step number"
 LIVE_HELP = "Refresh while the run is active. Zooming into a chart switches this off"
 
@@ -30,69 +25,22 @@ LIVE_HELP = "Refresh while the run is active. Zooming into a chart switches this
 def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
-    if not _may_enter():
+    if not may_enter():
         return
     pages = [
         st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
-        for page in PAGES
+        for page in MENU
     ]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
     page = st.navigation([*pages, words], position="top")
-    if page.url_path != terms.PATH:
+    if page.url_path not in (terms.PATH, RUNS.path):
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
 
 
-def _may_enter() -> bool:
-    """Return True if the visitor may see the runs; log-in is needed if the server's secrets ask for it.
-
-    The secrets name the identity provider (docs/sharing.md).
-    """
-    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets:
-        return True
-    if not st.user.get("is_logged_in"):
-        st.subheader("Log in to see the runs", anchor=False)
-        st.button("Log in", icon=":material/login:", on_click=st.login)
-        return False
-    if is_expected(st.user, st.secrets.get("tidegauge", {}).get("visitors")):
-        return True
-    st.subheader("This account may not see the runs", anchor=False)
-    st.markdown(plain(f"{st.user.get('email') or 'It'} is not among the visitors that this server expects."))
-    st.button("Log out", icon=":material/logout:", on_click=st.logout)
-    return False
-
-
-def is_expected(user: Mapping[str, Any], visitors: Sequence[str] | None) -> bool:
-    """Return True if a visitor is on the list, or if there is no list.
-
-    A visitor whose address the provider marks as unverified is refused, since it could be anyone's. Some providers
-    do not report whether they verified it.
-
-    Args:
-        user: the provider's claims about the visitor (OpenID Connect).
-        visitors: addresses and domains (`@example.org`), None for no list.
-
-    """
-    if visitors is None:
-        return True
-    address = str(user.get("email") or "").lower()
-    domain = "@" + address.rpartition("@")[2]
-    expected = {visitor.lower() for visitor in visitors}
-    return user.get("email_verified") is not False and bool(address) and not expected.isdisjoint((address, domain))
-
-
 def _select(home: Path, *, compares: bool) -> Selection | None:
-    try:
-        runs = list_runs(home)
-    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
-        why = f"Cannot read the runs in {home}: {first_line(error)}."
-        st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
-        st.code("tidegauge doctor", language="bash")
-        return None
+    runs = runs_or_reason(home)
     if not runs:
-        st.subheader("No runs yet", anchor=False)
-        st.markdown(plain(f"No runs in `{home}`. Start a training under Tidegauge:"))
-        st.code(QUICK_START, language="bash")
         return None
     with st.container(horizontal=True, vertical_alignment="bottom"):
         run = _pick_run(runs)

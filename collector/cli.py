@@ -32,6 +32,7 @@ for _command in (
     tune.tune,
     report.report,
     report.runs,
+    storage.tag,
     compare.compare,
     report.snapshot,
     report.stacks,

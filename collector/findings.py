@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,9 @@ _GROUPS = {
 }
 #: Kind of finding -> its group.
 KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
+
+#: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.
+_CHANGING_PART = re.compile(r".+:\d+|batch \d+")
 
 #: Slowdowns whose lines a series of stacks can name.
 LINE_KINDS = (
@@ -211,6 +215,41 @@ class Finding:
         """Return the value of the evidence of this name; None without such."""
         values = [item.value for item in self.evidence if item.name == evidence]
         return float(values[0]) if values else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Identity:
+    """The identity of a finding over runs of one command: its kind, and its place in words that no run changes."""
+
+    kind: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.place}" if self.place else self.kind
+
+
+def identity(finding: Finding) -> Identity:
+    """Return the identity of a finding: no pid, host, rank, worker number, line or figure is in it."""
+    where = finding.locus
+    loader = _stable_loader(where)
+    role = {"main": "training process", "worker": "workers"}.get(where.role or "", where.role)
+    if where.worker is not None and where.worker >= 0:
+        role = "workers"
+    parts = [
+        f"{role} of {loader}" if role and loader else role or loader,
+        f"stage {where.stage}" if where.stage is not None else None,
+        f"GPU {where.device}" if where.device is not None else None,
+    ]
+    return Identity(finding.kind, ", ".join(part for part in parts if part))
+
+
+def _stable_loader(where: Locus) -> str | None:
+    """Return the variable of a loader, else its dataset, else its number: lines and batch sizes change."""
+    if where.loader is None:
+        return None
+    parts = (where.loader_name or "").split(", ")
+    names = [part for part in parts if part and not _CHANGING_PART.fullmatch(part)]
+    return names[0] if names else f"loader {where.loader}"
 
 
 def as_json(finding: Finding) -> dict[str, Any]:

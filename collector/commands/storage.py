@@ -1,16 +1,16 @@
-"""Commands on stored runs: export, prune."""
+"""Commands on stored runs: tag, export, prune."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import home_option, show_table
+from collector.commands.options import home_option, parse_tags, show_table
 from collector.errors import TidegaugeError, one_line
 from collector.units import size
 
@@ -18,6 +18,48 @@ if TYPE_CHECKING:
     from collector.store.prune.home import StoredRun
 
 _PREFIXES = "KMGT"
+
+
+@click.command()
+@click.argument("spec", metavar="RUN")
+@click.argument("name", required=False)
+@click.option(
+    "--add", multiple=True, callback=parse_tags, metavar="KEY=VALUE", help="Add a tag, or change it; repeatable."
+)
+@click.option("--remove", multiple=True, metavar="KEY", help="Remove a tag; repeatable.")
+@click.option("--note", metavar="TEXT", help='Replace the note; "" removes it.')
+@click.option("--pin/--unpin", "is_pinned", default=None, help="Keep the run from being deleted, or no longer.")
+@home_option
+def tag(
+    spec: str,
+    name: str | None,
+    add: Mapping[str, str],
+    remove: Sequence[str],
+    note: str | None,
+    is_pinned: bool | None,
+    home: Path,
+) -> None:
+    """Name a run, or change its tags, its note and its pin; show them.
+
+    NAME is the run's new name: every command takes it as RUN, as long as no other run fits. The id stays.
+    """
+    from collector.store import Edit, annotate, find_run
+
+    run = find_run(home, spec)
+    edit = Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
+    if not edit.is_empty:
+        annotate(run, edit)
+    annotation = run.annotation
+    tags = [f"{key}={value}" for key, value in run.tags.items()]
+    lines = {
+        "run": run.run_id,
+        "name": run.name,
+        "tags": ", ".join(tags),
+        "note": annotation.note,
+        "pinned": "yes" if annotation.is_pinned else "no",
+    }
+    for label, text in lines.items():
+        click.echo(f"{label:<8}{one_line(text)}".rstrip())
 
 
 @click.command()

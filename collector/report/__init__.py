@@ -18,6 +18,23 @@ if TYPE_CHECKING:
         settings as settings,
         words as words,
     )
+    from collector.report.history import (
+        TRENDS as TRENDS,
+        FindingHistory as FindingHistory,
+        History as History,
+        LevelChange as LevelChange,
+        Trend as Trend,
+        change_sentences as change_sentences,
+        commands_of as commands_of,
+        commit_words as commit_words,
+        finding_histories as finding_histories,
+        history_of as history_of,
+        level_changes as level_changes,
+        place_words as place_words,
+        trend_points as trend_points,
+        trend_unit as trend_unit,
+    )
+    from collector.report.listing import Command as Command, ListEntry as ListEntry, list_entry as list_entry
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         bytes_growth as bytes_growth,
@@ -40,6 +57,23 @@ if TYPE_CHECKING:
 _MODULES = {
     "card": ("exit_words",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "history": (
+        "FindingHistory",
+        "History",
+        "LevelChange",
+        "TRENDS",
+        "Trend",
+        "change_sentences",
+        "commands_of",
+        "commit_words",
+        "finding_histories",
+        "history_of",
+        "level_changes",
+        "place_words",
+        "trend_points",
+        "trend_unit",
+    ),
+    "listing": ("Command", "ListEntry", "list_entry"),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
         "bytes_growth",
