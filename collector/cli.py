@@ -33,6 +33,7 @@ for _command in (
     report.report,
     report.runs,
     storage.tag,
+    storage.ignore,
     compare.compare,
     report.snapshot,
     report.stacks,

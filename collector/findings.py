@@ -171,6 +171,8 @@ class WaitingLine:
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
+    `known` is the reason for which a team accepts it; then it is information.
+
     Raises:
         ValueError: the kind is not in the vocabulary, or there is too little evidence.
 
@@ -190,6 +192,7 @@ class Finding:
     waits_in: tuple[WaitingLine, ...] = ()
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
+    known: str | None = None
 
     def __post_init__(self) -> None:
         """Check the kind, the confidence and the evidence."""
@@ -256,7 +259,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("limited_by", "waits_in"):
+    for name in ("known", "limited_by", "waits_in"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

@@ -79,7 +79,7 @@ def show() -> None:
         iter(entry.command for entry in [*chosen, *shown] if entry.command.text), None
     )
     if history_command is not None:
-        _draw_history(report.history_of(history_command, commands[history_command]), commands[history_command])
+        _draw_history(history_command, commands[history_command], by_id)
 
 
 def search(
@@ -336,8 +336,9 @@ def _draw_form(entry: report.ListEntry, run: Run) -> None:
     st.rerun()
 
 
-def _draw_history(history: report.History, entries: Sequence[report.ListEntry]) -> None:
+def _draw_history(command: report.Command, entries: Sequence[report.ListEntry], by_id: Mapping[str, Run]) -> None:
     """Draw how the figures and findings of one command change over its runs."""
+    history = report.history_of(command, entries)
     st.subheader(plain(f"Runs of `{history.command.text}`"), anchor=False)
     folder = f"in {history.command.folder}" if history.command.folder else ""
     count = f"{len(history.runs)} of {len(entries)} runs"
@@ -349,7 +350,11 @@ def _draw_history(history: report.History, entries: Sequence[report.ListEntry]) 
     if not sentences:
         st.markdown(_calm_words(history))
     _draw_trends(history, theme_of(st.context.theme.type))
-    _draw_findings(report.finding_histories(history, entries))
+    st.subheader("Findings over the runs", anchor=False)
+    findings = report.finding_histories(history, entries)
+    _draw_findings(findings)
+    if findings and may_edit():
+        _draw_ignoring(findings, by_id[entries[0].run_id])
 
 
 def _calm_words(history: report.History) -> str:
@@ -367,7 +372,6 @@ def _draw_trends(history: report.History, theme: Theme) -> None:
 
 
 def _draw_findings(findings: Sequence[report.FindingHistory]) -> None:
-    st.subheader("Findings over the runs", anchor=False)
     if not findings:
         draw(Note("No run has a finding that needs attention."), key="no-findings")
         return
@@ -378,8 +382,38 @@ def _draw_findings(findings: Sequence[report.FindingHistory]) -> None:
         "First": [report.place_words(each.first) if each.first else "the first run" for each in findings],
         "Gone since": [report.place_words(each.gone) if each.gone else MISSING for each in findings],
     }
+    if any(each.known for each in findings):
+        rows["Known"] = [each.known or MISSING for each in findings]
     caption = "A finding is the same in several runs if its kind, loader, stage, process role and device are."
     draw(Table(frame=pd.DataFrame(rows), caption=caption, download="findings"), key="findings")
+
+
+def _draw_ignoring(findings: Sequence[report.FindingHistory], run: Run) -> None:
+    """Draw how to accept a finding for all runs of the command, or to count it again."""
+    with st.expander("Ignore a finding", icon=":material/notifications_off:"):
+        st.caption(
+            "A known finding stays visible as information, with its reason. It leads no verdict and sends no alert."
+        )
+        by_words = {str(each.identity): each for each in findings}
+        chosen = by_words[str(st.selectbox("Finding", list(by_words), key="ignored-finding"))]
+        if chosen.known is not None:
+            st.markdown(plain(f"Known: {chosen.known}"))
+            if st.button("Count it again", key="count-again"):
+                _change_known(run, chosen, None)
+            return
+        reason = st.text_input("Reason", key="ignored-reason", placeholder="why it is accepted")
+        if st.button("Ignore it in runs of this command", key="ignore", disabled=not reason.strip()):
+            _change_known(run, chosen, reason.strip())
+
+
+def _change_known(run: Run, finding: report.FindingHistory, reason: str | None) -> None:
+    try:
+        report.change_known(run, [finding.identity], reason)
+    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
+        st.error(plain(first_line(error)), icon=":material/error:")
+        return
+    st.session_state[_SAID] = f"{finding.identity} is known." if reason else f"{finding.identity} counts again."
+    st.rerun()
 
 
 if __name__ == "__main__":

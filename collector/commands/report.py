@@ -183,19 +183,21 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
 def judge(run: Run) -> Verdict:
     """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
     from collector.diagnosis import diagnose, load_tables
+    from collector.report.known import with_known
     from collector.report.listing import save_report
     from collector.report.results import result_of, save_result
 
     tables = load_tables(run)
     for problem in tables.problems[:5]:
         click.echo(f"tidegauge: {one_line(problem)}", err=True)
-    verdict = diagnose(tables)
+    raw = diagnose(tables)
+    verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:
         if not run.is_shared:
             save_report(run, _as_report(run, verdict))
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
-                save_result(run, result_of(tables, verdict))
+                save_result(run, result_of(tables, raw))
     return verdict
 
 

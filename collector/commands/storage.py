@@ -1,4 +1,4 @@
-"""Commands on stored runs: tag, export, prune."""
+"""Commands on stored runs: tag, ignore, export, prune."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collector.errors import TidegaugeError, one_line
 from collector.units import size
 
 if TYPE_CHECKING:
+    from collector.findings import Identity
+    from collector.store import Run
     from collector.store.prune.home import StoredRun
 
 _PREFIXES = "KMGT"
@@ -60,6 +62,54 @@ def tag(
     }
     for label, text in lines.items():
         click.echo(f"{label:<8}{one_line(text)}".rstrip())
+
+
+@click.command()
+@click.argument("spec", metavar="RUN")
+@click.argument("kind", required=False)
+@click.option("--reason", metavar="TEXT", help="Why the finding is accepted.")
+@click.option("--stop", is_flag=True, help="Count the finding again.")
+@home_option
+def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Path) -> None:
+    """Accept a finding of a run for all runs of its command, or list the accepted ones.
+
+    It stays visible as information, with the reason, but leads no verdict and sends no alert. KIND is a kind of
+    finding that RUN has.
+    """
+    from collector.report.command_identity import command_of
+    from collector.report.known import change_known, home_of, known_findings
+    from collector.store import find_run
+
+    run = find_run(home, spec)
+    command = command_of(run.manifest)
+    if kind is not None:
+        if stop == bool(reason):
+            raise TidegaugeError("give --reason TEXT to ignore the finding, or --stop to count it again")
+        change_known(run, _identities(run, kind), reason)
+    elif reason or stop:
+        raise TidegaugeError("no KIND was given: name a finding of the run, such as workers-too-slow")
+    rows = {one: why for (of, one), why in known_findings(home_of(run)).items() if of == command}
+    click.echo(one_line(f"known in runs of {command.text}:{'' if rows else ' nothing'}"))
+    for one, why in sorted(rows.items()):
+        click.echo(f"  {one_line(f'{one}: {why}')}")
+
+
+def _identities(run: Run, kind: str) -> set[Identity]:
+    """Return the identities of a run's findings of a kind, by its result or by a verdict made now."""
+    from collector.report.listing import list_entry
+    from collector.report.results import result_of
+
+    result = list_entry(run).result
+    if result is None:
+        from collector.diagnosis import diagnose, load_tables
+
+        tables = load_tables(run)
+        result = result_of(tables, diagnose(tables))
+    found = {finding.identity for finding in result.findings if finding.kind == kind}
+    if not found:
+        kinds = ", ".join(sorted({finding.kind for finding in result.findings})) or "none"
+        raise TidegaugeError(f"{run.run_id} has no finding {kind!r}; it has: {kinds}")
+    return found
 
 
 @click.command()

@@ -254,6 +254,7 @@ def memory_curve(tables: RunTables, points_count: int) -> list[float]:
     """Return the PSS of the training's processes together, in bytes: the peak of each equal stretch of the run."""
     process = tables.stream("process")
     total = _sum_over_time(process[floats(process, "role") != ROLE_COLLECTOR], "pss_bytes")
+    total = total[total > 0]  # at the end, every process is gone
     if len(total) < 2:
         return []
     times = total.index.to_numpy(dtype=float)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collector.report.card import exit_words as exit_words
+    from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
         Measure as Measure,
         change_ratio as change_ratio,
@@ -34,7 +35,14 @@ if TYPE_CHECKING:
         trend_points as trend_points,
         trend_unit as trend_unit,
     )
-    from collector.report.listing import Command as Command, ListEntry as ListEntry, list_entry as list_entry
+    from collector.report.known import (
+        change_known as change_known,
+        home_of as home_of,
+        known_files as known_files,
+        known_findings as known_findings,
+        with_known as with_known,
+    )
+    from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         bytes_growth as bytes_growth,
@@ -56,6 +64,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "card": ("exit_words",),
+    "command_identity": ("Command",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
     "history": (
         "FindingHistory",
@@ -73,7 +82,8 @@ _MODULES = {
         "trend_points",
         "trend_unit",
     ),
-    "listing": ("Command", "ListEntry", "list_entry"),
+    "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
+    "listing": ("ListEntry", "list_entry"),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
         "bytes_growth",

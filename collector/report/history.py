@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from collector.findings import SEVERITIES, Identity
-from collector.report.listing import Command, ListEntry
+from collector.report.command_identity import Command
+from collector.report.listing import ListEntry
 from collector.report.results import Result, ResultFinding
 from collector.units import is_known, quantity
 
@@ -266,6 +267,7 @@ class FindingHistory:
         count: runs that have it, of `runs_count` that could.
         first: oldest run with it; None if that is the oldest of all, so that it may be older.
         gone: first run without it since then; None if the newest run has it.
+        known: the reason for which it is accepted.
 
     """
 
@@ -275,6 +277,7 @@ class FindingHistory:
     runs_count: int
     first: ListEntry | None
     gone: ListEntry | None
+    known: str | None
 
     @property
     def words(self) -> str:
@@ -295,14 +298,14 @@ def finding_histories(history: History, entries: Iterable[ListEntry]) -> list[Fi
     """
     comparable = {entry.run_id for entry in history.runs}
     judged = sorted((entry for entry in entries if entry.result), key=lambda entry: entry.started_seconds)
-    identities = {found.identity for entry in judged for found in _urgent(entry)}
+    identities = {found.identity for entry in judged for found in _serious(entry)}
     histories = []
     for identity in identities:
-        having = [entry for entry in judged if any(found.identity == identity for found in _urgent(entry))]
+        having = [entry for entry in judged if any(found.identity == identity for found in _serious(entry))]
         ids = {entry.run_id for entry in having}
         counted = [entry for entry in judged if entry.run_id in ids or entry.run_id in comparable]
         after = counted[counted.index(having[-1]) + 1 :]
-        severities = {found.severity for entry in having for found in _urgent(entry) if found.identity == identity}
+        severities = {found.severity for entry in having for found in _serious(entry) if found.identity == identity}
         histories.append(
             FindingHistory(
                 identity=identity,
@@ -311,12 +314,17 @@ def finding_histories(history: History, entries: Iterable[ListEntry]) -> list[Fi
                 runs_count=len(counted),
                 first=None if having[0] is counted[0] else having[0],
                 gone=after[0] if after else None,
+                known=next(found.known for found in _serious(having[-1]) if found.identity == identity),
             )
         )
-    return sorted(histories, key=lambda one: (one.gone is not None, _rank(one.severity), -one.count, one.identity))
+
+    def order(one: FindingHistory) -> tuple[bool, bool, int, int, Identity]:
+        return one.known is not None, one.gone is not None, _rank(one.severity), -one.count, one.identity
+
+    return sorted(histories, key=order)
 
 
-def _urgent(entry: ListEntry) -> list[ResultFinding]:
+def _serious(entry: ListEntry) -> list[ResultFinding]:
     findings = entry.result.findings if entry.result else ()
     return [finding for finding in findings if finding.severity != "info"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
-import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from collector.errors import TidegaugeError
+from collector.report.command_identity import Command, command_of
+from collector.report.known import home_of, known_files, known_findings
 from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
 from collector.store import (
     ANNOTATION,
@@ -51,30 +51,6 @@ def save_report(run: Run, report: Mapping[str, Any]) -> None:
         os.replace(scratch, path)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Command:
-    """The identity of a command over runs: its words, with the interpreter and the script as short as possible."""
-
-    text: str = ""
-    folder: str = ""
-
-
-def command_of(manifest: Mapping[str, Any]) -> Command:
-    """Return the command of a run: neither where Python is installed nor `./` before the script is a difference."""
-    words = [str(word) for word in manifest.get("argv") or ()]
-    folder = str(manifest.get("cwd") or "")
-    if words:
-        words[0] = re.sub(r"^(python|pypy)[\d.]*$", r"\1", os.path.basename(words[0]))
-    return Command(shlex.join([words[0], *(_shorten(word, folder) for word in words[1:])] if words else []), folder)
-
-
-def _shorten(word: str, folder: str) -> str:
-    """Return a path relative to the folder of the command, if it is in it."""
-    if folder and word.startswith(f"{folder}/"):
-        return word[len(folder) + 1 :]
-    return word.removeprefix("./")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListEntry:
     """A run in a list: its manifest, what people noted on it, and its result; None without a verdict.
@@ -103,13 +79,15 @@ class ListEntry:
         """The gravest finding in words; None without a verdict."""
         if self.result is None:
             return None
-        gravest = next(iter(self.result.findings), None)
-        return f"{gravest.severity}: {gravest.kind}" if gravest else "nothing needs attention"
+        gravest = next((finding for finding in self.result.findings if not finding.known), None)
+        if gravest is not None:
+            return f"{gravest.severity}: {gravest.kind}"
+        return f"known: {self.result.findings[0].kind}" if self.result.findings else "nothing needs attention"
 
 
 def list_entry(run: Run) -> ListEntry:
     """Return the entry of a run in a list; its files are read again only if they have changed."""
-    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME]
+    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME, *known_files(home_of(run))]
     files += [document_path(run.path, name) for name in (ANNOTATION, RESULT)]
     entry, has_ended = _read_entry(run, tuple(map(_version, files)))
     return entry if has_ended else replace(entry, status=_status_without_result(run))
@@ -155,7 +133,12 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         manifest = run.manifest
     except TidegaugeError:
         return ListEntry(run_id=run.run_id, status=result.status if result else "damaged", result=result), True
-    annotation = run.annotation
+    annotation, command = run.annotation, command_of(manifest)
+    if result is not None:
+        known = known_findings(home_of(run))
+        reasons = [known.get((command, finding.identity)) for finding in result.findings]
+        marked = [replace(each, known=reason) for each, reason in zip(result.findings, reasons, strict=True)]
+        result = replace(result, findings=tuple(marked))
     entry = ListEntry(
         run_id=run.run_id,
         status=result.status if result else "ended",
@@ -164,7 +147,7 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         note=annotation.note,
         is_pinned=annotation.is_pinned,
         started_seconds=started_wall_ns(run.path) / 1e9,
-        command=command_of(manifest),
+        command=command,
         commit=_text(manifest.get("git_commit")),
         is_dirty=manifest.get("git_dirty") if isinstance(manifest.get("git_dirty"), bool) else None,
         result=result,

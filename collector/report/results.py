@@ -35,13 +35,22 @@ RESULT_FIGURES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFinding:
-    """A finding in a result: `place` is that of its identity, `stake` the figure that says how much it matters."""
+    """A finding in a result: `place` is that of its identity, `stake` the figure that says how much it matters.
+
+    `known` is the reason for which it is accepted today. It is no part of the stored result.
+    """
 
     kind: str
     place: str
     severity: str
     limited_by: str | None = None
     stake: str = ""
+    known: str | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if it needs attention."""
+        return self.severity != "info" and self.known is None
 
     @property
     def identity(self) -> Identity:

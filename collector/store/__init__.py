@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         ANNOTATION as ANNOTATION,
         KNOWN_FINDINGS as KNOWN_FINDINGS,
         RESULT as RESULT,
+        SHARED_KNOWN_FINDINGS as SHARED_KNOWN_FINDINGS,
         document_path as document_path,
         read_document as read_document,
     )
@@ -74,7 +75,7 @@ _NAMES = {
     "lake.ingest": "Ingester IngestResult",
     "lake.reader": "Snapshot read",
     "runs.annotations": "Annotation Edit",
-    "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT document_path read_document",
+    "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT SHARED_KNOWN_FINDINGS document_path read_document",
     "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot",
 }
 

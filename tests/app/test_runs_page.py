@@ -8,6 +8,9 @@ from dashboard_pages import figures, open_view, texts
 
 from app.runtime import visitors
 from app.views.runs import Facts, edit_between, parse_tags
+from collector.diagnosis import diagnose, load_tables
+from collector.findings import identity
+from collector.report.known import change_known
 from collector.report.results import Result, ResultFinding, save_result
 from collector.store import Edit, annotate
 from collector.store.runs.run import Run
@@ -165,6 +168,30 @@ def test_history_names_the_commit_and_the_findings(monkeypatch, tmp_path):
     (finding,) = at.dataframe[1].value.to_dict("records")
     assert (finding["Finding"], finding["Runs"]) == ("workers-too-slow in train_loader", "3 of 8")
     assert (finding["First"], finding["Gone since"]) == ("commit bbbbbbb", "commit ccccccc")
+
+
+def test_a_finding_is_ignored_with_a_reason(monkeypatch, tmp_path, editor):
+    for number in range(2):
+        judged_run(tmp_path, number, findings=(SLOW,))
+    at = open_view(monkeypatch, tmp_path, "runs")
+    assert at.button(key="ignore").disabled
+    at.text_input(key="ignored-reason").set_value("the disk is slow here").run()
+    at.button(key="ignore").click().run()
+    assert not at.exception
+    assert at.dataframe[1].value["Known"].tolist() == ["the disk is slow here"]
+    assert at.dataframe[0].value["Gravest finding"].tolist() == ["known: workers-too-slow"] * 2
+    at.button(key="count-again").click().run()
+    assert at.dataframe[0].value["Gravest finding"].tolist() == ["warning: workers-too-slow"] * 2
+
+
+def test_overview_shows_a_known_finding_as_information(monkeypatch, tmp_path):
+    run = Run(runs.make_run(tmp_path, runs.SLOW_WORKER))
+    assert "1 thing needs attention" in texts(open_view(monkeypatch, tmp_path, "overview"))
+    tables = load_tables(run)
+    change_known(run, map(identity, diagnose(tables).findings), "by design")
+    said = texts(open_view(monkeypatch, tmp_path, "overview"))
+    assert "attention" not in said
+    assert "slow-worker: Known: by design." in said
 
 
 def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path, editor):

@@ -51,14 +51,18 @@ def refresh(home: Path) -> None:
             _log.warning(
                 "tidegauge: run %s of the shared store is left out (%s: %s)", run_id, type(error).__name__, error
             )
-    try:
-        _refresh_documents(home)
-    except (OSError, TidegaugeError) as error:
-        _log.warning("tidegauge: notes and results of the shared store are not up to date: %s", error)
+    _refresh_documents(home)
 
 
 def _refresh_documents(home: Path) -> None:
     """Write the documents that have changed in the store; those of runs that are not in this home are left out."""
+    try:
+        _write_changed_documents(home)
+    except (OSError, TidegaugeError) as error:
+        _log.warning("tidegauge: notes and results of the shared store are not up to date: %s", error)
+
+
+def _write_changed_documents(home: Path) -> None:
     changed = {}
     for (run_id, name), digest in postgres.document_hashes().items():
         folder = _folder(home, run_id, name)
@@ -75,7 +79,7 @@ def _refresh_documents(home: Path) -> None:
 def _folder(home: Path, run_id: str, name: str) -> Path | None:
     """Return the folder of a document of the store; None for one that this home has no place for."""
     if run_id == postgres.NO_RUN:
-        return home if name == documents.KNOWN_FINDINGS else None
+        return home if name == documents.SHARED_KNOWN_FINDINGS else None
     folder = home / "runs" / run_id
     is_valid = layout.RUN_ID.fullmatch(run_id) and name in documents.RUN_DOCUMENTS
     return folder if is_valid and folder.exists() else None
@@ -101,6 +105,7 @@ def take_part(run: Run) -> None:
         _write(run.path, merge_manifests(parts))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TidegaugeError(f"cannot note the other nodes of run {run.run_id}: {error}") from None
+    _refresh_documents(run.path.parent.parent)  # a verdict needs to know the findings that are known
 
 
 def is_first(run: Run) -> bool:

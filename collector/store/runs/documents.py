@@ -19,8 +19,9 @@ from training_harness.layout import read_plain
 ANNOTATION = "annotation"
 #: Figures and findings of a run that has ended (`collector.report.results.Result`).
 RESULT = "result"
-#: Findings of a home that are known, with the reasons (`collector.report.history`).
-KNOWN_FINDINGS = "known-findings"
+#: Findings that are known, with the reasons (`collector.report.known`): those of the home's own runs, and those of
+#: runs of the shared store.
+KNOWN_FINDINGS, SHARED_KNOWN_FINDINGS = "known-findings", "shared-known-findings"
 #: Documents of a run.
 RUN_DOCUMENTS = (ANNOTATION, RESULT)
 #: Bytes of the largest document.

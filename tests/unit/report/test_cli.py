@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import click
+import make_run
 import pytest
 from rich.console import Console
 
@@ -39,6 +40,7 @@ COMMANDS = {
     "export",
     "prune",
     "tag",
+    "ignore",
     "tune",
 }
 
@@ -225,6 +227,34 @@ def test_a_run_is_renamed_tagged_and_found_by_its_name(tidegauge, tmp_path):
     assert (status, "'first try' fits 2 runs" in err) == (2, True)
     assert tidegauge("tag", old.name, "--add", "by")[0] == 2
     assert read_manifest(old)["name"] == "train"
+
+
+def test_a_known_finding_is_information_in_every_run_of_the_command(tidegauge, tmp_path):
+    one, two, other = (make_run.make_run(tmp_path / "home", make_run.SLOW_WORKER) for _ in range(3))
+    write_manifest(other, {**read_manifest(other), "argv": ["python", "other.py"]})
+
+    def severities():
+        reports = [json.loads(tidegauge("report", run.name, "--format", "json")[1]) for run in (one, two, other)]
+        found = [next(f for f in report["findings"] if f["kind"] == "slow-worker") for report in reports]
+        return [(finding["severity"], finding.get("known")) for finding in found]
+
+    status, _, err = tidegauge("ignore", one.name, "fd-leak", "--reason", "x")
+    assert (status, "has no finding 'fd-leak'; it has: slow-worker" in err) == (2, True)
+    assert tidegauge("ignore", one.name, "slow-worker")[0] == 2
+    status, out, err = tidegauge("ignore", one.name, "slow-worker", "--reason", "one disk is old")
+    assert (status, err) == (0, "")
+    assert out == "known in runs of python train.py:\n  slow-worker in workers of Photographs: one disk is old\n"
+    assert severities() == [("info", "one disk is old")] * 2 + [("warning", None)]
+    card = tidegauge("report", two.name)[1]
+    assert "WARNING" not in card
+    assert "Known: one disk is old. Worker 1 of loader 0" in " ".join(card.split())
+    gravest = {run.name: "known: slow-worker" for run in (one, two)} | {other.name: "warning: slow-worker"}
+    listed = json.loads(tidegauge("runs", "--format", "json")[1])
+    assert {entry["run_id"]: entry["gravest"] for entry in listed} == gravest
+    assert (
+        tidegauge("ignore", two.name, "slow-worker", "--stop")[1] == "known in runs of python train.py: nothing\n"
+    )
+    assert severities() == [("warning", None)] * 3
 
 
 def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
