@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -268,6 +269,12 @@ def _draw_actions(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run]) 
             )
         if is_editor:
             _draw_deletion(chosen, by_id)
+    if not others and newest.result is None and newest.status != "running":
+        command = "collect" if newest.status == "abandoned" else "report"
+        note = Note(
+            "This run has no verdict yet. To judge it:", command=f"tidegauge {command} {shlex.quote(newest.run_id)}"
+        )
+        draw(note, key="no-verdict")
     if not is_editor:
         st.caption(f":material/lock: {plain(_READ_ONLY)}")
     elif not others:

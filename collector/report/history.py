@@ -163,9 +163,10 @@ def commands_of(entries: Iterable[ListEntry]) -> dict[Command, list[ListEntry]]:
 
 
 def history_of(command: Command, entries: Iterable[ListEntry]) -> History:
-    """Return the comparable runs of a command: judged, long enough, and on the machine size that most had."""
+    """Return the comparable runs of a command: judged, long enough, on the machine size that most had."""
     ordered = sorted(entries, key=lambda entry: entry.started_seconds)
-    judged = [entry for entry in ordered if entry.result is not None]
+    trained = [entry for entry in ordered if not entry.is_trial]
+    judged = [entry for entry in trained if entry.result is not None]
     steps = [entry.result.steps for entry in judged if entry.result and entry.result.steps]
     least = _LEAST_STEPS_RATIO * statistics.median(steps) if steps else 0.0
     long = [entry for entry in judged if entry.result and (entry.result.steps or 0.0) >= least]
@@ -173,7 +174,8 @@ def history_of(command: Command, entries: Iterable[ListEntry]) -> History:
     machine = statistics.mode(machines) if machines else ""  # of several, that of the newest run
     runs = [entry for entry in long if entry.result and entry.result.machine in (machine, "")]
     counts = (
-        (len(ordered) - len(judged), "without a verdict"),
+        (len(ordered) - len(trained), "of `tidegauge tune`"),
+        (len(trained) - len(judged), "without a verdict"),
         (len(judged) - len(long), "with less than half the usual steps"),
         (len(long) - len(runs), "on machines of another size"),
     )
@@ -297,7 +299,9 @@ def finding_histories(history: History, entries: Iterable[ListEntry]) -> list[Fi
     no leak, and says nothing about one.
     """
     comparable = {entry.run_id for entry in history.runs}
-    judged = sorted((entry for entry in entries if entry.result), key=lambda entry: entry.started_seconds)
+    judged = sorted(
+        (entry for entry in entries if entry.result and not entry.is_trial), key=lambda entry: entry.started_seconds
+    )
     identities = {found.identity for entry in judged for found in _serious(entry)}
     histories = []
     for identity in identities:

@@ -59,6 +59,7 @@ class ListEntry:
         started_seconds: wall clock (Unix time); 0 if it is not known.
         commit: git commit of the folder that the command ran in; None if it was in no repository.
         is_dirty: True if files differed from that commit; None if that is not known.
+        is_trial: True for a trial of `tidegauge tune`.
 
     """
 
@@ -72,6 +73,7 @@ class ListEntry:
     command: Command = field(default_factory=Command)
     commit: str | None = None
     is_dirty: bool | None = None
+    is_trial: bool = False
     result: Result | None = None
 
     @property
@@ -150,6 +152,7 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         command=command,
         commit=_text(manifest.get("git_commit")),
         is_dirty=manifest.get("git_dirty") if isinstance(manifest.get("git_dirty"), bool) else None,
+        is_trial=manifest.get("is_trial") is True,
         result=result,
     )
     return entry, result is not None or manifest["end_time_ns"] is not None

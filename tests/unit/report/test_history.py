@@ -95,12 +95,13 @@ def test_runs_that_cannot_be_compared_are_left_out_and_counted():
     runs = [entry(n, throughput=100) for n in range(4)]
     other = entry(5, throughput=200, result={"machine": "64 cores"})
     short = entry(6, throughput=50, result={"steps": 3})
-    unjudged = entry(7, throughput=1)
     unjudged = ListEntry(run_id="run-7", status="running", command=TRAIN, started_seconds=7.0)
-    history = history_of(TRAIN, [unjudged, short, other, *runs])
+    trial = entry(8, throughput=70, is_trial=True)
+    history = history_of(TRAIN, [trial, unjudged, short, other, *runs])
     assert [each.run_id for each in history.runs] == ["run-0", "run-1", "run-2", "run-3"]
     assert history.machine == "8 cores"
     assert history.left_out == (
+        "1 run of `tidegauge tune`",
         "1 run without a verdict",
         "1 run with less than half the usual steps",
         "1 run on machines of another size",
