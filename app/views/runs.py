@@ -176,7 +176,7 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
         "Tags": [tag_text(entry.tags) for entry in entries],
         "Note": [entry.note for entry in entries],
         "Pinned": [entry.is_pinned for entry in entries],
-        "Commit": [report.commit_words(entry) for entry in entries],
+        "Commit": [f"{(entry.commit or '')[:7]}{' *' if entry.is_dirty else ''}" for entry in entries],
         "Command": [entry.command.text for entry in entries],
         "Id": [entry.run_id for entry in entries],
     }
@@ -238,7 +238,7 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
             "Pinned": config.CheckboxColumn(width=65, help="A pinned run is never deleted"),
             "Tags": config.TextColumn(width=130),
             "Note": config.TextColumn(width=160),
-            "Commit": config.TextColumn(width=90),
+            "Commit": config.TextColumn(width=90, help="*: files differed from the commit"),
             "Command": config.TextColumn(width=260),
         },
     )

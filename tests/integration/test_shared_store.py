@@ -28,8 +28,9 @@ from store_services import (
 
 from collector.agent import ingest_feed, problems
 from collector.errors import TidegaugeError
+from collector.report.known import change_known, known_findings
 from collector.report.listing import list_entry
-from collector.report.results import Result, save_result
+from collector.report.results import Result, ResultFinding, save_result
 from collector.store import Edit, annotate
 from collector.store.catalogue import find_run, list_runs
 from collector.store.cluster import mirror, postgres as shared
@@ -323,7 +324,6 @@ def ended_run(environment, home, run_id):
 def test_notes_and_results_of_shared_runs_are_seen_on_every_machine(environment, home):
     run = ended_run(environment, home.parent / "node", "noted")
     assert run.has_ended_everywhere
-    save_result(run, Result(status="finished", steps=50))
     viewer = find_run(home, "noted")
     with ThreadPoolExecutor(3) as pool:  # from two machines at once
         edits = [
@@ -333,13 +333,17 @@ def test_notes_and_results_of_shared_runs_are_seen_on_every_machine(environment,
         ]
         edits += [(run, Edit(name="baseline")), (viewer, Edit(note="good", is_pinned=True))]
         list(pool.map(lambda both: annotate(*both), edits))
+    slow = ResultFinding(kind="slow-worker", place="workers of loader 0", severity="warning")
+    save_result(run, Result(status="finished", steps=50, findings=(slow,)))
+    change_known(viewer, [slow.identity], "an old disk")
     third = home.parent / "third"
     mirror._refreshed.clear()
     seen_there = find_run(third, "baseline")
     assert seen_there.run_id == "noted"
     assert len(seen_there.tags) == 1 + 2 * 9
     assert (seen_there.annotation.note, seen_there.annotation.is_pinned) == ("good", True)
-    assert list_entry(seen_there).result == Result(status="finished", steps=50)
+    assert list_entry(seen_there).gravest == "known: slow-worker"
+    assert [why for (_, one), why in known_findings(third).items() if one == slow.identity] == ["an old disk"]
     shared.retire("noted", ".pruned-noted")  # it is pinned, so nothing happens
     assert delete_runs(third, [seen_there]) == {seen_there: "it is pinned"}
     annotate(seen_there, Edit(is_pinned=False))

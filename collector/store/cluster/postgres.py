@@ -66,7 +66,10 @@ _MAKE_NODES = (
     "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.node "
     "(run_id text, host text, manifest text NOT NULL, PRIMARY KEY (run_id, host))"
 )
+#: One editor at a time, also of different documents: a change takes milliseconds. Without the lock, two that create
+#: the table at once would fail.
 _MAKE_DOCUMENTS = (
+    "SELECT pg_advisory_xact_lock(hashtextextended('tidegauge.document', 0)); "
     "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.document "
     "(run_id text, name text, body text NOT NULL, PRIMARY KEY (run_id, name))"
 )
@@ -181,19 +184,17 @@ def change_document(run_id: str, name: str, change: Callable[[str | None], str])
 
     """
     key = (run_id, name)
-    with _registry() as registry:
+    with _registry() as registry, registry.transaction():
         registry.execute(_MAKE_DOCUMENTS)
-        with registry.transaction():
-            registry.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s || ' ' || %s, 0))", key)
-            rows = registry.execute(
-                "SELECT body FROM tidegauge.document WHERE run_id = %s AND name = %s", key
-            ).fetchall()
-            text = change(rows[0][0] if rows else None)
-            registry.execute(
-                "INSERT INTO tidegauge.document VALUES (%s, %s, %s) "
-                "ON CONFLICT (run_id, name) DO UPDATE SET body = excluded.body",
-                (*key, text),
-            )
+        rows = registry.execute(
+            "SELECT body FROM tidegauge.document WHERE run_id = %s AND name = %s", key
+        ).fetchall()
+        text = change(rows[0][0] if rows else None)
+        registry.execute(
+            "INSERT INTO tidegauge.document VALUES (%s, %s, %s) "
+            "ON CONFLICT (run_id, name) DO UPDATE SET body = excluded.body",
+            (*key, text),
+        )
     return text
 
 
@@ -232,7 +233,7 @@ def sizes_bytes() -> dict[str, int]:
 def retire(run_id: str, name: str) -> None:
     """Rename a run in the table of nodes if all its nodes have ended their parts and it is not pinned."""
     goes_on = "SELECT 1 FROM tidegauge.node WHERE run_id = %(id)s AND manifest::json->>'end_time_ns' IS NULL"
-    with _registry() as registry:
+    with _registry() as registry, registry.transaction():
         registry.execute(_MAKE_DOCUMENTS)
         registry.execute(
             f"UPDATE tidegauge.node SET run_id = %(name)s WHERE run_id = %(id)s AND NOT EXISTS ({goes_on}) "
@@ -246,9 +247,10 @@ def forget(run_id: str, name: str) -> None:
     schema = sql.Identifier(f"{_SCHEMA_PREFIX}{run_id}")
     with _registry() as registry:
         registry.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(schema))
-        registry.execute(_MAKE_DOCUMENTS)
-        registry.execute("DELETE FROM tidegauge.document WHERE run_id = %s", (run_id,))
-        registry.execute("DELETE FROM tidegauge.node WHERE run_id = %s", (name,))
+        with registry.transaction():
+            registry.execute(_MAKE_DOCUMENTS)
+            registry.execute("DELETE FROM tidegauge.document WHERE run_id = %s", (run_id,))
+            registry.execute("DELETE FROM tidegauge.node WHERE run_id = %s", (name,))
 
 
 def check_shared_store() -> int:
