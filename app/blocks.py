@@ -46,8 +46,8 @@ _KIND_PAGES = {
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 #: Rows above which a table scrolls.
 _MAX_UNSCROLLED_ROWS = 20
-#: Findings that are shown at once; the others are in an expander.
-_MAX_OPEN_FINDINGS = 4
+#: Parameter of the address: the time that charts zoom to, `12-33` in seconds.
+FOCUS = "focus"
 
 
 #: Plotly's options. Of a chart's buttons, "download" and "reset axes" stay; the mouse does what the others do.
@@ -94,6 +94,14 @@ class Table:
     caption: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A table of short texts that wrap: its two headings, and its rows."""
+
+    headings: tuple[str, str]
+    rows: Sequence[tuple[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A sentence that explains a figure or stands in place of an empty one, and the command to type next."""
@@ -105,14 +113,18 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Findings in order; `link` adds a link to the evidence, `headline` the number of findings.
+    """Findings in order, each with a link that zooms the charts to its time.
 
     The sentence of the gravest one is left out, since it is the view's answer (`answer`).
+
+    Attributes:
+        findings: the findings.
+        leads_away: the links lead to the page that shows the evidence, not to this one.
+
     """
 
     findings: Sequence[Finding]
-    link: bool = False
-    headline: bool = False
+    leads_away: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class Widget:
     initial: Callable[[], Sequence[Block]]
 
 
-Block = Chart | Metrics | Table | Note | Findings | Listing | Widget
+Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget
 
 
 def draw(block: Block, key: str) -> None:
@@ -163,6 +175,8 @@ def draw(block: Block, key: str) -> None:
                 st.download_button("CSV", data, name, "text/csv", icon=icon, key=f"{key}-csv", on_click="ignore")
                 if block.caption:
                     st.caption(plain(block.caption))
+        case Facts():
+            st.markdown(_facts_table(block))
         case Note():
             st.caption(f"{block.icon} {plain(block.text)}")
             if block.command:
@@ -216,8 +230,13 @@ def heading(finding: Finding) -> str:
 
 
 def scope_words(finding: Finding) -> str:
-    """Return in words where a finding holds, since when, and how sure it is."""
-    parts = (report.locus(finding.locus), report.since(finding), f"confidence {percent(finding.confidence)}")
+    """Return in words where a finding holds and its cause lies, since when, and how sure it is."""
+    parts = (
+        report.locus(finding.locus),
+        report.since(finding),
+        f"confidence {percent(finding.confidence)}",
+        f"cause: {finding.fault}" if finding.fault else "",
+    )
     return " · ".join(part for part in parts if part)
 
 
@@ -249,58 +268,73 @@ def answer(findings: Sequence[Finding], nothing: str) -> str:
 def _draw_findings(block: Findings) -> None:
     urgent = needs_attention(block.findings)
     rest = [finding for finding in block.findings if finding.severity == "info"]
-    if block.headline:
-        things = "1 thing needs" if len(urgent) == 1 else f"{len(urgent)} things need"
-        calm = "Nothing needs attention" if all(f.is_healthy for f in block.findings) else "No warnings"
-        st.subheader(f"{things} attention" if urgent else calm, anchor=False)
-    for place, finding in enumerate(urgent[:_MAX_OPEN_FINDINGS]):
-        _draw_finding(finding, link=block.link, has_summary=place > 0)
-    if urgent[_MAX_OPEN_FINDINGS:]:
-        with st.expander(f"{len(urgent) - _MAX_OPEN_FINDINGS} more"):
-            for finding in urgent[_MAX_OPEN_FINDINGS:]:
-                _draw_finding(finding, link=block.link, has_summary=True)
+    for finding in urgent[:1]:
+        icon, colour = _SEVERITY[finding.severity]
+        with st.container(border=True, gap="small"):
+            with st.container(horizontal=True, vertical_alignment="center"):
+                st.badge(finding.severity, icon=icon, color=colour)  # type: ignore[arg-type]
+                st.markdown(f"**{plain(heading(finding))}**", width="content")
+                st.caption(plain(scope_words(finding)), width="content")
+            _draw_finding(finding, block)
+    for finding in urgent[1:]:
+        label = f"{finding.severity}: {heading(finding)}. {finding.summary}"
+        with st.expander(plain(label), icon=_SEVERITY[finding.severity][0]):
+            st.caption(plain(scope_words(finding)))
+            _draw_finding(finding, block)
     for finding in rest:
         with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=_SEVERITY["info"][0]):
-            _draw_body(finding, finding.evidence)
+            _draw_finding(finding, block)
 
 
-def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
-    icon, colour = _SEVERITY[finding.severity]
-    with st.container(border=True):
-        with st.container(horizontal=True, vertical_alignment="center"):
-            st.badge(finding.severity, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.markdown(f"**{plain(heading(finding))}**", width="content")
-            st.caption(plain(scope_words(finding)), width="content")
-        if has_summary:
-            st.markdown(plain(finding.summary))
+def _draw_finding(finding: Finding, block: Findings) -> None:
+    """Draw what to do, and beside it the measurements that decide."""
+    actions, figures = st.columns([3, 2], gap="medium")
+    with actions:
+        _draw_actions(finding)
+        _draw_link(finding, block)
+    with figures:
         decisive = report.decisive(finding)
-        _draw_body(finding, decisive)
+        if decisive:
+            st.markdown(_evidence_table(decisive))
         if len(decisive) < len(finding.evidence):
             with st.expander(f"All {len(finding.evidence)} measurements"):
                 st.markdown(_evidence_table(finding.evidence))
-        if link:
-            page = evidence_page(finding.kind)
-            st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
 
 
-def _draw_body(finding: Finding, measurements: Sequence[Evidence]) -> None:
+def _draw_link(finding: Finding, block: Findings) -> None:
+    """Draw the link to the evidence: its page, and the time that the charts zoom to."""
+    page, window = evidence_page(finding.kind), finding.window_seconds
+    if not (block.leads_away or window):
+        return
+    words = f"See {page.title}" if block.leads_away else "Show it in the charts"
+    params = {}
+    if window:
+        params[FOCUS] = "{:.0f}-{:.0f}".format(*window)
+        words += ": {:.0f} to {:.0f} s".format(*window)
+    st.page_link(page.file, label=words, icon=":material/arrow_forward:", query_params=params)
+
+
+def _draw_actions(finding: Finding) -> None:
     for advice in finding.advice:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
-        st.markdown(f":material/build: {plain(advice.text)}{expected}")
-    if finding.eta is not None:
+        st.markdown(f":material/build: {plain(advice.text)}{expected} :gray-badge[{advice.effect}]")
+    if finding.eta is not None and finding.eta.mid_steps is not None:  # the heading has the time
         st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
     for words in line_words(finding.waits_in):
         st.markdown(f":material/code: {plain(words)}")
-    if measurements:
-        st.markdown(_evidence_table(measurements))
 
 
 def _evidence_table(measurements: Sequence[Evidence]) -> str:
     cells = ([_cell(text) for text in row] for row in evidence(measurements))
     rows = [f"| {name} | {value} | :gray[{sample}] |" for name, value, sample in cells]
     return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
+
+
+def _facts_table(block: Facts) -> str:
+    rows = (f"| {_cell(name)} | {_cell(value)} |" for name, value in block.rows)
+    return "\n".join([f"| {block.headings[0]} | {block.headings[1]} |", "|:--|:--|", *rows])
 
 
 def _cell(text: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import streamlit as st
 
 from app import terms
+from app.blocks import FOCUS
 from app.figures.base import AXES
-from app.pages import COMPARE, MENU, PAGES, RUNS
+from app.pages import COMPARE, MENU, OVERVIEW, RUNS
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
@@ -18,31 +20,41 @@ from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
-AXIS_HELP = "Time since the start of the run, or steps. Points before the first step have no step number"
+#: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
+_STYLE = """<style>
+.stMainBlockContainer { padding: 4rem 3rem 3rem; }
+.stMainBlockContainer h2 { padding: 0; }
+.stMainBlockContainer table :is(th, td) { padding: 0.2rem 0.6rem; }
+@media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 0.75rem 2rem; } }
+</style>"""
 LIVE_HELP = "Refresh while the run is active. Zooming into a chart switches this off"
 
 
 def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
+    st.html(_STYLE)
     if not may_enter():
         return
-    pages = [
-        st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path, default=page is PAGES[0])
-        for page in MENU
-    ]
+    pages = [st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path) for page in MENU]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
-    page = st.navigation([*pages, words], position="top")
-    if page.url_path not in (terms.PATH, RUNS.path):
+    # Streamlit serves its default page at / alone. With one of its own there, Overview has a path like the others.
+    start = st.Page(_start, title="Tidegauge", default=True, visibility="hidden")
+    page = st.navigation([*pages, words, start], position="top")
+    if page.url_path not in (terms.PATH, start.url_path, RUNS.path):
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
+
+
+def _start() -> None:
+    st.switch_page(OVERVIEW.file, query_params={name: st.query_params.get_all(name) for name in st.query_params})
 
 
 def _select(home: Path, *, compares: bool) -> Selection | None:
     runs = runs_or_reason(home)
     if not runs:
         return None
-    with st.container(horizontal=True, vertical_alignment="bottom"):
+    with st.container(horizontal=True, vertical_alignment="center"):
         run = _pick_run(runs)
         rank = _pick_rank(run)
         window = st.segmented_control(
@@ -53,14 +65,45 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
             format_func=lambda name: WINDOW_WORDS[name],
             key="window",
             bind="query-params",
+            label_visibility="collapsed",
         )
         axis = st.segmented_control(
-            "X axis", AXES, default="elapsed", required=True, key="x", bind="query-params", help=AXIS_HELP
+            "X axis",
+            AXES,
+            default="elapsed",
+            required=True,
+            key="x",
+            bind="query-params",
+            label_visibility="collapsed",
         )
         is_over = status_of(run) != "running"
         live = st.toggle("Live", value=True, key="live", bind="query-params", help=LIVE_HELP, disabled=is_over)
     others = _pick_others(run, runs) if compares else ()
-    return Selection(run=run, rank=rank, window=window or "run", axis=axis or "elapsed", live=live, others=others)
+    focus = _focus()
+    if focus is not None:
+        words = "The charts show {:.0f} to {:.0f} s. Show all".format(*focus)
+        st.button(words, icon=":material/zoom_out_map:", on_click=_drop_focus)
+    return Selection(
+        run=run,
+        rank=rank,
+        window=window or "run",
+        axis=axis or "elapsed",
+        live=live,
+        others=others,
+        focus=focus,
+    )
+
+
+def _drop_focus() -> None:
+    del st.query_params[FOCUS]
+
+
+def _focus() -> tuple[float, float] | None:
+    """Return the time that the address asks charts to zoom to, None without a valid one."""
+    match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", st.query_params.get(FOCUS, ""))
+    if match is None or float(match[1]) >= float(match[2]):
+        return None
+    return float(match[1]), float(match[2])
 
 
 def _pick_run(runs: list[Run]) -> Run:
@@ -73,6 +116,7 @@ def _pick_run(runs: list[Run]) -> Run:
         key="run",
         bind="query-params",
         width=420,
+        label_visibility="collapsed",
     )
     return by_id[chosen]
 
@@ -82,7 +126,7 @@ def _pick_rank(run: Run) -> int | None:
     if not ranks:
         return None
     words = ["all ranks", *map(str, ranks)]
-    chosen = st.selectbox("Rank", words, key="rank", bind="query-params", width=140)
+    chosen = st.selectbox("Rank", words, key="rank", bind="query-params", width=140, label_visibility="collapsed")
     return None if chosen == "all ranks" else int(chosen)
 
 

@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 from app.blocks import (
     CONFIG,
     Block,
+    Facts,
     Findings,
     Listing,
     Metrics,
@@ -139,6 +140,10 @@ def _block(block: Block) -> Iterator[str]:
             yield f"<dl>{''.join(cells)}</dl>"
         case Table():
             yield f"{block.frame.to_html(index=False, border=0)}<p class=quiet>{_text(block.caption)}</p>"
+        case Facts():
+            head = "".join(f"<th>{escape(heading)}" for heading in block.headings)
+            rows = "".join(f"<tr><td>{_text(name)}<td>{_text(value)}" for name, value in block.rows)
+            yield f"<table><tr>{head}{rows}</table>"
         case Note():
             yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
         case Listing():
@@ -167,7 +172,11 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
         items = (f"<li>{_text(words)}</li>" for words in line_words(finding.waits_in))
         parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
-        items = (f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i></li>" for advice in finding.advice)
+        items = (
+            f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i> "
+            f'<span class="quiet">[{advice.effect}]</span></li>'
+            for advice in finding.advice
+        )
         parts.append(f"<ol>{''.join(items)}</ol>")
     if finding.eta is not None:
         parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
+#: Side effect of an advice: none, on the memory that the training needs, or on what it computes.
+Effect = Literal["safe", "changes memory", "changes results"]
+#: Place of a finding's cause.
+Fault = Literal["your code", "your settings", "this machine", "outside"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
 
 #: Group of findings -> its kinds. There are no other kinds.
@@ -32,6 +36,8 @@ KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split
 #: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.
 _CHANGING_PART = re.compile(r".+:\d+|batch \d+")
 
+#: A window of evidence in seconds from the start of the run, as `columns.window_text` writes it.
+_WINDOW = re.compile(r"(\d+)-(\d+) s")
 #: Slowdowns whose lines a series of stacks can name.
 LINE_KINDS = (
     "workers-too-slow",
@@ -127,10 +133,11 @@ class Eta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One concrete action and its expected effect."""
+    """One concrete action, the result to expect, and what else it changes."""
 
     text: str
     expected: str
+    effect: Effect = "safe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +178,7 @@ class WaitingLine:
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
+    `fault` says where the cause lies, None if that is not known.
     `known` is the reason for which a team accepts it; then it is information.
 
     Raises:
@@ -192,6 +200,7 @@ class Finding:
     waits_in: tuple[WaitingLine, ...] = ()
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
+    fault: Fault | None = None
     known: str | None = None
 
     def __post_init__(self) -> None:
@@ -213,6 +222,15 @@ class Finding:
     def has_line(self) -> bool:
         """True if a series of stacks can name the lines behind it."""
         return self.kind in LINE_KINDS and not self.is_healthy
+
+    @property
+    def window_seconds(self) -> tuple[float, float] | None:
+        """Time that its measurements span, from the start of the run; None if they name no time."""
+        spans = [match for item in self.evidence if (match := _WINDOW.fullmatch(item.window))]
+        if not spans:
+            return None
+        begin, end = min(float(span[1]) for span in spans), max(float(span[2]) for span in spans)
+        return (begin, end) if begin < end else None
 
     def value_of(self, evidence: str) -> float | None:
         """Return the value of the evidence of this name; None without such."""
@@ -259,7 +277,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("known", "limited_by", "waits_in"):
+    for name in ("known", "limited_by", "waits_in", "fault"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

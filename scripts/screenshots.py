@@ -27,8 +27,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from app.pages import PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
-#: View -> its path in the address.
-VIEWS = {page.path: "" if page is PAGES[0] else page.path for page in PAGES}
+#: Paths of the views.
+VIEWS = tuple(page.path for page in PAGES)
 SIZES = ((1440, 900), (390, 844))
 README_JOB = ("fault", "slow-worker")
 START_SECONDS = 30
@@ -128,7 +128,7 @@ def executable() -> str | None:
 
 def address(base: str, view: str, **query: str | Sequence[str]) -> str:
     """The address of a view with its query parameters."""
-    return f"{base}/{VIEWS[view]}" + (f"?{urlencode(query, doseq=True)}" if query else "")
+    return f"{base}/{view}" + (f"?{urlencode(query, doseq=True)}" if query else "")
 
 
 def await_view(page: Page) -> None:

@@ -146,6 +146,26 @@ def add_marks(
     return replace(chart, caption=caption, takeaway=takeaway)
 
 
+def zoom(
+    chart: TimeChart, begin_seconds: float, end_seconds: float, theme: Theme, clock: pd.DataFrame
+) -> TimeChart:
+    """Shade a time in a chart over elapsed seconds or steps, in place, and show it with as much around it.
+
+    A chart without a point in it stays as it is.
+    """
+    begin, end = convert_x([begin_seconds, end_seconds], "elapsed", chart.axis, clock)
+    xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
+    x = np.concatenate(xs) if xs else np.empty(0)
+    if not ((x >= begin) & (x <= end)).any():
+        return chart
+    layout, margin = chart.figure.layout, (end - begin) / 2
+    layout.xaxis.range = [max(begin - margin, float(np.nanmin(x))), min(end + margin, float(np.nanmax(x)))]
+    ends = {"x0": float(begin), "x1": float(end), "y0": 0, "y1": 1}
+    shade = {"type": "rect", "xref": "x", "yref": "y domain", **ends, "layer": "below", "line": {"width": 0}}
+    layout.shapes = (*layout.shapes, {**shade, "fillcolor": theme.grid, "opacity": 0.6})
+    return chart
+
+
 def _make_room(layout: Any, rows_count: int) -> float:
     """Lower the top of the y axis by some rows of labels; return a row's height as a share of the lowered axis."""
     low, high = layout.yaxis.domain or (0.0, 1.0)

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 import pandas as pd
 
 from app.blocks import Block, Findings, Table, evidence_page, needs_attention
-from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed
+from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed, zoom
 from app.figures.base import Axis, Chart, TimeChart
 from app.figures.devices import device_names
 from app.format import first_line
@@ -38,7 +38,10 @@ MAX_FINDINGS, MAX_RESTARTS = 4, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The state of the frame's controls; `others` are the runs to compare with."""
+    """The state of the frame's controls.
+
+    `others` are the runs to compare with. `focus` is the time of a finding that charts zoom to, in elapsed seconds.
+    """
 
     run: Run
     rank: int | None
@@ -46,6 +49,7 @@ class Selection:
     live: bool
     axis: Axis = "elapsed"
     others: tuple[Run, ...] = ()
+    focus: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class Moment:
     loaders: tuple[int, ...]
     loader: int | None
     address: Callable[[Page], str]
+    focus: tuple[float, float] | None = None
     others: tuple[Moment, ...] = ()
     _values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -186,6 +191,7 @@ def moment_of(
         loaders=tuple(loaders),
         loader=loader if loader in loaders else loaders[0] if loaders else None,
         address=lambda page: "" if page.path == view.name else address(page),
+        focus=selection.focus,
     )
 
 
@@ -221,7 +227,8 @@ def answer_of(view: View, moment: Moment) -> str:
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
     if isinstance(block, Chart):
-        block.keep_view(" ".join(run.run_id for run in (moment, *moment.others)))
+        focus = [] if moment.focus is None else [str(moment.focus)]
+        block.keep_view(" ".join([*(run.run_id for run in (moment, *moment.others)), *focus]))
     if not isinstance(block, TimeChart):
         return block
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
@@ -233,6 +240,8 @@ def _finish(block: Block, moment: Moment) -> Block:
         restarts = moment.once("restart marks", lambda: _restart_marks(moment))
         findings = moment.once(("finding marks", block.gpu), lambda: _finding_marks(moment, block.gpu))
         chart = add_marks(chart, epochs, [*restarts, *findings], moment.theme, clock)
+        if moment.focus is not None:
+            chart = zoom(chart, *moment.focus, moment.theme, clock)
     return scale_elapsed(chart, (moment.span.to_ns - moment.span.from_ns) / 1e9)
 
 

@@ -13,18 +13,24 @@ from app.runtime.moment import Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS
 from collector import report
+from collector.findings import KINDS
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, is_known, number, percent, quantity, size
 
 #: Unit of a verdict's steps, where no optimizer was seen -> its name.
 _STEP_UNITS = {"forward pass": "Forward passes", "batch": "Batches (no optimizer was seen)", "step": "Own steps"}
-NOTHING = "No rule has found anything wrong so far."
+
+
+def _answer(moment: Moment) -> str:
+    is_calm = all(finding.is_healthy for finding in moment.findings)
+    calm = "Nothing needs attention" if is_calm else "No warnings, and what is worth knowing below"
+    return answer(moment.findings, f"{calm}{' so far' if moment.is_running else ''}.")
 
 
 def _headline(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings, link=True, headline=True)
+        yield Findings(findings=moment.findings, leads_away=True)
 
 
 def _checks(moment: Moment) -> Iterator[Block]:
@@ -81,6 +87,20 @@ def _step_time(moment: Moment) -> Iterator[Block]:
         yield Note("No step in this window, so there is no step time to split.")
         return
     yield steps.split(table, moment.theme)
+
+
+def _decisive_chart(moment: Moment) -> Iterator[Block]:
+    """Draw the chart that shows the gravest finding: the step time of a slowdown, else the host memory."""
+    return _step_time(moment) if _is_about_time(moment) else _host_memory(moment)
+
+
+def _second_chart(moment: Moment) -> Iterator[Block]:
+    return _host_memory(moment) if _is_about_time(moment) else _step_time(moment)
+
+
+def _is_about_time(moment: Moment) -> bool:
+    group = KINDS[moment.findings[0].kind] if moment.findings else ""
+    return group in ("data loading", "training")
 
 
 def _roles(moment: Moment) -> Iterator[Block]:
@@ -218,11 +238,12 @@ def _gpu_peak(moment: Moment) -> Metric | None:
 VIEW = View(
     name="overview",
     question="Is this run healthy, and if not, what should change first?",
-    answer=lambda moment: answer(moment.findings, NOTHING),
+    answer=_answer,
     rows=(
         (Panel("Findings", _headline),),
         (Panel("Key figures", _key_figures),),
-        (Panel("Host memory", _host_memory), Panel("Step time", _step_time, turn=1)),
+        (Panel("Decisive chart", _decisive_chart),),
+        (Panel("Second chart", _second_chart, turn=1),),
         (Panel("Host memory in numbers", _roles), Panel("Steps in numbers", _ranks, turn=1)),
         (Panel("GPU", _no_gpu),),
         (Panel("Checks", _checks),),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from app.blocks import Block, Listing, Metric, Metrics, Note, answer, needs_attention
+from app.blocks import Block, Facts, Listing, Metric, Metrics, Note, answer, needs_attention
 from app.figures import devices, memory
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
@@ -24,6 +24,21 @@ from collector.units import MISSING, duration, is_known, number, size
 MAX_LINES = 12
 #: Seconds that are drawn after an error that the run outlived.
 _AFTER_ERROR_SECONDS = 5
+
+
+def _exit_record(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is None or moment.verdict.ending is None:
+        yield from _facts(moment)
+        return
+    yield Facts(headings=("Exit record", ""), rows=report.exit_record(moment.verdict.ending.record))
+
+
+def _happenings(moment: Moment) -> Iterator[Block]:
+    if moment.verdict is None or moment.verdict.ending is None:
+        return
+    happenings = moment.verdict.ending.happenings
+    rows = [(report.ago(happening.seconds), happening.text) for happening in happenings]
+    yield Facts(headings=("Time", "What happened"), rows=rows)
 
 
 def _facts(moment: Moment) -> Iterator[Block]:
@@ -196,8 +211,8 @@ VIEW = View(
     answer=_answer,
     has_finding=lambda finding: KINDS[finding.kind] == "death",
     rows=(
+        (Panel("Exit record", _exit_record), Panel("Last 60 s", _happenings)),
         (FINDINGS,),
-        (Panel("End", _facts),),
         (Panel("Stacks", _stacks),),
         (Panel("GPU memory", _fatal_gpus),),
         (Panel("Last minute", _processes),),

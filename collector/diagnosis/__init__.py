@@ -2,6 +2,7 @@
 
 from collector.diagnosis.checks import Check
 from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
+from collector.diagnosis.ending import Ending, ExitRecord
 from collector.diagnosis.memory import rank_sites
 from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
 from collector.diagnosis.run.tables import ROWS_PER_STREAM
@@ -18,6 +19,8 @@ __all__ = [
     "ROWS_PER_STREAM",
     "UNATTRIBUTED",
     "Check",
+    "Ending",
+    "ExitRecord",
     "Machine",
     "RunTables",
     "Verdict",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
+from collector.diagnosis.ending import Ending, ending_of
+from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
@@ -50,6 +52,7 @@ class Verdict:
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
             last_minute has what each process held and did (`last_states`).
+        ending: how the run died, None if it goes on or ended normally.
         awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
 
     """
@@ -66,6 +69,7 @@ class Verdict:
     duration_seconds: float | None
     workers_reporting: tuple[int, int]
     summary: Summary
+    ending: Ending | None = None
     awaited: tuple[AwaitedTime, ...] = ()
 
 
@@ -90,6 +94,7 @@ def diagnose(tables: RunTables) -> Verdict:
         duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
         summary=summarise(tables, status),
+        ending=_ending(tables, judged),
         awaited=tuple(filter(None, awaited)),
     )
 
@@ -114,7 +119,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     ]
     findings = without_consequences(findings)
     findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
-    return tuple(sorted((_with_loader_name(finding, tables) for finding in findings), key=_order))
+    return tuple(sorted((_with_loader_name(add_fault(finding), tables) for finding in findings), key=_order))
 
 
 def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
@@ -127,6 +132,13 @@ def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
 def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
     try:
         return awaited_time(finding, tables)  # a damaged event raises
+    except (TypeError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _ending(tables: RunTables, findings: tuple[Finding, ...]) -> Ending | None:
+    try:
+        return ending_of(tables, findings)  # a damaged event raises
     except (TypeError, ValueError, KeyError, IndexError):
         return None
 

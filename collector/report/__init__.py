@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collector.report.card import exit_words as exit_words
     from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
         Measure as Measure,
@@ -42,16 +41,19 @@ if TYPE_CHECKING:
         known_findings as known_findings,
         with_known as with_known,
     )
+    from collector.report.labels import label as label
     from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
+        ago as ago,
         bytes_growth as bytes_growth,
         check_words as check_words,
         context as context,
         count_growth as count_growth,
         decisive as decisive,
         eta as eta,
-        label as label,
+        exit_record as exit_record,
+        exit_words as exit_words,
         locus as locus,
         part as part,
         samples as samples,
@@ -63,7 +65,6 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "card": ("exit_words",),
     "command_identity": ("Command",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
     "history": (
@@ -84,15 +85,18 @@ _MODULES = {
     ),
     "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
     "listing": ("ListEntry", "list_entry"),
+    "labels": ("label",),
     "stack_listing": ("frame_text", "heading"),
     "wording": (
+        "ago",
         "bytes_growth",
         "check_words",
         "context",
         "count_growth",
         "decisive",
         "eta",
-        "label",
+        "exit_record",
+        "exit_words",
         "locus",
         "part",
         "samples",

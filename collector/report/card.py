@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from rich.text import Text
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Evidence, Finding, Locus, Severity, as_json, finite
-from collector.report import wording
+from collector.report import labels, wording
 from collector.units import MISSING, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
@@ -32,6 +31,8 @@ _MARKS: dict[Severity, tuple[str, str]] = {
 }
 #: Most processes in the card of a run that died.
 _LAST_PROCESSES = 5
+#: Unit of a step, if it is no optimizer step -> its plural.
+_STEPS = {"forward pass": "forward passes", "batch": "batches, no optimizer"}
 _STATUS_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "red"}
 
 
@@ -53,6 +54,7 @@ def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
         },
         "findings": [as_json(finding) for finding in verdict.findings],
         "checks": [asdict(check) for check in verdict.checks],
+        "ending": None if verdict.ending is None else finite(asdict(verdict.ending)),
         "summary": finite(verdict.summary),
     }
 
@@ -73,10 +75,14 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: b
         ways.insert(0, ("All figures", f"tidegauge report {run_id} --verbose"))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
-        _header(verdict, run_id),
+        _headline(verdict),
         Text(),
+        *_exit_record(verdict),
         *_findings(verdict, verbose=verbose),
+        *_happenings(verdict),
         *_last_minute(verdict),
+        _figures(verdict, run_id),
+        Text(),
         _checks(verdict),
         Text(),
         _grid([(label, Text(command)) for label, command in ways]),
@@ -91,30 +97,40 @@ def dashboard_command(home: Path, default_home: Path) -> str:
     return shlex.join([program, "dashboard", *home_option])
 
 
-def _header(verdict: Verdict, run_id: str) -> Table:
-    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+def _headline(verdict: Verdict) -> Text:
+    """Return the state of the run in one line: `finished, exit status 0 · 61 s · 1,200 steps · 4 of 4 workers`."""
     status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
     if verdict.watch_ended:
         status.append(" when the watch ended", style="default")
     if verdict.exit_status is not None:
-        status.append(f", {exit_words(verdict.exit_status)}", style="default")
-    pairs: list[tuple[str, RenderableType]] = [
-        ("run", run_id),
-        ("status", status.append(f", {duration(verdict.duration_seconds)}", style="default")),
-    ]
+        status.append(f", {wording.exit_words(verdict.exit_status)}", style="default")
+    parts = [duration(verdict.duration_seconds)]
+    if _has_trained(verdict):
+        parts.append(f"{number(verdict.steps)} {_STEPS.get(verdict.step_unit or '', 'steps')}")
+        reporting, workers = verdict.workers_reporting
+        parts += [f"{reporting} of {workers} workers"] if workers else []
     if verdict.attempts > 1:
-        pairs.append(("attempts", f"{verdict.attempts}; the figures describe the last one"))
+        parts.append(f"the last of {verdict.attempts} attempts")
+    return status.append("".join(f" · {part}" for part in parts), style="default")
+
+
+def _figures(verdict: Verdict, run_id: str) -> Table:
+    """Draw the figures of the whole run."""
+    peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
+    pairs: list[tuple[str, RenderableType]] = [("run", run_id)]
     if _has_trained(verdict):
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
             speeds.append(quantity(throughput["samples_per_second"], "samples/second"))
         pairs += [
-            ("steps", ", ".join([f"{number(verdict.steps)}{_step_unit(verdict)}", *speeds])),
+            ("speed", ", ".join(speeds)),
             ("data wait", _data_wait(verdict)),
             *_stall(verdict),
             *_outside(verdict),
-            ("workers", _workers(verdict)),
         ]
+        if not verdict.workers_reporting[1]:
+            inline = "none: the training process makes its batches"
+            pairs.append(("workers", inline if verdict.batches else f"{MISSING} no DataLoader seen"))
     pairs.append(
         ("peak", f"{quantity(peak['run_pss_bytes'], 'bytes')} host memory (PSS of the training's processes)")
     )
@@ -133,24 +149,11 @@ def _own_cost(verdict: Verdict) -> list[tuple[str, RenderableType]]:
     return [("tidegauge", f"{size(held)} private memory, {percent(share)} of a core, beside the training")]
 
 
-def _step_unit(verdict: Verdict) -> str:
-    """Return the unit of a step if it is not an optimizer step."""
-    units = {"forward pass": " forward passes", "batch": " batches, no optimizer"}
-    return units.get(verdict.step_unit or "", "")
-
-
 def _data_wait(verdict: Verdict) -> str:
     ratio = verdict.summary["data_wait_ratio"]
     if ratio is None:
         return f"{MISSING} no DataLoader seen" if not verdict.batches else MISSING
     return f"{percent(ratio)} of the loop's time, start-up included"
-
-
-def _workers(verdict: Verdict) -> str:
-    reporting, workers = verdict.workers_reporting
-    if workers:
-        return f"{reporting} of {workers} report"
-    return "none: the training process makes its batches" if verdict.batches else f"{MISSING} no DataLoader seen"
 
 
 def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
@@ -172,16 +175,6 @@ def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
         return
     if worst["wait_seconds"] >= LEAST_LOST_RATIO * (verdict.duration_seconds or 0.0):
         yield "stall", wording.stall(worst)
-
-
-def exit_words(exit_status: int) -> str:
-    """Return an exit status in words: `exit status 1`, `signal 9 (SIGKILL)`."""
-    if exit_status >= 0:
-        return f"exit status {exit_status}"
-    try:
-        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
-    except ValueError:
-        return f"signal {-exit_status}"
 
 
 def _has_trained(verdict: Verdict) -> bool:
@@ -231,6 +224,26 @@ def _has_more(finding: Finding) -> bool:
     return finding.severity == "info" or len(finding.evidence) > len(wording.decisive(finding))
 
 
+def _exit_record(verdict: Verdict) -> Iterator[RenderableType]:
+    """Yield what ended a run that died."""
+    if verdict.ending is not None:
+        yield _grid([(name, Text(value)) for name, value in wording.exit_record(verdict.ending.record)])
+        yield Text()
+
+
+def _happenings(verdict: Verdict) -> Iterator[RenderableType]:
+    """Yield what happened in the last minute of a run that died."""
+    if verdict.ending is None or not verdict.ending.happenings:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column()
+    for happening in verdict.ending.happenings:
+        table.add_row(wording.ago(happening.seconds), Text(happening.text))
+    yield _grid([("last 60 s", table)])
+    yield Text()
+
+
 def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     """Yield memory, its change and the last activity of the largest processes of a run that died."""
     states = sorted(verdict.summary["last_minute"], key=lambda state: -(state["held_bytes"] or 0))
@@ -254,7 +267,7 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
             ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
         )
-    yield _grid([("last 60 s", table)])
+    yield _grid([("processes", table)])
     yield Text()
 
 
@@ -279,6 +292,8 @@ def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, Renderab
         yield "Reached", wording.eta(finding.eta)
     place, since = wording.locus(finding.locus), wording.since(finding)
     yield "Where", ", ".join(filter(None, (place, since, f"confidence {percent(finding.confidence)}")))
+    if finding.fault:
+        yield "Cause", finding.fault
 
 
 def _evidence(evidence: Sequence[Evidence]) -> Group:
@@ -291,9 +306,9 @@ def _evidence(evidence: Sequence[Evidence]) -> Group:
     for item in evidence:
         observed = f"n {number(item.n)}, {item.window}"
         if isinstance(item.value, str):
-            texts.append(Text.assemble(f"{wording.label(item.name)}: {item.value}  ", (observed, "dim")))
+            texts.append(Text.assemble(f"{labels.label(item.name)}: {item.value}  ", (observed, "dim")))
         else:
-            table.add_row(wording.label(item.name), quantity(item.value, item.unit), observed)
+            table.add_row(labels.label(item.name), quantity(item.value, item.unit), observed)
     return Group(*([table] if table.row_count else []), *texts)
 
 
@@ -331,7 +346,7 @@ def _advice(finding: Finding) -> Table:
     is_list = len(finding.advice) > 1
     for position, advice in enumerate(finding.advice, start=1):
         rows = (
-            (f"{position}.", Text(f"{advice.text.removesuffix('.')}.")),
+            (f"{position}.", Text.assemble(f"{advice.text.removesuffix('.')}. ", (f"[{advice.effect}]", "dim"))),
             ("", Text(f"→ {advice.expected}", "dim")),
         )
         for row in rows:

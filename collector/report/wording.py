@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,53 +10,11 @@ from typing import TYPE_CHECKING
 from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Check
+    from collector.diagnosis import Check, ExitRecord
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
 from collector.units import MISSING, duration, number, percent, quantity, size, until
 
-_UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio")
-#: Labels of evidence whose name does not say what was measured.
-_LABELS = {
-    "starved_ratio": "time until the batch was made",
-    "data_wait_ratio": "time waiting for data",
-    "lost_wall_ratio": "time lost, share of the run",
-    "lost_seconds": "time lost",
-    "consumer_seconds": "loop's own time per batch",
-    "hand_over_seconds": "transfer time per batch",
-    "capacity_ratio": "demand / capacity of the workers",
-    "fetch_seconds": "fetch time per batch",
-    "fetch_cpu_ratio": "fetch time on CPU",
-    "fetch_threads_cpu_ratio": "fetch time, other threads on CPU",
-    "fetch_children_cpu_ratio": "fetch time, child processes on CPU",
-    "fetch_run_queue_ratio": "fetch time waiting for a core",
-    "fetch_blocked_ratio": "fetch time blocked",
-    "collate_ratio": "fetch time in collate_fn",
-    "worker_idle_ratio": "workers idle",
-    "other_workers_idle_ratio": "other workers idle",
-    "worker_fetch_ratio": "fetch time / that of the others",
-    "worker_blame_ratio": "starved time at its batches",
-    "straggler_ratio": "batches that straggle",
-    "straggler_wait_ratio": "starved time at stragglers",
-    "made_before_asked_ratio": "batches made before the loop needed them",
-    "refill_seconds": "refill per epoch",
-    "startup_wait_seconds": "wait for starting workers per epoch",
-    "demand_slope": "growth of the demand",
-    "demand_peak_ratio": "highest demand, share of the limit",
-    "outside_pytorch_bytes": "outside PyTorch",
-    "device_samples_missing_count": "samples without an answer",
-    "run_processes_bytes": "other processes of the run",
-    "rest_of_run_bytes": "the run, without this process's PyTorch",
-    "last_rss_bytes": "last RSS",
-    "rise_each_time_bytes": "rise each time",
-    "rise_each_time_count": "rise each time",
-    "rise_at_these_times_ratio": "share of the growth",
-    "saving_ratio": "pauses in torch.save",
-    "silent_seconds": "no step or batch for",
-    "idle_seconds": "no CPU time for",
-    "longest_pause_seconds": "longest pause before",
-    "busy_ratio": "time on CPU",
-}
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
 #: Number of measurements that are shown at once; the others are a click, or `--verbose`, away.
@@ -70,19 +29,6 @@ _CONTEXT = (
     "batch_payload_bytes",
     "earlier_batch_payload_peak_bytes",
 )
-#: Words of evidence names, as people write them.
-_SPELLINGS = {
-    "rss": "RSS",
-    "pss": "PSS",
-    "uss": "USS",
-    "shm": "/dev/shm",
-    "shmem": "shared memory",
-    "fd": "open file",
-    "anon": "anonymous",
-    "oom": "OOM",
-    "alloc": "allocation",
-    "cpu": "CPU",
-}
 #: Parts of a wait that are no stage, in words.
 _PARTS = {
     "other": "rest of the dataset",
@@ -184,6 +130,47 @@ def check_words(checks: Sequence[Check]) -> tuple[str, str]:
     )
 
 
+def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
+    """Return what is known of the end of a run that died, as pairs of name and value."""
+    limit = ""
+    if record.limit is not None:
+        owner = f" ({record.limit_owner})" if record.limit_owner else ""
+        limit = f"{quantity(record.limit.value, record.limit.unit)}, {record.limit.name}{owner}"
+    code = record.exit_status
+    when = [] if record.seconds is None else [f"{duration(record.seconds)} after the start"]
+    if record.step is not None:
+        when.append(f"at step {number(record.step)}")
+    pairs = [
+        ("Reason", record.reason),
+        ("Victim", "" if record.victim is None else locus(record.victim)),
+        ("Last memory", "" if record.last_held_bytes is None else size(record.last_held_bytes)),
+        ("Limit", limit),
+        ("Signal", record.signal or ""),
+        ("Exit status", "" if code is None or code < 0 else f"{code}, of the command"),
+        ("When", ", ".join(when)),
+        (
+            "Followed",
+            f"{number(record.followers_count)} other training processes" if record.followers_count else "",
+        ),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def exit_words(exit_status: int) -> str:
+    """Return an exit status in words: `exit status 1`, `signal 9 (SIGKILL)`."""
+    if exit_status >= 0:
+        return f"exit status {exit_status}"
+    try:
+        return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    except ValueError:
+        return f"signal {-exit_status}"
+
+
+def ago(seconds: float) -> str:
+    """Return a time before the end of a run: `-12 s`; "end" at the end."""
+    return f"-{-seconds:.1f} s" if seconds < 0 else "end"
+
+
 def stake(finding: Finding) -> str:
     """Return the one figure that says how much a finding matters: when a limit is met, what it costs, how it grows.
 
@@ -205,15 +192,6 @@ def decisive(finding: Finding) -> list[Evidence]:
 def title(finding: Finding) -> str:
     """Return the kind, with what limits it: `workers-too-slow (cpu)`."""
     return f"{finding.kind} ({finding.limited_by})" if finding.limited_by else finding.kind
-
-
-def label(name: str) -> str:
-    """Return the label of evidence: `payload_bytes` is "payload", since its value has the unit."""
-    if name in _LABELS:
-        return _LABELS[name]
-    for unit in _UNITS_IN_NAMES:
-        name = name.removesuffix(unit)
-    return " ".join(_SPELLINGS.get(word, word) for word in name.split("_"))
 
 
 def since(finding: Finding) -> str:

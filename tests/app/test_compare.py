@@ -78,7 +78,7 @@ def test_band_reaches_the_slowest_step_of_each_group(record, compare):
     assert "range" not in chart["layout"]["yaxis"]
     said = texts(at)
     assert "slowest 1.16 s (n = 1,699)" in said
-    assert "Each line is the mean of up to 3 steps, and the band above it reaches to the slowest of them." in said
+    assert "Each line is the mean of up to 17 steps, and the band above it reaches to the slowest of them." in said
 
 
 def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
@@ -87,7 +87,7 @@ def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
     top = figures(at)[0]["layout"]["yaxis"]["range"][1]
     assert 16 < top < 50
     said = texts(at)
-    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 567 points of {hung} (1.16 s, about step 7" in said
+    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 100 points of {hung} (1.16 s, about step " in said
     assert f"points of {calm}" not in said
 
 

@@ -186,12 +186,13 @@ def test_a_finding_is_ignored_with_a_reason(monkeypatch, tmp_path, editor):
 
 def test_overview_shows_a_known_finding_as_information(monkeypatch, tmp_path):
     run = Run(runs.make_run(tmp_path, runs.SLOW_WORKER))
-    assert "1 thing needs attention" in texts(open_view(monkeypatch, tmp_path, "overview"))
+    assert "**slow-worker" in texts(open_view(monkeypatch, tmp_path, "overview"))
     tables = load_tables(run)
     change_known(run, map(identity, diagnose(tables).findings), "by design")
     said = texts(open_view(monkeypatch, tmp_path, "overview"))
-    assert "attention" not in said
-    assert "slow-worker: Known: by design." in said
+    assert "No warnings, and what is worth knowing below." in said
+    assert "**slow-worker" not in said
+    assert "slow-worker: Known: by design. Worker 1" in said
 
 
 def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path, editor):

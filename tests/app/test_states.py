@@ -315,7 +315,7 @@ def test_live_panels_refresh_in_turns_and_all_after_a_break(monkeypatch, tmp_pat
 
     first, second, third = draw(), draw(), draw()
     assert sorted(second[0] + third[0]) == sorted(first[0])
-    assert "Step time" in third[0]
+    assert "Second chart" in third[0]
     assert first[1] == second[1] == third[1] == 2
     monkeypatch.setattr(drawing, "REUSE_LIMIT_NS", 0)
     assert draw() == first

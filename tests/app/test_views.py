@@ -40,7 +40,7 @@ def test_every_view_draws_a_gpu_run_within_the_point_budget(monkeypatch, homes):
 
 def test_healthy_cpu_run_has_no_gpu_figures(monkeypatch, homes):
     at = open_view(monkeypatch, homes["healthy"], "overview")
-    assert at.subheader[0].value == "Nothing needs attention"
+    assert "**Nothing needs attention.**" in texts(at)
     assert "CPU-only run" in texts(at)
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Steps"] == "400"
@@ -86,14 +86,14 @@ def test_every_host_limit_is_shown_with_its_capacity(monkeypatch, homes):
 
 def test_killed_run_begins_with_findings_and_links_to_evidence(monkeypatch, homes):
     at = open_view(monkeypatch, homes["killed"], "overview")
-    assert at.subheader[0].value.endswith("need attention")
+    assert "more, below." in texts(at)
     said = texts(at)
     assert "**killed**" in said
-    assert "**copy-on-read-growth" in said
+    assert "warning: copy-on-read-growth" in said
     gravest = diagnose(load_tables(Run(run_of(homes["killed"])))).findings[0]
     assert said.count(plain(gravest.summary)) == 1
     assert "| Measurement | Value | Sample |" in said
-    assert "See Leak timeline" in [link.proto.label for link in at.get("page_link")]
+    assert any(link.proto.label.startswith("See Leak timeline") for link in at.get("page_link"))
 
 
 def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):
@@ -266,10 +266,31 @@ def test_charts_over_time_can_be_drawn_over_steps(monkeypatch, homes):
     assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures(at)} == {"elapsed (s)"}
 
 
+def shades(at):
+    """Return begin and end of the times that are shaded in the first chart."""
+    shapes = figures(at)[0]["layout"].get("shapes", [])
+    return [(shape["x0"], shape["x1"]) for shape in shapes if shape["type"] == "rect"]
+
+
+def test_address_of_a_finding_zooms_charts_over_time_to_it(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["killed"], "leak_timeline", focus="20-40")
+    assert figures(at)[0]["layout"]["xaxis"]["range"] == [10.0, 50.0]
+    assert shades(at) == [(20.0, 40.0)]
+    at.button[0].click().run()  # "Show all"
+    assert not shades(at)
+
+
+@pytest.mark.parametrize("words", ["40-20", "-1-5", "a-b", "5", "1e9-2e9"])
+def test_address_with_a_malformed_time_shows_the_whole_run(monkeypatch, homes, words):
+    at = open_view(monkeypatch, homes["killed"], "leak_timeline", focus=words)
+    assert not shades(at)
+
+
 def test_post_mortem_names_the_processes_of_the_last_minute(monkeypatch, homes):
     at = open_view(monkeypatch, homes["killed"], "post_mortem")
     assert "**killed**" in texts(at)
-    assert {m.label: m.value for m in at.metric}["Ended with"] == "signal 9 (SIGKILL)"
+    assert "| Signal | SIGKILL |" in texts(at)
+    assert "| end | " in texts(at)
     lines = figures(at)[0]
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
     assert set(at.dataframe[0].value["Exit seen"]) == {"no"}

@@ -139,7 +139,7 @@ def test_view_is_live_and_without_errors_while_a_job_runs(live, view):
 
 def _check_view(page, view):
     page.get_by_role("link", name=view.title).first.click()
-    page.wait_for_url(f"**/{screenshots.VIEWS[view.path]}?*")
+    page.wait_for_url(f"**/{view.path}?*")
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
     page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=_samples(page), timeout=15_000)  # it moves by itself
@@ -192,9 +192,9 @@ def test_ended_runs_are_drawn_in_both_themes_and_sizes(live, theme):
     _take_screenshots(page, f"ended-three-{theme}")
     titles = {page_of.path: page_of.title for page_of in PAGES}
     for view in reversed(screenshots.VIEWS):  # ends on the overview
-        if f"/{screenshots.VIEWS[view]}?" not in page.url:
+        if f"/{view}?" not in page.url:
             page.get_by_role("link", name=titles[view]).first.click()
-        page.wait_for_url(f"**/{screenshots.VIEWS[view]}?*")
+        page.wait_for_url(f"**/{view}?*")
         screenshots.await_view(page)
         assert f"run={died}" in page.url
         _take_screenshots(page, f"ended-{view}-{theme}")
@@ -227,6 +227,12 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     opened.value.get_by_role("heading", name="What do the words mean?").wait_for()
     assert opened.value.url.endswith("/terms#pss")
     opened.value.close()
+    assert "/overview?" in page.url  # the first page has an address of its own, besides that of the server
+    page.get_by_role("link", name="See Workers & stalls").click()
+    page.wait_for_url("**/worker-stalls?*focus=*")
+    page.get_by_role("button", name="Show all").click()
+    page.goto(screenshots.address(base, "overview", run=slow))
+    screenshots.await_view(page)
     page.locator(".annotation a", has_text="slow-worker since step").last.click()
     page.wait_for_url(f"**/worker-stalls?run={slow}")
     page.get_by_role("heading", name="What does training wait for").wait_for()

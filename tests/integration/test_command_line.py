@@ -65,7 +65,7 @@ def test_command_keeps_its_stdout_and_card_goes_to_stderr(finished_training):
     assert re.fullmatch(r"100 \d\.\d{4}\n", done.stdout)
     assert home.newest.name in done.stderr
     assert "finished, exit status 0" in done.stderr
-    assert "1 of 1 report" in done.stderr
+    assert "1 of 1 workers" in done.stderr
     assert done.stderr.rstrip().endswith("tidegauge dashboard")
 
 
@@ -210,7 +210,7 @@ def test_built_in_job_is_recorded(home):
     assert done.returncode == 0, done.stderr
     assert re.search(r"done: \d+ steps", done.stdout)
     assert "fault-slow-worker" in home.newest.name
-    assert "4 of 4 report" in done.stderr
+    assert "4 of 4 workers" in done.stderr
 
 
 def test_help_of_a_job_makes_no_run(home):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from collector.diagnosis.memory.resources import SHARED_MEMORY
-from collector.findings import Advice, Evidence, Finding, Limit, Locus, Severity
+from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class Death:
     advice: tuple[Advice, ...] = ()
     severity: Severity = "critical"
     confidence: float = 0.97
+    fault: Fault | None = None
 
     def finding(
         self,
@@ -43,8 +44,9 @@ class Death:
             since_step=since_step,
             evidence=evidence,
             limit=limit,
+            fault=self.fault,
             advice=tuple(
-                Advice(text=item.text.format(**words), expected=item.expected.format(**words))
+                replace(item, text=item.text.format(**words), expected=item.expected.format(**words))
                 for item in self.advice
             ),
         )
@@ -84,6 +86,11 @@ _HANG_ADVICE = {
         expected="a bounded loop gives the batch; a slow one shows as progress in `tidegauge stacks`",
     ),
 }
+#: Begin of what a process that hangs waits for -> where the cause lies. Not known in a collective.
+_HANG_FAULTS: dict[str, Fault] = {
+    **dict.fromkeys(("blocked on a lock", "waiting for a pipe", "waiting for a child", "computing"), "your code"),
+    **dict.fromkeys(("waiting for the network", "waiting for a disk", "suspended"), "outside"),
+}
 #: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
 HANG = Death(
@@ -106,11 +113,14 @@ HANG_OF_WORKER = replace(
 )
 
 
-def hang_advice(waits: str | None, pid: int | None, *, goes_on: bool) -> tuple[Advice, ...]:
-    """Return the advice for what a process that hangs waits for, and how to see more while the run goes on."""
-    advice = (advice for begin, advice in _HANG_ADVICE.items() if (waits or "").startswith(begin))
-    found = tuple(replace(one, text=one.text.format(pid=pid)) for one in advice)
-    return (*found, _LOOK_AGAIN) if goes_on else found
+def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
+    """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
+    kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
+    if kind is None:
+        return replace(hang, advice=(*([_LOOK_AGAIN] if goes_on else []), *hang.advice))
+    advice = replace(_HANG_ADVICE[kind], text=_HANG_ADVICE[kind].text.format(pid=hang.locus.pid))
+    advices = (advice, *([_LOOK_AGAIN] if goes_on else []), *hang.advice)
+    return replace(hang, advice=advices, fault=_HANG_FAULTS.get(kind))
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")
@@ -176,7 +186,7 @@ KILLED = Death(
         ),
     ),
 )
-STOPPED = replace(KILLED, severity="warning")
+STOPPED = replace(KILLED, severity="warning", fault="outside")
 INTERRUPTED = replace(KILLED, severity="info", advice=())
 CANCELLED = replace(INTERRUPTED, sentence="{what} ended {by}, by which Tidegauge cancelled the training that hung.")
 EXCEPTION = Death(
@@ -231,6 +241,7 @@ TENSORS_GREW = Advice(
 LARGER_SHARE = Advice(
     text="Give the process a larger share of the device: torch.cuda.set_per_process_memory_fraction",
     expected="up to {room} become usable",
+    effect="changes memory",
 )
 EXPANDABLE_SEGMENTS = Advice(
     text="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator held enough unused memory, in "
@@ -244,6 +255,7 @@ BOUND_BATCHES = Advice(
     text="Bound the size of a batch (sort or bucket by length, crop, limit the tokens per batch): the last one was "
     "the largest so far",
     expected="no batch is larger than {room}, which fitted",
+    effect="changes results",
 )
 NO_CUDA_IN_WORKERS = Advice(
     text="Keep CUDA out of the DataLoader workers: make tensors on the CPU there, and move batches to the device "
@@ -254,4 +266,5 @@ SMALLER_STEP = Advice(
     text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` finds the "
     "largest that fits), activation checkpointing, bfloat16",
     expected="activations shrink in proportion to the batch",
+    effect="changes results",
 )

@@ -22,7 +22,7 @@ from collector.diagnosis.run.columns import floats, key_of, whole, written
 from collector.diagnosis.run.processes import fact, rank_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Growth
-from collector.findings import Advice, Evidence, Finding, Limit, Locus, Severity
+from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
 from collector.store import ProcessKey
 from collector.units import plain_text, size
 
@@ -110,7 +110,7 @@ def _finding(tables: RunTables, error: CudaError) -> Finding:
     scene = _scene(tables, error)
     event = error.event
     severity: Severity = "info" if scene.is_caught else "critical" if event.get("caught") is False else "warning"
-    limit = scene.of("limit_bytes")
+    limit, (advice, fault) = scene.of("limit_bytes"), _remedy(scene)
     return Finding(
         kind="cuda-oom",
         severity=severity,
@@ -120,7 +120,8 @@ def _finding(tables: RunTables, error: CudaError) -> Finding:
         since_step=whole(event.get("step")),
         evidence=_evidence(scene),
         limit=Limit(name="CUDA memory", value=limit, unit="bytes") if math.isfinite(limit) else None,
-        advice=_advice(scene),
+        advice=advice,
+        fault=fault,
     )
 
 
@@ -192,30 +193,36 @@ def _evidence(scene: _Scene) -> tuple[Evidence, ...]:
     return tuple(evidence)
 
 
-def _advice(scene: _Scene) -> tuple[Advice, ...]:
-    """Return the advice that the figures support, by gain in bytes; a smaller step always helps, and comes last."""
+def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
+    """Return the advice that the figures support, by gain in bytes, and where the first cause lies.
+
+    A smaller step always helps, and comes last.
+    """
     request, others = scene.of("requested_bytes"), scene.of("other_processes_bytes")
     last, before = scene.batch_bytes
     rise = math.nan if scene.growth is None else scene.growth.rise
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     siblings = float(np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes")))
     unused = scene.unallocated_bytes
-    options = (  # advice, whether the figures support it, its gain, and the memory that it names
-        (catalogue.TENSORS_GREW, scene.growth is not None, rise, rise),
-        (catalogue.LARGER_SHARE, scene.is_limited, more, min(more, scene.of("free_bytes"))),
-        (catalogue.EXPANDABLE_SEGMENTS, unused >= request, unused, unused),
-        (catalogue.END_OTHERS, others >= request, others, others),
-        (catalogue.BOUND_BATCHES, last > before, last - before, before),
-        (catalogue.NO_CUDA_IN_WORKERS, scene.error.slot is not None and siblings >= request, siblings, siblings),
+    in_worker = scene.error.slot is not None
+    # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
+    options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
+        (catalogue.TENSORS_GREW, "your code", scene.growth is not None, rise, rise),
+        (catalogue.LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
+        (catalogue.EXPANDABLE_SEGMENTS, "your settings", unused >= request, unused, unused),
+        (catalogue.END_OTHERS, "outside", others >= request, others, others),
+        (catalogue.BOUND_BATCHES, "your code", last > before, last - before, before),
+        (catalogue.NO_CUDA_IN_WORKERS, "your code", in_worker and siblings >= request, siblings, siblings),
     )
     least = _LEAST_GAIN_RATIO * scene.of("limit_bytes")
     supported = [
-        (gain, replace(advice, expected=advice.expected.format(room=size(room))))
-        for advice, is_supported, gain, room in options
+        (gain, fault, replace(advice, expected=advice.expected.format(room=size(room))))
+        for advice, fault, is_supported, gain, room in options
         if is_supported and not gain < least
     ]
     supported.sort(key=lambda option: -option[0])
-    return (*(advice for _, advice in supported), catalogue.SMALLER_STEP)
+    fault = supported[0][1] if supported else "your settings"
+    return (*(advice for _, _, advice in supported), catalogue.SMALLER_STEP), fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ chain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from collector.diagnosis.deaths import catalogue
@@ -118,8 +117,7 @@ def _finding(
         hangs="hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
-    advice = catalogue.hang_advice(waits, culprit.key[1], goes_on=life.status() == "running")
-    return replace(found, advice=(*advice, *found.advice))
+    return catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
 
 
 def _is_plain(

@@ -8,7 +8,6 @@ entered its collective, or for a lock in the middle of an epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,4 +144,4 @@ def _finding(life: Lifecycle, hang: _Hang, series: Sequence[Mapping[str, Any]]) 
         held=hang.held,
         silent=duration(seconds),
     )
-    return replace(found, advice=catalogue.hang_advice(waits, culprit.key[1], goes_on=life.status() == "running"))
+    return catalogue.with_remedy(found, waits, goes_on=life.status() == "running")

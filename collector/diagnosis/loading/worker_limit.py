@@ -19,7 +19,7 @@ from collector.diagnosis.loading.steady_state import steady_fetches
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, mean, median, sampled_on
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Evidence
+from collector.findings import Evidence, Fault
 from collector.units import number, percent
 
 #: Shares of a fetch's wall time above which the cores are contended, the fetch computes, or it is blocked.
@@ -58,6 +58,11 @@ WAITS = {
     "child": "they wait for a child process",
     "service": "they wait for another process or a network service",
 }
+#: Waits whose cause is known to lie in the code of the dataset, or outside this machine's own work.
+_FAULTS: dict[str, Fault] = {
+    **dict.fromkeys(("lock", "pipe", "sleep", "child"), "your code"),
+    **dict.fromkeys(("storage", "network"), "outside"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,13 @@ class WorkerLimit:
     cpu_ratio: float = float("nan")
     children_ratio: float = float("nan")
     blocked_ratio: float = float("nan")
+
+    @property
+    def fault(self) -> Fault | None:
+        """Place of the cause; None if that is not known, as for fetches that compute."""
+        if self.by == "oversubscribed":
+            return "this machine" if self.others else "your settings"
+        return "your settings" if self.by == "affinity" else _FAULTS.get(self.waits_for or "")
 
 
 def worker_limit(tables: RunTables, loop: Loop, worker: int | None = None) -> WorkerLimit:

@@ -142,6 +142,7 @@ FRAGMENTATION = Resource(
         Advice(
             text="Repeat sizes: pad batches to a few lengths, and allocate long-lived tensors before the training",
             expected="freed blocks are used again",
+            effect="changes memory",
         ),
     ),
 )
@@ -153,6 +154,7 @@ PINNED_CACHE = Resource(
         Advice(
             text="Give pinned batches the same size: the cache rounds up to powers of two and frees nothing",
             expected="freed buffers are used again",
+            effect="changes memory",
         ),
         Advice(
             text="Keep fewer pinned copies in flight: lower prefetch_factor, or synchronise before the next "
@@ -222,6 +224,7 @@ _GPU_ADVICE = (
         text="Make a step smaller: a smaller batch with gradient accumulation (`tidegauge tune --batch-size` "
         "finds the largest that fits), activation checkpointing, bfloat16",
         expected="activations shrink in proportion to the batch",
+        effect="changes results",
     ),
 )
 GPU_MEMORY = Resource(
@@ -255,6 +258,7 @@ GPU_WITHOUT_RECORDS = replace(
 _SHM_ROOM = Advice(
     text="Give /dev/shm more room (docker: --shm-size=8g, Kubernetes: an emptyDir of medium Memory there)",
     expected="the batches in flight fit",
+    effect="changes memory",
 )
 _SHM_HOLDERS = Advice(
     text="List the segments and the processes that hold them with `ls -l /dev/shm` and `lsof +L1 /dev/shm`. Call "
@@ -272,7 +276,7 @@ SHARED_MEMORY = Resource(
     full_advice=(
         _SHM_ROOM,
         Advice(
-            text="Lower num_workers, prefetch_factor or the size of a batch",
+            text="Lower num_workers or prefetch_factor",
             expected="/dev/shm holds num_workers * prefetch_factor batches at a time",
         ),
     ),

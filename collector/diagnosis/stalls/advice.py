@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.tuning.what_if import Forecast, Option, option_text
-from collector.findings import Advice
-from collector.units import number, percent, size
+from collector.findings import Advice, Effect, Fault
+from collector.units import duration, number, percent, size
 
 #: Advice where processes outside the run use the cores.
 FREE_CORES = "Find what else uses the cores of this host (`top`), and stop it, or give this job its own"
@@ -71,6 +72,20 @@ def advise_fetches(case: LoadingCase, limit: WorkerLimit, outlook: Forecast | st
     return _by_replay(outlook, less, also=condition)
 
 
+def fault_of_fetches(limit: WorkerLimit, outlook: Forecast | str) -> Fault | None:
+    """Return where the cause of slow fetches lies: in the settings if another one lets the workers keep up."""
+    best = outlook.best if isinstance(outlook, Forecast) else None
+    return "your settings" if best and best.wait_ratio < _HEALTHY_WAIT_RATIO else limit.fault
+
+
+def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:
+    """Return the advice to do without workers, if making a batch takes less time than its transfer."""
+    if not steady.fetch_mean < transfer_seconds:
+        return ()
+    expected = f"about {duration(steady.fetch_mean)} per batch instead of {instead_of}"
+    return (Advice(text="Set num_workers=0", expected=expected),)
+
+
 def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     """Return advice to shorten the measured parts of a fetch, the largest part first."""
     waiting = _LESS_WAITING_FOR_ANYTHING if limit.waits_for is None else _LESS_WAITING[limit.waits_for]
@@ -91,8 +106,13 @@ def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     if not parts_by_size:
         return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the parts of a fetch were not measured"),)
     return tuple(
-        Advice(text=text, expected=words.format(share=percent(share))) for share, text, words in parts_by_size
+        Advice(text=text, expected=words.format(share=percent(share)), effect=_effect(text))
+        for share, text, words in parts_by_size
     )
+
+
+def _effect(text: str) -> Effect:
+    return "changes results" if text == _LESS_COMPUTING else "safe"
 
 
 def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[Advice, ...]:
@@ -121,7 +141,9 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
     threads = "cv2.setNumThreads(0), OMP_NUM_THREADS=1"
     return (
         Advice(
-            text=_LESS_COMPUTING, expected="the cores are full, so throughput rises by the CPU time that is saved"
+            text=_LESS_COMPUTING,
+            expected="the cores are full, so throughput rises by the CPU time that is saved",
+            effect=_effect(_LESS_COMPUTING),
         ),
         Advice(
             text=f"Use no more workers and threads than cores: num_workers={min(fewer, num_workers)}, and one "
@@ -149,6 +171,7 @@ def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str =
     advice = Advice(
         text=f"Set num_workers={setting.num_workers}, prefetch_factor={setting.prefetch_factor}{also}",
         expected=_expected(outlook, best),
+        effect="safe" if math.isfinite(best.most_bytes) else "changes memory",  # the replay's setting fits
     )
     return (advice,) if best.wait_ratio < _HEALTHY_WAIT_RATIO else (advice, *less)
 

@@ -12,14 +12,14 @@ from collector.diagnosis.loading.steady_state import Pace, WorkerPace, is_tail, 
 from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.advice import advise_fetches
+from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
 from collector.diagnosis.stalls.case import EpochStarts, LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
 from collector.findings import Advice, Evidence, Finding, Locus, measurements
-from collector.units import count, duration, number, percent, size
+from collector.units import count, duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
 _LISTED_BATCHES = 50
@@ -54,7 +54,7 @@ def slow_transfer(case: LoadingCase) -> Finding:
     return dataclasses.replace(
         finding,
         evidence=(*finding.evidence, *case.measured(fetch_seconds=steady.fetch_mean)),
-        advice=_if_inline(steady, duration(steady.transfer), steady.transfer),
+        advice=advise_inline(steady, duration(steady.transfer), steady.transfer),
     )
 
 
@@ -67,14 +67,6 @@ def _cannot_tell(loop: Loop, missing: str, locus: Locus, evidence: tuple[Evidenc
         locus=locus,
         evidence=evidence,
     )
-
-
-def _if_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tuple[Advice, ...]:
-    """Return the advice to do without workers, if making a batch takes less time than its transfer."""
-    if not steady.fetch_mean < transfer_seconds:
-        return ()
-    expected = f"about {duration(steady.fetch_mean)} per batch instead of {instead_of}"
-    return (Advice(text="Set num_workers=0", expected=expected),)
 
 
 def compute_bound(case: LoadingCase) -> Finding:
@@ -104,7 +96,7 @@ def compute_bound(case: LoadingCase) -> Finding:
 def inline_loading(case: LoadingCase) -> Finding:
     """Return a finding for a training process that makes its batches itself."""
     tables, loop, steady = case.tables, case.loop, case.steady
-    limit, facts = worker_limit(tables, loop), case.facts("main")
+    limit, facts, fault = worker_limit(tables, loop), case.facts("main"), None
     if steady.fetch_mean < HAND_OVER_SECONDS:
         facts["severity"] = "info"
         what = ". Workers would not help: handing a batch over costs as much."
@@ -114,11 +106,13 @@ def inline_loading(case: LoadingCase) -> Finding:
                 "batches (`__getitems__` or your own slicing), or use a larger batch",
                 expected=f"up to {percent(steady.wait_ratio)} less time per step; workers would add about "
                 f"{duration(HAND_OVER_SECONDS)} to each batch of {duration(steady.fetch_mean)}",
+                effect="changes results",
             ),
         )
     else:
         what = f", while the model computes nothing; {limit.because}."
-        advice = advise_fetches(case, limit, forecast(tables, loop))
+        outlook = forecast(tables, loop)
+        advice, fault = advise_fetches(case, limit, outlook), fault_of_fetches(limit, outlook)
     return Finding(
         kind="inline-loading",
         summary=f"The training process makes its batches itself (num_workers=0): {percent(steady.wait_ratio)} of "
@@ -126,6 +120,7 @@ def inline_loading(case: LoadingCase) -> Finding:
         evidence=(*case.waiting_evidence, *case.measured(fetch_seconds=steady.fetch_mean), *limit.evidence),
         advice=advice,
         limited_by=limit.by if limit.by in ("oversubscribed", "affinity") else None,
+        fault=fault,
         **facts,
     )
 
@@ -163,6 +158,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
         ),
         advice=advise_fetches(case, limit, outlook),
         limited_by=limit.by,
+        fault=fault_of_fetches(limit, outlook),
         **case.facts("worker"),
     )
 
@@ -175,6 +171,7 @@ def collate_bound(case: LoadingCase) -> Finding:
     return dataclasses.replace(
         finding,
         kind="collate-bound",
+        fault=None,
         summary=f"Putting the samples of a batch together (collate_fn) takes the workers of loader "
         f"{case.loop.loader} {duration(steady.collate_mean)} of {duration(steady.fetch_mean)} per batch, and the "
         f"loop waits {_waits(steady)}; {limit.because}.",
@@ -192,6 +189,7 @@ def collate_bound(case: LoadingCase) -> Finding:
                 text="Make collate_fn cheaper: pad and convert in __getitem__ or ahead of time, bucket samples of "
                 "like length, call torch.stack once instead of loops over samples",
                 expected=f"up to {_batches_per_second(interval)} without collate_fn, instead of {now}",
+                effect="changes results",
             ),
             *finding.advice,
         ),
@@ -230,12 +228,14 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
                 text="If the order of batches does not matter, set in_order=False (torch >= 2.7)",
                 expected="the others no longer wait for it: throughput follows the sum of the workers, not the "
                 "slowest",
+                effect="changes results",
             ),
             Advice(
                 text="Do not add workers for this", expected="the slowest worker sets the pace at any num_workers"
             ),
         ),
         limited_by=limit.by,
+        fault=limit.fault,
         **case.facts("worker", worker=name),
     )
 
@@ -271,10 +271,12 @@ def straggler_samples(case: LoadingCase) -> Finding:
                 expected=f"a batch may then take {duration(depth * workers * steady.consumer)} before the loop "
                 f"waits (now {duration(prefetch * workers * steady.consumer)}); host memory holds up to "
                 f"{depth * workers + 1} batches",
+                effect="changes memory",
             ),
             Advice(
                 text="Find the slow samples (large files, long sequences) and precompute, crop or bucket them",
                 expected=f"up to {percent(steady.tail_wait_ratio)} of the waiting disappears",
+                effect="changes results",
             ),
         ),
         **case.facts("worker"),
@@ -294,7 +296,7 @@ def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:
         kind="sampler-bound",
         summary=f"The sampler takes {duration(waits.after_queue_seconds)} per batch in the training "
         f"process ({sampler} or the batch sampler of loader {case.loop.loader}), while the workers idle "
-        f"{percent(steady.idle_ratio)} for lack of indices. {_cost(loss)}",
+        f"{percent(steady.idle_ratio)} for lack of indices. {loss.words}",
         evidence=(
             *loss.evidence(),
             *measurements(
@@ -325,14 +327,15 @@ def copy_bound(case: LoadingCase, waits: HandOver) -> Finding:
         "shared memory. Also transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the "
         "device",
         expected=f"{_without(case.steady, waits.copy_seconds)} if nothing is copied twice",
+        effect="changes results",
     )
     instead_of = f"{duration(waits.transfer_seconds)} for its transfer"
     return Finding(
         kind="copy-bound",
-        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {_took(waits)}. "
-        f"{_cost(loss)}",
+        summary=f"Batches of loader {case.loop.loader} are copied too slowly from its workers: {waits.words}. "
+        f"{loss.words}",
         evidence=(*loss.evidence(), *measurements(waits.batches, loss.window, **values)),
-        advice=(advice, *_if_inline(case.steady, instead_of, waits.transfer_seconds)),
+        advice=(advice, *advise_inline(case.steady, instead_of, waits.transfer_seconds)),
         **case.facts("main", loss),
     )
 
@@ -345,12 +348,13 @@ def pin_bound(case: LoadingCase, waits: HandOver, pinned_bytes: float) -> Findin
         text="Transfer less: smaller dtypes (uint8 images), cropped samples, scaled on the device; then "
         "compare with a short run with pin_memory=False",
         expected=f"{_without(case.steady, waits.copy_seconds)} if pinning costs nothing",
+        effect="changes results",
     )
     return dataclasses.replace(
         finding,
         kind="pin-bound",
         summary=f"The one thread that pins the batches of loader {case.loop.loader} does not keep up: "
-        f"{_took(waits)}, and default_collate leaves nothing else to copy. {_cost(loss)}",
+        f"{waits.words}, and default_collate leaves nothing else to copy. {loss.words}",
         evidence=(*finding.evidence, *pinned),
         advice=(advice,),
     )
@@ -383,6 +387,7 @@ def worker_startup(starts: EpochStarts) -> Finding:
     advice = Advice(
         text=keep if batches <= 1 else again,
         expected=f"the workers start once: about {startup} less per epoch",
+        effect="changes memory",
     )
     return Finding(
         kind="worker-startup",
@@ -406,6 +411,7 @@ def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
     advice = Advice(
         text="In runs of many epochs, set persistent_workers=True",
         expected=f"the workers start once: about {duration(per_start)} less in each epoch after the first",
+        effect="changes memory",
     )
     if workers_stay:
         longer = "The epochs after it kept their workers, so a longer run pays no more."
@@ -433,6 +439,7 @@ def epoch_refill(starts: EpochStarts) -> Finding:
         text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
         "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
         expected=f"about {refill} less for each epoch that is saved",
+        effect="changes results",
     )
     return Finding(
         kind="epoch-refill",
@@ -457,6 +464,7 @@ def shard_skew(case: LoadingCase, skew: ShardSkew, loss: Loss) -> Finding:
         text="Share the samples out evenly over get_worker_info().num_workers: by sample (every n-th), or "
         "in shards of equal size whose number is a multiple of the workers",
         expected=f"all workers end together: about {duration(loss.seconds / skew.epochs)} less per epoch",
+        effect="changes results",
     )
     return Finding(
         kind="shard-skew",
@@ -479,15 +487,6 @@ def _waits(steady: Pace) -> str:
         return f"{percent(steady.wait_ratio)} of its time"
     parts = f"{percent(steady.starved_ratio)} until a batch is made, {percent(transfer_ratio)} for its transfer"
     return f"{percent(steady.wait_ratio)} of its time ({parts})"
-
-
-def _took(waits: HandOver) -> str:
-    speed = size(waits.payload_bytes / max(waits.transfer_seconds, 1e-9))
-    return f"{size(waits.payload_bytes)} take {duration(waits.transfer_seconds)} after they are made ({speed}/s)"
-
-
-def _cost(loss: Loss) -> str:
-    return f"That costs {duration(loss.seconds)}, {percent(loss.ratio)} of the run."
 
 
 def _without(steady: Pace, less_seconds: float) -> str:

@@ -9,6 +9,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Severity, measurements
 from collector.store import ProcessKey
+from collector.units import duration, percent
 
 #: Share of the run's time that a cause must cost to be reported.
 LEAST_LOST_RATIO = 0.05
@@ -38,6 +39,11 @@ class Loss:
         """Return the loss of these seconds, from `n` observations between two times."""
         ratio = float(seconds / max(_wall_seconds(tables), seconds, 1e-9))
         return cls(seconds=seconds, ratio=ratio, n=n, window=window_text(*span_ns, origin_ns(tables)))
+
+    @property
+    def words(self) -> str:
+        """The loss, as a sentence."""
+        return f"That costs {duration(self.seconds)}, {percent(self.ratio)} of the run."
 
     @property
     def severity(self) -> Severity:

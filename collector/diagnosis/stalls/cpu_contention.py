@@ -60,6 +60,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
             ),
             advice=advice,
             limited_by="oversubscribed",
+            fault="this machine" if others else "your settings",
             **facts,
         )
     ]

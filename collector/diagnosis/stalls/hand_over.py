@@ -15,6 +15,7 @@ import numpy as np
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import starved_ns, without_pauses
 from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean
+from collector.units import duration, size
 
 #: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
@@ -49,6 +50,12 @@ class HandOver:
     def sampler_seconds(self) -> float:
         """Time of the sampler. Sending indices is taken to cost as much as the transfer of a small batch."""
         return self.after_queue_seconds - max(HAND_OVER_SECONDS, self.transfer_seconds - self.copy_seconds)
+
+    @property
+    def words(self) -> str:
+        """The transfer: bytes, time and rate."""
+        rate = size(self.payload_bytes / max(self.transfer_seconds, 1e-9))
+        return f"{size(self.payload_bytes)} take {duration(self.transfer_seconds)} after they are made ({rate}/s)"
 
     @property
     def copy_seconds(self) -> float:

@@ -114,6 +114,7 @@ def idle_workers_finding(tables: RunTables, loop: Loop, idle: list[int]) -> Find
         text=f"Split the data into at least {loop.num_workers} shards, or give each worker every n-th sample "
         "(get_worker_info())",
         expected=f"all {loop.num_workers} workers make batches",
+        effect="changes results",
     )
     return Finding(
         kind="idle-workers",

@@ -268,15 +268,23 @@ def _sum_by_role(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.nd
 
     `table` has one row per process and bucket with a sample, in order of the buckets. A process counts with its
     first value from its first sample on, then with each value until the next one, or until its end. Without an end
-    it counts for `carry` buckets after its last sample.
+    it counts for `carry` buckets after its last sample. A process that starts shares pages of others: from then on
+    these count with their next value.
     """
     rows = table.groupby("process")
+    starts = np.unique(rows["bucket"].min())
     ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, carry)
     # smaps are read later than the rest: a process was there before its first value.
     measured = table.dropna(subset="v")
-    begins = measured["bucket"].where(measured.duplicated("process"), measured["process"].map(rows["bucket"].min()))
+    before = measured.groupby("process")["bucket"].shift()
+    next_start = np.append(starts, count)[np.searchsorted(starts, before.fillna(-1), side="right")]
+    begins = (
+        measured["bucket"]
+        .clip(upper=next_start)
+        .where(before.notna(), measured["process"].map(rows["bucket"].min()))
+    )
     at_least = measured["process"].map(ends).clip(lower=measured["bucket"] + 1)
-    stops = measured.groupby("process")["bucket"].shift(-1).fillna(at_least).clip(upper=count)
+    stops = begins.groupby(measured["process"]).shift(-1).fillna(at_least).clip(upper=count)
     totals = {}
     for role, rows_of_role in measured.groupby("role"):
         increase, decrease = (

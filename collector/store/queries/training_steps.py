@@ -15,6 +15,8 @@ from collector.store.queries.spans import (
     rollup_view,
 )
 
+#: Groups of steps, at most: more points than this become a mesh on a screen.
+_STEP_GROUPS = 100
 #: Number of newest steps whose median gives the samples of a step.
 _NEWEST_STEPS = 100
 
@@ -31,7 +33,7 @@ def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
     timed = f"FROM {source} WHERE timed_n > 0 AND {IN_SPAN}"
     reach = rank_steps(snapshot, within)
     low = 0 if reach["low"].isna().all() else int(reach["low"].min())
-    width = 1 if reach.empty else (int(reach["step"].max()) - low) // (2 * GRID_BUCKETS) + 1
+    width = 1 if reach.empty else (int(reach["step"].max()) - low) // _STEP_GROUPS + 1
     return snapshot.query(
         "SELECT min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
         "sum(wait_ns) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "

@@ -137,11 +137,10 @@ def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool =
 def test_card_has_the_run_its_findings_and_the_next_command():
     text = card(verdict(HOST_RISK, SLOW_WORKER))
     assert "20261121-101500-demo-1a2b" in text
-    assert "finished, exit status 0, 61 s" in text
-    assert "1,200, 19.6 steps/s" in text
+    assert "finished, exit status 0 · 61 s · 1,200 steps · 4 of 4 workers" in text
+    assert "19.6 steps/s" in text
     assert "31%" in text
     assert "1.9 GiB" in text
-    assert "4 of 4 report" in text
     stall = "19 s (decode 80%, transfer to main process 19%), hardly any if decode took 14 ms per batch"
     assert f"{stall} instead of 35 ms" in " ".join(text.split())
     assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
@@ -216,7 +215,7 @@ def test_card_without_a_dataloader_shows_time_outside_the_step():
     [
         ("forward pass", "1,200 forward passes"),
         ("batch", "1,200 batches, no optimizer"),
-        ("optimizer step", "1,200,"),
+        ("optimizer step", "1,200 steps"),
     ],
 )
 def test_card_names_the_unit_of_other_steps(unit, words):
@@ -241,7 +240,8 @@ def test_unknown_values_are_a_dash_not_zero():
         "last_minute": [],
     }
     text = card(verdict(summary=unknown, duration_seconds=None))
-    assert "1,200, —  " in text
+    assert "finished, exit status 0 · — · 1,200 steps" in text
+    assert "speed      —" in text
     assert "data wait  —  " in text
     assert "— host memory" in text
     assert "0 B" not in text
@@ -324,7 +324,7 @@ def test_json_report_has_the_documented_form():
     assert slow["locus"] == {"rank": 0, "loader": 0, "worker": 1}
     assert (slow["severity"], slow["since_step"], slow["rate"], slow["eta"]) == ("warning", 14, None, None)
     assert slow["advice"] == [
-        {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40"}
+        {"text": "Look at what worker 1 reads.", "expected": "about 61 steps/s instead of 40", "effect": "safe"}
     ]
     assert body["summary"]["overhead"] == {"collector_cpu_ratio": None, "collector_private_dirty_bytes": 79 * MIB}
 

@@ -20,7 +20,9 @@ MIB = 2**20
 def runs_by_name(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     scripts = (runs.SLOW_WORKER, runs.COPY_ON_READ, runs.RESTARTS)
-    return {s.name: Run(runs.make_run(home, s)) for s in scripts} | {"cuda": Run(unpack("leak-to-the-end", home))}
+    archives = {"cuda": "leak-to-the-end", "oom-worker": "oom-worker"}
+    recorded_runs = {name: Run(unpack(archive, home)) for name, archive in archives.items()}
+    return {script.name: Run(runs.make_run(home, script)) for script in scripts} | recorded_runs
 
 
 @pytest.fixture
@@ -134,8 +136,9 @@ def test_split_of_steps_adds_up_to_their_duration(open_span):
     snapshot, within = open_span("slow-worker")
     table = training_steps.steps(snapshot, within)
     assert table["n"].sum() == 399  # the first step has no duration
-    assert table["wait_ms"].sum() == pytest.approx(100 * 90 + 299 * 0.5)
-    assert (table["wait_ms"] + table["rest_ms"]).max() == pytest.approx(106)
+    assert (table["wait_ms"] * table["n"]).sum() == pytest.approx(100 * 90 + 299 * 0.5)
+    assert table["slowest_ms"].max() == pytest.approx(106)
+    assert ((table["wait_ms"] + table["rest_ms"]) <= table["slowest_ms"] + 1e-9).all()
 
 
 def test_memory_by_role_sums_the_last_samples_of_processes(open_span):
@@ -187,6 +190,13 @@ def test_replaced_worker_is_not_counted_twice(open_span):
     snapshot, within = open_span("restarts")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
     assert table["worker"].max() < 1.2 * table["worker"].min()
+
+
+def test_pages_that_a_fork_shares_are_not_counted_twice(open_span):
+    snapshot, within = open_span("oom-worker")  # in a cgroup of 420 MiB
+    table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
+    together = table[["main", "worker"]].sum(axis=1)
+    assert 350 * MIB < together.max() <= 420 * MIB
 
 
 def test_processes_have_their_restarts_and_slopes(open_span):

@@ -1,0 +1,225 @@
+"""The end of a run that died: its exit record, and what happened in its last minute.
+
+The record follows Android's ApplicationExitInfo: a reason from a closed list, the victim, its memory, the signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from signal import SIGBUS, SIGKILL
+
+import numpy as np
+
+from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.memory.occasions import occasions_of
+from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key_of, origin_ns, whole, written
+from collector.diagnosis.run.host_memory import binding_limit, demand_series
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of
+from collector.diagnosis.run.limit_owner import limit_owner
+from collector.diagnosis.run.processes import sentence, signal_name
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import KINDS, Finding, Limit, Locus
+from collector.units import number, plain_text, size
+
+#: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
+_REASONS = {
+    "host-oom-kill": "out of host memory",
+    "cuda-oom": "out of GPU memory",
+    "shm-bus-error": "/dev/shm full",
+    "worker-killed": "DataLoader worker killed",
+    "killed": "killed",
+    "hang": "cancelled while it hung",
+}
+_UNKNOWN = "not known"
+#: Signals by which these deaths come, where no process saw the signal.
+_SIGNALS = {"host-oom-kill": int(SIGKILL), "shm-bus-error": int(SIGBUS)}
+#: Most happenings that are listed, the last ones.
+_MOST_HAPPENINGS = 12
+#: Share of the limit at which memory counts as nearly full.
+_NEARLY_FULL_RATIO = 0.95
+_MESSAGE_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRecord:
+    """The end of a run that died; a field that is not known is None.
+
+    Attributes:
+        reason: what it died of, one of a closed list.
+        victim: the process that died first.
+        last_held_bytes: memory of the victim at its last sample.
+        limit: the limit that was met.
+        limit_owner: who set it, in words: a batch job, a container, a unit of systemd.
+        signal: name of the signal that ended the victim.
+        exit_status: exit code of the command, -n for signal n.
+        step: last step of the victim.
+        seconds: time from the start of the run to the victim's end.
+        followers_count: training processes that ended because of it.
+
+    """
+
+    reason: str
+    victim: Locus | None = None
+    last_held_bytes: float | None = None
+    limit: Limit | None = None
+    limit_owner: str | None = None
+    signal: str | None = None
+    exit_status: int | None = None
+    step: int | None = None
+    seconds: float | None = None
+    followers_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """Something that happened in the last minute; `seconds` counts from the end of the run, so it is below 0."""
+
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The exit record of a run that died, and the last minute, in order of time."""
+
+    record: ExitRecord
+    happenings: tuple[Happening, ...]
+
+
+def ending_of(tables: RunTables, findings: Sequence[Finding]) -> Ending | None:
+    """Return how a run ended, None if it goes on or ended normally."""
+    life = lifecycle_of(tables)
+    if life.status() not in ("failed", "killed"):
+        return None
+    return Ending(record=_record(tables, life, findings), happenings=_happenings(tables, life))
+
+
+def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> ExitRecord:
+    death = next((finding for finding in findings if _is_end(finding)), None)
+    if death is None:
+        return ExitRecord(reason=_UNKNOWN, exit_status=life.exit_status, seconds=life.wall_seconds)
+    where = death.locus
+    code = death.value_of("worker_exit_code")
+    sent = signal_of(whole(code)) if code is not None else _signal_of_main(life, where)
+    owner = limit_owner(tables, where.host) if death.limit and death.limit.name == "cgroup" and where.host else None
+    return ExitRecord(
+        reason=_reason(death),
+        victim=where,
+        last_held_bytes=death.value_of("last_held_bytes"),
+        limit=death.limit,
+        limit_owner=owner.words if owner else None,
+        signal=signal_name(_SIGNALS.get(death.kind, sent)),
+        exit_status=life.exit_status,
+        step=death.since_step,
+        seconds=_end_seconds(tables, life, death),
+        followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
+    )
+
+
+def _is_end(finding: Finding) -> bool:
+    """Return whether a finding is about the end of the run, not of the collector or one that the run outlived."""
+    is_outlived = finding.severity == "info" and finding.kind in ("cuda-oom", "hang")
+    return KINDS[finding.kind] == "death" and finding.locus.role != "collector" and not is_outlived
+
+
+def _reason(death: Finding) -> str:
+    if death.kind == "crashed":
+        names = {item.name for item in death.evidence}
+        return "uncaught exception" if "exception" in names else "crash"
+    return _REASONS.get(death.kind, _UNKNOWN)
+
+
+def _signal_of_main(life: Lifecycle, where: Locus) -> int | None:
+    signals = [number for key, number in life.killed_mains.items() if key[1] == where.pid]
+    return signals[0] if signals else None
+
+
+def _end_seconds(tables: RunTables, life: Lifecycle, death: Finding) -> float | None:
+    """Return when the victim raised or was first seen to be gone, in seconds; else the end of the run."""
+    raised = death.value_of("exception_after_seconds")
+    if raised is not None:
+        return raised
+    process = tables.stream("process")
+    is_its = (process["host"] == death.locus.host) & (floats(process, "process_pid") == death.locus.pid)
+    gone = floats(process[is_its & (floats(process, "alive") == 0)], "time_ns")
+    died = [
+        float(event["time_ns"])
+        for event in tables.events_of("worker-died")
+        if whole(event.get("worker_pid")) == death.locus.pid
+    ]
+    ends = [*died, *gone[:1]]
+    return (min(ends) - origin_ns(tables)) / SECOND_NS if ends else life.wall_seconds
+
+
+def _happenings(tables: RunTables, life: Lifecycle) -> tuple[Happening, ...]:
+    end_ns = origin_ns(tables) + (life.wall_seconds or 0.0) * SECOND_NS
+    found = [*_of_training(tables, life), *_of_memory(tables), *_of_ends(tables, life)]
+    within = [(at, text) for at, text in found if -LAST_MINUTE_SECONDS * SECOND_NS <= at - end_ns <= SECOND_NS]
+    within.sort(key=lambda item: min(item[0], end_ns))  # stable: causes come before ends of the same time
+    return tuple(
+        Happening(seconds=min(round((at - end_ns) / SECOND_NS, 1), 0.0), text=text)
+        for at, text in within[-_MOST_HAPPENINGS:]
+    )
+
+
+def _of_training(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
+    """Yield the phases of the training, as the first training process recorded them, and its last step."""
+    if not life.mains:
+        return
+    main = life.mains[0]
+    phases = [event for event in tables.events_of("phase") if key_of(event) == main]
+    for event in phases:
+        yield float(event["time_ns"]), f"The framework entered its phase {event['phase']!r}."
+    for kind in occasions_of(tables, main):
+        if kind.name == "checkpoint" or not phases:
+            words = {"checkpoint": "A checkpoint", "evaluation": "An evaluation"}.get(kind.name, "An epoch")
+            yield from ((begin * SECOND_NS, f"{words} began.") for begin in kind.begins)
+    steps = written(tables, "step", main)
+    if len(steps):
+        yield float(floats(steps, "time_ns")[-1]), f"Step {number(floats(steps, 'step')[-1])} ended, the last one."
+
+
+def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
+    """Yield the time at which a host's memory was nearly full, and the kernel's kills."""
+    for host in sorted(set(tables.stream("host")["host"])):
+        rows, (name, limit) = host_samples(tables, str(host)), binding_limit(tables, str(host))
+        times = floats(rows, "time_ns")
+        full = np.flatnonzero(demand_series(tables, str(host))[1] >= _NEARLY_FULL_RATIO * limit)
+        if len(full):
+            words = "the cgroup's limit" if name == "cgroup" else "the host's memory"
+            yield float(times[full[0]]), f"Memory in use reached 95 % of {words} of {size(limit)}."
+        kills = {name: np.diff(floats(rows, f"{name}_oom_kill_count")) > 0 for name in ("cgroup", "host")}
+        for place in np.flatnonzero(kills["cgroup"] | kills["host"]):
+            whose = "this cgroup" if kills["cgroup"][place] else "this host"
+            words = f"The kernel killed a process of {whose} for lack of memory."
+            yield _first_end(tables, times[place], times[place + 1]), words
+
+
+def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
+    """Return the time of the first recorded end of a process between two samples, else that of the second."""
+    ends = (float(event["time_ns"]) for event in tables.events_of("worker-died", "command-exit"))
+    return min((end for end in ends if begin_ns < end < end_ns), default=end_ns)
+
+
+def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
+    """Yield errors and ends of processes."""
+    for event in tables.events_of("worker-died"):
+        code = whole(event.get("exit_code"))
+        by = signal_name(signal_of(code)) or f"exit code {number(code)}"
+        yield float(event["time_ns"]), f"Worker {event.get('worker')} of loader {event.get('loader')} died: {by}."
+    for event in tables.events_of("cuda-oom"):
+        asked = whole(event.get("requested_bytes"))
+        words = f" ({size(asked)} requested)" if asked is not None else ""
+        at = float(event.get("error_time_ns") or event["time_ns"])
+        yield at, f"GPU {number(event.get('device'))} ran out of memory{words}."
+    for key, event in life.exceptions.items():
+        lines = plain_text(str(event.get("message") or "")).strip().splitlines() or [""]
+        message = lines[0] if len(lines[0]) <= _MESSAGE_CHARACTERS else f"{lines[0][:_MESSAGE_CHARACTERS]}…"
+        yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {event.get('type')}: {message}"
+    for event in tables.events_of("hang-cancelled"):
+        yield float(event["time_ns"]), "Tidegauge cancelled the training, which hung."
+    for event in tables.events_of("command-exit"):
+        code = whole(event.get("exit_status"))
+        ended = signal_name(-code) if code is not None and code < 0 else f"exit status {number(code)}"
+        yield float(event["time_ns"]), f"The command ended: {ended}."

@@ -1,0 +1,100 @@
+"""The exit record of a run that died, and the list of what happened in its last minute."""
+
+import json
+
+from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
+
+from collector.diagnosis.verdict import diagnose
+from collector.report import card, exit_record
+from training_harness.records import ROLE_MAIN, ROLE_WORKER
+
+WORKER = ("node", 1000, 7000)
+LIMIT_BYTES = 400 * MIB
+SECONDS = [START_SECONDS + second for second in range(120)]
+END_SECONDS = SECONDS[-1]
+
+
+def training():
+    """A training of 120 s with one worker, which is still there at the last sample."""
+    script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=235)
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=[200 * MIB] * 120, rss=[300 * MIB] * 120, rank=0)
+    return script
+
+
+def killed_for_memory():
+    """Its worker's memory reaches the cgroup's limit within the last minute, and the kernel kills it."""
+    script = training()
+    held = [(80 + second) * MIB for second in range(120)]
+    sample_process(script, SECONDS, WORKER, ROLE_WORKER, private=held, rss=held, worker=0, loader=0, rank=0)
+    sample_host(
+        script,
+        SECONDS,
+        demand=[value + 200 * MIB for value in held],
+        limit=LIMIT_BYTES,
+        cgroup_oom_kill_count=[0] * 119 + [1],
+    )
+    died = {"loader": 0, "epoch": 0, "worker": 0, "worker_pid": WORKER[1], "exit_code": -9, "last_index": 230}
+    script.event(END_SECONDS - 0.5, "worker-died", **died)
+    script.event(END_SECONDS, "command-exit", exit_status=1, command_pid=MAIN[1])
+    return script
+
+
+def texts(verdict):
+    return [happening.text for happening in verdict.ending.happenings]
+
+
+def test_record_of_a_worker_killed_for_memory_names_victim_limit_signal_and_memory():
+    verdict = diagnose(killed_for_memory().tables())
+    record = dict(exit_record(verdict.ending.record))
+    assert record["Reason"] == "out of host memory"
+    assert record["Victim"].startswith("worker 0 of loader 0")
+    assert record["Last memory"] == "199 MiB"
+    assert record["Limit"] == "400 MiB, cgroup"
+    assert record["Signal"] == "SIGKILL"
+    assert record["Exit status"] == "1, of the command"
+
+
+def test_last_minute_lists_the_full_memory_the_kill_the_death_and_the_end_in_this_order():
+    verdict = diagnose(killed_for_memory().tables())
+    told = texts(verdict)
+    places = [
+        next(place for place, text in enumerate(told) if words in text)
+        for words in (
+            "Memory in use reached 95 % of the cgroup's limit of 400 MiB",
+            "The kernel killed a process of this cgroup",
+            "Worker 0 of loader 0 died: SIGKILL",
+            "The command ended: exit status 1",
+        )
+    ]
+    assert places == sorted(places)
+    assert all(-60 <= happening.seconds <= 0 for happening in verdict.ending.happenings)
+
+
+def test_checkpoints_of_the_last_minute_alone_are_listed():
+    script = killed_for_memory()
+    for seconds in (END_SECONDS - 90, END_SECONDS - 10):
+        script.event(seconds + 1, "checkpoint", begun_ns=ns(seconds))
+    verdict = diagnose(script.tables())
+    checkpoints = [h for h in verdict.ending.happenings if h.text == "A checkpoint began."]
+    assert [round(h.seconds) for h in checkpoints] == [-10]
+
+
+def test_uncaught_exception_is_the_reason_and_its_time_is_the_end_of_the_victim():
+    script = training()
+    script.event(SECONDS[100], "exception", type="KeyError", message="'label'", site="train.py:37, in main")
+    script.event(END_SECONDS, "command-exit", exit_status=1, command_pid=MAIN[1])
+    verdict = diagnose(script.tables())
+    record = dict(exit_record(verdict.ending.record))
+    assert record["Reason"] == "uncaught exception"
+    assert "Signal" not in record
+    assert record["When"].startswith("1 min 40 s after the start")
+    assert any("raised KeyError: 'label'" in text for text in texts(verdict))
+
+
+def test_run_that_ended_normally_has_no_exit_record():
+    script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=20)
+    script.event(START_SECONDS + 20, "process-exit", lost_count=0, detached=False)
+    verdict = diagnose(script.tables())
+    assert verdict.ending is None
+    body = card.report(verdict, run_id="r", name="n")
+    assert json.loads(json.dumps(body))["ending"] is None
