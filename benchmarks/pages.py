@@ -168,10 +168,7 @@ class Viewer:
     """A client that asks for a page and its refreshes as the browser does."""
 
     def __init__(self, base: str, path: str, run: Run | None = None) -> None:
-        self._asked = {
-            "query_string": f"run={run.run_id}" if run else "",
-            "page_name": "" if path == PAGES[0].path else path,
-        }
+        self._asked = {"query_string": f"run={run.run_id}" if run else "", "page_name": path}
         self._fragment = ""
         self._socket = connect(
             f"{base.replace('http', 'ws')}/_stcore/stream",
