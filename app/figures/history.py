@@ -15,6 +15,8 @@ from collector import report
 from collector.units import quantity
 
 _HEIGHT = 240
+#: Pixels above the axes for the commit at a change.
+_MARK_HEIGHT = 26
 
 
 def trend(history: report.History, figure_of: report.Trend, theme: Theme) -> Chart | None:
@@ -32,7 +34,7 @@ def trend(history: report.History, figure_of: report.Trend, theme: Theme) -> Cha
     figure = blank(
         theme, x_title="run, the oldest first", y_title=f"{figure_of.title} ({axis_unit})", height=_HEIGHT
     )
-    figure.update_layout(showlegend=False, hovermode="closest")
+    figure.update_layout(showlegend=False, hovermode="closest", margin={"t": _MARK_HEIGHT})
     numbers = list(range(1, len(points) + 1))
     if len(numbers) <= 12:
         figure.update_xaxes(tickvals=numbers)
@@ -48,9 +50,9 @@ def trend(history: report.History, figure_of: report.Trend, theme: Theme) -> Cha
         marks("runs", numbers, [value / scale for value in values], theme.allocated, "circle", 8, "", text=hover)
         | {"hovertemplate": "%{text}<extra></extra>"}
     )
-    newest = f"newest run {quantity(values[-1], unit)}"
-    count = f"{len(points)} runs"
-    caption = f"{count}, {newest}, {quantity(min(values), unit)} to {quantity(max(values), unit)}."
+    low, high = quantity(min(values), unit), quantity(max(values), unit)
+    spread = f"{low} in all {len(points)} runs" if low == high else f"{low} to {high} over {len(points)} runs"
+    caption = f"Newest run {quantity(values[-1], unit)}, {spread}."
     return Chart(title=f"{figure_of.title[0].upper()}{figure_of.title[1:]}", figure=figure, caption=caption)
 
 

@@ -75,7 +75,6 @@ def show() -> None:
     if not shown:
         st.caption(":material/info: No run matches the search.")
     _draw_actions(chosen, by_id)
-    st.divider()
     history_command = command or next(
         iter(entry.command for entry in [*chosen, *shown] if entry.command.text), None
     )
