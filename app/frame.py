@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import streamlit as st
 
 from app import terms
 from app.blocks import FOCUS
 from app.figures.base import AXES
-from app.format import first_line, plain
-from app.pages import COMPARE, OVERVIEW, PAGES
+from app.pages import COMPARE, MENU, OVERVIEW, RUNS
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
-from collector.store import LATEST, Run, list_runs, queries
+from app.runtime.visitors import may_enter, runs_or_reason
+from collector.store import LATEST, Run, queries
 from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
-QUICK_START = """tidegauge run -- python train.py     # your own script, unchanged
-tidegauge job images                 # or a built-in job
-tidegauge report                     # the verdict in the terminal"""
 #: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
 _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
@@ -39,14 +34,14 @@ def main() -> None:
     """Draw the frame, then the chosen view."""
     st.set_page_config(page_title="Tidegauge", page_icon=str(Path(__file__).with_name("icon.svg")), layout="wide")
     st.html(_STYLE)
-    if not _may_enter():
+    if not may_enter():
         return
-    pages = [st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path) for page in PAGES]
+    pages = [st.Page(page.file, title=page.title, icon=page.icon, url_path=page.path) for page in MENU]
     words = st.Page("views/terms.py", title="Terms", url_path=terms.PATH, visibility="hidden")
     # Streamlit serves its default page at / alone. With one of its own there, Overview has a path like the others.
     start = st.Page(_start, title="Tidegauge", default=True, visibility="hidden")
     page = st.navigation([*pages, words, start], position="top")
-    if page.url_path not in (terms.PATH, start.url_path):
+    if page.url_path not in (terms.PATH, start.url_path, RUNS.path):
         st.session_state[SELECTION] = _select(home_path(), compares=page.url_path == COMPARE.path)
     page.run()
 
@@ -55,56 +50,9 @@ def _start() -> None:
     st.switch_page(OVERVIEW.file, query_params={name: st.query_params.get_all(name) for name in st.query_params})
 
 
-def _may_enter() -> bool:
-    """Return True if the visitor may see the runs; log-in is needed if the server's secrets ask for it.
-
-    The secrets name the identity provider (docs/sharing.md).
-    """
-    if not st.secrets.load_if_toml_exists() or "auth" not in st.secrets:
-        return True
-    if not st.user.get("is_logged_in"):
-        st.subheader("Log in to see the runs", anchor=False)
-        st.button("Log in", icon=":material/login:", on_click=st.login)
-        return False
-    if is_expected(st.user, st.secrets.get("tidegauge", {}).get("visitors")):
-        return True
-    st.subheader("This account may not see the runs", anchor=False)
-    st.markdown(plain(f"{st.user.get('email') or 'It'} is not among the visitors that this server expects."))
-    st.button("Log out", icon=":material/logout:", on_click=st.logout)
-    return False
-
-
-def is_expected(user: Mapping[str, Any], visitors: Sequence[str] | None) -> bool:
-    """Return True if a visitor is on the list, or if there is no list.
-
-    A visitor whose address the provider marks as unverified is refused, since it could be anyone's. Some providers
-    do not report whether they verified it.
-
-    Args:
-        user: the provider's claims about the visitor (OpenID Connect).
-        visitors: addresses and domains (`@example.org`), None for no list.
-
-    """
-    if visitors is None:
-        return True
-    address = str(user.get("email") or "").lower()
-    domain = "@" + address.rpartition("@")[2]
-    expected = {visitor.lower() for visitor in visitors}
-    return user.get("email_verified") is not False and bool(address) and not expected.isdisjoint((address, domain))
-
-
 def _select(home: Path, *, compares: bool) -> Selection | None:
-    try:
-        runs = list_runs(home)
-    except Exception as error:  # noqa: BLE001 - the reader needs one line, not a traceback
-        why = f"Cannot read the runs in {home}: {first_line(error)}."
-        st.error(plain(f"{why} Mend it, or set TIDEGAUGE_HOME to another home."), icon=":material/error:")
-        st.code("tidegauge doctor", language="bash")
-        return None
+    runs = runs_or_reason(home)
     if not runs:
-        st.subheader("No runs yet", anchor=False)
-        st.markdown(plain(f"No runs in `{home}`. Start a training under Tidegauge:"))
-        st.code(QUICK_START, language="bash")
         return None
     with st.container(horizontal=True, vertical_alignment="center"):
         run = _pick_run(runs)

@@ -1,4 +1,4 @@
-"""The list of all pages, in the order in which one examines a run that went wrong."""
+"""The lists of pages: those of one run, in the order in which one examines a run that went wrong, and the menu."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Page:
         return f"views/{self.module}.py"
 
 
+RUNS = Page(title="Runs", path="runs", icon=":material/table_rows:")
 OVERVIEW = Page(title="Overview", path="overview", icon=":material/dashboard:")
 OOM_RISK = Page(title="OOM risk", path="oom-risk", icon=":material/memory:")
 LEAK_TIMELINE = Page(title="Leak timeline", path="leak-timeline", icon=":material/trending_up:")
@@ -34,6 +35,7 @@ POST_MORTEM = Page(title="Post-mortem", path="post-mortem", icon=":material/trou
 COMPARE = Page(title="Compare", path="compare", icon=":material/compare_arrows:")
 AGENT_HEALTH = Page(title="Agent health", path="agent-health", icon=":material/monitor_heart:")
 
+#: Pages of one run. The first is the landing page.
 PAGES = (
     OVERVIEW,
     OOM_RISK,
@@ -45,3 +47,5 @@ PAGES = (
     COMPARE,
     AGENT_HEALTH,
 )
+#: The menu.
+MENU = (RUNS, *PAGES)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import streamlit as st
 
-from app.pages import PAGES
+from app.pages import MENU
 
 
 @asynccontextmanager
@@ -21,7 +21,7 @@ async def _load_pages_at_start(_: st.App) -> AsyncIterator[None]:
 
 
 def _load_pages() -> None:
-    for page in PAGES:
+    for page in MENU:
         importlib.import_module(f"app.views.{page.module}")
     gc.collect()
     gc.freeze()  # imported modules stay: garbage collections need not visit them

@@ -1,6 +1,7 @@
 """Measure the dashboard as a run grows: in a real Chromium, for ten viewers at once, and over 1,000 refreshes.
 
     python -m benchmarks.pages [--batches 100000 1000000 10000000] [--viewers 10] [--refreshes 1000] [--home DIR]
+    python -m benchmarks.pages --runs 500     # the page Runs alone, with as many runs
 
 The runs are those of benchmarks.queries with 8 ranks of 8 workers each, and they go on: a process adds the
 records of such a training and stores them in the lake. Each page is opened in a fresh window of a browser in
@@ -18,6 +19,9 @@ which the dashboard was open before, with the whole run chosen. The columns are 
 A refresh that only repeats what was read before does not count. Where a page is renewed by turns, each turn has
 as many refreshes. The slope of the soak is that of Theil and Sen over the readings of the server's private dirty
 memory, without the first quarter, with its 95 % interval.
+
+The page Runs has a table of its own: time until the runs are shown and until all of the page is, in a fresh window;
+then the server's answer to its opening, first with cold caches, and the median of later ones.
 
 A run cannot be older than the machine's clock. So soon after the machine's start the batches lie closer together
 than a training would make them. `unshare --time --monotonic=100000 --boottime=100000 --fork` before the command
@@ -51,11 +55,12 @@ from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.sync.client import connect
 
-from app.pages import PAGES
+from app.pages import PAGES, RUNS
 from benchmarks import chrome
 from benchmarks.queries import EPOCH, GPU_STREAMS, make, recorded_gpu
 from collector.agent.ingest_feed import MAINTAIN_EVERY_NS, SHORTEST_PAUSE_NS, pause_ns
 from collector.agent.samplers.procfs import read_rollup
+from collector.report.results import Result, ResultFinding, save_result
 from collector.store.catalogue import list_runs
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
@@ -162,8 +167,8 @@ class Answer:
 class Viewer:
     """A client that asks for a page and its refreshes as the browser does."""
 
-    def __init__(self, base: str, path: str, run: Run) -> None:
-        self._asked = {"query_string": f"run={run.run_id}", "page_name": "" if path == PAGES[0].path else path}
+    def __init__(self, base: str, path: str, run: Run | None = None) -> None:
+        self._asked = {"query_string": f"run={run.run_id}" if run else "", "page_name": path}
         self._fragment = ""
         self._socket = connect(
             f"{base.replace('http', 'ws')}/_stcore/stream",
@@ -248,6 +253,64 @@ def rows_of(run: Run, base: str, server: psutil.Process, browser: chrome.Chrome)
             f"{statistics.median(stood[page.path]):.2f}",
             *_medians(answers),
         )
+
+
+def make_ended_runs(home: Path, count: int) -> None:
+    """Write runs of three commands that have ended, one an hour, with their results."""
+    now_ns = time.time_ns()
+    for number in range(count):
+        name = ("train", "finetune", "evaluate")[number % 3]
+        run = Run(layout.create_run(home, name=name, argv=["python", f"{name}.py"]))
+        manifest = run.manifest
+        anchor = {**layout.wall_anchor(), "wall_ns": now_ns - (count - number) * 3600 * 10**9}
+        ended = {"anchors": {manifest["host"]: anchor}, "end_time_ns": anchor["time_ns"] + 10**9, "exit_status": 0}
+        layout.write_manifest(run.path, {**manifest, **ended, "git_commit": f"{number // 20:040x}"})
+        is_slow = 2 * number > count
+        slow = ResultFinding(kind="workers-too-slow", place="train_loader", severity="warning")
+        result = Result(
+            status="finished",
+            steps=1000,
+            duration_seconds=600.0,
+            throughput=(260.0 if is_slow else 400.0) + number % 5,
+            throughput_unit="samples/second",
+            data_wait_ratio=(0.4 if is_slow else 0.1) + number % 5 / 100,
+            host_peak_bytes=2.0**31,
+            memory_bytes=tuple(2.0**31 * min(1.0, point / 20) for point in range(40)),
+            findings=(slow,) if is_slow else (),
+        )
+        save_result(run, result)
+
+
+def measure_runs_page(count: int, browser: chrome.Chrome) -> Table:
+    """Measure the page Runs of a home with `count` runs."""
+    table = Table("runs", "table s", "whole s", "cold ms", "answer ms", "sent KiB", title="the page Runs")
+    stands = f"document.querySelectorAll('.main-svg').length >= 3 && {screenshots.RESTS}"
+    with tempfile.TemporaryDirectory(prefix="tidegauge-bench-") as folder:
+        home = Path(folder)
+        make_ended_runs(home, count)
+        with screenshots.dashboard(home) as base:
+            first, *answers = [_open_once(base, RUNS.path) for _ in range(1 + TIMES)]
+            times = []
+            for _ in range(1 + TIMES):
+                window = browser.window(f"{base}/{RUNS.path}")
+                times.append((window.until(_PAINTED), window.until(stands)))
+                window.close()
+    shown, whole = (statistics.median(each) for each in zip(*times[1:], strict=True))
+    table.add_row(
+        f"{count:,}",
+        f"{shown:.2f}",
+        f"{whole:.2f}",
+        f"{first.seconds * 1e3:,.0f}",
+        f"{statistics.median(answer.seconds for answer in answers) * 1e3:,.0f}",
+        f"{answers[0].sent_bytes / 1024:,.0f}",
+    )
+    return table
+
+
+def _open_once(base: str, path: str) -> Answer:
+    viewer = Viewer(base, path)
+    viewer.close()
+    return viewer.opened
 
 
 def _standing(browser: chrome.Chrome, address: str) -> chrome.Window:
@@ -359,6 +422,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--viewers", type=int, default=10)
     parser.add_argument("--refreshes", type=int, default=1000)
+    parser.add_argument("--runs", type=int, help="measures the page Runs alone, with as many runs")
     parser.add_argument("--home", type=Path, help="keeps the runs, which grow with each use")
     parser.add_argument("--feed", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -372,6 +436,9 @@ def main() -> None:
         profile = Path(stack.enter_context(folder))
         words = (*screenshots.ARGUMENTS, "--window-size=1440,900")
         browser = stack.enter_context(chrome.started(screenshots.executable() or "chromium", profile, words))
+        if options.runs:
+            console.print(measure_runs_page(options.runs, browser))
+            return
         for batches in options.batches:
             made = [run for run in list_runs(home) if f"-pages-{batches}-" in run.run_id]
             ago_ns = time.monotonic_ns() * 9 // 10  # there is no time before the machine's

@@ -34,6 +34,8 @@ for _command in (
     tune.tune,
     report.report,
     report.runs,
+    storage.tag,
+    storage.ignore,
     compare.compare,
     report.snapshot,
     report.stacks,

@@ -33,6 +33,9 @@ _GROUPS = {
 #: Kind of finding -> its group.
 KINDS = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
 
+#: Parts of a loader's name that change from commit to commit: the line that makes it, and the batch size.
+_CHANGING_PART = re.compile(r".+:\d+|batch \d+")
+
 #: A window of evidence in seconds from the start of the run, as `columns.window_text` writes it.
 _WINDOW = re.compile(r"(\d+)-(\d+) s")
 #: Slowdowns whose lines a series of stacks can name.
@@ -176,6 +179,7 @@ class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
     `fault` says where the cause lies, None if that is not known.
+    `known` is the reason for which a team accepts it; then it is information.
 
     Raises:
         ValueError: the kind is not in the vocabulary, or there is too little evidence.
@@ -197,6 +201,7 @@ class Finding:
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
     fault: Fault | None = None
+    known: str | None = None
 
     def __post_init__(self) -> None:
         """Check the kind, the confidence and the evidence."""
@@ -233,11 +238,46 @@ class Finding:
         return float(values[0]) if values else None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Identity:
+    """The identity of a finding over runs of one command: its kind, and its place in words that no run changes."""
+
+    kind: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.place}" if self.place else self.kind
+
+
+def identity(finding: Finding) -> Identity:
+    """Return the identity of a finding: no pid, host, rank, worker number, line or figure is in it."""
+    where = finding.locus
+    loader = _stable_loader(where)
+    role = {"main": "training process", "worker": "workers"}.get(where.role or "", where.role)
+    if where.worker is not None and where.worker >= 0:
+        role = "workers"
+    parts = [
+        f"{role} of {loader}" if role and loader else role or loader,
+        f"stage {where.stage}" if where.stage is not None else None,
+        f"GPU {where.device}" if where.device is not None else None,
+    ]
+    return Identity(finding.kind, ", ".join(part for part in parts if part))
+
+
+def _stable_loader(where: Locus) -> str | None:
+    """Return the variable of a loader, else its dataset, else its number: lines and batch sizes change."""
+    if where.loader is None:
+        return None
+    parts = (where.loader_name or "").split(", ")
+    names = [part for part in parts if part and not _CHANGING_PART.fullmatch(part)]
+    return names[0] if names else f"loader {where.loader}"
+
+
 def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("limited_by", "waits_in", "fault"):
+    for name in ("known", "limited_by", "waits_in", "fault"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

@@ -45,12 +45,13 @@ ANSWERED = (
     "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
     ".some(each => each.textContent.includes('data as of'))"
 )
-_RESTS = "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'"
+#: JavaScript: true once nothing runs on the server for the page.
+RESTS = "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'"
 #: JavaScript: true once all of the view stands, with every chart and the verdict, and nothing still runs.
 STANDS = " && ".join(
     (
         ANSWERED,
-        _RESTS,
+        RESTS,
         "!document.querySelector('[data-testid=stSkeleton]')",
         "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(c => c.querySelector('.main-svg'))",
         "!document.body.textContent.includes('verdict is being computed')",
@@ -60,7 +61,7 @@ STANDS = " && ".join(
 FILLS = f"""(() => {{
     const charts = '[data-testid=stPlotlyChart]:not(:has(.main-svg))';
     const tops = which => [...document.querySelectorAll(which)].map(each => each.getBoundingClientRect().top);
-    return {ANSWERED} && ({_RESTS} || tops('[data-testid=stElementContainer]').some(top => top >= innerHeight))
+    return {ANSWERED} && ({RESTS} || tops('[data-testid=stElementContainer]').some(top => top >= innerHeight))
         && !tops('[data-stale=true], [data-testid=stSkeleton], ' + charts).some(top => top < innerHeight);
 }})()"""
 

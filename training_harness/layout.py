@@ -100,8 +100,12 @@ def home_path() -> Path:
 def new_run_id(name: str, *, wall_seconds: float) -> str:
     """Return `<UTC yyyymmdd-hhmmss>-<name>-<4 hex>`; characters that are awkward in a path become `-`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(wall_seconds))
-    slug = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
-    return f"{stamp}-{slug}-{secrets.token_hex(2)}"
+    return f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
+
+
+def slug(name: str) -> str:
+    """Return a name as it stands in a run id."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
 
 
 def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str, str] | None = None) -> Path:

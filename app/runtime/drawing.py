@@ -155,7 +155,7 @@ class Drawing:
         icon, colour, word = _CHIPS[state]
         newest_ns = content.now_ns if running or reach is None else reach.newest_ns
         as_of = queries.wall_ns(content.manifest, newest_ns)
-        words = [f"data as of {clock(as_of, _zone()) if as_of is not None else MISSING}"]
+        words = [f"data as of {clock(as_of, viewer_zone()) if as_of is not None else MISSING}"]
         if reach is not None:
             words.append(f"{reach.records_count:,} samples")
         if running and age_seconds is not None:
@@ -229,7 +229,8 @@ def _draw_no_records(status: str) -> None:
     st.code(_DOCTOR, language="bash")
 
 
-def _zone() -> ZoneInfo:
+def viewer_zone() -> ZoneInfo:
+    """Return the time zone of the visitor's browser."""
     try:
         return ZoneInfo(st.context.timezone or "UTC")
     except (ZoneInfoNotFoundError, ValueError):

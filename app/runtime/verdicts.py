@@ -15,6 +15,7 @@ from typing import Any
 import streamlit as st
 
 from app.format import first_line
+from collector import report
 from collector.diagnosis import Verdict, diagnose, load_tables
 from collector.store import Run, command_and_collector, living_processes, queries, read
 
@@ -139,7 +140,7 @@ def compute_verdict(run: Run) -> VerdictState:
     """Diagnose a run."""
     start_seconds, start_cpu_seconds, verdict, why_not = time.monotonic(), time.process_time(), None, ""
     try:
-        verdict = diagnose(load_tables(run))
+        verdict = report.with_known(diagnose(load_tables(run)), run)
     except Exception as error:  # noqa: BLE001 - cached like a verdict: failing again would cost as much
         _log.exception("diagnosis of %s", run.path)
         why_not = first_line(error)
@@ -155,5 +156,6 @@ def _is_abandoned(run: Run, manifest: Mapping[str, Any]) -> bool:
 
 def _version(run: Run) -> tuple[Any, ...]:
     """Return a value that changes with the files of a finished run, whose verdict is then out of date."""
-    files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir)
+    known = report.known_files(report.home_of(run))
+    files = (run.path / "run.json", run.path / "lake.sqlite", run.journal_dir, run.events_dir, *known)
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

@@ -117,7 +117,7 @@ def _measures(moment: Moment) -> dict[str, report.Measure]:
 
 
 def _settings(moment: Moment) -> dict[str, str]:
-    return report.settings(moment.snapshot, moment.manifest)
+    return report.settings(moment.snapshot, {**moment.manifest, "tags": moment.run.tags})
 
 
 def _answer(moment: Moment) -> str:

@@ -50,6 +50,8 @@ _FORWARDED = (
 #: The terminal sends these to the command itself.
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 _PROC = "/proc"
+#: Seconds that git has to compare the working tree with the commit, once the command has begun.
+_GIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,7 @@ def _follow_child(
         agent = Agent(run, command=command, is_parent=True, outlets=outlets)
         with suppress(OSError, ValueError):
             update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
+            update_manifest(run, git_dirty=_is_dirty(run.manifest["cwd"]) if run.manifest["git_commit"] else None)
         if on_ready is not None:
             on_ready(run)
         with _end_of(child) as wait:
@@ -223,6 +226,16 @@ def _follow_child(
         say(f"the collector stopped ({type(error).__name__}: {error}): the command and its journals go on")
         child.wait()
     return False
+
+
+def _is_dirty(folder: str) -> bool | None:
+    """Return True if tracked files differ from the git commit; None if git does not say so quickly."""
+    command = ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
+    try:
+        git = subprocess.run(command, cwd=folder, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return bool(git.stdout.strip()) if git.returncode == 0 else None
 
 
 def _warn_of_store(agent: Agent, wait: Callable[[float], bool]) -> Callable[[float], bool]:

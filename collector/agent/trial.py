@@ -123,7 +123,9 @@ def run_trial(
     try:
         command = LocalProcess(child.pid, start_ticks(child.pid))
         agent = Agent(run, command=command, is_parent=True)
-        update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
+        update_manifest(
+            run, collector=manifest_process(agent.key), command=manifest_process(command), is_trial=True
+        )
         follow(agent, wait, interval_seconds=_INTERVAL_SECONDS)
         exit_status = child.poll()
     finally:

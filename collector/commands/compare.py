@@ -77,7 +77,7 @@ def _measure(run: Run) -> tuple[dict[str, Measure], dict[str, str]]:
     from collector.store import read
     from collector.store.queries import spans
 
-    verdict, manifest = judge(run), run.manifest
+    verdict, manifest = judge(run), {**run.manifest, "tags": run.tags}
     with read(run) as snapshot:
         reach = spans.extent(snapshot)
         if reach is None:

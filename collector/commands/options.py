@@ -37,7 +37,8 @@ def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _parse_tags(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+def parse_tags(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of tags like `lr=0.1`."""
     tags = {}
     for value in values:
         key, equals, content = value.partition("=")
@@ -142,7 +143,7 @@ def format_option(*forms: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make `--tag`, which the command gets as `tags`."""
-    return click.option("--tag", "tags", multiple=True, callback=_parse_tags, metavar="KEY=VALUE", help=help_text)
+    return click.option("--tag", "tags", multiple=True, callback=parse_tags, metavar="KEY=VALUE", help=help_text)
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

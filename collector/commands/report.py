@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import io
@@ -10,7 +11,6 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +64,13 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
 def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
     """List the runs, newest first."""
     from collector.findings import finite
-    from collector.report.listing import list_entry, run_table
+    from collector.report.listing import as_json, list_entry, run_table
     from collector.store import list_runs
 
     entries = (list_entry(run) for run in list_runs(home))
     shown = list(itertools.islice((entry for entry in entries if tags.items() <= entry.tags.items()), limit))
     if form == "json":
-        _write(json.dumps(finite([asdict(entry) for entry in shown]), indent=1, allow_nan=False) + "\n", None)
+        _write(json.dumps(finite([as_json(entry) for entry in shown]), indent=1, allow_nan=False) + "\n", None)
     elif shown:
         show_table(run_table(shown))
     elif tags:
@@ -181,23 +181,30 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
 
 
 def judge(run: Run) -> Verdict:
-    """Return the verdict on a run; save it for `tidegauge runs` if the run has ended and was read without fault."""
+    """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
     from collector.diagnosis import diagnose, load_tables
+    from collector.report.known import with_known
     from collector.report.listing import save_report
+    from collector.report.results import result_of, save_result
 
     tables = load_tables(run)
     for problem in tables.problems[:5]:
         click.echo(f"tidegauge: {one_line(problem)}", err=True)
-    verdict = diagnose(tables)
-    if verdict.status != "running" and not tables.problems and not run.is_shared:  # Other nodes may go on.
-        save_report(run, _as_report(run, verdict))
+    raw = diagnose(tables)
+    verdict = with_known(raw, run)
+    if verdict.status != "running" and not tables.problems:
+        if not run.is_shared:
+            save_report(run, _as_report(run, verdict))
+        with contextlib.suppress(TidegaugeError):  # a home that cannot be written
+            if run.has_ended_everywhere:
+                save_result(run, result_of(tables, raw))
     return verdict
 
 
 def _as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
     from collector.report import card
 
-    return card.report(verdict, run_id=run.run_id, name=run.manifest["name"])
+    return card.report(verdict, run_id=run.run_id, name=run.name)
 
 
 def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbose: bool = False) -> None:
@@ -222,7 +229,7 @@ def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
     return card(
         verdict,
         run_id=run.run_id,
-        name=run.manifest["name"],
+        name=run.name,
         dashboard=dashboard_command(home, home_path()),
         verbose=verbose,
     )

@@ -1,23 +1,115 @@
-"""Commands on stored runs: export, prune."""
+"""Commands on stored runs: tag, ignore, export, prune."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import home_option, show_table
+from collector.commands.options import home_option, parse_tags, show_table
 from collector.errors import TidegaugeError, one_line
 from collector.units import size
 
 if TYPE_CHECKING:
+    from collector.findings import Identity
+    from collector.store import Run
     from collector.store.prune.home import StoredRun
 
 _PREFIXES = "KMGT"
+
+
+@click.command()
+@click.argument("spec", metavar="RUN")
+@click.argument("name", required=False)
+@click.option(
+    "--add", multiple=True, callback=parse_tags, metavar="KEY=VALUE", help="Add a tag, or change it; repeatable."
+)
+@click.option("--remove", multiple=True, metavar="KEY", help="Remove a tag; repeatable.")
+@click.option("--note", metavar="TEXT", help='Replace the note; "" removes it.')
+@click.option("--pin/--unpin", "is_pinned", default=None, help="Keep the run from being deleted, or no longer.")
+@home_option
+def tag(
+    spec: str,
+    name: str | None,
+    add: Mapping[str, str],
+    remove: Sequence[str],
+    note: str | None,
+    is_pinned: bool | None,
+    home: Path,
+) -> None:
+    """Name a run, or change its tags, its note and its pin; show them.
+
+    NAME is the run's new name: every command takes it as RUN, as long as no other run fits. The id stays.
+    """
+    from collector.store import Edit, annotate, find_run
+
+    run = find_run(home, spec)
+    edit = Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
+    if not edit.is_empty:
+        annotate(run, edit)
+    annotation = run.annotation
+    tags = [f"{key}={value}" for key, value in run.tags.items()]
+    lines = {
+        "run": run.run_id,
+        "name": run.name,
+        "tags": ", ".join(tags),
+        "note": annotation.note,
+        "pinned": "yes" if annotation.is_pinned else "no",
+    }
+    for label, text in lines.items():
+        click.echo(f"{label:<8}{one_line(text)}".rstrip())
+
+
+@click.command()
+@click.argument("spec", metavar="RUN")
+@click.argument("kind", required=False)
+@click.option("--reason", metavar="TEXT", help="Why the finding is accepted.")
+@click.option("--stop", is_flag=True, help="Count the finding again.")
+@home_option
+def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Path) -> None:
+    """Accept a finding of a run for all runs of its command, or list the accepted ones.
+
+    It stays visible as information, with the reason, but leads no verdict and sends no alert. KIND is a kind of
+    finding that RUN has.
+    """
+    from collector.report.command_identity import command_of
+    from collector.report.known import change_known, home_of, known_findings
+    from collector.store import find_run
+
+    run = find_run(home, spec)
+    command = command_of(run.manifest)
+    if kind is not None:
+        if stop == bool(reason):
+            raise TidegaugeError("give --reason TEXT to ignore the finding, or --stop to count it again")
+        change_known(run, _identities(run, kind), reason)
+    elif reason or stop:
+        raise TidegaugeError("no KIND was given: name a finding of the run, such as workers-too-slow")
+    rows = {one: why for (of, one), why in known_findings(home_of(run)).items() if of == command}
+    click.echo(one_line(f"known in runs of {command.text}:{'' if rows else ' nothing'}"))
+    for one, why in sorted(rows.items()):
+        click.echo(f"  {one_line(f'{one}: {why}')}")
+
+
+def _identities(run: Run, kind: str) -> set[Identity]:
+    """Return the identities of a run's findings of a kind, by its result or by a verdict made now."""
+    from collector.report.listing import list_entry
+    from collector.report.results import result_of
+
+    result = list_entry(run).result
+    if result is None:
+        from collector.diagnosis import diagnose, load_tables
+
+        tables = load_tables(run)
+        result = result_of(tables, diagnose(tables))
+    found = {finding.identity for finding in result.findings if finding.kind == kind}
+    if not found:
+        kinds = ", ".join(sorted({finding.kind for finding in result.findings})) or "none"
+        raise TidegaugeError(f"{run.run_id} has no finding {kind!r}; it has: {kinds}")
+    return found
 
 
 @click.command()

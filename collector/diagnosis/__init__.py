@@ -8,6 +8,7 @@ from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accou
 from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
 from collector.diagnosis.statistics import MIN_POINTS
+from collector.diagnosis.summary import Machine, machine_of, memory_curve
 from collector.diagnosis.verdict import Verdict, diagnose
 
 __all__ = [
@@ -20,10 +21,13 @@ __all__ = [
     "Check",
     "Ending",
     "ExitRecord",
+    "Machine",
     "RunTables",
     "Verdict",
     "accounts",
     "diagnose",
     "load_tables",
+    "machine_of",
+    "memory_curve",
     "rank_sites",
 ]

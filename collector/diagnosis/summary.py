@@ -21,10 +21,12 @@ from collector.diagnosis.run.columns import (
     peak,
     written,
 )
+from collector.diagnosis.run.host_memory import binding_limit
 from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
+from collector.units import is_known
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
 #: Share of the steps above which a loader counts as the one that feeds the training.
@@ -95,6 +97,15 @@ class LastState(TypedDict):
     step: int | None
     batch: int | None
     phase: str | None
+
+
+class Machine(TypedDict):
+    """The hosts of a run: their number, and of the smallest one usable cores, memory and the memory of each GPU."""
+
+    hosts: int
+    cores: float | None
+    memory_bytes: float | None
+    gpus_bytes: list[float]
 
 
 class Summary(TypedDict):
@@ -220,19 +231,57 @@ def _peak(rows: pd.DataFrame, column: str) -> float | None:
     return _finite_or_none(peak(floats(rows, column)))
 
 
-def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
-    """Return the highest sum over the processes. Each counts with its last reading until the next one or its end.
+def machine_of(tables: RunTables) -> Machine:
+    """Return the size of the machine that a run had."""
+    host = tables.stream("host")
+    names = sorted({str(name) for name in host["host"].dropna()})
+    limits = [binding_limit(tables, name)[1] for name in names]
+    cores = finite(floats(host, "usable_cores_count"))
+    devices = {
+        (event["host"], event["device"]): float(event["total_bytes"])
+        for event in tables.events
+        if event["kind"] == "cuda-device" and is_known(event.get("total_bytes"))
+    }
+    return {
+        "hosts": len(names),
+        "cores": float(cores.min()) if len(cores) else None,
+        "memory_bytes": min((limit for limit in limits if math.isfinite(limit)), default=None),
+        "gpus_bytes": sorted(devices.values()),
+    }
 
-    Readings are rationed, so those of one tick alone do not add up to the run.
+
+def memory_curve(tables: RunTables, points_count: int) -> list[float]:
+    """Return the PSS of the training's processes together, in bytes: the peak of each equal stretch of the run."""
+    process = tables.stream("process")
+    total = _sum_over_time(process[floats(process, "role") != ROLE_COLLECTOR], "pss_bytes")
+    total = total[total > 0]  # at the end, every process is gone
+    if len(total) < 2:
+        return []
+    times = total.index.to_numpy(dtype=float)
+    stretch = np.minimum((times - times[0]) / (times[-1] - times[0]) * points_count, points_count - 1).astype(int)
+    return [float(value) for value in total.groupby(stretch).max()]
+
+
+def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
+    """Return the highest sum over the processes."""
+    total = _sum_over_time(process, column)
+    return float(total.max()) if len(total) else None
+
+
+def _sum_over_time(process: pd.DataFrame, column: str) -> pd.Series:
+    """Return time (ns) -> sum over the processes. Each counts with its last reading until the next one or its end.
+
+    Readings are rationed, so those of one tick alone do not add up to the run. Empty if nothing was read.
     """
     ended = floats(process, "alive") == 0
     rows = process.assign(value=np.where(ended, 0.0, floats(process, column)))
     rows = rows[np.isfinite(rows["value"])]
     if not (rows["value"] > 0).any():
-        return None
+        return pd.Series(dtype=float)
     per_process = rows.groupby(PROCESS, dropna=False)["value"]
     changes = rows["value"] - per_process.shift().fillna(0.0)
-    return float(changes.groupby(rows["time_ns"]).sum().cumsum().max())
+    total: pd.Series = changes.groupby(rows["time_ns"]).sum().cumsum()
+    return total
 
 
 def _throughput(tables: RunTables) -> Throughput:

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
         Measure as Measure,
         change_ratio as change_ratio,
@@ -17,7 +18,31 @@ if TYPE_CHECKING:
         settings as settings,
         words as words,
     )
+    from collector.report.history import (
+        TRENDS as TRENDS,
+        FindingHistory as FindingHistory,
+        History as History,
+        LevelChange as LevelChange,
+        Trend as Trend,
+        change_sentences as change_sentences,
+        commands_of as commands_of,
+        commit_words as commit_words,
+        finding_histories as finding_histories,
+        history_of as history_of,
+        level_changes as level_changes,
+        place_words as place_words,
+        trend_points as trend_points,
+        trend_unit as trend_unit,
+    )
+    from collector.report.known import (
+        change_known as change_known,
+        home_of as home_of,
+        known_files as known_files,
+        known_findings as known_findings,
+        with_known as with_known,
+    )
     from collector.report.labels import label as label
+    from collector.report.listing import ListEntry as ListEntry, list_entry as list_entry
     from collector.report.stack_listing import frame_text as frame_text, heading as heading
     from collector.report.wording import (
         ago as ago,
@@ -40,7 +65,26 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
+    "command_identity": ("Command",),
     "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "history": (
+        "FindingHistory",
+        "History",
+        "LevelChange",
+        "TRENDS",
+        "Trend",
+        "change_sentences",
+        "commands_of",
+        "commit_words",
+        "finding_histories",
+        "history_of",
+        "level_changes",
+        "place_words",
+        "trend_points",
+        "trend_unit",
+    ),
+    "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
+    "listing": ("ListEntry", "list_entry"),
     "labels": ("label",),
     "stack_listing": ("frame_text", "heading"),
     "wording": (

@@ -1,20 +1,35 @@
-"""Lists for the terminal: of runs, from manifests and saved reports, and of an export's files."""
+"""Lists: of runs, from their manifests, annotations and results; of an export's files."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from collector.errors import TidegaugeError
-from collector.store import Run, command_and_collector, living_processes
-from collector.units import MISSING, duration, is_known, number, size
-from training_harness.layout import read_plain
+from collector.report.command_identity import Command, command_of
+from collector.report.known import home_of, known_files, known_findings
+from collector.report.results import RESULT_FIGURES, Result, result_from, result_of_report
+from collector.store import (
+    ANNOTATION,
+    RESULT,
+    Run,
+    command_and_collector,
+    document_path,
+    living_processes,
+    read_document,
+    started_wall_ns,
+)
+from collector.units import MISSING, duration, number, size
+from training_harness import layout
+from training_harness.layout import read_plain, slug
 
 if TYPE_CHECKING:
     from collector.store import ExportedFile
@@ -38,45 +53,135 @@ def save_report(run: Run, report: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListEntry:
-    """A run in a list; a field that only a saved report has is None without one."""
+    """A run in a list: its manifest, what people noted on it, and its result; None without a verdict.
+
+    Attributes:
+        started_seconds: wall clock (Unix time); 0 if it is not known.
+        commit: git commit of the folder that the command ran in; None if it was in no repository.
+        is_dirty: True if files differed from that commit; None if that is not known.
+        is_trial: True for a trial of `tidegauge tune`.
+
+    """
 
     run_id: str
     status: str
-    tags: Mapping[str, str]
-    steps: float | None = None
-    duration_seconds: float | None = None
-    gravest: str | None = None
+    name: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    is_pinned: bool = False
+    started_seconds: float = 0.0
+    command: Command = field(default_factory=Command)
+    commit: str | None = None
+    is_dirty: bool | None = None
+    is_trial: bool = False
+    result: Result | None = None
+
+    @property
+    def gravest(self) -> str | None:
+        """The gravest finding in words; None without a verdict."""
+        if self.result is None:
+            return None
+        gravest = next((finding for finding in self.result.findings if not finding.known), None)
+        if gravest is not None:
+            return f"{gravest.severity}: {gravest.kind}"
+        return f"known: {self.result.findings[0].kind}" if self.result.findings else "nothing needs attention"
 
 
 def list_entry(run: Run) -> ListEntry:
-    """Return the entry of a run in a list, from its manifest and its saved report."""
-    tags = _tags(run)
-    with suppress(LookupError, TypeError, OverflowError):  # Without a valid report the manifest is enough.
-        report = _saved_report(run) or {}
-        facts, findings = report["run"], report["findings"]
-        return ListEntry(
-            run_id=run.run_id,
-            status=str(facts["status"]),
-            tags=tags,
-            steps=_figure(facts["steps"]),
-            duration_seconds=_figure(facts["duration_seconds"]),
-            gravest=f"{findings[0]['severity']}: {findings[0]['kind']}" if findings else "nothing needs attention",
-        )
-    return ListEntry(run_id=run.run_id, status=_status_without_report(run), tags=tags)
+    """Return the entry of a run in a list; its files are read again only if they have changed."""
+    files = [run.path / layout.MANIFEST, run.path / REPORT_NAME, *known_files(home_of(run))]
+    files += [document_path(run.path, name) for name in (ANNOTATION, RESULT)]
+    entry, has_ended = _read_entry(run, tuple(map(_version, files)))
+    return entry if has_ended else replace(entry, status=_status_without_result(run))
+
+
+def as_json(entry: ListEntry) -> dict[str, Any]:
+    """Return the public JSON form of an entry (docs/cli.md)."""
+    result = entry.result
+    figures = {name: getattr(result, name) if result else None for name in RESULT_FIGURES}
+    return {
+        "run_id": entry.run_id,
+        "name": entry.name,
+        "status": entry.status,
+        "tags": dict(entry.tags),
+        "note": entry.note,
+        "pinned": entry.is_pinned,
+        "started_seconds": entry.started_seconds or None,
+        "command": entry.command.text,
+        "folder": entry.command.folder,
+        "git_commit": entry.commit,
+        "git_dirty": entry.is_dirty,
+        "gravest": entry.gravest,
+        **figures,
+        "throughput_unit": result.throughput_unit if result else None,
+        "machine": result.machine if result else None,
+        "findings": [asdict(finding) for finding in result.findings] if result else None,
+    }
+
+
+def _version(file: Path) -> tuple[int, int]:
+    try:
+        status = file.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_ino
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListEntry, bool]:
+    """Return the entry of a run, and True if its status cannot change any more."""
+    result = result_from(read_document(run.path, RESULT)) or result_of_report(_saved_report(run))
+    try:
+        manifest = run.manifest
+    except TidegaugeError:
+        return ListEntry(run_id=run.run_id, status=result.status if result else "damaged", result=result), True
+    annotation, command = run.annotation, command_of(manifest)
+    if result is not None:
+        known = known_findings(home_of(run))
+        reasons = [known.get((command, finding.identity)) for finding in result.findings]
+        marked = [replace(each, known=reason) for each, reason in zip(result.findings, reasons, strict=True)]
+        result = replace(result, findings=tuple(marked))
+    entry = ListEntry(
+        run_id=run.run_id,
+        status=result.status if result else "ended",
+        name=annotation.name or manifest["name"],
+        tags=run.tags,
+        note=annotation.note,
+        is_pinned=annotation.is_pinned,
+        started_seconds=started_wall_ns(run.path) / 1e9,
+        command=command,
+        commit=_text(manifest.get("git_commit")),
+        is_dirty=manifest.get("git_dirty") if isinstance(manifest.get("git_dirty"), bool) else None,
+        is_trial=manifest.get("is_trial") is True,
+        result=result,
+    )
+    return entry, result is not None or manifest["end_time_ns"] is not None
 
 
 def run_table(runs: Iterable[ListEntry]) -> Table:
-    """Draw id, status, steps, duration and the gravest finding of each run, in the given order."""
+    """Draw id, name and tags, status, steps, duration and the gravest finding of each run, in the given order."""
+    runs = list(runs)
     table = _plain_table()
     table.add_column("run", no_wrap=True)
+    if has_labels := any(map(_label, runs)):
+        table.add_column("name, tags", overflow="fold")
     table.add_column("status", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("duration", justify="right", no_wrap=True)
     table.add_column("finding", overflow="fold")
     for run in runs:
-        length = duration(run.duration_seconds)
-        table.add_row(run.run_id, run.status, number(run.steps), length, run.gravest or MISSING)
+        result = run.result
+        steps, length = (number(result.steps), duration(result.duration_seconds)) if result else (MISSING, MISSING)
+        label = [_label(run)] if has_labels else []
+        table.add_row(run.run_id, *label, run.status, steps, length, run.gravest or MISSING)
     return table
+
+
+def _label(entry: ListEntry) -> str:
+    """Return a name that the id does not show, the tags, and the pin."""
+    name = entry.name if entry.name and f"-{slug(entry.name)}-" not in f"-{entry.run_id}-" else ""
+    tags = [f"{key}={value}" for key, value in entry.tags.items()]
+    return ", ".join(filter(None, [name, *tags, "pinned" if entry.is_pinned else ""]))
 
 
 def export_table(files: Iterable[ExportedFile]) -> Table:
@@ -107,36 +212,24 @@ def _plain_table() -> Table:
     return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _figure(value: Any) -> float | None:
-    """Return a figure of a report, which any program may have written; None if it is no number."""
-    return value if is_known(value) else None
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
-def _tags(run: Run) -> Mapping[str, str]:
-    try:
-        tags = run.manifest.get("tags")
-    except TidegaugeError:
-        return {}
-    return tags if isinstance(tags, dict) else {}
-
-
-def _saved_report(run: Run) -> dict[str, Any] | None:
+def _saved_report(run: Run) -> dict[str, Any]:
     try:
         report = json.loads(read_plain(run.path / REPORT_NAME, _REPORT_LIMIT_BYTES))
     except (OSError, ValueError, RecursionError):
-        return None
-    return report if isinstance(report, dict) and report.get("schema") == 1 else None
+        return {}
+    return report if isinstance(report, dict) and report.get("schema") == 1 else {}
 
 
-def _status_without_report(run: Run) -> str:
-    """Return the status by the manifest alone: `running`, `ended`, or `abandoned` (no collector, see `collect`)."""
+def _status_without_result(run: Run) -> str:
+    """Return the status of a run without an end: running, abandoned (see `tidegauge collect`), or unknown."""
     try:
-        manifest = run.manifest
+        living = living_processes(run, command_and_collector(run.manifest))
     except TidegaugeError:
         return "damaged"
-    if manifest["end_time_ns"] is not None:
-        return "ended"
-    living = living_processes(run, command_and_collector(manifest))
     if living is None:
         return "unknown"
     return "running" if living else "abandoned"

@@ -17,10 +17,20 @@ if TYPE_CHECKING:
         read_growth as read_growth,
         read_growths as read_growths,
     )
-    from collector.store.catalogue import LATEST as LATEST, find_run as find_run, list_runs as list_runs
+    from collector.store.catalogue import (
+        LATEST as LATEST,
+        find_run as find_run,
+        list_runs as list_runs,
+        started_wall_ns as started_wall_ns,
+    )
     from collector.store.cluster.postgres import (
         check_shared_store as check_shared_store,
         store_address as store_address,
+    )
+    from collector.store.documents import (
+        annotate as annotate,
+        change_document as change_document,
+        change_home_document as change_home_document,
     )
     from collector.store.duck import open_connection as open_connection
     from collector.store.export import ExportedFile as ExportedFile, export_run as export_run
@@ -35,6 +45,15 @@ if TYPE_CHECKING:
     from collector.store.lake.counters import Counts as Counts, Totals as Totals
     from collector.store.lake.ingest import Ingester as Ingester, IngestResult as IngestResult
     from collector.store.lake.reader import Snapshot as Snapshot, read as read
+    from collector.store.runs.annotations import Annotation as Annotation, Edit as Edit
+    from collector.store.runs.documents import (
+        ANNOTATION as ANNOTATION,
+        KNOWN_FINDINGS as KNOWN_FINDINGS,
+        RESULT as RESULT,
+        SHARED_KNOWN_FINDINGS as SHARED_KNOWN_FINDINGS,
+        document_path as document_path,
+        read_document as read_document,
+    )
     from collector.store.runs.run import (
         ProcessKey as ProcessKey,
         Run as Run,
@@ -45,8 +64,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "allocator_snapshots": "ProcessGrowth SiteGrowth newest_allocator_snapshot read_growth read_growths",
-    "catalogue": "LATEST find_run list_runs",
+    "catalogue": "LATEST find_run list_runs started_wall_ns",
     "cluster.postgres": "check_shared_store store_address",
+    "documents": "annotate change_document change_home_document",
     "duck": "open_connection",
     "export": "ExportedFile export_run",
     "journals.growing_files": "GrowingFiles",
@@ -54,6 +74,8 @@ _NAMES = {
     "lake.counters": "Counts Totals",
     "lake.ingest": "Ingester IngestResult",
     "lake.reader": "Snapshot read",
+    "runs.annotations": "Annotation Edit",
+    "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT SHARED_KNOWN_FINDINGS document_path read_document",
     "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot",
 }
 

@@ -36,14 +36,14 @@ def list_runs(home: Path) -> list[Run]:
         return []
     except OSError as error:
         raise TidegaugeError(f"cannot list the runs of {home}: {error}") from None
-    paths.sort(key=_started_wall_ns, reverse=True)
+    paths.sort(key=started_wall_ns, reverse=True)
     return [Run(path) for path in paths]
 
 
 def find_run(home: Path, spec: str) -> Run:
-    """Return the run that `spec` names: a run id, `latest`, a path to a run directory, or a unique part of an id.
+    """Return the run that `spec` names: an id, a name, `latest`, a path to a run directory, a unique part of an id.
 
-    A whole word of an id, such as the name, comes before a part of a word.
+    A name, given later or as a whole word of an id, comes before a part of a word.
 
     Raises:
         TidegaugeError: there is none, or more than one.
@@ -61,8 +61,8 @@ def find_run(home: Path, spec: str) -> Run:
         return runs[0]
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
-    worded = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-"]
-    matches = exact or prefixed or worded or [run for run in runs if spec and spec in run.run_id]
+    named = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-" or run.annotation.name == spec]
+    matches = exact or prefixed or named or [run for run in runs if spec and spec in run.run_id]
     if len(matches) == 1:
         return matches[0]
     if not matches:
@@ -86,7 +86,7 @@ def _is_run(path: Path) -> bool:
 
 
 @functools.cache
-def _started_wall_ns(path: Path) -> int:
+def started_wall_ns(path: Path) -> int:
     """Return the start of a run from its manifest, else from its id, else 0."""
     try:
         anchors = layout.read_manifest(path)["anchors"].values()

@@ -21,8 +21,8 @@ import streamlit as st
 from dashboard_pages import checked_figures, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
-from app.frame import is_expected
 from app.runtime import drawing, refresh, verdicts
+from app.runtime.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
 from collector.store.lake.ingest import Ingester
 from collector.store.runs.run import Run

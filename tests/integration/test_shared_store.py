@@ -28,10 +28,15 @@ from store_services import (
 
 from collector.agent import ingest_feed, problems
 from collector.errors import TidegaugeError
+from collector.report.known import change_known, known_findings
+from collector.report.listing import list_entry
+from collector.report.results import Result, ResultFinding, save_result
+from collector.store import Edit, annotate
 from collector.store.catalogue import find_run, list_runs
 from collector.store.cluster import mirror, postgres as shared
 from collector.store.lake.ingest import Ingester
 from collector.store.lake.reader import read
+from collector.store.prune import delete_runs
 from collector.store.runs.run import Run
 from tests.conftest import TRAIN, tidegauge, wait_for
 from training_harness import layout
@@ -303,6 +308,49 @@ def test_run_id_is_used_once_and_replaces_a_mirrored_manifest(environment, home)
     assert Run(layout.create_run(home, name="x", argv=[])).manifest["host"] == elsewhere.manifest["host"]
     with pytest.raises(FileExistsError):
         layout.create_run(home, name="x", argv=[])
+
+
+def ended_run(environment, home, run_id):
+    environment.setenv("TIDEGAUGE_RUN_ID", run_id)
+    run = Run(layout.create_run(home, name="x", argv=[], tags={"lr": "1"}))
+    layout.write_manifest(run.path, {**run.manifest, "end_time_ns": time.monotonic_ns(), "exit_status": 0})
+    Writer(run, os.getpid(), host=HOST).write(50)
+    with Ingester(run) as ingester:
+        assert ingester.step().is_whole
+    environment.delenv("TIDEGAUGE_RUN_ID")
+    return run
+
+
+def test_notes_and_results_of_shared_runs_are_seen_on_every_machine(environment, home):
+    run = ended_run(environment, home.parent / "node", "noted")
+    assert run.has_ended_everywhere
+    viewer = find_run(home, "noted")
+    with ThreadPoolExecutor(3) as pool:  # from two machines at once
+        edits = [
+            (each, Edit(add={f"{each.path.parent.parent.name}{number}": "x"}))
+            for each in (run, viewer)
+            for number in range(9)
+        ]
+        edits += [(run, Edit(name="baseline")), (viewer, Edit(note="good", is_pinned=True))]
+        list(pool.map(lambda both: annotate(*both), edits))
+    slow = ResultFinding(kind="slow-worker", place="workers of loader 0", severity="warning")
+    save_result(run, Result(status="finished", steps=50, findings=(slow,)))
+    change_known(viewer, [slow.identity], "an old disk")
+    third = home.parent / "third"
+    mirror._refreshed.clear()
+    seen_there = find_run(third, "baseline")
+    assert seen_there.run_id == "noted"
+    assert len(seen_there.tags) == 1 + 2 * 9
+    assert (seen_there.annotation.note, seen_there.annotation.is_pinned) == ("good", True)
+    assert list_entry(seen_there).gravest == "known: slow-worker"
+    assert [why for (_, one), why in known_findings(third).items() if one == slow.identity] == ["an old disk"]
+    shared.retire("noted", ".pruned-noted")  # it is pinned, so nothing happens
+    assert delete_runs(third, [seen_there]) == {seen_there: "it is pinned"}
+    annotate(seen_there, Edit(is_pinned=False))
+    assert delete_runs(third, [seen_there]) == {}
+    assert not shared.nodes("noted")
+    assert not [key for key in shared.document_hashes() if key[0] == "noted"]
+    assert not seen_there.path.exists()
 
 
 def test_prune_deletes_finished_runs_and_their_files_from_the_store(environment, variables, home):

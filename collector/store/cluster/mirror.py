@@ -6,6 +6,7 @@ directory already: there, the manifest of all nodes is in a second file, next to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
@@ -17,6 +18,7 @@ from typing import Any
 
 from collector.errors import TidegaugeError
 from collector.store.cluster import postgres
+from collector.store.runs import documents
 from collector.store.runs.run import Run
 from training_harness import layout
 
@@ -49,6 +51,46 @@ def refresh(home: Path) -> None:
             _log.warning(
                 "tidegauge: run %s of the shared store is left out (%s: %s)", run_id, type(error).__name__, error
             )
+    _refresh_documents(home)
+
+
+def _refresh_documents(home: Path) -> None:
+    """Write the documents that have changed in the store; those of runs that are not in this home are left out."""
+    try:
+        _write_changed_documents(home)
+    except (OSError, TidegaugeError) as error:
+        _log.warning("tidegauge: notes and results of the shared store are not up to date: %s", error)
+
+
+def _write_changed_documents(home: Path) -> None:
+    changed = {}
+    for (run_id, name), digest in postgres.document_hashes().items():
+        folder = _folder(home, run_id, name)
+        if folder is None or _digest(folder, name) == digest:
+            continue
+        if folder == home or Run(folder).is_shared:  # a local run may have the same id
+            changed[run_id, name] = folder
+    if changed:
+        for key, text in postgres.documents(changed).items():
+            with documents.lock_documents(changed[key]):
+                documents.write_document(changed[key], key[1], text)
+
+
+def _folder(home: Path, run_id: str, name: str) -> Path | None:
+    """Return the folder of a document of the store; None for one that this home has no place for."""
+    if run_id == postgres.NO_RUN:
+        return home if name == documents.SHARED_KNOWN_FINDINGS else None
+    folder = home / "runs" / run_id
+    is_valid = layout.RUN_ID.fullmatch(run_id) and name in documents.RUN_DOCUMENTS
+    return folder if is_valid and folder.exists() else None
+
+
+def _digest(folder: Path, name: str) -> str | None:
+    try:
+        text = documents.document_path(folder, name).read_bytes()
+    except OSError:
+        return None
+    return hashlib.md5(text, usedforsecurity=False).hexdigest()
 
 
 def take_part(run: Run) -> None:
@@ -63,6 +105,7 @@ def take_part(run: Run) -> None:
         _write(run.path, merge_manifests(parts))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TidegaugeError(f"cannot note the other nodes of run {run.run_id}: {error}") from None
+    _refresh_documents(run.path.parent.parent)  # a verdict needs to know the findings that are known
 
 
 def is_first(run: Run) -> bool:

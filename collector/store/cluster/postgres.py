@@ -3,7 +3,7 @@
 Each run has its own lake there: the catalog is a schema of the database, the Parquet files are in a folder of the
 data path. So the code for embedded lakes reads and writes these too, and the commits of one run never conflict with
 those of another. One more table, `tidegauge.node`, holds the manifest of each node of each run. With it, a machine
-finds runs that it took no part in.
+finds runs that it took no part in. The table `tidegauge.document` holds the documents of runs, such as their notes.
 
 Credentials stay where they are: PostgreSQL's in the URL or in libpq's own sources (`~/.pgpass`, `PGPASSWORD`,
 `PGSSLMODE`, …), those of the S3 service where the AWS tools look for them. They are in no manifest and no message.
@@ -19,7 +19,7 @@ import os
 import re
 import ssl
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,17 @@ _MAKE_NODES = (
     "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.node "
     "(run_id text, host text, manifest text NOT NULL, PRIMARY KEY (run_id, host))"
 )
+#: One editor at a time, also of different documents: a change takes milliseconds. Without the lock, two that create
+#: the table at once would fail.
+_MAKE_DOCUMENTS = (
+    "SELECT pg_advisory_xact_lock(hashtextextended('tidegauge.document', 0)); "
+    "CREATE SCHEMA IF NOT EXISTS tidegauge; CREATE TABLE IF NOT EXISTS tidegauge.document "
+    "(run_id text, name text, body text NOT NULL, PRIMARY KEY (run_id, name))"
+)
+#: Key of the documents that belong to no run.
+NO_RUN = ""
+#: SQL for the ids of pinned runs.
+_PINNED = "SELECT run_id FROM tidegauge.document WHERE name = 'annotation' AND body::json->>'is_pinned' = 'true'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +176,48 @@ def nodes(run_id: str | None = None) -> dict[str, list[dict[str, Any]]]:
     return manifests
 
 
+def change_document(run_id: str, name: str, change: Callable[[str | None], str]) -> str:
+    """Change a document of a run, given its text or None, and return the new text; editors wait for each other.
+
+    Raises:
+        TidegaugeError: the store cannot be reached, or may not be written.
+
+    """
+    key = (run_id, name)
+    with _registry() as registry, registry.transaction():
+        registry.execute(_MAKE_DOCUMENTS)
+        rows = registry.execute(
+            "SELECT body FROM tidegauge.document WHERE run_id = %s AND name = %s", key
+        ).fetchall()
+        text = change(rows[0][0] if rows else None)
+        registry.execute(
+            "INSERT INTO tidegauge.document VALUES (%s, %s, %s) "
+            "ON CONFLICT (run_id, name) DO UPDATE SET body = excluded.body",
+            (*key, text),
+        )
+    return text
+
+
+def document_hashes() -> dict[tuple[str, str], str]:
+    """Return (run id, name) -> MD5 of each document's text."""
+    with _registry() as registry, contextlib.suppress(psycopg.errors.UndefinedTable):  # no document yet
+        rows = registry.execute("SELECT run_id, name, md5(body) FROM tidegauge.document")
+        return {(run_id, name): digest for run_id, name, digest in rows}
+    return {}
+
+
+def documents(keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return (run id, name) -> text of these documents."""
+    run_ids, names = map(list, zip(*keys, strict=True))
+    with _registry() as registry:
+        rows = registry.execute(
+            "SELECT run_id, name, body FROM tidegauge.document "
+            "JOIN unnest(%s::text[], %s::text[]) AS wanted (run_id, name) USING (run_id, name)",
+            (run_ids, names),
+        )
+        return {(run_id, name): body for run_id, name, body in rows}
+
+
 def sizes_bytes() -> dict[str, int]:
     """Return run id -> size of its files in bytes."""
     with _registry() as registry:
@@ -178,21 +231,26 @@ def sizes_bytes() -> dict[str, int]:
 
 
 def retire(run_id: str, name: str) -> None:
-    """Rename a run in the table of nodes if the parts of all its nodes have ended; otherwise do nothing."""
+    """Rename a run in the table of nodes if all its nodes have ended their parts and it is not pinned."""
     goes_on = "SELECT 1 FROM tidegauge.node WHERE run_id = %(id)s AND manifest::json->>'end_time_ns' IS NULL"
-    with _registry() as registry:
+    with _registry() as registry, registry.transaction():
+        registry.execute(_MAKE_DOCUMENTS)
         registry.execute(
-            f"UPDATE tidegauge.node SET run_id = %(name)s WHERE run_id = %(id)s AND NOT EXISTS ({goes_on})",
+            f"UPDATE tidegauge.node SET run_id = %(name)s WHERE run_id = %(id)s AND NOT EXISTS ({goes_on}) "
+            f"AND %(id)s NOT IN ({_PINNED})",
             {"id": run_id, "name": name},
         )
 
 
 def forget(run_id: str, name: str) -> None:
-    """Delete the schema of a run, and the rows in the table of nodes under `name`."""
+    """Delete the schema and the documents of a run, and the rows in the table of nodes under `name`."""
     schema = sql.Identifier(f"{_SCHEMA_PREFIX}{run_id}")
     with _registry() as registry:
         registry.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(schema))
-        registry.execute("DELETE FROM tidegauge.node WHERE run_id = %s", (name,))
+        with registry.transaction():
+            registry.execute(_MAKE_DOCUMENTS)
+            registry.execute("DELETE FROM tidegauge.document WHERE run_id = %s", (run_id,))
+            registry.execute("DELETE FROM tidegauge.node WHERE run_id = %s", (name,))
 
 
 def check_shared_store() -> int:

@@ -33,7 +33,9 @@ def stored_runs(home: Path) -> list[StoredRun]:
     """
     runs, parts, sizes_bytes = list_runs(home), postgres.nodes(), postgres.sizes_bytes()
     return [
-        StoredRun(run=run, size_bytes=sizes_bytes.get(run.run_id, 0), keep_reason=_keep_reason(parts[run.run_id]))
+        StoredRun(
+            run=run, size_bytes=sizes_bytes.get(run.run_id, 0), keep_reason=_keep_reason(run, parts[run.run_id])
+        )
         for run in reversed(runs)
         if run.is_shared and run.run_id in parts  # a local run may have the same id
     ]
@@ -54,7 +56,7 @@ def delete(home: Path, runs: Iterable[Run]) -> dict[Run, str]:
     for run in runs:
         postgres.retire(run.run_id, f"{PRUNED_PREFIX}{run.run_id}")
         if parts := postgres.nodes(run.run_id).get(run.run_id):
-            staying[run] = _keep_reason(parts) or "it has just begun again"
+            staying[run] = _keep_reason(run, parts) or "it has just begun again"
         elif run.is_mirror:
             shutil.rmtree(run.path)
     _sweep(home)
@@ -67,7 +69,9 @@ def leftovers(_home: Path) -> list[str]:
     return sorted(name for name in names if RUN_ID.fullmatch(name.removeprefix(PRUNED_PREFIX)))
 
 
-def _keep_reason(parts: Sequence[Mapping[str, Any]]) -> str | None:
+def _keep_reason(run: Run, parts: Sequence[Mapping[str, Any]]) -> str | None:
+    if run.annotation.is_pinned:
+        return "it is pinned"
     hosts = sorted(str(part["host"]) for part in parts if part["end_time_ns"] is None)
     return f"its part on {', '.join(hosts)} has not ended" if hosts else None
 

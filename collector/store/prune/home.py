@@ -81,7 +81,9 @@ def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int
 
 
 def keep_reason(run: Run) -> str | None:
-    """Return the reason to keep a run: a process of it lives, or may live on another host; else None."""
+    """Return the reason to keep a run: it is pinned, or a process of it lives, maybe on another host; else None."""
+    if run.annotation.is_pinned:
+        return "it is pinned"
     try:
         manifest = run.manifest
         keys = {*_event_writers(run), *command_and_collector(manifest)}

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from collector.errors import TidegaugeError
+from collector.store.runs import documents
+from collector.store.runs.annotations import Annotation, annotation_of
 from training_harness import layout
 from training_harness.journal import stat_fields
 
@@ -50,6 +52,36 @@ class Run:
             raise TidegaugeError(f"cannot read the manifest of run {self.run_id}: {error}") from None
 
     @property
+    def annotation(self) -> Annotation:
+        """The notes of people on the run, read from the file each time."""
+        return annotation_of(documents.read_document(self.path, documents.ANNOTATION))
+
+    @property
+    def recorded_tags(self) -> dict[str, str]:
+        """The tags that the run was started with; none if the manifest cannot be read."""
+        try:
+            tags = self.manifest.get("tags")
+        except TidegaugeError:
+            return {}
+        return {str(key): str(value) for key, value in tags.items()} if isinstance(tags, dict) else {}
+
+    @property
+    def name(self) -> str:
+        """The name that was given to the run last.
+
+        Raises:
+            TidegaugeError: the manifest cannot be read.
+
+        """
+        return self.annotation.name or str(self.manifest["name"])
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        """The present tags."""
+        tags = self.annotation.tags
+        return self.recorded_tags if tags is None else tags
+
+    @property
     def anchors(self) -> dict[str, dict[str, Any]]:
         """Host -> one reading of its monotonic and its wall clock, for every node of the run that is known here.
 
@@ -57,14 +89,20 @@ class Run:
             TidegaugeError: the manifest cannot be read.
 
         """
-        anchors: dict[str, dict[str, Any]] = self.manifest.get("anchors", {})
+        return {**self._nodes.get("anchors", {}), **self.manifest.get("anchors", {})}
+
+    @property
+    def _nodes(self) -> dict[str, Any]:
+        """The manifest of all nodes, beside the one of this node's part; empty without one."""
         try:
-            others = json.loads((self.path / layout.NODES).read_bytes())["anchors"]
+            nodes: dict[str, Any] = json.loads((self.path / layout.NODES).read_bytes())
+            if not isinstance(nodes["anchors"], dict):
+                raise ValueError("it holds no anchors")
         except FileNotFoundError:
-            return anchors
-        except (OSError, ValueError, KeyError) as error:
+            return {}
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise TidegaugeError(f"{self.path / layout.NODES} is damaged ({error}): delete it") from None
-        return {**others, **anchors}
+        return nodes
 
     @property
     def is_mirror(self) -> bool:
@@ -81,6 +119,18 @@ class Run:
             return bool(self.manifest.get("store") == "shared")
         except TidegaugeError:
             return False
+
+    @property
+    def has_ended_everywhere(self) -> bool:
+        """True unless another node of a shared run goes on, as far as this node knows.
+
+        Raises:
+            TidegaugeError: a manifest cannot be read.
+
+        """
+        if not self.is_shared or self.is_mirror:
+            return not self.is_shared or self.manifest["end_time_ns"] is not None
+        return self._nodes.get("end_time_ns") is not None
 
     @property
     def awaits_store(self) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,26 @@ def test_interval_out_of_bounds_is_refused_before_start(tmp_path, interval_secon
         run_command(["true"], home=tmp_path / "home", name="x", tags={}, interval_seconds=interval_seconds)
 
     assert not (tmp_path / "home").exists()
+
+
+def test_manifest_says_whether_files_differ_from_the_commit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def git(*words):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], check=True, capture_output=True
+        )
+
+    def dirty():
+        outcome = run_command(["true"], home=tmp_path / "home", interval_seconds=1.0)
+        return outcome.run.manifest["git_commit"] is not None, outcome.run.manifest["git_dirty"]
+
+    assert dirty() == (False, None)
+    (tmp_path / "train.py").write_text("1\n")
+    git("init")
+    git("add", "train.py")
+    git("commit", "-m", "x")
+    (tmp_path / "notes.txt").write_text("not tracked\n")
+    assert dirty() == (True, False)
+    (tmp_path / "train.py").write_text("2\n")
+    assert dirty() == (True, True)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import click
+import make_run
 import pytest
 from rich.console import Console
 
@@ -40,6 +41,8 @@ COMMANDS = {
     "watch",
     "export",
     "prune",
+    "tag",
+    "ignore",
     "tune",
 }
 
@@ -208,9 +211,57 @@ def test_runs_are_filtered_by_tag_and_printed_as_json(tidegauge, tmp_path):
     facts = '{"status": "killed", "steps": "many", "duration_seconds": NaN}'
     (made[3] / listing.REPORT_NAME).write_text(f'{{"schema": 1, "run": {facts}, "findings": []}}')
     assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["duration_seconds"] is None
-    assert re.search(r"job3\S+ +killed +— +— ", tidegauge("runs")[1])
+    assert re.search(r"job3\S+ +lr=1, by=me +killed +— +— ", tidegauge("runs")[1])
     assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
     assert find_run(tmp_path / "home", "job2").path == made[2]
+
+
+def test_a_run_is_renamed_tagged_and_found_by_its_name(tidegauge, tmp_path):
+    old, new = (create_run(tmp_path / "home", name="train", argv=["x"], tags={"lr": "1"}) for _ in range(2))
+    status, out, err = tidegauge("tag", old.name, "first try", "--add", "by=me", "--remove", "lr", "--pin")
+    assert (status, err) == (0, "")
+    assert out == f"run     {old.name}\nname    first try\ntags    by=me\nnote\npinned  yes\n"
+    tidegauge("tag", "first try", "--note", "with two workers")
+    assert "with two workers" in tidegauge("tag", old.name)[1]
+    entries = {entry["run_id"]: entry for entry in json.loads(tidegauge("runs", "--format", "json")[1])}
+    assert (entries[old.name]["name"], entries[old.name]["tags"]) == ("first try", {"by": "me"})
+    assert (entries[old.name]["note"], entries[old.name]["pinned"]) == ("with two workers", True)
+    assert (entries[new.name]["name"], entries[new.name]["tags"]) == ("train", {"lr": "1"})
+    assert re.search(rf"{old.name} +first try, by=me, pinned +abandoned", tidegauge("runs")[1])
+    assert old.name in tidegauge("runs", "--tag", "by=me")[1]
+    tidegauge("tag", new.name, "first try")
+    status, _, err = tidegauge("tag", "first try")
+    assert (status, "'first try' fits 2 runs" in err) == (2, True)
+    assert tidegauge("tag", old.name, "--add", "by")[0] == 2
+    assert read_manifest(old)["name"] == "train"
+
+
+def test_a_known_finding_is_information_in_every_run_of_the_command(tidegauge, tmp_path):
+    one, two, other = (make_run.make_run(tmp_path / "home", make_run.SLOW_WORKER) for _ in range(3))
+    write_manifest(other, {**read_manifest(other), "argv": ["python", "other.py"]})
+
+    def severities():
+        reports = [json.loads(tidegauge("report", run.name, "--format", "json")[1]) for run in (one, two, other)]
+        found = [next(f for f in report["findings"] if f["kind"] == "slow-worker") for report in reports]
+        return [(finding["severity"], finding.get("known")) for finding in found]
+
+    status, _, err = tidegauge("ignore", one.name, "fd-leak", "--reason", "x")
+    assert (status, "has no finding 'fd-leak'; it has: slow-worker" in err) == (2, True)
+    assert tidegauge("ignore", one.name, "slow-worker")[0] == 2
+    status, out, err = tidegauge("ignore", one.name, "slow-worker", "--reason", "one disk is old")
+    assert (status, err) == (0, "")
+    assert out == "known in runs of python train.py:\n  slow-worker in workers of Photographs: one disk is old\n"
+    assert severities() == [("info", "one disk is old")] * 2 + [("warning", None)]
+    card = tidegauge("report", two.name)[1]
+    assert "WARNING" not in card
+    assert "Known: one disk is old. Worker 1 of loader 0" in " ".join(card.split())
+    gravest = {run.name: "known: slow-worker" for run in (one, two)} | {other.name: "warning: slow-worker"}
+    listed = json.loads(tidegauge("runs", "--format", "json")[1])
+    assert {entry["run_id"]: entry["gravest"] for entry in listed} == gravest
+    assert (
+        tidegauge("ignore", two.name, "slow-worker", "--stop")[1] == "known in runs of python train.py: nothing\n"
+    )
+    assert severities() == [("warning", None)] * 3
 
 
 def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
@@ -226,6 +277,7 @@ def test_report_of_a_partly_readable_run_is_not_saved(tidegauge, tmp_path):
     status, _, err = tidegauge("report")
     assert (status, err) == (0, "")
     assert (made / listing.REPORT_NAME).exists()
+    assert json.loads(tidegauge("runs", "--format", "json")[1])[0]["status"] == "killed"
 
 
 def test_a_damaged_run_does_not_hide_the_others(tmp_path):
@@ -264,6 +316,16 @@ def test_prune_deletes_the_oldest_first_until_the_rest_fits(tidegauge, three_run
     status, out, err = tidegauge("prune", "--max-size", "1 MiB", "--keep", "1")
     assert (status, err) == (0, "")
     assert re.fullmatch(r"to delete: 0 runs, 0 B \(of 1 run, \d+ KiB\)\n", out)
+
+
+def test_prune_leaves_pinned_runs_alone(tidegauge, three_runs):
+    tidegauge("tag", three_runs[0].name, "--pin")
+    status, out, _ = tidegauge("prune", "--keep", "0", "--yes")
+    assert (status, f"{three_runs[0].name}" in out, "stays: it is pinned" in out) == (0, True, True)
+    assert list(three_runs[0].parent.iterdir()) == three_runs[:1]
+    tidegauge("tag", three_runs[0].name, "--unpin")
+    tidegauge("prune", "--keep", "0", "--yes")
+    assert not list(three_runs[0].parent.iterdir())
 
 
 def test_prune_finishes_an_interrupted_prune(tidegauge, three_runs):

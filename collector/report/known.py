@@ -1,0 +1,99 @@
+"""Known findings: those that a team has accepted for a command, each with the reason.
+
+They stay visible, as information with the reason, but they do not lead a verdict and send no alert. They are stored
+in the home, for runs of the shared store in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collector.findings import SEVERITIES, Finding, Identity, identity
+from collector.report.command_identity import Command, command_of
+from collector.store import (
+    KNOWN_FINDINGS,
+    SHARED_KNOWN_FINDINGS,
+    Run,
+    change_home_document,
+    document_path,
+    read_document,
+)
+
+if TYPE_CHECKING:
+    from collector.diagnosis import Verdict
+
+SCHEMA = 1
+Known = Mapping[tuple[Command, Identity], str]
+"""(command, identity of a finding) -> the reason why it is accepted."""
+
+
+def known_findings(home: Path) -> Known:
+    """Return the known findings of all commands; entries of another shape are left out."""
+    bodies = [read_document(home, name).get("findings") for name in (KNOWN_FINDINGS, SHARED_KNOWN_FINDINGS)]
+    return {
+        (Command(row["command"], row["folder"]), Identity(row["kind"], row["place"])): row["reason"]
+        for body in bodies
+        if isinstance(body, list)
+        for row in body
+        if isinstance(row, dict) and all(isinstance(row.get(name), str) for name in _FIELDS)
+    }
+
+
+_FIELDS = ("command", "folder", "kind", "place", "reason")
+
+
+def change_known(run: Run, identities: Iterable[Identity], reason: str | None) -> None:
+    """Make findings known for the command of a run; None as the reason makes them count again.
+
+    Raises:
+        TidegaugeError: that cannot be stored, or the manifest cannot be read.
+
+    """
+    command = command_of(run.manifest)
+    changed = [
+        {"command": command.text, "folder": command.folder, "kind": one.kind, "place": one.place}
+        for one in identities
+    ]
+
+    def change(body: dict[str, Any]) -> dict[str, Any]:
+        rows = body.get("findings")
+        kept = [
+            row
+            for row in (rows if isinstance(rows, list) else [])
+            if isinstance(row, dict) and {name: row.get(name) for name in _FIELDS[:-1]} not in changed
+        ]
+        added = [] if reason is None else [{**row, "reason": reason} for row in changed]
+        return {"schema": SCHEMA, "findings": [*kept, *added]}
+
+    name = SHARED_KNOWN_FINDINGS if run.is_shared else KNOWN_FINDINGS
+    change_home_document(home_of(run), name, change, is_shared=run.is_shared)
+
+
+def home_of(run: Run) -> Path:
+    """Return the home of a run."""
+    return run.path.parent.parent
+
+
+def known_files(home: Path) -> list[Path]:
+    """Return the files of known findings, which may not exist."""
+    return [document_path(home, name) for name in (KNOWN_FINDINGS, SHARED_KNOWN_FINDINGS)]
+
+
+def with_known(verdict: Verdict, run: Run) -> Verdict:
+    """Return the verdict with the known findings of the run's command as information, after the others of it."""
+    known = known_findings(home_of(run))
+    if not known:
+        return verdict
+    command = command_of(run.manifest)
+    findings = [_marked(finding, known.get((command, identity(finding)))) for finding in verdict.findings]
+    return replace(verdict, findings=tuple(sorted(findings, key=lambda each: SEVERITIES.index(each.severity))))
+
+
+def _marked(finding: Finding, reason: str | None) -> Finding:
+    if reason is None:
+        return finding
+    summary = f"Known: {reason.rstrip('.')}. {finding.summary}"
+    return replace(finding, severity="info", known=reason, summary=summary)
