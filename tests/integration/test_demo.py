@@ -69,7 +69,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory):
-    """The recorded runs, by name."""
+    """The recorded runs, by name, in the order of the demo."""
     return {run.manifest["name"]: run for run in replay.unpack(tmp_path_factory.mktemp("replayed"))}
 
 
@@ -102,17 +102,12 @@ def test_demo_shows_recorded_runs_without_torch(tmp_path):
         urllib.request.urlopen(page)
 
 
-def test_demo_uses_the_given_folder_and_may_be_repeated(tmp_path):
-    before = replay.unpack(tmp_path / "shown")
-    done = tidegauge(tmp_path / "none", "demo", "--no-dashboard", "--home", tmp_path / "shown")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert f"dashboard --home {tmp_path / 'shown'}, then http://localhost:8501/worker-stalls?run=" in done.stderr
-    assert replay.unpack(tmp_path / "shown") == before
-    listed = tidegauge(tmp_path / "shown", "runs").stdout
-    assert [line.split()[0].split("-", 2)[2].rpartition("-")[0] for line in listed.splitlines()[1:]] == [
-        *reversed(SHOWN)
-    ]
-    assert not (tmp_path / "none").exists()
+def test_recorded_runs_may_be_unpacked_again(tmp_path):
+    before = replay.unpack(tmp_path)
+    assert replay.unpack(tmp_path) == before
+    listed = tidegauge(tmp_path, "runs").stdout
+    assert all(f"-{name}-" in listed for name in SHOWN)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_home_that_cannot_be_written_is_a_one_line_error(tmp_path):
@@ -163,7 +158,7 @@ def test_tour_trains_in_turn_and_goes_on_without_a_memory_limit(tmp_path, monkey
     def refuse(*_):
         raise NoLimitError("no memory limit can be set here: it is a test")
 
-    short = [("one", None), ("limited", 64), ("two", None)]
+    short = [("limited", 64), ("free", None)]
     job = ("fault", "main-leak", "--steps", "2", "--num-workers", "0")
     stops = [tour.Stop(name=name, job=job, shows="two steps", memory_mib=limit) for name, limit in short]
     monkeypatch.setattr(tour, "STOPS", stops)
@@ -171,9 +166,9 @@ def test_tour_trains_in_turn_and_goes_on_without_a_memory_limit(tmp_path, monkey
     done = tidegauge(tmp_path, "job", "tour", "--no-dashboard")
     assert done.returncode == 0, done.stderr
     assert "tidegauge: no memory limit can be set here: it is a test; this run is left out\n" in done.stderr
-    assert "tidegauge: 3 of 3, two: two steps\n" in done.stderr
-    assert re.findall(r"^(\w+)  finished, 2 steps", done.stderr, re.M) == ["one", "two"]
-    assert "Look first: " in done.stderr.splitlines()[-1]
+    assert "tidegauge: 2 of 2, free: two steps\n" in done.stderr
+    assert re.findall(r"^(\w+)  finished, 2 steps", done.stderr, re.M) == ["free"]
+    assert "dashboard, then http://localhost:8501/?run=" in done.stderr.splitlines()[-1]
 
 
 def test_ctrl_c_ends_the_tour_and_all_its_processes(tmp_path):

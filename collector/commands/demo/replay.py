@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from collector.commands.dashboard import DashboardServer, port_option, show_way
-from collector.commands.demo.tour import show_runs
+from collector.commands.demo.tour import STOPS, show_runs
 from collector.commands.options import say
 from collector.errors import TidegaugeError
 from training_harness.layout import STORE_VARIABLE
@@ -64,20 +64,21 @@ def unpack(home: Path) -> list[Run]:
     Raises:
         TidegaugeError: they cannot be written there.
     """
-    from collector.store import list_runs
+    from collector.store import Run
 
-    names = set()
+    runs = []
     try:
         (home / "runs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as scratch:
-            for path in RECORDED.glob("*.zip"):
-                zipfile.ZipFile(path).extractall(scratch)
-            for run in Path(scratch).iterdir():
-                names.add(run.name)
-                if not (home / "runs" / run.name).exists():
-                    run.rename(home / "runs" / run.name)
+        for stop in STOPS:
+            with tempfile.TemporaryDirectory(dir=home) as scratch:
+                zipfile.ZipFile(RECORDED / f"{stop.name}.zip").extractall(scratch)
+                (unpacked,) = Path(scratch).iterdir()
+                run = Run(home / "runs" / unpacked.name)
+                if not run.path.exists():
+                    unpacked.rename(run.path)
+            runs.append(run)
     except OSError as error:
         raise TidegaugeError(
             f"cannot write in {home} ({error.strerror}); give --home a folder that can be written"
         ) from None
-    return [run for run in reversed(list_runs(home)) if run.run_id in names]
+    return runs
