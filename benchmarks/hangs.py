@@ -2,10 +2,11 @@
 
     python -m benchmarks.hangs [CASE ...] [--minutes 4] [--side-by-side 5]
 
-Each case is a real training under `tidegauge run --on-finding`. In 16 cases it stops in one way, and the truth is
-known (tests/scripts/hanging.py). In 40 it is healthy and has one long phase (tests/scripts/long_phases.py): each of
-20 phases once with 75 s and once with 110 s. The time is that from the last step or batch to the alert. Beside it
-stands whether the rule "silent for six times the longest interval so far, and for 90 s" alarms on the same records.
+Each case is a real training under `tidegauge run --on-finding`. In 17 cases it stops in one way, and the truth is
+known (tests/scripts/hanging.py; missing_rank.py has two ranks, and dumps of the Flight Recorder). In 40 it is
+healthy and has one long phase (tests/scripts/long_phases.py): each of 20 phases once with 75 s and once with 110 s.
+The time is that from the last step or batch to the alert. Beside it stands whether the rule "silent for six times
+the longest interval so far, and for 90 s" alarms on the same records.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ HANGS = {
     "feeder": ("worker", "blocked on a lock"),
     "main_lock": ("main", "blocked on a lock"),
     "main_sleep": ("main", "asleep"),
+    "missing_rank": ("main", "blocked on a lock"),
 }
 #: Long phases of healthy trainings, and how many seconds they take.
 _PHASES = (
@@ -75,11 +77,20 @@ def run(case: str, seconds: float, folder: Path) -> Outcome:
     """Run one case until its first alert of a hang, its end, or the time is over."""
     home = folder / case
     alerts = folder / f"{case}.jsonl"
-    script = ["hanging.py", case] if case in HANGS else ["long_phases.py", *PHASES[case]]
+    words = ["hanging.py", case] if case in HANGS else ["long_phases.py", *PHASES[case]]
+    launcher = []
+    if case == "missing_rank":
+        words = ["missing_rank.py", "3600"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     on_finding = f"cat >> {alerts}; echo >> {alerts}"
     command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(home), "--on-finding", on_finding]
     child = subprocess.Popen(
-        [*command, "--", sys.executable, str(SCRIPTS / script[0]), *script[1:]],
+        [*command, "--", sys.executable, *launcher, str(SCRIPTS / words[0]), *words[1:]],
+        env={
+            **os.environ,
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_FR_DUMP_TEMP_FILE": str(folder / "missing_rank-"),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -157,12 +168,14 @@ def row(outcome: Outcome) -> tuple[str, ...]:
         return outcome.case, role, "not named", "", "", "", rule
     where = alert["locus"]
     is_process = where["role"] == role and (role == "main" or where["worker"] == 0)
+    if outcome.case == "missing_rank":
+        is_process = where["rank"] == 1 and _fact(alert, "missing_ranks") == "1"
     line, state = str(_fact(alert, "stands_in")), str(_fact(alert, "state"))
     function = "hang_lock" if outcome.case == "feeder" else f"hang_{outcome.case.removeprefix('main_')}"
     return (
         outcome.case,
         role,
-        "right" if is_process else f"WRONG: {where['role']} {where['worker']}",
+        "right" if is_process else f"WRONG: {where['role']} {where['rank']} {where['worker']}",
         "right" if line.startswith(function) else f"WRONG: {line}",
         "right" if state.startswith(cause) else f"WRONG: {state}",
         f"{outcome.named_seconds:.0f} s" if outcome.named_seconds is not None else "",

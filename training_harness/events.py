@@ -37,6 +37,7 @@ EventKind = Literal[
     "memory-limit",
     "stacks",
     "stack-series",
+    "flight-recorder",
     "hang-cancelled",
     "left-running",
     "command-exit",
@@ -326,6 +327,25 @@ EVENTS: dict[EventKind, Event] = {
             "`pid` and `samples` of each process: the place in `stacks` of its main thread's stack at each moment",
         ),
         Field("cpu_seconds", "float", "CPU time that taking them cost the collector"),
+    ),
+    "flight-recorder": _event(
+        _COLLECTOR,
+        "a dump of PyTorch's Flight Recorder is new or has changed; looked for with `stacks`, and after a command "
+        "that failed",
+        Field("path", "str", "file of the dump"),
+        Field("of_rank", "int", "rank that wrote it"),
+        Field("age_seconds", "float", "time from its last change to this event"),
+        Field("version", "str", "version of its format"),
+        Field("is_whole", "bool", "true: it goes back to the first collective of the rank"),
+        Field(
+            "groups",
+            "list",
+            "`name`, `desc`, `ranks` (null if not recorded) and `collectives` of each process group: those around "
+            "the first that is not complete, and the last, each with `number`, `operation`, `sizes`, "
+            "`is_complete`, `age_seconds` (since the rank entered it), `timeout_seconds` and `place` (function, "
+            "path and line in the user's own code)",
+        ),
+        Field("error", "str", "why it cannot be read; then it has no groups"),
     ),
     "hang-cancelled": _event(
         _COLLECTOR, "it ends the command, because of a hang and `--on-hang cancel`", _COMMAND_PID

@@ -6,11 +6,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.ingest_feed import Feed
 from collector.agent.problems import Problems
+from collector.agent.recorder_dumps import RecorderDumps
 from collector.agent.samplers import procfs
 from collector.agent.samplers.devices import DeviceSampler
 from collector.agent.samplers.hang_watch import HangWatch
@@ -33,6 +34,8 @@ DEFAULT_INTERVAL_SECONDS = 1.0
 #: Seconds that orphaned workers have to end before the run is closed.
 ORPHANS_SECONDS = 1.0
 _ORPHANS_POLL_SECONDS = 0.05
+#: Seconds that a tick, and the end of a run, wait for dumps of the Flight Recorder.
+_DUMPS_SECONDS, _LAST_DUMPS_SECONDS = 0.5, 3.0
 _PROC = "/proc"
 
 
@@ -80,6 +83,7 @@ class Agent:
         now_ns = clock_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
         self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
+        self._dumps = RecorderDumps(_PROC)
         self._programs = ProgramLog(_PROC)
         self._host = HostSampler(command.pid if command else self.key.pid)
         self._limit: MemoryLimit | None = None
@@ -87,6 +91,7 @@ class Agent:
         self._pids_before = frozenset[int]()
         self._verdict_bytes = 0
         self._ticked_ns: int | None = None
+        self._has_succeeded = False
 
     def is_run_alive(self) -> bool:
         """Return whether the command, or a training process of this host, is alive and has not detached."""
@@ -126,6 +131,9 @@ class Agent:
         if fields is None:
             return
         self._events.append("stacks", **fields)
+        self._record_dumps(
+            _DUMPS_SECONDS, (LocalProcess(one["pid"], one["start_ticks"]) for one in fields["processes"])
+        )
         is_suspicious = fields["idle_seconds"] is not None or any(
             one["silent_seconds"] >= one["budget_seconds"] for one in fields["silent"]
         )
@@ -139,6 +147,12 @@ class Agent:
             self._outlets.begin(self._run)
         self._outlets.hurry()
 
+    def _record_dumps(self, wait_seconds: float, processes: Iterable[LocalProcess] = ()) -> None:
+        with self._problems.guard("flight recorder"):
+            self._dumps.note(processes)
+            for fields in self._dumps.read_new(wait_seconds):
+                self._events.append("flight-recorder", **fields)
+
     def read_all(self) -> None:
         """Read the memory of all processes at the next tick; later ticks read less to make up for the cost."""
         self._processes.reads_all = True
@@ -149,6 +163,7 @@ class Agent:
         if command is None:
             return
         self._events.append("command-exit", command_pid=command.pid, exit_status=exit_status)
+        self._has_succeeded = exit_status == 0
         with self._problems.guard("processes"):
             last = self._processes.last_sample(command, exit_status)
             self._write("process", self._clock_ns(), [last])
@@ -171,6 +186,8 @@ class Agent:
             self._sample(self._clock_ns())
             with self._problems.guard("events"):
                 self._record_left_running()
+        if not self._has_succeeded:  # NCCL's watchdog writes a dump just before it ends its process
+            self._record_dumps(_LAST_DUMPS_SECONDS)
         for writer in self._writers.values():
             writer.close()
         is_stored = self._feed.finish(
@@ -228,6 +245,8 @@ class Agent:
             self._write("process", now_ns, samples)
             for fields in self._programs.update(self._processes.alive - {*self._roles}):
                 self._events.append("process-seen", **fields)
+        with self._problems.guard("flight recorder"):
+            self._dumps.note(self._roles.mains())
         with self._problems.guard("devices"):
             pids = frozenset(key.pid for key in self._processes.alive)
             # The driver may still hold memory of a process that has just ended.

@@ -62,7 +62,7 @@ class HangReports:
                 "hang-cancelled", command_pid=command["pid"]
             )
             say(f"--on-hang cancel: the command gets SIGTERM, and SIGKILL after {CANCEL_SECONDS:g} s")
-            processes = LocalProcess(command["pid"], command["start_ticks"]), _living(finding.locus.pid)
+            processes = LocalProcess(command["pid"], command["start_ticks"]), _living(finding.locus)
             threading.Thread(target=_cancel, args=processes, name="cancel", daemon=True).start()
 
     def close(self) -> None:
@@ -92,6 +92,8 @@ def _is_alive(process: LocalProcess) -> bool:
     return procfs.start_ticks("/proc", process.pid) == process.start_ticks
 
 
-def _living(pid: int | None) -> LocalProcess | None:
+def _living(locus: Locus) -> LocalProcess | None:
+    """Return the process of a finding if it lives on this host."""
+    pid = locus.pid if locus.host == socket.gethostname() else None
     ticks = None if pid is None else procfs.start_ticks("/proc", pid)
     return None if pid is None or ticks is None else LocalProcess(pid, ticks)

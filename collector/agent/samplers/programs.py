@@ -53,10 +53,9 @@ class Program:
 
 def read_program(proc: str, pid: int) -> Program | None:
     """Describe a living process; None if its command line or environment cannot be read."""
-    argv, variables = procfs.read_command_line(proc, pid), procfs.read_file(f"{proc}/{pid}/environ")
-    if not argv or variables is None:
+    argv, environ = procfs.read_command_line(proc, pid), read_environ(proc, pid)
+    if not argv or environ is None:
         return None
-    pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
     names = (os.path.basename(argv[0]), os.path.basename(_executable(proc, pid)))  # A program can change argv[0].
     is_python = any(_PYTHON.fullmatch(name) for name in names)
     # Any argument of another program may be a secret.
@@ -64,8 +63,17 @@ def read_program(proc: str, pid: int) -> Program | None:
     return Program(
         argv=tuple(word[:_CHARACTERS_AT_MOST] for word in words[:_ARGUMENTS_AT_MOST]),
         is_python=is_python,
-        obstacle=obstacle(argv, {name: value for name, _, value in pairs}) if is_python else NO_PYTHON,
+        obstacle=obstacle(argv, environ) if is_python else NO_PYTHON,
     )
+
+
+def read_environ(proc: str, pid: int) -> dict[str, str] | None:
+    """Return the environment with which a process began its program; None if it cannot be read."""
+    variables = procfs.read_file(f"{proc}/{pid}/environ")
+    if variables is None:
+        return None
+    pairs = (os.fsdecode(pair).partition("=") for pair in variables.split(b"\0") if pair)
+    return {name: value for name, _, value in pairs}
 
 
 def _executable(proc: str, pid: int) -> str:

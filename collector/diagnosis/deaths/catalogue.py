@@ -111,6 +111,17 @@ HANG_OF_WORKER = replace(
         ),
     ),
 )
+#: A rank that PyTorch's Flight Recorder names, without stacks of its own.
+HANG_OF_RANK = replace(
+    HANG,
+    sentence="{what}; {since}.",
+    advice=(
+        Advice(
+            text="Look for what rank {rank} does after {last}: in its log, and by `tidegauge stacks` on its node",
+            expected="its own line or error shows why it has not entered the collective",
+        ),
+    ),
+)
 
 
 def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:

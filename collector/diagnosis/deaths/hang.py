@@ -22,11 +22,12 @@ from collector.diagnosis.deaths.stuck_process import (
     who_holds_up,
 )
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.run.columns import ITERATIONS, floats, key_of, whole, written
+from collector.diagnosis.run.columns import ITERATIONS, SECOND_NS, floats, key_of, whole, written
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
-from collector.diagnosis.run.processes import fact, last_step, sentence
+from collector.diagnosis.run.processes import fact, last_step, rank_of, sentence
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Finding, Severity
+from collector.findings import SEVERITIES, Evidence, Finding, Locus, Severity
+from collector.flight_recorder import Standstill, find_standstills, from_event, ranks_words
 from collector.stacks import WAITS_FOR_BATCH
 from collector.store import ProcessKey
 from collector.units import duration
@@ -34,13 +35,19 @@ from collector.units import duration
 #: Times the budget that a process is given whose long phase may simply be long: it computes, sleeps, or waits for
 #: the disk, the network or another program.
 _LONG_PATIENCE = 4.0
+#: Confidence in a rank that dumps of the Flight Recorder name, and in a process of which they tell otherwise.
+_RECORDED_CONFIDENCE, _DOUBTED_CONFIDENCE = 0.98, 0.5
 
 
 def find_hangs(tables: RunTables) -> list[Finding]:
-    """Return one finding for each process that holds up a training, by the newest stacks of the run."""
+    """Return one finding for each process that holds up a training, by the newest stacks of the run.
+
+    A rank that no stacks show is named by dumps of PyTorch's Flight Recorder, where there are some.
+    """
     life = lifecycle_of(tables)
     events = [event for event in tables.events_of("stacks") if event["silent"]]
-    findings: dict[ProcessKey, Finding] = {}
+    found: list[Finding] = []
+    by_dumps: list[Finding] = []
     for host in sorted({str(event["host"]) for event in events}):
         series = last_series([event for event in events if event["host"] == host])
         silent = {
@@ -49,14 +56,165 @@ def find_hangs(tables: RunTables) -> list[Finding]:
             if (key := key_of({**entry, "host": host})) and not _went_on(tables, life, key, series[-1]["time_ns"])
         }
         if silent:
-            processes = processes_of(tables, life, series)
-            for main in silent:
-                culprit = _culprit(tables, processes, main, [key for key in silent if key != main])
-                if culprit is not None and culprit.key not in findings:
-                    findings[culprit.key] = _finding(
-                        tables, life, culprit, main, silent[main], series, len(silent) - 1
-                    )
-    return list(findings.values())
+            of_host = _of_host(tables, life, series, silent)
+            longest_seconds = max(entry["silent_seconds"] for entry in silent.values())
+            standstill = recorded_standstill(tables, series[-1]["time_ns"] - longest_seconds * SECOND_NS)
+            if standstill is None:
+                found += [finding for _, finding in of_host]
+            else:
+                compared = _compared(of_host, standstill)
+                found += compared
+                if standstill.missing and not compared:
+                    by_dumps.append(_of_rank(tables, life, standstill, silent, [one for _, one in of_host]))
+    if not found:
+        found = by_dumps[:1] or _timed_out(tables, life)
+    return found
+
+
+def _of_host(
+    tables: RunTables,
+    life: Lifecycle,
+    series: Sequence[Mapping[str, Any]],
+    silent: Mapping[ProcessKey, Mapping[str, Any]],
+) -> list[tuple[Process, Finding]]:
+    """Return the processes that hold up silent training processes by their stacks, each with its finding."""
+    processes = processes_of(tables, life, series)
+    found: dict[ProcessKey, tuple[Process, Finding]] = {}
+    for main in silent:
+        culprit = _culprit(tables, processes, main, [key for key in silent if key != main])
+        if culprit is not None and culprit.key not in found:
+            finding = _finding(tables, life, culprit, main, silent[main], series, len(silent) - 1)
+            found[culprit.key] = culprit, finding
+    return [*found.values()]
+
+
+def recorded_standstill(tables: RunTables, since_ns: float) -> Standstill | None:
+    """Return the first collective that ranks have not entered, by the Flight Recorder's dumps since that time."""
+    dumps = {
+        dump.rank: dump
+        for event in tables.events_of("flight-recorder")
+        if (dump := from_event(event)) and dump.written_ns > since_ns
+    }
+    return next(iter(find_standstills([*dumps.values()])), None)
+
+
+def with_standstill(finding: Finding, standstill: Standstill, *, agrees: bool = True) -> Finding:
+    """Return a finding with what the Flight Recorder tells; it is in doubt if that is of another process."""
+    return replace(
+        finding,
+        summary=f"{finding.summary} {'' if agrees else 'But '}PyTorch's Flight Recorder: {standstill.words}.",
+        evidence=(*finding.evidence, *_recorder_evidence(standstill)),
+        confidence=finding.confidence if agrees else min(finding.confidence, _DOUBTED_CONFIDENCE),
+    )
+
+
+def _compared(found: Sequence[tuple[Process, Finding]], standstill: Standstill) -> list[Finding]:
+    """Return the findings of stacks beside the dumps, without those of ranks that merely wait for a missing one."""
+    return [
+        with_standstill(finding, standstill, agrees=standstill.may_be_due_to(finding.locus.rank))
+        for culprit, finding in found
+        if not (standstill.missing and _waits_in(culprit, standstill))
+    ]
+
+
+def _waits_in(process: Process, standstill: Standstill) -> bool:
+    """Return whether a training process waits in a collective by the dumps, and its stack fits that."""
+    rank = process.locus.rank
+    if rank not in standstill.waiting or process.locus.role == "worker" or process.is_suspended:
+        return False
+    place = standstill.entered[rank].place
+    frames = process.main.frames if process.main else ()
+    is_at_its_line = place is not None and any(frame[1:] == place[1:] for frame in frames)
+    return process.is_in_collective or process.is_busy or is_at_its_line
+
+
+def _of_rank(
+    tables: RunTables,
+    life: Lifecycle,
+    standstill: Standstill,
+    silent: Mapping[ProcessKey, Mapping[str, Any]],
+    waiting: Sequence[Finding],
+) -> Finding:
+    """Return the finding on a rank that others wait for; its severity is that of their own findings."""
+    main, silence = max(silent.items(), key=lambda item: item[1]["silent_seconds"])
+    seconds = silence["silent_seconds"]
+    is_plain = seconds >= _LONG_PATIENCE * silence["budget_seconds"]
+    severities = [finding.severity for finding in waiting] or ["critical" if is_plain else "info"]
+    return _missing_rank(
+        tables,
+        life,
+        standstill,
+        fact("silent_seconds", round(seconds, 1), "since the last step or batch of a waiting rank"),
+        severity=min(severities, key=SEVERITIES.index),
+        since_step=last_step(tables, main),
+        since=f"no step or batch for {duration(seconds)}",
+    )
+
+
+def _timed_out(tables: RunTables, life: Lifecycle) -> list[Finding]:
+    """Find the rank for which a collective waited in vain until its timeout ended the training."""
+    if life.status() not in ("failed", "killed"):
+        return []
+    times = [times[-1] for name in ITERATIONS if len(times := floats(tables.stream(name), "time_ns"))]
+    standstill = recorded_standstill(tables, max(times, default=0.0))
+    if standstill is None or not standstill.missing:
+        return []
+    expired = [one for one in standstill.entered.values() if one.has_timed_out]
+    if not expired:
+        return []
+    timeout_seconds = expired[0].timeout_seconds or 0.0
+    steps = [step for key in life.mains if (step := last_step(tables, key)) is not None]
+    return [
+        _missing_rank(
+            tables,
+            life,
+            standstill,
+            fact("timeout_seconds", timeout_seconds, "timeout of the collective"),
+            severity="critical",
+            since_step=max(steps, default=None),
+            since=f"it timed out after {duration(timeout_seconds)}",
+        )
+    ]
+
+
+def _missing_rank(
+    tables: RunTables,
+    life: Lifecycle,
+    standstill: Standstill,
+    measured: Evidence,
+    *,
+    severity: Severity,
+    since_step: int | None,
+    since: str,
+) -> Finding:
+    rank, last = next(iter(standstill.missing.items()))
+    key = next((key for key in life.mains if rank_of(tables, key) == rank), None)
+    return catalogue.HANG_OF_RANK.finding(
+        locus=Locus(rank=rank, role="main") if key is None else life.locus(key),
+        since_step=since_step,
+        evidence=(measured, *_recorder_evidence(standstill)),
+        severity=severity,
+        confidence=_RECORDED_CONFIDENCE,
+        what=sentence(standstill.words),
+        since=since,
+        rank=rank,
+        last=last.words if last else "it has joined the group",
+    )
+
+
+def _recorder_evidence(standstill: Standstill) -> list[Evidence]:
+    """Return the collective, its line, the missing ranks, and the last collective of the first of them."""
+    ranks = {*standstill.entered, *standstill.missing}
+    called = next((one for one in standstill.entered.values() if one.place is not None), None)
+    last = next(iter(standstill.missing.values()), None)
+    values = {
+        "collective": standstill.name,
+        "missing_ranks": ", ".join(map(str, standstill.missing)),
+        "called_in": called.at.strip(" ()") if called else "",
+        "last_collective": last.words if last else "",
+    }
+    window = f"Flight Recorder of {ranks_words(ranks)}"
+    return [fact(name, value, window, n=len(ranks)) for name, value in values.items() if value]
 
 
 def _went_on(tables: RunTables, life: Lifecycle, key: ProcessKey, time_ns: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collector.diagnosis.deaths import catalogue
+from collector.diagnosis.deaths.hang import recorded_standstill, with_standstill
 from collector.diagnosis.deaths.stuck_process import (
     COLLECTIVE,
     STUCK_WAITS,
@@ -21,7 +22,7 @@ from collector.diagnosis.deaths.stuck_process import (
     processes_of,
     who_holds_up,
 )
-from collector.diagnosis.run.columns import by_process, floats, sampled_on
+from collector.diagnosis.run.columns import SECOND_NS, by_process, floats, sampled_on
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
 from collector.diagnosis.run.processes import fact, sentence
 from collector.diagnosis.run.tables import RunTables
@@ -56,7 +57,10 @@ def find_idle_hangs(tables: RunTables) -> list[Finding]:
         series = last_series([event for event in events if event["host"] == host])
         if not _went_on(tables, life, host, series[-1]["time_ns"]):
             processes = processes_of(tables, life, series)
-            findings += [_finding(life, hang, series) for hang in _hangs(life, processes)]
+            found = [_finding(life, hang, series) for hang in _hangs(life, processes)]
+            began_ns = series[-1]["time_ns"] - series[-1]["idle_seconds"] * SECOND_NS
+            standstill = recorded_standstill(tables, began_ns)
+            findings += [with_standstill(one, standstill) for one in found] if standstill else found
     return findings
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +14,8 @@ import pytest
 from collector.agent.live.hangs import HangReports
 from collector.findings import Evidence, Finding, Locus
 from collector.store import Run
-from training_harness.layout import create_run
+from training_harness.journal import start_ticks
+from training_harness.layout import create_run, read_manifest, write_manifest
 
 HANG = Finding(
     kind="hang",
@@ -50,6 +55,20 @@ def test_the_command_of_on_hang_runs_once_with_the_finding(run, tmp_path):
     reports.close()
     (line,) = out.read_text().splitlines()
     assert json.loads(line)["locus"]["worker"] == 1
+
+
+def test_cancelling_ends_no_process_that_has_the_pid_of_one_on_another_host(run):
+    command, bystander = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    manifest = {"host": socket.gethostname(), "pid": command.pid, "start_ticks": start_ticks(command.pid)}
+    write_manifest(run.path, {**read_manifest(run.path), "command": manifest})
+    HangReports("cancel").report(run, "train", [replace(HANG, locus=Locus(host="elsewhere", pid=bystander.pid))])
+    assert command.wait(timeout=30) == -signal.SIGTERM
+    for thread in threading.enumerate():
+        if thread.name == "cancel":
+            thread.join()
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 def test_an_empty_command_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from recorded_dumps import data, fields
 from simulated_runs import MAIN, START_SECONDS, ns, start_training
 
 from collector.diagnosis.deaths import find_hangs
@@ -238,3 +239,135 @@ def test_a_worker_of_the_rank_that_the_others_wait_for_is_the_culprit():
     )
     finding = only(script)
     assert (finding.locus.rank, finding.locus.worker) == (1, 0)
+
+
+IN_ALL_REDUCE = [["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], ["step", "/home/me/train.py", 20]]
+MISSING = "ank 1 has not entered all_reduce number 3 of default_pg, in which rank 0 waits (train.py:20)"
+
+
+def dumps(script, *ranks, way="missing", seconds=60, waited_seconds=30.0, **changes):
+    """Add dumps of the Flight Recorder that these ranks have written."""
+    for rank in ranks:
+        event = {**fields(data(way, rank), rank=rank, waited_seconds=waited_seconds), **changes}
+        script.event(seconds, "flight-recorder", AGENT, **event)
+    return script
+
+
+def stuck_ranks(*, waiting="asleep", frames=IN_MAIN, **options):
+    """Return a training whose rank 0 is in an all_reduce, and whose rank 1 stands elsewhere."""
+    both = process(MAIN, IN_ALL_REDUCE, LOCK), process(OTHER_RANK, frames, waiting)
+    return stacks(two_ranks(), *both, silent=(MAIN, OTHER_RANK), **options)
+
+
+def evidence(finding):
+    return {one.name: one.value for one in finding.evidence}
+
+
+DUMPED = START_SECONDS + 60
+
+
+def test_dumps_confirm_the_rank_that_the_stacks_name():
+    plain = only(stuck_ranks())
+    finding = only(dumps(stuck_ranks(), 0, 1, seconds=DUMPED))
+    assert finding.summary == f"{plain.summary} PyTorch's Flight Recorder: r{MISSING}."
+    assert (finding.locus, finding.severity, finding.confidence) == (plain.locus, plain.severity, plain.confidence)
+    assert evidence(finding)["collective"] == "all_reduce number 3 of default_pg"
+    assert evidence(finding)["called_in"] == "train.py:20"
+    assert evidence(finding)["last_collective"] == "broadcast number 2 (train.py:24)"
+
+
+def test_dumps_name_a_rank_of_another_node():
+    script = training(rank=0)
+    start_training(script, key=("other", 300, 6000), rank=1)
+    finding = only(dumps(stacks(script, process(MAIN, IN_ALL_REDUCE, LOCK)), 0, 1, seconds=DUMPED))
+    assert finding.summary == f"R{MISSING}; no step or batch for 33 s."
+    assert (finding.locus.host, finding.locus.rank, finding.locus.pid) == ("other", 1, 300)
+    assert finding.severity == only(stacks(training(rank=0), process(MAIN, IN_ALL_REDUCE, LOCK))).severity
+    assert "rank 1 does after broadcast number 2" in finding.advice[0].text
+
+
+def test_a_rank_that_the_run_does_not_know_is_named_by_its_number():
+    script = stacks(training(rank=0), process(MAIN, IN_ALL_REDUCE, LOCK))
+    finding = only(dumps(script, 0, 1, seconds=DUMPED))
+    assert (finding.locus.host, finding.locus.rank, finding.locus.pid) == (None, 1, None)
+
+
+@pytest.mark.parametrize(("budgets", "severity"), [(1.1, "info"), (4.1, "critical")])
+def test_dumps_name_the_rank_where_stacks_cannot_be_read(budgets, severity):
+    script = stuck_ranks(budgets=budgets)
+    for event in script.events:
+        for one in event.get("processes", ()):
+            one |= {"threads": [], "error": "not allowed"}
+    assert find_hangs(script.tables()) == []
+    finding = only(dumps(script, 0, 1, seconds=DUMPED))
+    assert (finding.locus.rank, finding.locus.pid, finding.severity) == (1, 200, severity)
+
+
+def test_a_rank_that_waits_on_the_device_is_no_culprit():
+    """With NCCL a rank enters a collective, and then waits for the device on another line of its own."""
+    script = stacks(
+        two_ranks(),
+        process(MAIN, [["train", "/home/me/train.py", 22]], "computing", used_seconds=2.0),
+        process(OTHER_RANK, IN_MAIN, "asleep"),
+        silent=(MAIN, OTHER_RANK),
+    )
+    assert {finding.locus.rank for finding in find_hangs(script.tables())} == {0, 1}
+    assert only(dumps(script, 0, 1, seconds=DUMPED)).locus.rank == 1
+
+
+def test_dumps_that_name_another_rank_than_the_stacks_bring_doubt():
+    script = stacks(training(rank=0), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
+    plain, finding = only(script), only(dumps(script, 0, 1, seconds=DUMPED))
+    assert (finding.locus, finding.severity) == (plain.locus, plain.severity)
+    assert finding.summary == f"{plain.summary} But PyTorch's Flight Recorder: r{MISSING}."
+    assert finding.confidence == 0.5
+
+
+def test_a_rank_without_a_dump_may_be_the_one_that_the_stacks_name():
+    event = fields(data("missing", 0))
+    event["groups"][0]["ranks"] = [0, 1]
+    plain, script = only(stuck_ranks()), stuck_ranks()
+    finding = only(script.event(DUMPED, "flight-recorder", AGENT, **event))
+    waits = "rank 0 waits in all_reduce number 3 of default_pg (train.py:20); no dump tells of rank 1"
+    assert finding.summary == f"{plain.summary} PyTorch's Flight Recorder: {waits}."
+    assert finding.confidence == plain.confidence
+
+
+def test_a_mismatch_is_said_of_each_rank_that_waits():
+    script = stacks(
+        two_ranks(), *(process(key, IN_ALL_REDUCE, LOCK) for key in (MAIN, OTHER_RANK)), silent=(MAIN, OTHER_RANK)
+    )
+    findings = find_hangs(dumps(script, 0, 1, way="mismatch", seconds=DUMPED).tables())
+    assert [finding.locus.rank for finding in findings] == [0, 1]
+    for finding in findings:
+        assert "is all_reduce in rank 0 (train.py:20) and barrier in rank 1 (train.py:35)." in finding.summary
+
+
+def test_dumps_from_before_the_silence_are_of_no_account():
+    script = stuck_ranks()
+    plain = only(script)
+    assert only(dumps(script, 0, 1, seconds=START_SECONDS + 3)) == plain
+    assert only(dumps(script, 0, 1, seconds=DUMPED, age_seconds=58.0)) == plain
+    assert only(dumps(script, 0, 1, seconds=DUMPED, error="it has no end", groups=[])) == plain
+
+
+def test_a_training_that_a_timeout_has_ended_names_the_missing_rank():
+    script = two_ranks().event(DUMPED, "command-exit", AGENT, command_pid=MAIN[1], exit_status=1)
+    assert find_hangs(script.tables()) == []
+    finding = only(dumps(script, 0, 1, seconds=DUMPED, waited_seconds=1801.0))
+    assert finding.summary == f"R{MISSING}; it timed out after 30 min."
+    assert (finding.severity, finding.locus.rank, finding.since_step) == ("critical", 1, 9)
+    assert evidence(finding)["timeout_seconds"] == 1800.0
+
+
+def test_a_training_that_failed_before_a_timeout_has_no_hang():
+    script = two_ranks().event(DUMPED, "command-exit", AGENT, command_pid=MAIN[1], exit_status=1)
+    assert find_hangs(dumps(script, 0, 1, seconds=DUMPED).tables()) == []
+
+
+def test_dumps_of_a_training_that_goes_on_or_has_succeeded_are_no_hang():
+    running = dumps(two_ranks(), 0, 1, seconds=DUMPED, waited_seconds=1801.0)
+    running.living = frozenset({MAIN, OTHER_RANK})
+    assert find_hangs(running.tables()) == []
+    running.event(DUMPED, "command-exit", AGENT, command_pid=MAIN[1], exit_status=0).living = frozenset()
+    assert find_hangs(running.tables()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from recorded_dumps import data, fields
 from simulated_runs import MAIN, START_SECONDS, Script, ns
 from test_hang_findings import (
     AGENT,
@@ -131,3 +132,12 @@ def test_a_lock_is_a_hang_in_an_epoch_and_information_elsewhere():
 )
 def test_a_process_that_idles_by_design_is_silent(frames, waits):
     assert found(idle(entry(MAIN, frames, waits))) == []
+
+
+def test_dumps_of_the_flight_recorder_name_the_missing_rank_where_all_that_are_here_wait():
+    script = idle(entry(RANKS[0], IN_BARRIER, LOCK))
+    for rank in (0, 1):
+        script.event(START_SECONDS + 53, "flight-recorder", AGENT, **fields(data("missing", rank), rank=rank))
+    (finding,) = found(script)
+    assert "rank 1 has not entered all_reduce number 3 of default_pg" in finding.summary
+    assert {fact.name: fact.value for fact in finding.evidence}["missing_ranks"] == "1"
