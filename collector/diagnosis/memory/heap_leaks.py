@@ -17,9 +17,9 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
+from collector.diagnosis.memory.growth_without_leak import young_finding, young_growth
 from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, negligible_bytes, share_of, witnesses_of
 from collector.diagnosis.run.columns import (
-    PROCESS,
     SECOND_NS,
     by_process,
     finite,
@@ -33,6 +33,7 @@ from collector.diagnosis.run.columns import (
     training_end_ns,
     while_running,
     whole,
+    with_early_samples,
     written,
 )
 from collector.diagnosis.run.host_memory import demand_series
@@ -67,11 +68,12 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     """Return the finding that memory in use grows, if another measurement confirms that the process wrote it."""
     rows = while_running(tables, key)  # the fall at the end would hide growth before it
+    ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return None
     times, resident = seconds(rows), _resident(rows)
     free = _free(tables, key, times)
-    life, is_iterating = lifecycle_of(tables), iterates(tables, key)
+    life = lifecycle_of(tables)
     use = Use(
         series="in_use" if free.any() else "resident",
         locus=life.locus(key),
@@ -80,27 +82,34 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         values=resident - free,
         steps=step_numbers(tables, key, times),
     )
-    trend = use.growth(negligible_bytes(resident))
+    is_iterating = iterates(tables, key) or bool(life.watched)
+    negligible = negligible_bytes(resident)
+    trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
+    young = young_growth(tables, use, trend, negligible) if is_iterating else None
+    trend = young or trend
     if trend is None or not (witnesses := _main_witnesses(tables, key, use, trend, rows, free)):
         return None
+    process = sentence(life.name(key))
+    if young is not None:
+        return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, trend.since_seconds * SECOND_NS, float(times[-1]) * SECOND_NS)
     finding = leak_finding(
         tables,
-        resources.HEAP if is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
+        resources.HEAP if iterates(tables, key) else resources.HEAP_WITHOUT_ITERATIONS,
         use,
         trend,
         (*witnesses, *_half_slopes(use, trend)),
-        iterates=is_iterating or bool(life.watched),
-        process=sentence(life.name(key)),
+        iterates=is_iterating,
+        process=process,
         per_step=f", {size(trend.rise / steps)} per step" if math.isfinite(steps) else "",
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
         finding,
         severity=finding.severity if life.may_train(key) else "info",
-        confidence=certainty if is_iterating else certainty - 0.15,
-        summary=finding.summary + ("" if is_iterating or life.watched else _NO_ITERATIONS),
+        confidence=certainty if iterates(tables, key) else certainty - 0.15,
+        summary=finding.summary + ("" if is_iterating else _NO_ITERATIONS),
     )
 
 
@@ -190,8 +199,8 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     """
     process = tables.stream("process")
     workers = process[floats(process, "role") == ROLE_WORKER]
-    workers = workers[workers.groupby(PROCESS)["time_ns"].transform("size") >= MIN_POINTS]
     leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
+    young: dict[Locus, dict[int, _WorkerLeak]] = {}
     rises: dict[tuple[Locus, int], list[float]] = {}
     for _, rows in by_process(workers):
         locus = worker_locus(rows)
@@ -200,18 +209,40 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
         # Private memory is read seldom, so readings after the training count too.
         private = seconds(rows), _written(rows)
         rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
+        ticks_count, rows = len(rows), with_early_samples(tables, rows)
+        if len(rows) < MIN_POINTS:
+            continue
         times = seconds(rows)
         steps = step_numbers(tables, str(locus.host), times)
         use = Use(series="resident", locus=locus, times=times, values=_resident(rows), steps=steps)
         place = replace(locus, pid=None, worker=None)
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
-        trend = use.growth()
+        trend = use.growth() if ticks_count >= MIN_POINTS else None
+        small = young_growth(tables, use, trend, negligible_bytes(use.values))
+        trend = small or trend
         if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
-            largest = leaks.setdefault(place, {}).get(locus.worker)
+            of_workers = (young if small else leaks).setdefault(place, {})
+            largest = of_workers.get(locus.worker)
             if largest is None or largest[1].rise < trend.rise:
-                leaks[place][locus.worker] = use, trend, witnesses
-    return [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
+                of_workers[locus.worker] = use, trend, witnesses
+    findings = [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
+    findings += [
+        _young_loader(tables, of_workers)
+        for place, of_workers in young.items()
+        if place not in leaks and max(len(rises[place, worker]) for worker in of_workers) < _MIN_EPOCHS
+    ]
+    return findings
+
+
+def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:
+    """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
+    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak[1].rise)
+    workers = ", ".join(map(str, sorted(of_workers)))
+    grows = f"Workers {workers} of loader {use.locus.loader} each grow"
+    if len(of_workers) == 1:
+        grows = f"Worker {workers} of loader {use.locus.loader} grows"
+    return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
 
 
 def _loader_leak(
@@ -261,7 +292,8 @@ def _resident(rows: pd.DataFrame) -> Floats:
     The kernel takes mapped files back, and shared memory has its own rules.
     """
     files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
-    return resident_bytes(rows) - files - shared
+    between_ticks = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    return np.where(np.isfinite(between_ticks), between_ticks, resident_bytes(rows) - files - shared)
 
 
 def _written(rows: pd.DataFrame) -> Floats:

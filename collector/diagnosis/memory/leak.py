@@ -23,7 +23,7 @@ _NEGLIGIBLE_RATIO = 0.01
 #: Share of the growth that a witness must show at least.
 CONFIRMED = 0.5
 #: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
-_MOMENT_SECONDS = 10.0
+MOMENT_SECONDS = 10.0
 _LOADING_SECONDS = 120.0
 
 
@@ -124,13 +124,6 @@ def leak_finding(
     begin_ns, unit = begin_seconds * SECOND_NS, resource.unit
     words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
     grows = resource.grows.format(**words)
-    rise = Evidence(
-        name=f"{use.series}_rise_{unit}",
-        value=round(trend.rise),
-        unit=unit,
-        n=trend.n,
-        window=window_text(begin_ns, end_seconds * SECOND_NS, origin_ns(tables)),
-    )
     return Finding(
         kind=resource.leak if witnesses else "cannot-tell",
         severity=_severity(tables, end_seconds - begin_seconds, iterates=iterates) if witnesses else "info",
@@ -138,7 +131,7 @@ def leak_finding(
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
         since_step=step_at(tables, use.key, begin_ns),
-        evidence=(rise, *witnesses),
+        evidence=(rise_of(tables, use, trend, unit), *witnesses),
         rate=rate(trend, unit),
         advice=resource.advice(words) if witnesses else (),
     )
@@ -149,6 +142,17 @@ def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
     if unit == "bytes":
         return {"rise": size(trend.rise), "slope": size(trend.slope), "per_minute": size(trend.slope * 60)}
     return {"rise": count(trend.rise), "slope": number(trend.slope), "per_minute": number(trend.slope * 60)}
+
+
+def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str) -> Evidence:
+    """Return the rise of a growth as evidence."""
+    return Evidence(
+        name=f"{use.series}_rise_{unit}",
+        value=round(trend.rise),
+        unit=unit,
+        n=trend.n,
+        window=window_text(trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS, origin_ns(tables)),
+    )
 
 
 def rate(trend: Growth, unit: str) -> Rate:
@@ -163,4 +167,4 @@ def _severity(tables: RunTables, lasted_seconds: float, *, iterates: bool) -> Se
     """
     if not iterates:
         return "info" if lasted_seconds < _LOADING_SECONDS else "warning"
-    return "info" if tables.goes_on and lasted_seconds < _MOMENT_SECONDS else "warning"
+    return "info" if tables.goes_on and lasted_seconds < MOMENT_SECONDS else "warning"
