@@ -118,6 +118,9 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
     return [str(name) for name in slopes.sort_values(ascending=False).index[:MAX_LINES]]
 
 
+_GROUPS = ("memory leak", "growth that is no leak")
+
+
 def _is_young(finding: Finding) -> bool:
     """Return whether a finding says that growth of the host's memory or descriptors is no leak yet."""
     return finding.kind == "cannot-tell" and finding.rate is not None and finding.locus.device is None
@@ -127,7 +130,7 @@ VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.kind] == "memory leak" or _is_young(finding),
+    has_finding=lambda finding: KINDS[finding.kind] in _GROUPS or _is_young(finding),
     rows=(
         (FINDINGS,),
         (Panel("Files and shared memory", _other_leaks),),

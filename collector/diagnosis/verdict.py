@@ -159,7 +159,8 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
     """
     remaining = []
     for finding in findings:
-        is_small = finding.kind == "cannot-tell" and finding.rate is not None and finding.locus.role == "main"
+        is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
+        is_small = is_small and finding.locus.role == "main"
         if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
             continue
         if is_small and _goes_with_tensors(findings, finding):

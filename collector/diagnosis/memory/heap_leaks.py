@@ -17,8 +17,22 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
-from collector.diagnosis.memory.growth_without_leak import young_finding, young_growth
-from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, negligible_bytes, share_of, witnesses_of
+from collector.diagnosis.memory.growth_without_leak import (
+    bounded_finding,
+    lasts_to_end,
+    young_finding,
+    young_growth,
+)
+from collector.diagnosis.memory.leak import (
+    CONFIRMED,
+    Use,
+    filling_of,
+    growth_of,
+    leak_finding,
+    negligible_bytes,
+    share_of,
+    witnesses_of,
+)
 from collector.diagnosis.run.columns import (
     SECOND_NS,
     by_process,
@@ -41,6 +55,7 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact, sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
+from collector.diagnosis.statistics.saturation import Saturation
 from collector.findings import Evidence, Finding, Locus, Rate
 from collector.store import ProcessKey
 from collector.units import size
@@ -48,6 +63,7 @@ from training_harness.records import ROLE_WORKER
 
 #: A worker of a loader that grows, its growth, and what confirms it.
 _WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
+_WorkerFilling = tuple[Use, Saturation, tuple[Evidence, ...]]
 #: Epochs whose worker in one place must have grown alike, for the epoch to bound the growth.
 _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
@@ -85,11 +101,14 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     is_iterating = iterates(tables, key) or bool(life.watched)
     negligible = negligible_bytes(resident)
     trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
-    young = young_growth(tables, use, trend, negligible) if is_iterating else None
-    trend = young or trend
+    filling = filling_of(use, trend, negligible) if is_iterating else None
+    young = young_growth(tables, use, trend, negligible) if is_iterating and filling is None else None
+    trend = growth_of(filling) if filling else young or trend
     if trend is None or not (witnesses := _main_witnesses(tables, key, use, trend, rows, free)):
         return None
     process = sentence(life.name(key))
+    if filling is not None:
+        return bounded_finding(tables, use, filling, witnesses, fills=f"{process} fills")
     if young is not None:
         return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
     # The rise and the steps cover the same time: steps may take longer now than before.
@@ -201,6 +220,7 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     workers = process[floats(process, "role") == ROLE_WORKER]
     leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
     young: dict[Locus, dict[int, _WorkerLeak]] = {}
+    full: dict[Locus, dict[int, _WorkerFilling]] = {}
     rises: dict[tuple[Locus, int], list[float]] = {}
     for _, rows in by_process(workers):
         locus = worker_locus(rows)
@@ -219,7 +239,13 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
         trend = use.growth() if ticks_count >= MIN_POINTS else None
-        small = young_growth(tables, use, trend, negligible_bytes(use.values))
+        negligible = negligible_bytes(use.values)
+        filling = filling_of(use, trend, negligible) if lasts_to_end(tables, use) else None
+        if filling is not None:
+            if witnesses := witnesses_of(growth_of(filling), {"private_dirty_rise_bytes": private}):
+                full.setdefault(place, {})[locus.worker] = use, filling, witnesses
+            continue
+        small = young_growth(tables, use, trend, negligible)
         trend = small or trend
         if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
             of_workers = (young if small else leaks).setdefault(place, {})
@@ -227,21 +253,26 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
             if largest is None or largest[1].rise < trend.rise:
                 of_workers[locus.worker] = use, trend, witnesses
     findings = [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
-    findings += [
-        _young_loader(tables, of_workers)
-        for place, of_workers in young.items()
-        if place not in leaks and max(len(rises[place, worker]) for worker in of_workers) < _MIN_EPOCHS
-    ]
+    # Workers that end with their epoch free what they took: with enough epochs, nothing is to be said.
+    for place in [place for place in {**full, **young} if place not in leaks]:
+        mild_workers = full.get(place) or young[place]
+        if max(len(rises[place, worker]) for worker in mild_workers) < _MIN_EPOCHS:
+            findings.append(_loader_note(tables, mild_workers))
     return findings
 
 
-def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:
-    """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
-    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak[1].rise)
-    workers = ", ".join(map(str, sorted(of_workers)))
-    grows = f"Workers {workers} of loader {use.locus.loader} each grow"
-    if len(of_workers) == 1:
-        grows = f"Worker {workers} of loader {use.locus.loader} grows"
+def _loader_note(
+    tables: RunTables, of_workers: Mapping[int, _WorkerLeak] | Mapping[int, _WorkerFilling]
+) -> Finding:
+    """Return the finding that a loader's workers grow, too little for a leak, or fill; the largest one is shown."""
+    leaks: list[_WorkerLeak | _WorkerFilling] = [*of_workers.values()]
+    use, trend, witnesses = max(leaks, key=lambda leak: leak[1].rise)
+    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
+    is_one = len(of_workers) == 1
+    if isinstance(trend, Saturation):
+        fills = f"Worker {workers} fills" if is_one else f"Workers {workers} each fill"
+        return bounded_finding(tables, use, trend, witnesses, fills=fills)
+    grows = f"Worker {workers} grows" if is_one else f"Workers {workers} each grow"
     return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
 
 

@@ -12,6 +12,7 @@ from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, origin_ns, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, growth
+from collector.diagnosis.statistics.saturation import LENIENT, STRICT, Saturation, saturation
 from collector.findings import Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
 from collector.units import count, number, size
@@ -56,6 +57,33 @@ class Use:
         """Return its growth without bound, if any; a rise below `negligible` is none."""
         least = negligible_bytes(self.values) if negligible is None else negligible
         return growth(self.times, self.values, negligible=least, steps=self.steps)
+
+
+def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation | None:
+    """Return the growth of a use if it fills up to an end that can be told, on the clock of its times.
+
+    Growth that decelerates on one clock alone is a leak whose pace changes. Where `trend` passes the test for a
+    leak, more has to be ruled out.
+    """
+    doubt = LENIENT if trend is None else STRICT
+    by_time = saturation(use.times, use.values, negligible=negligible, doubt=doubt)
+    if by_time is None or not np.isfinite(use.steps).any():
+        return by_time
+    by_step = saturation(use.steps, use.values, negligible=negligible, doubt=doubt)
+    return by_time if by_step is not None else None
+
+
+def growth_of(filling: Saturation) -> Growth:
+    """Return a growth that ends as a growth with its rate of now."""
+    rates = (filling.ends - filling.level) / filling.scales
+    return Growth(
+        slope=filling.slope,
+        low=float(rates.min()),
+        high=float(rates.max()),
+        rise=filling.rise,
+        since_seconds=filling.since,
+        n=filling.n,
+    )
 
 
 def witnesses_of(trend: Growth, series: Mapping[str, tuple[Floats, Floats]]) -> tuple[Evidence, ...]:
