@@ -16,12 +16,12 @@ from benchmarks.accuracy.memory_leaks import MIB, block, each_step, kind
 from training_harness.jobs.faults.job import BATCH_SIZE, Items, Job, sleep
 
 #: Entries of the cache: enough to be smooth, few enough to be visited.
-_ENTRIES_COUNT = 800
+ENTRIES_COUNT = 800
 
 
 def visits(job: Job) -> int:
     """Return how many entries a step visits, on average, times 1000."""
-    return round(1000 * job.options.fill * _ENTRIES_COUNT / job.steps_count)
+    return round(1000 * job.options.fill * ENTRIES_COUNT / job.steps_count)
 
 
 def random_keys(job: Job) -> Iterator[list[int]]:
@@ -30,7 +30,7 @@ def random_keys(job: Job) -> Iterator[list[int]]:
     while True:
         due += visits(job)
         count, due = divmod(due, 1000)
-        yield [draw.randrange(_ENTRIES_COUNT) for _ in range(count)]
+        yield [draw.randrange(ENTRIES_COUNT) for _ in range(count)]
 
 
 def filling(job: Job) -> None:
@@ -55,7 +55,7 @@ def random_cache(job: Job) -> None:
 def cache_and_leak(job: Job) -> None:
     """The same cache, and a leak that takes as much in the whole training."""
     filling(job)
-    size = job.options.rate * _ENTRIES_COUNT / job.steps_count
+    size = job.options.rate * ENTRIES_COUNT / job.steps_count
     each_step(job, lambda: job.objects.append(block(size)))
 
 
@@ -78,7 +78,7 @@ class CachedItems:
     def __call__(self, index: int) -> None:
         sleep(self.batch_seconds, index)
         key = random.Random(index).randrange(max(1, round(self.scale)))
-        if key < _ENTRIES_COUNT and key not in self.cache:
+        if key < ENTRIES_COUNT and key not in self.cache:
             self.cache[key] = block(self.size_bytes)
 
 

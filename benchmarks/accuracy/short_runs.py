@@ -9,6 +9,7 @@ two minutes. A run that is in `--keep` is not run again.
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
+from benchmarks.accuracy.memory_caches import ENTRIES_COUNT
 from collector.diagnosis import diagnose
+from collector.diagnosis.run.columns import floats, seconds, while_running
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables, load_tables
 from collector.errors import TidegaugeError
 from collector.findings import KINDS, Finding
@@ -28,18 +35,19 @@ _GROUPS = ("memory leak", "memory forecast", "growth that is no leak")
 
 @dataclass(frozen=True)
 class Case:
-    """A training, its finding if it leaks, and the rate per second (bytes or count) of one process."""
+    """A training, its finding if it leaks, and the rate per second (bytes or count) of one process.
+
+    `fill` is its length in time constants of its cache.
+    """
 
     name: str
     words: tuple[object, ...]
     kind: str | None = None
     rate: float | None = None
-    fault: bool = False
+    fill: float | None = None
 
     @property
     def command(self) -> list[str]:
-        if self.fault:
-            return [sys.executable, "-P", "-m", "training_harness.jobs", "fault", *map(str, self.words)]
         return [sys.executable, "-m", "benchmarks.accuracy.memory_jobs", *map(str, self.words)]
 
 
@@ -72,11 +80,17 @@ HEALTHY = (
     Case("garbage", _job("gc-sawtooth")),
     Case("wandering lengths", _job("slow-lengths")),
 )
-#: Trainings with a cache: name, words, and its size at the end (bytes); None where the growth has no end.
+#: Size of an entry of a cache.
+_ENTRY_BYTES = 300 * KIB
+#: Trainings with a cache of `ENTRIES_COUNT` entries, in the training process or in each worker.
 CACHES = tuple(
-    Case(f"{name}, {fill} time constants", _job(kind, "--rate", 300 * KIB, "--fill", fill, seconds=seconds))
+    Case(
+        f"{name}, {fill} time constants",
+        _job(kind, "--rate", _ENTRY_BYTES, "--fill", fill, seconds=50.0),
+        fill=fill,
+    )
     for name, kind in (("cache", "random-cache"), ("worker caches", "worker-random-cache"))
-    for fill, seconds in ((0.7, 50.0), (1.5, 50.0), (2.5, 50.0), (5.0, 50.0))
+    for fill in (0.7, 1.5, 2.5, 5.0)
 )
 UNBOUNDED = (
     Case(
@@ -132,6 +146,32 @@ def page(runs: Sequence[tuple[str, Case, RunTables]]) -> Iterator[str]:
         found = [f for f in diagnose(tables).findings if _is_of_growth(f)]
         for finding in found or [None]:
             yield _row(group, case, finding)
+    caches = [(case, tables) for group, case, tables in runs if group == "cache"]
+    if caches:
+        yield from ("", "| case | end, MiB | true | full after, s | true |", "|---|---|---|---|---|")
+        yield from (_end(case, tables) for case, tables in caches)
+
+
+def _end(case: Case, tables: RunTables) -> str:
+    """The row of a cache: its foretold end and the true one."""
+    rows = while_running(tables, lifecycle_of(tables).mains[0])
+    length = float(np.ptp(seconds(rows)))
+    # Workers are forked from the training process, so they begin at its size.
+    true_end = _anonymous(rows) + ENTRIES_COUNT * _ENTRY_BYTES
+    # The fit begins a tenth later, and full means 95 % of the growth since then.
+    true_left = math.log(20) * length / (case.fill or 1.0) - 0.9 * length
+    found = next((f for f in diagnose(tables).findings if f.kind == "bounded-growth"), None)
+    told, left = "-", "-"
+    if found is not None and found.eta is not None:
+        low, high = (found.value_of(f"level_at_end_{end}_bytes") or 0.0 for end in ("low", "high"))
+        told = f"{low / MIB:.0f} to {high / MIB:.0f}"
+        left = f"{found.eta.mid_seconds:.0f} ({found.eta.low_seconds:.0f} to {found.eta.high_seconds:.0f})"
+    return f"| {case.name} | {told} | {true_end / MIB:.0f} | {left} | {max(true_left, 0):.0f} |"
+
+
+def _anonymous(rows: pd.DataFrame) -> float:
+    """The anonymous memory of a process at its first sample."""
+    return float(floats(rows, "rss_bytes")[0] - floats(rows, "file_bytes")[0] - floats(rows, "shm_bytes")[0])
 
 
 def _is_of_growth(finding: Finding) -> bool:

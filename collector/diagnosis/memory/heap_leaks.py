@@ -7,6 +7,7 @@ and it ends when everything is copied.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from collector.diagnosis.memory.leak import (
     growth_of,
     leak_finding,
     negligible_bytes,
+    rise_since,
     share_of,
     witnesses_of,
 )
@@ -55,7 +57,6 @@ from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact, sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
-from collector.diagnosis.statistics.saturation import Saturation
 from collector.findings import Evidence, Finding, Locus, Rate
 from collector.store import ProcessKey
 from collector.units import size
@@ -63,7 +64,10 @@ from training_harness.records import ROLE_WORKER
 
 #: A worker of a loader that grows, its growth, and what confirms it.
 _WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
-_WorkerFilling = tuple[Use, Saturation, tuple[Evidence, ...]]
+#: Times (seconds) and values of a measurement that is read seldom.
+_Readings = tuple[Floats, Floats]
+#: Least rise of each worker, as a share of the largest, for the workers of a loader to grow alike.
+_ALIKE_RATIO = 0.5
 #: Epochs whose worker in one place must have grown alike, for the epoch to bound the growth.
 _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
@@ -220,7 +224,7 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     workers = process[floats(process, "role") == ROLE_WORKER]
     leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
     young: dict[Locus, dict[int, _WorkerLeak]] = {}
-    full: dict[Locus, dict[int, _WorkerFilling]] = {}
+    lasting: dict[Locus, dict[int, tuple[Use, _Readings]]] = {}
     rises: dict[tuple[Locus, int], list[float]] = {}
     for _, rows in by_process(workers):
         locus = worker_locus(rows)
@@ -239,40 +243,63 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
         trend = use.growth() if ticks_count >= MIN_POINTS else None
-        negligible = negligible_bytes(use.values)
-        filling = filling_of(use, trend, negligible) if lasts_to_end(tables, use) else None
-        if filling is not None:
-            if witnesses := witnesses_of(growth_of(filling), {"private_dirty_rise_bytes": private}):
-                full.setdefault(place, {})[locus.worker] = use, filling, witnesses
-            continue
-        small = young_growth(tables, use, trend, negligible)
+        if lasts_to_end(tables, use):
+            lasting.setdefault(place, {})[locus.worker] = use, private
+        small = young_growth(tables, use, trend, negligible_bytes(use.values))
         trend = small or trend
         if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
             of_workers = (young if small else leaks).setdefault(place, {})
             largest = of_workers.get(locus.worker)
             if largest is None or largest[1].rise < trend.rise:
                 of_workers[locus.worker] = use, trend, witnesses
-    findings = [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
     # Workers that end with their epoch free what they took: with enough epochs, nothing is to be said.
-    for place in [place for place in {**full, **young} if place not in leaks]:
-        mild_workers = full.get(place) or young[place]
-        if max(len(rises[place, worker]) for worker in mild_workers) < _MIN_EPOCHS:
-            findings.append(_loader_note(tables, mild_workers))
+    stays = {place for place, worker in rises if len(rises[place, worker]) < _MIN_EPOCHS}
+    findings = []
+    for place in [place for place in {**leaks, **young, **lasting} if place in stays or place in leaks]:
+        leak = next(iter(leaks.get(place, {}).values()), None)
+        filling = _loader_filling(tables, place, lasting.get(place, {}), leak[1] if leak else None)
+        if filling is not None:
+            findings.append(filling)
+        elif leak is not None:
+            findings.append(_loader_leak(tables, place, leaks[place], rises))
+        elif place in young:
+            findings.append(_young_loader(tables, young[place]))
     return findings
 
 
-def _loader_note(
-    tables: RunTables, of_workers: Mapping[int, _WorkerLeak] | Mapping[int, _WorkerFilling]
-) -> Finding:
-    """Return the finding that a loader's workers grow, too little for a leak, or fill; the largest one is shown."""
-    leaks: list[_WorkerLeak | _WorkerFilling] = [*of_workers.values()]
-    use, trend, witnesses = max(leaks, key=lambda leak: leak[1].rise)
+def _loader_filling(
+    tables: RunTables, place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]], trend: Growth | None
+) -> Finding | None:
+    """Return the finding that each of a loader's workers fills a cache, by the mean of workers that grow alike.
+
+    They run the same code, and the mean is smoother than one of them. A worker that grows alone is no cache.
+    """
+    uses = [use for use, _ in of_workers.values()]
+    times = functools.reduce(np.intersect1d, [use.times for use in uses]) if uses else np.empty(0)
+    if len(times) < MIN_POINTS:
+        return None
+    use = uses[0].where(np.isin(uses[0].times, times))
+    levels = np.mean([one.values[np.isin(one.times, times)] for one in uses], axis=0)
+    use = replace(use, values=levels, locus=use.locus if len(uses) == 1 else place)
+    filling = filling_of(use, trend, negligible_bytes(levels))
+    if filling is None:
+        return None
+    growth = growth_of(filling)
+    rises = [rise_since(one.times, one.values, growth) for one in uses]
+    private_bytes = float(np.mean([rise_since(*readings, growth) for _, readings in of_workers.values()]))
+    if not (min(rises) >= _ALIKE_RATIO * max(rises) and private_bytes >= CONFIRMED * growth.rise):
+        return None
+    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {place.loader}"
+    fills = f"Worker {workers} fills" if len(uses) == 1 else f"Workers {workers} each fill"
+    witness = fact("private_dirty_rise_bytes", round(private_bytes), "same window", n=len(uses))
+    return bounded_finding(tables, use, filling, (witness,), fills=fills)
+
+
+def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:
+    """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
+    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak[1].rise)
     workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
-    is_one = len(of_workers) == 1
-    if isinstance(trend, Saturation):
-        fills = f"Worker {workers} fills" if is_one else f"Workers {workers} each fill"
-        return bounded_finding(tables, use, trend, witnesses, fills=fills)
-    grows = f"Worker {workers} grows" if is_one else f"Workers {workers} each grow"
+    grows = f"Worker {workers} grows" if len(of_workers) == 1 else f"Workers {workers} each grow"
     return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
 
 
