@@ -60,7 +60,7 @@ class Use:
 
 
 def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation | None:
-    """Return the growth of a use if it fills up to an end that can be told, on the clock of its times.
+    """Return the growth of a use if it fills up to an end that can be foretold, on the clock of its times.
 
     Growth that decelerates on one clock alone is a leak whose pace changes. Where `trend` passes the test for a
     leak, more has to be ruled out.

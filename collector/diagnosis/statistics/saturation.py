@@ -111,7 +111,7 @@ def _time_to(level: float | Floats, now: float, ends: Floats, scales: Floats) ->
 
 
 def saturation(clock: Floats, values: Floats, *, negligible: float, doubt: Doubt) -> Saturation | None:
-    """Return the growth of a series if it decelerates towards an end that can be told.
+    """Return the growth of a series if it decelerates towards an end that can be foretold.
 
     Args:
         clock: increasing times, in any unit.

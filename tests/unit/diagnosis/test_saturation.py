@@ -1,4 +1,4 @@
-"""Growth that ends is told from growth that does not: a cache that fills, and look-alikes."""
+"""Growth that ends is distinguished from growth that does not: a cache that fills, and look-alikes."""
 
 import numpy as np
 import pytest
