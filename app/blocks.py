@@ -29,6 +29,7 @@ _SEVERITY = {
 EVIDENCE_PAGES = {
     "memory forecast": pages.OOM_RISK,
     "memory leak": pages.LEAK_TIMELINE,
+    "growth that is no leak": pages.LEAK_TIMELINE,
     "data loading": pages.WORKER_STALLS,
     "training": pages.WORKER_STALLS,
     "death": pages.POST_MORTEM,

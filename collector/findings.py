@@ -19,6 +19,7 @@ _GROUPS = {
     "memory forecast": "gpu-oom-risk host-oom-risk shm-exhaustion-risk fd-exhaustion-risk",
     "memory leak": "gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation pinned-cache-growth main-heap-leak "
     "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
+    "growth that is no leak": "bounded-growth",
     "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
     "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers",
     "training": "main-thread-pause rank-straggler compute-bound",

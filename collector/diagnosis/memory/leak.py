@@ -13,6 +13,7 @@ from collector.diagnosis.memory.resources import Resource
 from collector.diagnosis.run.columns import MIB, SECOND_NS, finite, origin_ns, step_at, window_text
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, growth
+from collector.diagnosis.statistics.saturation import LENIENT, STRICT, Saturation, saturation
 from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
 from collector.units import count, number, quantity, size
@@ -24,7 +25,7 @@ _NEGLIGIBLE_RATIO = 0.01
 #: Share of the growth that a witness must show at least.
 CONFIRMED = 0.5
 #: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
-_MOMENT_SECONDS = 10.0
+MOMENT_SECONDS = 10.0
 _LOADING_SECONDS = 120.0
 
 
@@ -63,6 +64,33 @@ class Use:
         if self.key is None:
             return None
         return rise_at_occasions(occasions_of(tables, self.key), self.times, self.values, least_rise)
+
+
+def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation | None:
+    """Return the growth of a use if it fills up to an end that can be foretold, on the clock of its times.
+
+    Growth that decelerates on one clock alone is a leak whose pace changes. Where `trend` passes the test for a
+    leak, more has to be ruled out.
+    """
+    doubt = LENIENT if trend is None else STRICT
+    by_time = saturation(use.times, use.values, negligible=negligible, doubt=doubt)
+    if by_time is None or not np.isfinite(use.steps).any():
+        return by_time
+    by_step = saturation(use.steps, use.values, negligible=negligible, doubt=doubt)
+    return by_time if by_step is not None else None
+
+
+def growth_of(filling: Saturation) -> Growth:
+    """Return a growth that ends as a growth with its rate of now."""
+    rates = (filling.ends - filling.level) / filling.scales
+    return Growth(
+        slope=filling.slope,
+        low=float(rates.min()),
+        high=float(rates.max()),
+        rise=filling.rise,
+        since_seconds=filling.since,
+        n=filling.n,
+    )
 
 
 def witnesses_of(trend: Growth, series: Mapping[str, tuple[Floats, Floats]]) -> tuple[Evidence, ...]:
@@ -135,13 +163,6 @@ def leak_finding(
     if at is not None:
         each = quantity(round(at.rise), unit)
         grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
-    rise = Evidence(
-        name=f"{use.series}_rise_{unit}",
-        value=round(trend.rise),
-        unit=unit,
-        n=trend.n,
-        window=window_text(begin_ns, end_seconds * SECOND_NS, origin_ns(tables)),
-    )
     return Finding(
         kind=resource.leak if witnesses else "cannot-tell",
         severity=_severity(tables, end_seconds - begin_seconds, iterates=iterates) if witnesses else "info",
@@ -149,7 +170,7 @@ def leak_finding(
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
         since_step=step_at(tables, use.key, begin_ns),
-        evidence=(rise, *(at.facts(unit) if at else ()), *witnesses),
+        evidence=(rise_of(tables, use, trend, unit), *(at.facts(unit) if at else ()), *witnesses),
         rate=rate(trend, unit),
         advice=_advice(resource, at, words) if witnesses else (),
     )
@@ -166,6 +187,17 @@ def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
     return {"rise": count(trend.rise), "slope": number(trend.slope), "per_minute": number(trend.slope * 60)}
 
 
+def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str) -> Evidence:
+    """Return the rise of a growth as evidence."""
+    return Evidence(
+        name=f"{use.series}_rise_{unit}",
+        value=round(trend.rise),
+        unit=unit,
+        n=trend.n,
+        window=window_text(trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS, origin_ns(tables)),
+    )
+
+
 def rate(trend: Growth, unit: str) -> Rate:
     """Return the growth as a rate of `unit` per second."""
     return Rate(value=trend.slope, low=trend.low, high=trend.high, unit=f"{unit}/s")
@@ -178,4 +210,4 @@ def _severity(tables: RunTables, lasted_seconds: float, *, iterates: bool) -> Se
     """
     if not iterates:
         return "info" if lasted_seconds < _LOADING_SECONDS else "warning"
-    return "info" if tables.goes_on and lasted_seconds < _MOMENT_SECONDS else "warning"
+    return "info" if tables.goes_on and lasted_seconds < MOMENT_SECONDS else "warning"
