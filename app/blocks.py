@@ -193,8 +193,9 @@ def sheet(table: pd.DataFrame) -> str:
     return table.map(quote).rename(columns=quote).to_csv(index=False)
 
 
-def evidence_page(kind: str) -> pages.Page:
-    """Return the page that shows the evidence of a kind of finding."""
+def evidence_page(finding: Finding) -> pages.Page:
+    """Return the page that shows the evidence of a finding."""
+    kind = finding.suspected
     return _KIND_PAGES.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
 
 
@@ -263,6 +264,8 @@ def _draw_findings(block: Findings) -> None:
     for finding in rest:
         with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=_SEVERITY["info"][0]):
             _draw_body(finding, finding.evidence)
+            if block.link:
+                _draw_link(finding)
 
 
 def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
@@ -280,8 +283,12 @@ def _draw_finding(finding: Finding, *, link: bool, has_summary: bool) -> None:
             with st.expander(f"All {len(finding.evidence)} measurements"):
                 st.markdown(_evidence_table(finding.evidence))
         if link:
-            page = evidence_page(finding.kind)
-            st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
+            _draw_link(finding)
+
+
+def _draw_link(finding: Finding) -> None:
+    page = evidence_page(finding)
+    st.page_link(page.file, label=f"See {page.title}", icon=":material/arrow_forward:")
 
 
 def _draw_body(finding: Finding, measurements: Sequence[Evidence]) -> None:

@@ -204,6 +204,17 @@ class Finding:
         return self.kind == "compute-bound" and self.limited_by is None
 
     @property
+    def suspected(self) -> str:
+        """The kind of leak that a growth may be which cannot be judged; the finding's own kind otherwise."""
+        if self.kind != "cannot-tell" or self.rate is None:
+            return self.kind
+        if self.locus.device is not None:
+            return "gpu-tensor-leak"
+        if self.rate.unit == "count/s":
+            return "fd-leak"
+        return {None: "shm-leak", "worker": "worker-heap-leak"}.get(self.locus.role, "main-heap-leak")
+
+    @property
     def has_line(self) -> bool:
         """True if a series of stacks can name the lines behind it."""
         return self.kind in LINE_KINDS and not self.is_healthy

@@ -12,7 +12,7 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS, open_files, shared_memory
 from collector.diagnosis import MIN_POINTS
-from collector.findings import KINDS, Finding
+from collector.findings import KINDS
 from collector.store import queries
 from collector.units import MISSING, duration, growth, number, size
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -20,13 +20,14 @@ from training_harness.records import ROLE_MAIN, ROLE_WORKER
 #: Number of lines that a reader can tell apart; the steepest are drawn.
 MAX_LINES = 12
 NOTHING = "No leak has been found."
+_GROUPS = ("memory leak", "growth that is no leak")
 #: kind of a leak that is not memory of a process -> the panel of OOM risk that shows it.
 _OTHER_LEAKS = {"fd-leak": open_files, "shm-leak": shared_memory}
 
 
 def _other_leaks(moment: Moment) -> Iterator[Block]:
     """Draw open files and shared memory, where they leak."""
-    kinds = {finding.kind for finding in moment.findings}
+    kinds = {finding.suspected for finding in moment.findings}
     for kind, build in _OTHER_LEAKS.items():
         if kind in kinds:
             yield from build(moment)
@@ -117,19 +118,11 @@ def _steepest(places: pd.DataFrame, metric: str) -> list[str]:
     return [str(name) for name in slopes.sort_values(ascending=False).index[:MAX_LINES]]
 
 
-_GROUPS = ("memory leak", "growth that is no leak")
-
-
-def _is_young(finding: Finding) -> bool:
-    """Return whether a finding says that growth of the host's memory or descriptors is no leak yet."""
-    return finding.kind == "cannot-tell" and finding.rate is not None and finding.locus.device is None
-
-
 VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.kind] in _GROUPS or _is_young(finding),
+    has_finding=lambda finding: KINDS[finding.suspected] in _GROUPS,
     rows=(
         (FINDINGS,),
         (Panel("Files and shared memory", _other_leaks),),

@@ -162,10 +162,11 @@ def _end(case: Case, tables: RunTables) -> str:
     true_left = math.log(20) * length / (case.fill or 1.0) - 0.9 * length
     found = next((f for f in diagnose(tables).findings if f.kind == "bounded-growth"), None)
     told, left = "-", "-"
-    if found is not None and found.eta is not None:
+    if found is not None:
         low, high = (found.value_of(f"level_at_end_{end}_bytes") or 0.0 for end in ("low", "high"))
         told = f"{low / MIB:.0f} to {high / MIB:.0f}"
-        left = f"{found.eta.mid_seconds:.0f} ({found.eta.low_seconds:.0f} to {found.eta.high_seconds:.0f})"
+        mid, low, high = (found.value_of(f"time_to_full_{name}seconds") or 0.0 for name in ("", "low_", "high_"))
+        left = f"{mid:.0f} ({low:.0f} to {high:.0f})"
     return f"| {case.name} | {told} | {true_end / MIB:.0f} | {left} | {max(true_left, 0):.0f} |"
 
 
@@ -175,7 +176,7 @@ def _anonymous(rows: pd.DataFrame) -> float:
 
 
 def _is_of_growth(finding: Finding) -> bool:
-    return KINDS[finding.kind] in _GROUPS or (finding.kind == "cannot-tell" and finding.rate is not None)
+    return KINDS[finding.suspected] in _GROUPS
 
 
 def _row(group: str, case: Case, finding: Finding | None) -> str:

@@ -179,7 +179,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
     """
     remaining = []
     for finding in findings:
-        is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
+        is_small = finding.kind == "bounded-growth" or finding.suspected != finding.kind
         is_small = is_small and finding.locus.role == "main"
         if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
             continue

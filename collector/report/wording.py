@@ -53,6 +53,11 @@ _LABELS = {
     "saving_ratio": "pauses in torch.save",
     "silent_seconds": "no step or batch for",
     "idle_seconds": "no CPU time for",
+    "level_at_end_low_bytes": "level at the end, at least",
+    "level_at_end_high_bytes": "level at the end, at most",
+    "time_to_full_seconds": "time until it is full",
+    "time_to_full_low_seconds": "time until it is full, at least",
+    "time_to_full_high_seconds": "time until it is full, at most",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
 }
@@ -185,12 +190,14 @@ def check_words(checks: Sequence[Check]) -> tuple[str, str]:
 
 
 def stake(finding: Finding) -> str:
-    """Return the one figure that says how much a finding matters: when a limit is met, what it costs, how it grows.
+    """Return the one figure that says how much a finding matters; empty if it has none.
 
-    Empty if it has none of them.
+    It is the time until a limit is met, the end of a growth, the time that is lost, or the rate of a growth.
     """
     if finding.eta is not None:
         return f"limit met {eta(replace(finding.eta, mid_steps=None))}"
+    if (end := finding.value_of("level_at_end_high_bytes")) is not None:
+        return f"at most {size(end)} at its end"
     lost = finding.value_of("lost_wall_ratio") or 0.0
     if lost >= _LEAST_LOST_RATIO:
         return f"up to {percent(lost)} of the run's time"

@@ -17,7 +17,7 @@ from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, Saturation
-from collector.findings import Eta, Evidence, Finding
+from collector.findings import Evidence, Finding
 from collector.units import count, duration, number, size
 
 #: Least rise, as a share of what a leak must take: some arenas of Python's allocator, which are of 1 MiB.
@@ -126,7 +126,7 @@ def bounded_finding(
     now = "now"
     if not tables.goes_on:
         now, when = "when the run ended", f"after about {duration(likeliest)} more"
-    window = f"{FULL_RATIO:.0%} of the growth, {when}"
+    window = f"{FULL_RATIO:.0%} of the growth"
     return Finding(
         kind="bounded-growth",
         severity="info",
@@ -136,13 +136,15 @@ def bounded_finding(
         locus=use.locus,
         since_step=step_at(tables, use.key, trend.since_seconds * SECOND_NS),
         evidence=(
+            fact("level_at_end_low_bytes", round(low), "at the end", n=filling.n),
+            fact("level_at_end_high_bytes", round(high), "at the end", n=filling.n),
+            fact("time_to_full_seconds", round(likeliest), window, n=filling.n),
             rise_of(tables, use, trend, "bytes"),
-            fact("level_at_end_low_bytes", round(low), window, n=filling.n),
-            fact("level_at_end_high_bytes", round(high), window, n=filling.n),
+            fact("time_to_full_low_seconds", round(soonest), window, n=filling.n),
+            fact("time_to_full_high_seconds", round(latest), window, n=filling.n),
             *witnesses,
         ),
         rate=rate(trend, "bytes"),
-        eta=Eta(low_seconds=soonest, mid_seconds=likeliest, high_seconds=latest),
     )
 
 

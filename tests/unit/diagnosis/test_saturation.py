@@ -87,7 +87,8 @@ def test_cache_that_fills_is_information_with_its_end():
     assert (found.kind, found.severity, found.locus.role) == ("bounded-growth", "info", "main")
     low, high = (found.value_of(f"level_at_end_{end}_bytes") / MIB for end in ("low", "high"))
     assert low - 4 <= 540 <= high + 4
-    assert found.eta.low_seconds <= found.eta.mid_seconds <= found.eta.high_seconds
+    soonest, likeliest, latest = (found.value_of(f"time_to_full_{name}seconds") for name in ("low_", "", "high_"))
+    assert 0 < soonest <= likeliest <= latest
     assert "at the end, in about" in found.summary
 
 
