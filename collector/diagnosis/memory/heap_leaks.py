@@ -262,11 +262,10 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     stays = {place for place, worker in rises if len(rises[place, worker]) < _MIN_EPOCHS}
     findings = []
     for place in [place for place in {**leaks, **young, **lasting} if place in stays or place in leaks]:
-        leak = next(iter(leaks.get(place, {}).values()), None)
-        filling = _loader_filling(tables, place, lasting.get(place, {}), leak[1] if leak else None)
+        filling = _loader_filling(tables, place, lasting.get(place, {}))
         if filling is not None:
             findings.append(filling)
-        elif leak is not None:
+        elif place in leaks:
             findings.append(_loader_leak(tables, place, leaks[place], rises))
         elif place in young:
             findings.append(_young_loader(tables, young[place]))
@@ -274,11 +273,12 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
 
 
 def _loader_filling(
-    tables: RunTables, place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]], trend: Growth | None
+    tables: RunTables, place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]
 ) -> Finding | None:
     """Return the finding that each of a loader's workers fills a cache, by the mean of workers that grow alike.
 
-    They run the same code, and the mean is smoother than one of them. A worker that grows alone is no cache.
+    They run the same code, and the mean is smoother: one of them may pass for a leak by its noise. A worker that
+    grows alone is no cache.
     """
     uses = [use for use, _ in of_workers.values()]
     times = functools.reduce(np.intersect1d, [use.times for use in uses]) if uses else np.empty(0)
@@ -287,7 +287,8 @@ def _loader_filling(
     use = uses[0].where(np.isin(uses[0].times, times))
     levels = np.mean([one.values[np.isin(one.times, times)] for one in uses], axis=0)
     use = replace(use, values=levels, locus=use.locus if len(uses) == 1 else place)
-    filling = filling_of(use, trend, negligible_bytes(levels))
+    negligible = negligible_bytes(levels)
+    filling = filling_of(use, use.growth(negligible), negligible)
     if filling is None:
         return None
     growth = growth_of(filling)
