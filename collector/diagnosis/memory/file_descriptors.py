@@ -23,8 +23,14 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.growth_without_leak import is_brief, young_finding
-from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, rise_since
+from collector.diagnosis.memory.leak import (
+    CONFIRMED,
+    Use,
+    is_brief,
+    leak_finding,
+    rise_since,
+    young_finding,
+)
 from collector.diagnosis.run.columns import (
     SECOND_NS,
     by_process,

@@ -18,22 +18,20 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
-from collector.diagnosis.memory.growth_without_leak import (
-    bounded_finding,
-    lasts_to_end,
-    young_finding,
-    young_growth,
-)
 from collector.diagnosis.memory.leak import (
     CONFIRMED,
     Use,
+    bounded_finding,
     filling_of,
     growth_of,
+    lasts_to_end,
     leak_finding,
     negligible_bytes,
     rise_since,
     share_of,
     witnesses_of,
+    young_finding,
+    young_growth,
 )
 from collector.diagnosis.run.columns import (
     SECOND_NS,
@@ -121,6 +119,20 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         return bounded_finding(tables, use, filling, witnesses, fills=f"{process} fills")
     if young is not None:
         return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
+    leak = _leak_of_main(tables, key, use, trend, witnesses, is_iterating=is_iterating)
+    return leak if stairs is None else replace(leak, severity="info")
+
+
+def _leak_of_main(
+    tables: RunTables,
+    key: ProcessKey,
+    use: Use,
+    trend: Growth,
+    witnesses: tuple[Evidence, ...],
+    *,
+    is_iterating: bool,
+) -> Finding:
+    life, times = lifecycle_of(tables), use.times
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, trend.since_seconds * SECOND_NS, float(times[-1]) * SECOND_NS)
     finding = leak_finding(
@@ -130,13 +142,13 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         trend,
         (*witnesses, *_half_slopes(use, trend)),
         iterates=is_iterating,
-        process=process,
+        process=sentence(life.name(key)),
         per_step=f", {size(trend.rise / steps)} per step" if math.isfinite(steps) else "",
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
         finding,
-        severity=finding.severity if life.may_train(key) and stairs is None else "info",
+        severity=finding.severity if life.may_train(key) else "info",
         confidence=certainty if iterates(tables, key) else certainty - 0.15,
         summary=finding.summary + ("" if is_iterating else _NO_ITERATIONS),
     )

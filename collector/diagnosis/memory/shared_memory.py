@@ -13,8 +13,14 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.growth_without_leak import young_finding, young_growth
-from collector.diagnosis.memory.leak import Use, leak_finding, negligible_bytes, witnesses_of
+from collector.diagnosis.memory.leak import (
+    Use,
+    leak_finding,
+    negligible_bytes,
+    witnesses_of,
+    young_finding,
+    young_growth,
+)
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.diagnosis.run.columns import (
     SECOND_NS,
