@@ -274,23 +274,25 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     stays = {place for place, worker in rises if len(rises[place, worker]) < _MIN_EPOCHS}
     findings = []
     for place in [place for place in {**leaks, **young, **lasting} if place in stays or place in leaks]:
-        filling = _loader_filling(tables, place, lasting.get(place, {}))
+        staying = lasting.get(place, {})
+        mean = _mean_of(place, staying)
+        trend = mean.growth() if mean is not None else None
+        filling = _loader_filling(tables, mean, trend, staying) if mean is not None else None
         if filling is not None:
             findings.append(filling)
         elif place in leaks:
+            if mean is not None and trend is None and _is_of_all(leaks[place], staying):
+                continue  # by its noise, one of them passed for a leak
             findings.append(_loader_leak(tables, place, leaks[place], rises))
         elif place in young:
             findings.append(_young_loader(tables, young[place]))
     return findings
 
 
-def _loader_filling(
-    tables: RunTables, place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]
-) -> Finding | None:
-    """Return the finding that each of a loader's workers fills a cache, by the mean of workers that grow alike.
+def _mean_of(place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]) -> Use | None:
+    """Return the mean use of a loader's workers, at the times that they share; None if these are too few.
 
-    They run the same code, and the mean is smoother: one of them may pass for a leak by its noise. A worker that
-    grows alone is no cache.
+    Workers run the same code. If they grow alike, their mean shows the same growth, with less noise.
     """
     uses = [use for use, _ in of_workers.values()]
     times = functools.reduce(np.intersect1d, [use.times for use in uses]) if uses else np.empty(0)
@@ -298,20 +300,38 @@ def _loader_filling(
         return None
     use = uses[0].where(np.isin(uses[0].times, times))
     levels = np.mean([one.values[np.isin(one.times, times)] for one in uses], axis=0)
-    use = replace(use, values=levels, locus=use.locus if len(uses) == 1 else place)
-    negligible = negligible_bytes(levels)
-    filling = filling_of(use, use.growth(negligible), negligible)
+    return replace(use, values=levels, locus=use.locus if len(uses) == 1 else place)
+
+
+def _grow_alike(of_workers: Mapping[int, tuple[Use, _Readings]], growth: Growth) -> bool:
+    rises = [rise_since(use.times, use.values, growth) for use, _ in of_workers.values()]
+    return min(rises) >= _ALIKE_RATIO * max(rises)
+
+
+def _is_of_all(leaks: Mapping[int, _WorkerLeak], of_workers: Mapping[int, tuple[Use, _Readings]]) -> bool:
+    """Return whether the growth of these workers is that of all workers of their loader that last."""
+    are_lasting = all(worker in of_workers and of_workers[worker][0] is leaks[worker][0] for worker in leaks)
+    return are_lasting and all(_grow_alike(of_workers, trend) for _, trend, _ in leaks.values())
+
+
+def _loader_filling(
+    tables: RunTables, mean: Use, trend: Growth | None, of_workers: Mapping[int, tuple[Use, _Readings]]
+) -> Finding | None:
+    """Return the finding that each of a loader's workers fills a cache, by their mean and its growth, if any.
+
+    A worker that grows alone is no cache.
+    """
+    filling = filling_of(mean, trend, negligible_bytes(mean.values))
     if filling is None:
         return None
     growth = growth_of(filling)
-    rises = [rise_since(one.times, one.values, growth) for one in uses]
     private_bytes = float(np.mean([rise_since(*readings, growth) for _, readings in of_workers.values()]))
-    if not (min(rises) >= _ALIKE_RATIO * max(rises) and private_bytes >= CONFIRMED * growth.rise):
+    if not (_grow_alike(of_workers, growth) and private_bytes >= CONFIRMED * growth.rise):
         return None
-    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {place.loader}"
-    fills = f"Worker {workers} fills" if len(uses) == 1 else f"Workers {workers} each fill"
-    witness = fact("private_dirty_rise_bytes", round(private_bytes), "same window", n=len(uses))
-    return bounded_finding(tables, use, filling, (witness,), fills=fills)
+    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {mean.locus.loader}"
+    fills = f"Worker {workers} fills" if len(of_workers) == 1 else f"Workers {workers} each fill"
+    witness = fact("private_dirty_rise_bytes", round(private_bytes), "same window", n=len(of_workers))
+    return bounded_finding(tables, mean, filling, (witness,), fills=fills)
 
 
 def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:

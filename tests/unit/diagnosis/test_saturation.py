@@ -65,7 +65,7 @@ def test_other_growth_has_no_end_to_foretell(growth, doubt):
 
 
 def judged(main=FLAT, workers=FLAT, *, steps_clock=None, total=10**14, living=True):
-    """The findings on growth of a run of a minute; growth in MiB."""
+    """The findings on growth of a run of a minute; growth in MiB, of each worker or of all alike."""
     pace = jittered(0.25) if steps_clock is None else steps_clock
     script = simulate(workers=2, prefetch=2, service=jittered(0.05), consumer=pace, batches=240)
     script.living = frozenset({MAIN}) if living else frozenset()
@@ -74,10 +74,11 @@ def judged(main=FLAT, workers=FLAT, *, steps_clock=None, total=10**14, living=Tr
     held = (300 + main + noise(2)) * MIB
     sample_process(script, at, MAIN, ROLE_MAIN, private=held, rss=held)
     for worker in range(2):
-        held = (200 + workers + noise(3)) * MIB
+        held = (200 + (workers[worker] if isinstance(workers, tuple) else workers) + noise(3)) * MIB
         key = ("node", 1000 + worker, 7000 + worker)
         sample_process(script, at, key, ROLE_WORKER, private=held, rss=held, worker=worker, loader=0)
-    sample_host(script, at, demand=(4000 + main + 2 * workers) * MIB, total=total)
+    of_workers = sum(workers) if isinstance(workers, tuple) else 2 * workers
+    sample_host(script, at, demand=(4000 + main + of_workers) * MIB, total=total)
     return [f for f in diagnose(script.tables()).findings if f.rate is not None]
 
 
@@ -97,6 +98,15 @@ def test_caches_of_a_loaders_workers_are_one_finding():
 
     assert (found.kind, found.severity, found.locus.loader) == ("bounded-growth", "info", 0)
     assert found.summary.startswith("Workers 0, 1 of loader 0 each fill")
+
+
+@pytest.mark.parametrize(("fill", "seed", "kinds"), [(2.1, 6, ["bounded-growth"]), (1.5, 8, [])])
+def test_no_worker_passes_for_a_leak_by_its_noise_where_all_fill_alike(fill, seed, kinds):
+    fills = tuple(cache(fill, seed=seed + worker, entries=800) for worker in range(2))
+
+    assert [f.kind for f in judged(workers=fills)] == kinds
+    [leak] = judged(workers=(fills[0] + 200 * PART, FLAT))
+    assert (leak.kind, leak.locus.worker) == ("worker-heap-leak", 0)
 
 
 @pytest.mark.parametrize("growth", [cache(6) + 200 * PART, cache(0.5) + 200 * PART, 200 * PART])
