@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,9 @@ _METHOD = """
   Steps take longer on a busy machine, so the true rate is lower then. For workers it is the sum of two.
 - **Caches** have 800 entries that are visited at random. The end of a cache is the memory at the first sample and
   all entries. It is full at 95 % of the growth since the fit begins. Time constants: length of the training.
+- **Load**: on a machine with ten times as many programs as cores, the same trainings took up to three times as long.
+  All leaks were named and no healthy training was warned of its own memory. Of the caches, those of 1.5 time
+  constants were not foretold, and one of them looked like a leak.
 - The rules saw runs like these while they were made. No threshold is fitted to them."""
 _GROUPS = ("memory leak", "memory forecast", "growth that is no leak")
 
@@ -137,8 +141,12 @@ def main() -> None:
         for case in cases
         if not options.cases or any(word in case.name or word == group for word in options.cases)
     ]
+    # /dev/shm is one for all of them.
+    alone = [one for one in chosen if one[1].kind == "shm-leak"]
     with ThreadPoolExecutor(options.side_by_side) as pool:
-        all(pool.map(lambda one: _run(options.keep / one[0] / _folder(one[1]), one[1]), chosen))
+        list(pool.map(partial(_run, options.keep), (one for one in chosen if one not in alone)))
+    for one in alone:
+        _run(options.keep, one)
     short = [(g, c, load_tables(find_run(options.keep / g / _folder(c), "latest"))) for g, c in chosen]
     for line in page(short):
         print(line, flush=True)
@@ -148,10 +156,12 @@ def _folder(case: Case) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in case.name)
 
 
-def _run(home: Path, case: Case) -> bool:
+def _run(keep: Path, one: tuple[str, Case]) -> None:
+    group, case = one
+    home = keep / group / _folder(case)
     try:
         if find_run(home, "latest").manifest.get("exit_status") == 0:
-            return True
+            return
     except TidegaugeError:
         pass  # there is none yet
     home.mkdir(parents=True, exist_ok=True)
@@ -159,7 +169,6 @@ def _run(home: Path, case: Case) -> bool:
     done = subprocess.run(watched, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(f"{case.name} failed:\n{done.stderr}")
-    return True
 
 
 def page(runs: Sequence[tuple[str, Case, RunTables]]) -> Iterator[str]:
