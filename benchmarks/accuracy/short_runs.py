@@ -50,8 +50,8 @@ _METHOD = """
 ## How it is measured
 
 - **Rates**: the true one is the bytes that the training keeps per step, over the time that a step would take alone.
-  Steps take longer on a busy machine, so the true rate is lower then. For workers it is the sum of two; information has
-  the larger one.
+  Steps take longer on a busy machine, so the true rate is lower then. For workers it is the sum of two;
+  information has the larger one.
 - **Caches** have 800 entries that are visited at random. The end of a cache is the memory at the first sample and
   all entries. It is full at 95 % of the growth since the fit begins. Time constants: length of the training.
 - **Load**: with ten times as many busy programs as cores, the same trainings took up to three times as long. All
