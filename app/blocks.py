@@ -29,6 +29,7 @@ _SEVERITY = {
 EVIDENCE_PAGES = {
     "memory forecast": pages.OOM_RISK,
     "memory leak": pages.LEAK_TIMELINE,
+    "growth that is no leak": pages.LEAK_TIMELINE,
     "data loading": pages.WORKER_STALLS,
     "training": pages.WORKER_STALLS,
     "death": pages.POST_MORTEM,
@@ -206,8 +207,9 @@ def sheet(table: pd.DataFrame) -> str:
     return table.map(quote).rename(columns=quote).to_csv(index=False)
 
 
-def evidence_page(kind: str) -> pages.Page:
-    """Return the page that shows the evidence of a kind of finding."""
+def evidence_page(finding: Finding) -> pages.Page:
+    """Return the page that shows the evidence of a finding."""
+    kind = finding.suspected
     return _KIND_PAGES.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
 
 
@@ -303,7 +305,7 @@ def _draw_finding(finding: Finding, block: Findings) -> None:
 
 def _draw_link(finding: Finding, block: Findings) -> None:
     """Draw the link to the evidence: its page, and the time that the charts zoom to."""
-    page, window = evidence_page(finding.kind), finding.window_seconds
+    page, window = evidence_page(finding), finding.window_seconds
     if not (block.leads_away or window):
         return
     words = f"See {page.title}" if block.leads_away else "Show it in the charts"

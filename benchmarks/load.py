@@ -24,6 +24,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from collector.agent.samplers.processes import EARLY_NS
 from collector.agent.samplers.samples import record_values
 from collector.store.catalogue import find_run
 from collector.store.lake.reader import read
@@ -154,14 +155,21 @@ def seconds_of(values: pd.Series) -> str:
     return f"{values.median() / 1e9:.1f} s, at most {values.max() / 1e9:.1f} s"
 
 
+def besides_smaps(agent: pd.DataFrame) -> str:
+    """CPU time of the collector without reads of smaps, from the second of these records on."""
+    span = agent.iloc[-1] - agent.iloc[1]
+    return percent(span["cpu_ns"] - span["smaps_ns"], span["time_ns"])
+
+
 def figures(agent: pd.DataFrame, process: pd.DataFrame) -> Mapping[str, tuple[str, str]]:
     """Return the collector's records of itself: name -> figure and budget."""
     span = agent.iloc[-1] - agent.iloc[1]
-    smaps_ns = span["smaps_ns"]
+    smaps_ns, early_end_ns = span["smaps_ns"], agent["time_ns"].iloc[0] + EARLY_NS
     read_at = process[process["pss_bytes"].notna() & (process["role"] != ROLE_COLLECTOR)]
     ages = read_at.groupby("process_pid")["time_ns"].diff().dropna()
     return {
-        "CPU besides smaps": (percent(span["cpu_ns"] - smaps_ns, span["time_ns"]), "≤ 1 %"),
+        "CPU besides smaps": (besides_smaps(agent), "≤ 1 %"),
+        "the same in the first two minutes": (besides_smaps(agent[agent["time_ns"] <= early_end_ns]), ""),
         "CPU within smaps": (percent(smaps_ns, span["time_ns"]), "≤ 1 %"),
         "RSS: least, median, most": (mebibytes(agent["rss_bytes"]), "≤ 250 MB (238 MiB)"),
         "CPU until the second sample": (f"{agent['cpu_ns'].iloc[1] / 1e9:.1f} s", ""),

@@ -24,6 +24,7 @@ _GROUPS = {
     "memory forecast": "gpu-oom-risk host-oom-risk shm-exhaustion-risk fd-exhaustion-risk",
     "memory leak": "gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation pinned-cache-growth main-heap-leak "
     "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
+    "growth that is no leak": "bounded-growth",
     "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
     "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers",
     "training": "main-thread-pause rank-straggler compute-bound",
@@ -217,6 +218,17 @@ class Finding:
     def is_healthy(self) -> bool:
         """True if the finding only says that something is as it should be."""
         return self.kind == "compute-bound" and self.limited_by is None
+
+    @property
+    def suspected(self) -> str:
+        """The kind of leak that a growth may be which cannot be judged; the finding's own kind otherwise."""
+        if self.kind != "cannot-tell" or self.rate is None:
+            return self.kind
+        if self.locus.device is not None:
+            return "gpu-tensor-leak"
+        if self.rate.unit == "count/s":
+            return "fd-leak"
+        return {None: "shm-leak", "worker": "worker-heap-leak"}.get(self.locus.role, "main-heap-leak")
 
     @property
     def has_line(self) -> bool:

@@ -256,6 +256,17 @@ PROCESS = _stream(
     Column("exit_status", "i", "status", "exit code, or -n for signal n; known only for the command"),
 )
 
+EARLY_PROCESS = _stream(
+    "early_process",
+    "sampled process, between two ticks of the collector in its first two minutes",
+    _TIME,
+    Column("process_pid", "i", "id", "pid of the sampled process"),
+    Column("process_start_ticks", "q", "ticks", "start time of that process since boot"),
+    Column("rss_bytes", "q", "bytes", "resident set"),
+    Column("anon_bytes", "q", "bytes", "resident pages of neither mapped files nor shared memory"),
+    Column("fd_count", "i", "count", "open file descriptors"),
+)
+
 HOST = _stream(
     "host",
     "host and tick of the collector",
@@ -322,5 +333,18 @@ AGENT = _stream(
 
 STREAMS: dict[str, Stream] = {
     stream.name: stream
-    for stream in (STEP, DEVICE_TIME, DEVICE_MEMORY, BATCH, FETCH, STAGE, HEAP, PROCESS, HOST, DEVICE, AGENT)
+    for stream in (
+        STEP,
+        DEVICE_TIME,
+        DEVICE_MEMORY,
+        BATCH,
+        FETCH,
+        STAGE,
+        HEAP,
+        PROCESS,
+        EARLY_PROCESS,
+        HOST,
+        DEVICE,
+        AGENT,
+    )
 }

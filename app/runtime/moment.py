@@ -305,7 +305,7 @@ def _finding_marks(moment: Moment, gpu: str) -> list[Mark]:
         device = finding.locus.device if len(names) > 1 and not gpu else None
         words = f"{finding.kind} {report.since(finding)}{'' if device is None else f' on GPU {device}'}"
         if at is not None:
-            marks.append(Mark(at_seconds=at, words=words, address=moment.address(evidence_page(finding.kind))))
+            marks.append(Mark(at_seconds=at, words=words, address=moment.address(evidence_page(finding))))
     return marks
 
 

@@ -151,7 +151,7 @@ VIEW = View(
     name="agent-health",
     question="Can these figures be trusted, and what do they cost?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.kind] == "trust",
+    has_finding=lambda finding: KINDS[finding.suspected] == "trust",
     rows=(
         (FINDINGS,),
         (Panel("Key figures", _key_figures),),

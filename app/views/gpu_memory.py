@@ -132,7 +132,7 @@ VIEW = View(
     name="gpu-memory",
     question="Is GPU memory taken by live tensors, by the cache, or outside PyTorch?",
     answer=_answer,
-    has_finding=lambda finding: finding.kind.startswith(KINDS),
+    has_finding=lambda finding: finding.suspected.startswith(KINDS),
     rows=(
         (Panel("Findings", _findings),),
         (Panel("Account", lambda moment: first_gpus(moment, _account, NO_GPU)),),

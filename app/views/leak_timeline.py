@@ -20,13 +20,14 @@ from training_harness.records import ROLE_MAIN, ROLE_WORKER
 #: Number of lines that a reader can tell apart; the steepest are drawn.
 MAX_LINES = 12
 NOTHING = "No leak has been found."
+_GROUPS = ("memory leak", "growth that is no leak")
 #: kind of a leak that is not memory of a process -> the panel of OOM risk that shows it.
 _OTHER_LEAKS = {"fd-leak": open_files, "shm-leak": shared_memory}
 
 
 def _other_leaks(moment: Moment) -> Iterator[Block]:
     """Draw open files and shared memory, where they leak."""
-    kinds = {finding.kind for finding in moment.findings}
+    kinds = {finding.suspected for finding in moment.findings}
     for kind, build in _OTHER_LEAKS.items():
         if kind in kinds:
             yield from build(moment)
@@ -121,7 +122,7 @@ VIEW = View(
     name="leak-timeline",
     question="What leaks, in which process, and how fast?",
     answer=lambda moment: answer(moment.findings, NOTHING),
-    has_finding=lambda finding: KINDS[finding.kind] == "memory leak",
+    has_finding=lambda finding: KINDS[finding.suspected] in _GROUPS,
     rows=(
         (FINDINGS,),
         (Panel("Files and shared memory", _other_leaks),),

@@ -201,7 +201,7 @@ VIEW = View(
     name="oom-risk",
     question="How near is each limit, and when will it be met?",
     answer=_answer,
-    has_finding=lambda finding: KINDS[finding.kind] == "memory forecast" or finding.kind in _OTHER_KINDS,
+    has_finding=lambda finding: KINDS[finding.kind] == "memory forecast" or finding.suspected in _OTHER_KINDS,
     rows=(
         (FINDINGS,),
         (Panel("Limits", _limit_table),),

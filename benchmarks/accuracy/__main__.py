@@ -1,9 +1,9 @@
-"""python -m benchmarks.accuracy {batch-sizes,gpu,memory,predictions,stalls} [options]: are the verdicts right?"""
+"""python -m benchmarks.accuracy PART [options]: are the verdicts right?"""
 
 import importlib
 import sys
 
-PARTS = ("batch-sizes", "gpu", "memory", "predictions", "stalls")
+PARTS = ("batch-sizes", "gpu", "memory", "predictions", "short-runs", "stalls")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:

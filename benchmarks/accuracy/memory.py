@@ -54,6 +54,8 @@ _METHOD = """
 Each case is a real training under the collector, with a cgroup and a /dev/shm of its own. The benchmark runs as
 root on a machine with a memory cgroup of version 1.
 
+- **Samples** are those of `tidegauge run` by default: one per second, and five per second of memory and descriptors
+  in the first two minutes.
 - **Leaks** are the faults of `tidegauge job fault`, and leaks of 2 KiB to 2 MiB a step, from the start or from
   the middle on, with and without varying lengths, evaluations and checkpoints.
 - **Twins** are the same trainings without the leak.

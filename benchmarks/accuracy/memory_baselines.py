@@ -11,9 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
-from collector.diagnosis.run.columns import SECOND_NS, floats, training_end_ns, training_start_ns
+from collector.diagnosis.run.columns import (
+    SECOND_NS,
+    floats,
+    training_end_ns,
+    training_start_ns,
+    with_early_samples,
+)
 from collector.diagnosis.run.host_memory import demand_series
 from collector.diagnosis.run.tables import RunTables
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -48,17 +55,18 @@ def trace(tables: RunTables) -> Trace:
     roles = floats(process, "role")
     return Trace(
         seconds=grid,
-        main_rss=_summed(process[roles == ROLE_MAIN], grid),
-        summed_rss=_summed(process[(roles == ROLE_MAIN) | (roles == ROLE_WORKER)], grid),
+        main_rss=_summed(tables, process[roles == ROLE_MAIN], grid),
+        summed_rss=_summed(tables, process[(roles == ROLE_MAIN) | (roles == ROLE_WORKER)], grid),
         demand=np.interp(grid, times[np.isfinite(demand)], demand[np.isfinite(demand)]),
         limit_bytes=float(np.nanmax(floats(host, "cgroup_limit_bytes"))),
         host_bytes=float(np.nanmax(floats(host, "memory_total_bytes"))),
     )
 
 
-def _summed(process, grid: np.ndarray) -> np.ndarray:
+def _summed(tables: RunTables, process: pd.DataFrame, grid: np.ndarray) -> np.ndarray:
     total = np.zeros(len(grid))
-    for _, rows in process.groupby(["process_pid", "process_start_ticks"]):
+    for _, of_one in process.groupby(["process_pid", "process_start_ticks"]):
+        rows = with_early_samples(tables, of_one)
         times, rss = floats(rows, "time_ns") / SECOND_NS, np.nan_to_num(floats(rows, "rss_bytes"))
         at = np.searchsorted(times, grid, side="right") - 1
         total += np.where((at >= 0) & (grid <= times[-1] + 1), rss[np.maximum(at, 0)], 0.0)

@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
-from benchmarks.accuracy import memory_deaths, memory_healthy
+from benchmarks.accuracy import memory_caches, memory_deaths, memory_healthy
 from benchmarks.accuracy.memory_leaks import KINDS, MIB, block, each_step
 from training_harness.jobs.common import add_loader_options
 from training_harness.jobs.faults.job import Items, Job, sleep
 
 #: Declared by importing them.
-_DECLARED = (memory_deaths, memory_healthy)
+_DECLARED = (memory_caches, memory_deaths, memory_healthy)
 
 
 def disturb(job: Job) -> None:
@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.020)
     parser.add_argument("--rate", type=int, default=256 * 1024, help="bytes kept in each step")
     parser.add_argument("--onset", type=float, default=0.0, help="share of the steps after which it begins")
+    parser.add_argument(
+        "--fill", type=float, default=2.0, help="length of the training in time constants of a cache"
+    )
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     add_loader_options(parser, num_workers=None)

@@ -23,7 +23,7 @@ _RUN = """
 import sys
 from pathlib import Path
 from collector.agent.launch import run_command
-sys.exit(run_command(sys.argv[2:], home=Path(sys.argv[1]), interval_seconds=0.25).exit_status)
+sys.exit(run_command(sys.argv[2:], home=Path(sys.argv[1])).exit_status)
 """
 
 

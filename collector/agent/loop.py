@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from collector.agent.samplers.devices import DeviceSampler
 from collector.agent.samplers.hang_watch import HangWatch
 from collector.agent.samplers.host import HostSampler, MemoryLimit, headroom_bytes
 from collector.agent.samplers.process_roles import EventTail, ProcessRoles
-from collector.agent.samplers.processes import ProcessSampler
+from collector.agent.samplers.processes import EARLY_INTERVAL_NS, EarlySampler, ProcessSampler
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import ProgramLog, find_left_running, read_program
 from collector.agent.samplers.samples import NamedSample, Sample, record_values
@@ -82,6 +83,7 @@ class Agent:
         self._roles = ProcessRoles(identity.host, _start_ticks)
         now_ns = clock_ns()
         self._processes = ProcessSampler(self._roles, self.key, child=command if is_parent else None, now_ns=now_ns)
+        self._early: EarlySampler | None = EarlySampler(now_ns)
         self._hangs = HangWatch(run.journal_dir, identity.host, self._roles)
         self._dumps = RecorderDumps(_PROC)
         self._programs = ProgramLog(_PROC)
@@ -125,6 +127,18 @@ class Agent:
     def _record_series(self, series: Sequence[Mapping[str, Any]]) -> None:
         for fields in series:
             self._events.append("stack-series", **fields)
+
+    def samples_between_ticks(self, now_ns: int) -> bool:
+        """Return whether `sample_between_ticks` is to be called: the collector has just begun."""
+        if self._early is not None and self._early.is_over(now_ns):
+            self._early = None
+        return self._early is not None
+
+    def sample_between_ticks(self, now_ns: int) -> None:
+        """Sample the resident memory and the descriptors of the processes that the last tick saw."""
+        if self._early is not None:
+            with self._problems.guard("processes"):
+                self._append("early_process", now_ns, self._early.sample(now_ns, self._processes.alive))
 
     def _watch_for_hangs(self, now_ns: int) -> None:
         fields = self._hangs.tick(now_ns, self._processes.alive)
@@ -276,6 +290,9 @@ class Agent:
     def _write(self, name: str, now_ns: int, samples: Sequence[NamedSample]) -> None:
         if self._outlets is not None:
             self._outlets.note_samples(name, samples)
+        self._append(name, now_ns, samples)
+
+    def _append(self, name: str, now_ns: int, samples: Sequence[NamedSample]) -> None:
         if samples:
             self._writers[name].append_all([record_values(STREAMS[name], now_ns, sample) for sample in samples])
 
@@ -294,16 +311,25 @@ def follow(
 ) -> None:
     """Tick at a fixed rate, free of drift, until the run has ended; skip a tick that is late.
 
+    At the beginning, sample the processes between two ticks too.
+
     `wait` waits up to the given seconds and returns whether the run has ended.
     """
     interval_ns = round(interval_seconds * 1e9)
+    early_ns = math.ceil(interval_ns / max(1, round(interval_ns / EARLY_INTERVAL_NS)))
     deadline_ns = clock_ns()
     while True:
         agent.tick()
         now_ns = clock_ns()
         deadline_ns = next_deadline_ns(deadline_ns, now_ns, interval_ns)
-        if wait((deadline_ns - now_ns) / 1e9):
-            return
+        while now_ns < deadline_ns:
+            is_early = agent.samples_between_ticks(now_ns)
+            wake_ns = next_deadline_ns(deadline_ns - interval_ns, now_ns, early_ns) if is_early else deadline_ns
+            if wait((min(wake_ns, deadline_ns) - now_ns) / 1e9):
+                return
+            now_ns = clock_ns()
+            if is_early and now_ns < deadline_ns:
+                agent.sample_between_ticks(now_ns)
 
 
 def collect(

@@ -19,6 +19,7 @@ from collector.findings import Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 CheckStatus = Literal["fine", "finding", "not judged"]
+_UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +34,17 @@ class Check:
 def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ...]:
     """Return every check on a run, with its result."""
     warned = {finding.kind for finding in findings if finding.severity != "info"}
-    return tuple(_check(name, kinds.split(), obstacle(tables), warned) for name, kinds, obstacle in _CHECKS)
+    unclear = {finding.suspected for finding in findings if finding.suspected != finding.kind}
+    return tuple(
+        _check(name, kinds.split(), obstacle(tables), warned, unclear) for name, kinds, obstacle in _CHECKS
+    )
 
 
-def _check(name: str, kinds: Sequence[str], obstacle: str, warned: set[str]) -> Check:
+def _check(name: str, kinds: Sequence[str], obstacle: str, warned: set[str], unclear: set[str]) -> Check:
     if warned.intersection(kinds):
         return Check(name=name, status="finding")
+    if unclear.intersection(kinds):
+        obstacle = _UNCLEAR
     return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
 
 

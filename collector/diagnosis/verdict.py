@@ -186,11 +186,16 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
     """Return the findings without those that follow from another one.
 
     The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
-    with tensors held on a device becomes information. A forecast is dropped once its limit was met.
+    with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
+    dropped once its limit was met.
     """
     remaining = []
     for finding in findings:
-        if finding.kind == "main-heap-leak" and _is_pinned_cache(findings, finding):
+        is_small = finding.kind == "bounded-growth" or finding.suspected != finding.kind
+        is_small = is_small and finding.locus.role == "main"
+        if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
+            continue
+        if is_small and _goes_with_tensors(findings, finding):
             continue
         if finding.kind == "gpu-oom-risk" and _is_met(findings, finding):
             continue

@@ -85,6 +85,11 @@ _LABELS = {
     "last_held_bytes": "last memory",
     "slope_first_half": "growth in the first half",
     "slope_second_half": "growth in the second half",
+    "level_at_end_low_bytes": "level at the end, at least",
+    "level_at_end_high_bytes": "level at the end, at most",
+    "time_to_full_seconds": "time until it is full",
+    "time_to_full_low_seconds": "time until it is full, at least",
+    "time_to_full_high_seconds": "time until it is full, at most",
     # /dev/shm, open files
     "shm_used_rise_bytes": "growth of /dev/shm",
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",

@@ -15,7 +15,7 @@ from collector.units import duration, number
 
 #: Severity -> symbol and colour of a heading.
 _MARKS: dict[Severity, tuple[str, str]] = {"critical": ("✖", "bold red"), "warning": ("▲", "bold yellow")}
-_HEALTHY = ("", "the key figures of a healthy run")
+_HEALTHY = ("overview", "the key figures of a healthy run")
 #: Group of findings -> path of the page with the evidence, and what it shows.
 _PAGES = {
     "memory forecast": ("oom-risk", "when memory runs out, and where"),
@@ -32,7 +32,7 @@ _PAGES_OF_KINDS = {
         ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), _GPU_MEMORY
     ),
     **dict.fromkeys(("fd-leak", "shm-leak"), ("oom-risk", "what fills up, and when it is full")),
-    "rank-straggler": ("", "the steps of each rank"),
+    "rank-straggler": ("overview", "the steps of each rank"),
 }
 
 

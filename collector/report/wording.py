@@ -172,12 +172,14 @@ def ago(seconds: float) -> str:
 
 
 def stake(finding: Finding) -> str:
-    """Return the one figure that says how much a finding matters: when a limit is met, what it costs, how it grows.
+    """Return the one figure that says how much a finding matters; empty if it has none.
 
-    Empty if it has none of them.
+    It is the time until a limit is met, the end of a growth, the time that is lost, or the rate of a growth.
     """
     if finding.eta is not None:
         return f"limit met {eta(replace(finding.eta, mid_steps=None))}"
+    if (end := finding.value_of("level_at_end_high_bytes")) is not None:
+        return f"at most {size(end)} at its end"
     lost = finding.value_of("lost_wall_ratio") or 0.0
     if lost >= _LEAST_LOST_RATIO:
         return f"up to {percent(lost)} of the run's time"

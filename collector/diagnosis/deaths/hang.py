@@ -9,6 +9,7 @@ chain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from collector.diagnosis.deaths import catalogue

@@ -32,6 +32,7 @@ from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.first_passage import FUTURES_COUNT, first_passage_times, unevenness
 from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth
+from collector.diagnosis.statistics.saturation import Saturation
 from collector.diagnosis.statistics.step_pace import StepPace
 from collector.findings import Eta, Evidence, Finding, Limit, Locus, Severity
 from collector.units import count, duration, quantity, size, until
@@ -61,6 +62,7 @@ class Course:
         growth: the growth of its use.
         limit: the limit that it grows towards.
         reserve: part of the limit that is in use and not counted in the use.
+        filling: the growth as one that ends, beyond the limit, if it decelerates.
 
     """
 
@@ -70,6 +72,7 @@ class Course:
     growth: Growth
     limit: Limit
     reserve: float = 0.0
+    filling: Saturation | None = None
 
     @property
     def headroom(self) -> float:
@@ -208,6 +211,9 @@ def _times_to_limit(tables: RunTables, course: Course) -> tuple[Floats, Floats |
     times, values = part.times, part.values
     limit = max(course.limit.value - course.reserve, float(values.max()))  # use above it was given back
     now = max(tables.now_ns / SECOND_NS, float(times[-1])) if tables.goes_on else float(times[-1])
+    if course.filling is not None:
+        seconds = np.maximum(course.filling.times_to(limit) - (now - times[-1]), 0.0)
+        return seconds, None
     seconds = first_passage_times(times, values, limit) - (now - times[-1])
     where = use.key or str(use.locus.host)
     all_steps, steps = (step_numbers(tables, where, clock) for clock in (use.times, times))

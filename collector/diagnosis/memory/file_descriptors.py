@@ -23,7 +23,14 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, rise_since
+from collector.diagnosis.memory.leak import (
+    CONFIRMED,
+    Use,
+    is_brief,
+    leak_finding,
+    rise_since,
+    young_finding,
+)
 from collector.diagnosis.run.columns import (
     SECOND_NS,
     by_process,
@@ -37,6 +44,7 @@ from collector.diagnosis.run.columns import (
     while_running,
     while_training,
     whole,
+    with_early_samples,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact, sentence, worker_locus
@@ -46,6 +54,8 @@ from collector.findings import Evidence, Finding, Limit, Locus
 from collector.store import ProcessKey
 from training_harness.records import ROLE_WORKER
 
+#: A rise below one descriptor per block of a trend is a few single events.
+_NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
 #: Shared memory per descriptor of a tensor that a worker handed over: at least one page.
 _SHARED_BYTES = 4096
 
@@ -92,14 +102,14 @@ def _processes(tables: RunTables) -> Iterator[_Process]:
         rows = while_running(tables, key)
         if len(rows) >= MIN_POINTS:
             locus = replace(life.locus(key), rank=whole(rows["process_rank"].iloc[-1]))
-            yield _Process(key=key, name=life.name(key), locus=locus, rows=rows)
+            yield _Process(key=key, name=life.name(key), locus=locus, rows=with_early_samples(tables, rows))
     process = while_training(tables, tables.stream("process"))
     workers = process[floats(process, "role") == ROLE_WORKER]
     for key, rows in by_process(workers):
         if len(rows) >= MIN_POINTS:
             locus = worker_locus(rows)
             name = f"worker {locus.worker} of loader {locus.loader} (pid {locus.pid})"
-            yield _Process(key=key, name=name, locus=locus, rows=rows)
+            yield _Process(key=key, name=name, locus=locus, rows=with_early_samples(tables, rows))
 
 
 def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Finding]]:
@@ -116,13 +126,20 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     bound = Limit(name="RLIMIT_NOFILE", value=limit, unit="count")
     is_usual = _has_usual_processes(tables, process)
     usual = use.where(is_usual)
-    trend = usual.growth(BLOCK_COUNTS[0])
+    trend = usual.growth(_NEGLIGIBLE_COUNT)
     if trend is None or _rests_since(trend, use, is_usual):
         if used_ratio >= FULL_RATIO:
             evidence = fact("fd_count", used, "last samples", n=n), fact("fd_limit_count", limit, "last sample")
             yield used_ratio, full_finding(resources.OPEN_FILES, bound, used, process.locus, evidence, process=name)
         return
     witnesses, is_batches = _witnesses(tables, process, usual, trend, limit)
+    if is_brief(tables, usual, trend):
+        grows = f"The number of open files of {process.name} grows"
+        brief = young_finding(
+            tables, usual, trend, witnesses, negligible=_NEGLIGIBLE_COUNT, unit="count", grows=grows
+        )
+        yield used_ratio, brief
+        return
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
     yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, process=name)
@@ -141,7 +158,7 @@ def _rests_since(trend: Growth, use: Use, is_usual: npt.NDArray[np.bool_]) -> bo
     if not since.any():
         return False
     expected = trend.rise / float(np.ptp(clock[growing])) * float(np.ptp(clock[since]))
-    return expected >= BLOCK_COUNTS[0] and counts[since][-1] - counts[since][0] < CONFIRMED * expected
+    return expected >= _NEGLIGIBLE_COUNT and counts[since][-1] - counts[since][0] < CONFIRMED * expected
 
 
 def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np.bool_]:

@@ -7,6 +7,7 @@ and it ends when everything is copied.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,9 +18,22 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import loader_settings, worker_slots
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.copy_on_read import find_copies
-from collector.diagnosis.memory.leak import CONFIRMED, Use, leak_finding, negligible_bytes, share_of, witnesses_of
+from collector.diagnosis.memory.leak import (
+    CONFIRMED,
+    Use,
+    bounded_finding,
+    filling_of,
+    growth_of,
+    lasts_to_end,
+    leak_finding,
+    negligible_bytes,
+    rise_since,
+    share_of,
+    witnesses_of,
+    young_finding,
+    young_growth,
+)
 from collector.diagnosis.run.columns import (
-    PROCESS,
     SECOND_NS,
     by_process,
     finite,
@@ -33,6 +47,7 @@ from collector.diagnosis.run.columns import (
     training_end_ns,
     while_running,
     whole,
+    with_early_samples,
     written,
 )
 from collector.diagnosis.run.host_memory import demand_series
@@ -47,6 +62,10 @@ from training_harness.records import ROLE_WORKER
 
 #: A worker of a loader that grows, its growth, and what confirms it.
 _WorkerLeak = tuple[Use, Growth, tuple[Evidence, ...]]
+#: Times (seconds) and values of a measurement that is read seldom.
+_Readings = tuple[Floats, Floats]
+#: Least rise of each worker, as a share of the largest, for the workers of a loader to grow alike.
+_ALIKE_RATIO = 0.5
 #: Epochs whose worker in one place must have grown alike, for the epoch to bound the growth.
 _MIN_EPOCHS = 3
 _NO_ITERATIONS = (
@@ -67,11 +86,12 @@ def find_leaks(tables: RunTables) -> list[Finding]:
 def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
     """Return the finding that memory in use grows, if another measurement confirms that the process wrote it."""
     rows = while_running(tables, key)  # the fall at the end would hide growth before it
+    ticks_count, rows = len(rows), with_early_samples(tables, rows)
     if len(rows) < MIN_POINTS:
         return None
     times, resident = seconds(rows), _resident(rows)
     free = _free(tables, key, times)
-    life, is_iterating = lifecycle_of(tables), iterates(tables, key)
+    life = lifecycle_of(tables)
     use = Use(
         series="in_use" if free.any() else "resident",
         locus=life.locus(key),
@@ -80,31 +100,57 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         values=resident - free,
         steps=step_numbers(tables, key, times),
     )
-    least = negligible_bytes(resident)
-    trend = use.growth(least)
-    is_in_stairs = trend is None  # too few for the rule, unless they come at an occasion that is known
-    if trend is None and (at := use.at_occasions(tables, least)) is not None:
-        trend = at.growth()
+    is_iterating = iterates(tables, key) or bool(life.watched)
+    negligible = negligible_bytes(resident)
+    trend = use.growth(negligible) if ticks_count >= MIN_POINTS else None
+    filling = filling_of(use, trend, negligible) if is_iterating else None
+    # Too few stairs for the rule, unless they come at an occasion that is known.
+    stairs = use.at_occasions(tables, negligible) if trend is None and filling is None else None
+    young = (
+        young_growth(tables, use, trend, negligible)
+        if is_iterating and filling is None and stairs is None
+        else None
+    )
+    trend = growth_of(filling) if filling else stairs.growth() if stairs else young or trend
     if trend is None or not (witnesses := _main_witnesses(tables, key, use, trend, rows, free)):
         return None
+    process = sentence(life.name(key))
+    if filling is not None:
+        return bounded_finding(tables, use, filling, witnesses, fills=f"{process} fills")
+    if young is not None:
+        return young_finding(tables, use, young, witnesses, negligible=negligible, grows=f"{process} grows")
+    leak = _leak_of_main(tables, key, use, trend, witnesses, is_iterating=is_iterating)
+    return leak if stairs is None else replace(leak, severity="info")
+
+
+def _leak_of_main(
+    tables: RunTables,
+    key: ProcessKey,
+    use: Use,
+    trend: Growth,
+    witnesses: tuple[Evidence, ...],
+    *,
+    is_iterating: bool,
+) -> Finding:
+    life, times = lifecycle_of(tables), use.times
     # The rise and the steps cover the same time: steps may take longer now than before.
     steps = steps_within(tables, key, trend.since_seconds * SECOND_NS, float(times[-1]) * SECOND_NS)
     finding = leak_finding(
         tables,
-        resources.HEAP if is_iterating else resources.HEAP_WITHOUT_ITERATIONS,
+        resources.HEAP if iterates(tables, key) else resources.HEAP_WITHOUT_ITERATIONS,
         use,
         trend,
         (*witnesses, *_half_slopes(use, trend)),
-        iterates=is_iterating or bool(life.watched),
+        iterates=is_iterating,
         process=sentence(life.name(key)),
         per_step=f", {size(trend.rise / steps)} per step" if math.isfinite(steps) else "",
     )
     certainty = 0.95 if len(witnesses) > 1 else 0.85
     return replace(
         finding,
-        severity=finding.severity if life.may_train(key) and not is_in_stairs else "info",
-        confidence=certainty if is_iterating else certainty - 0.15,
-        summary=finding.summary + ("" if is_iterating or life.watched else _NO_ITERATIONS),
+        severity=finding.severity if life.may_train(key) else "info",
+        confidence=certainty if iterates(tables, key) else certainty - 0.15,
+        summary=finding.summary + ("" if is_iterating else _NO_ITERATIONS),
     )
 
 
@@ -194,8 +240,9 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
     """
     process = tables.stream("process")
     workers = process[floats(process, "role") == ROLE_WORKER]
-    workers = workers[workers.groupby(PROCESS)["time_ns"].transform("size") >= MIN_POINTS]
     leaks: dict[Locus, dict[int, _WorkerLeak]] = {}
+    young: dict[Locus, dict[int, _WorkerLeak]] = {}
+    lasting: dict[Locus, dict[int, tuple[Use, _Readings]]] = {}
     rises: dict[tuple[Locus, int], list[float]] = {}
     for _, rows in by_process(workers):
         locus = worker_locus(rows)
@@ -204,18 +251,95 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
         # Private memory is read seldom, so readings after the training count too.
         private = seconds(rows), _written(rows)
         rows = rows[floats(rows, "time_ns") <= training_end_ns(tables)]
+        ticks_count, rows = len(rows), with_early_samples(tables, rows)
+        if len(rows) < MIN_POINTS:
+            continue
         times = seconds(rows)
         steps = step_numbers(tables, str(locus.host), times)
         use = Use(series="resident", locus=locus, times=times, values=_resident(rows), steps=steps)
         place = replace(locus, pid=None, worker=None)
         levels = finite(use.values)
         rises.setdefault((place, locus.worker), []).append(float(np.ptp(levels)) if len(levels) else 0.0)
-        trend = use.growth()
+        trend = use.growth() if ticks_count >= MIN_POINTS else None
+        if lasts_to_end(tables, use):
+            lasting.setdefault(place, {})[locus.worker] = use, private
+        small = young_growth(tables, use, trend, negligible_bytes(use.values))
+        trend = small or trend
         if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
-            largest = leaks.setdefault(place, {}).get(locus.worker)
+            of_workers = (young if small else leaks).setdefault(place, {})
+            largest = of_workers.get(locus.worker)
             if largest is None or largest[1].rise < trend.rise:
-                leaks[place][locus.worker] = use, trend, witnesses
-    return [_loader_leak(tables, place, of_workers, rises) for place, of_workers in leaks.items()]
+                of_workers[locus.worker] = use, trend, witnesses
+    # Workers that end with their epoch free what they took: with enough epochs, nothing is to be said.
+    stays = {place for place, worker in rises if len(rises[place, worker]) < _MIN_EPOCHS}
+    findings = []
+    for place in [place for place in {**leaks, **young, **lasting} if place in stays or place in leaks]:
+        staying = lasting.get(place, {})
+        mean = _mean_of(place, staying)
+        trend = mean.growth() if mean is not None else None
+        filling = _loader_filling(tables, mean, trend, staying) if mean is not None else None
+        if filling is not None:
+            findings.append(filling)
+        elif place in leaks:
+            if mean is not None and trend is None and _is_of_all(leaks[place], staying):
+                continue  # by its noise, one of them passed for a leak
+            findings.append(_loader_leak(tables, place, leaks[place], rises))
+        elif place in young:
+            findings.append(_young_loader(tables, young[place]))
+    return findings
+
+
+def _mean_of(place: Locus, of_workers: Mapping[int, tuple[Use, _Readings]]) -> Use | None:
+    """Return the mean use of a loader's workers, at the times that they share; None if these are too few.
+
+    Workers run the same code. If they grow alike, their mean shows the same growth, with less noise.
+    """
+    uses = [use for use, _ in of_workers.values()]
+    times = functools.reduce(np.intersect1d, [use.times for use in uses]) if uses else np.empty(0)
+    if len(times) < MIN_POINTS:
+        return None
+    use = uses[0].where(np.isin(uses[0].times, times))
+    levels = np.mean([one.values[np.isin(one.times, times)] for one in uses], axis=0)
+    return replace(use, values=levels, locus=use.locus if len(uses) == 1 else place)
+
+
+def _grow_alike(of_workers: Mapping[int, tuple[Use, _Readings]], growth: Growth) -> bool:
+    rises = [rise_since(use.times, use.values, growth) for use, _ in of_workers.values()]
+    return min(rises) >= _ALIKE_RATIO * max(rises)
+
+
+def _is_of_all(leaks: Mapping[int, _WorkerLeak], of_workers: Mapping[int, tuple[Use, _Readings]]) -> bool:
+    """Return whether the growth of these workers is that of all workers of their loader that last."""
+    are_lasting = all(worker in of_workers and of_workers[worker][0] is leaks[worker][0] for worker in leaks)
+    return are_lasting and all(_grow_alike(of_workers, trend) for _, trend, _ in leaks.values())
+
+
+def _loader_filling(
+    tables: RunTables, mean: Use, trend: Growth | None, of_workers: Mapping[int, tuple[Use, _Readings]]
+) -> Finding | None:
+    """Return the finding that each of a loader's workers fills a cache, by their mean and its growth, if any.
+
+    A worker that grows alone is no cache.
+    """
+    filling = filling_of(mean, trend, negligible_bytes(mean.values))
+    if filling is None:
+        return None
+    growth = growth_of(filling)
+    private_bytes = float(np.mean([rise_since(*readings, growth) for _, readings in of_workers.values()]))
+    if not (_grow_alike(of_workers, growth) and private_bytes >= CONFIRMED * growth.rise):
+        return None
+    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {mean.locus.loader}"
+    fills = f"Worker {workers} fills" if len(of_workers) == 1 else f"Workers {workers} each fill"
+    witness = fact("private_dirty_rise_bytes", round(private_bytes), "same window", n=len(of_workers))
+    return bounded_finding(tables, mean, filling, (witness,), fills=fills)
+
+
+def _young_loader(tables: RunTables, of_workers: Mapping[int, _WorkerLeak]) -> Finding:
+    """Return the finding that a loader's workers grow, too little for a leak; the largest growth is shown."""
+    use, trend, witnesses = max(of_workers.values(), key=lambda leak: leak[1].rise)
+    workers = f"{', '.join(map(str, sorted(of_workers)))} of loader {use.locus.loader}"
+    grows = f"Worker {workers} grows" if len(of_workers) == 1 else f"Workers {workers} each grow"
+    return young_finding(tables, use, trend, witnesses, negligible=negligible_bytes(use.values), grows=grows)
 
 
 def _loader_leak(
@@ -265,7 +389,8 @@ def _resident(rows: pd.DataFrame) -> Floats:
     The kernel takes mapped files back, and shared memory has its own rules.
     """
     files, shared = (np.nan_to_num(floats(rows, name)) for name in ("file_bytes", "shm_bytes"))
-    return resident_bytes(rows) - files - shared
+    between_ticks = floats(rows, "anon_bytes") + np.nan_to_num(floats(rows, "swap_bytes"))
+    return np.where(np.isfinite(between_ticks), between_ticks, resident_bytes(rows) - files - shared)
 
 
 def _written(rows: pd.DataFrame) -> Floats:

@@ -15,7 +15,7 @@ from collector.diagnosis.memory.exhaustion import (
     exhaustion_finding,
     full_finding,
 )
-from collector.diagnosis.memory.leak import Use
+from collector.diagnosis.memory.leak import Use, filling_of, growth_of
 from collector.diagnosis.memory.resources import HOST_MEMORY, HOST_MEMORY_WITHOUT_WORKERS, Resource
 from collector.diagnosis.run.columns import (
     MIB,
@@ -75,7 +75,11 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
     steps = step_numbers(tables, host, times)
     use = Use(series="demand", locus=Locus(host=host), times=times, values=demand, steps=steps)
     use = use.where(is_known & ((times >= start) & (times <= end) if math.isfinite(start) else True))
-    trend = use.growth(max(_NEGLIGIBLE_BYTES, 0.002 * limit))
+    negligible, reserve = max(_NEGLIGIBLE_BYTES, 0.002 * limit), kernel_bytes(tables, host)
+    trend = use.growth(negligible)
+    filling = filling_of(use, trend, negligible)
+    if filling is not None:
+        trend = growth_of(filling) if filling.end + reserve > limit else None
     bound = Limit(name=name, value=limit, unit="bytes")
     if trend is not None:
         course = Course(
@@ -84,7 +88,8 @@ def _host_risk(tables: RunTables, host: str, copies: Sequence[Finding]) -> Findi
             use=use,
             growth=trend,
             limit=bound,
-            reserve=kernel_bytes(tables, host),
+            reserve=reserve,
+            filling=filling,
         )
         if course.is_relevant and _matters(tables, host, course, copies):
             return exhaustion_finding(tables, course, _witnesses(tables, host, course))

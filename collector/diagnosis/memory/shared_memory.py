@@ -13,7 +13,14 @@ import pandas as pd
 
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
-from collector.diagnosis.memory.leak import Use, leak_finding, witnesses_of
+from collector.diagnosis.memory.leak import (
+    Use,
+    leak_finding,
+    negligible_bytes,
+    witnesses_of,
+    young_finding,
+    young_growth,
+)
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.diagnosis.run.columns import (
     SECOND_NS,
@@ -86,7 +93,12 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     if not np.isfinite(memory.used).any() or not memory.total > 0:
         return []
     use = _use(tables, host, "shm_used", memory.times, memory.used)
-    trend = use.growth()
+    trend, negligible = use.growth(), negligible_bytes(memory.used)
+    young = young_growth(tables, use, trend, negligible)
+    if young is not None:
+        witnesses, _ = _witnesses(samples, _mapped(tables, host), young)
+        small = young_finding(tables, use, young, witnesses, negligible=negligible, grows="/dev/shm grows")
+        return [small, *_too_full(memory, host)] if witnesses else _too_full(memory, host)
     if trend is None:
         return _too_full(memory, host)
     mapped = _mapped(tables, host)

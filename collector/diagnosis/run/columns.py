@@ -25,6 +25,8 @@ ITERATIONS = ("batch", "step")
 _TEARDOWN_FALL_RATIO = 0.05
 #: It lasts at most this share of the process's life, or `_TEARDOWN_LEAST_NS` if that is longer.
 _TEARDOWN_LIFE_RATIO, _TEARDOWN_LEAST_NS = 0.1, 3e9
+#: Longest gap in the samples between the ticks, in ticks: one long tick is no gap.
+_COVERED_TICKS = 4.0
 #: Samples that a process needs for its teardown to be recognised.
 _TEARDOWN_POINTS = 4
 
@@ -150,6 +152,29 @@ def sampled(tables: RunTables, key: ProcessKey) -> pd.DataFrame:
         return rows[(rows["host"] == host) & ((start_ticks == ticks) | start_ticks.isna())]
 
     return tables.once(("sampled", key), find)
+
+
+def with_early_samples(tables: RunTables, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of one process, with those between the ticks if they cover the same time.
+
+    Those have resident memory and descriptors alone; swapped memory is that of the tick before. Where they cover a
+    part of the time, a trend would give that part more weight than the rest.
+    """
+    early = tables.stream("early_process")
+    if len(rows) < 2 or early.empty:
+        return rows
+    host, pid, ticks = rows[PROCESS].iloc[0]
+    early = early[(early["process_pid"] == pid) & (early["process_start_ticks"] == ticks) & (early["host"] == host)]
+    times = floats(rows, "time_ns")
+    early_times = floats(early, "time_ns")
+    early = early[(early_times > times[0]) & (early_times < times[-1])]
+    gap_ns = _COVERED_TICKS * float(np.median(np.diff(times)))
+    if early.empty or np.diff(floats(early, "time_ns"), prepend=times[0], append=times[-1]).max() > gap_ns:
+        return rows
+    values = early[["time_ns", "rss_bytes", "anon_bytes", "fd_count"]].assign(host=host, process_pid=pid)
+    joined: pd.DataFrame = pd.concat([rows, values], ignore_index=True).sort_values("time_ns", kind="stable")
+    joined["swap_bytes"] = pd.Series(floats(joined, "swap_bytes"), index=joined.index).ffill()
+    return joined
 
 
 def step_at(tables: RunTables, key: ProcessKey | None, time_ns: float) -> int | None:

@@ -32,23 +32,32 @@ class Ticks:
     def __init__(self, clock, *durations_ns):
         self.clock = clock
         self.durations_ns = list(durations_ns)
-        self.at_ns = []
+        self.at_ns, self.between_ns = [], []
+        self.early_end_ns = 0
 
     def tick(self):
         self.at_ns.append(self.clock.now_ns)
         self.clock.now_ns += self.durations_ns.pop(0)
 
+    def samples_between_ticks(self, now_ns):
+        return now_ns < self.early_end_ns
 
-def follow_ticks(*durations_ns):
+    def sample_between_ticks(self, now_ns):
+        self.between_ns.append(now_ns)
+
+
+def follow_ticks(*durations_ns, early_end_ns=0, interval_seconds=1):
     clock = Clock()
     agent = Ticks(clock, *durations_ns)
+    agent.early_end_ns = early_end_ns
 
     def ended(seconds):
         clock.now_ns += round(seconds * 1e9)
         return not agent.durations_ns
 
-    follow(agent, ended, interval_seconds=1, clock_ns=clock)
-    return [at_ns / SECOND_NS for at_ns in agent.at_ns]
+    follow(agent, ended, interval_seconds=interval_seconds, clock_ns=clock)
+    ticks, between = ([at_ns / SECOND_NS for at_ns in times] for times in (agent.at_ns, agent.between_ns))
+    return (ticks, between) if early_end_ns else ticks
 
 
 def test_ticks_do_not_drift():
@@ -57,6 +66,17 @@ def test_ticks_do_not_drift():
 
 def test_tick_after_a_long_one_keeps_the_rhythm():
     assert follow_ticks(2_500_000_000, 0, 0) == [0, 3, 4]
+
+
+def test_early_samples_lie_evenly_between_the_ticks_and_leave_their_rhythm():
+    ticks, between = follow_ticks(300_000_000, 1, 0, 0, early_end_ns=1_500_000_000)
+
+    assert ticks == [0, 1, 2, 3]
+    assert between == [0.4, 0.6, 0.8, 1.2, 1.4, 1.6]
+
+
+def test_short_intervals_need_no_early_samples():
+    assert follow_ticks(0, 0, 0, early_end_ns=SECOND_NS, interval_seconds=0.25) == ([0, 0.25, 0.5], [])
 
 
 def test_next_deadline_is_in_the_future():

@@ -1,11 +1,12 @@
 import itertools
+import os
 import shutil
 import time
 
 import pytest
 
 from collector.agent.samplers.process_roles import ProcessRoles
-from collector.agent.samplers.processes import ProcessSampler
+from collector.agent.samplers.processes import EarlySampler, ProcessSampler
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import record_values
 from training_harness.records import (
@@ -371,3 +372,31 @@ def test_pid_reused_by_a_process_of_the_run_gets_its_role(proc, sampler, roster)
 
     ended, born = (one for one in sampler.sample(2 * SECOND_NS, [COMMAND]) if one["process_pid"] == 200)
     assert (ended["alive"], born["alive"], born["role"]) == (0, 1, ROLE_MAIN)
+
+
+def test_early_samples_have_resident_memory_and_descriptors_of_living_processes(proc):
+    page = os.sysconf("SC_PAGE_SIZE")
+    proc.put(100, parent=50, fds=3)
+    proc.put(101, parent=100)
+    (proc.root / "100" / "statm").write_text("9000 500 120 1 0 800 0\n")
+    (proc.root / "101" / "statm").write_text("0 0 0 0 0 0 0\n")  # a zombie
+    gone = LocalProcess(102, 7)
+
+    samples = EarlySampler(0, str(proc.root)).sample(0, [COMMAND, LocalProcess(101, 7), gone])
+
+    assert samples == [
+        {
+            "process_pid": 100,
+            "process_start_ticks": 7,
+            "rss_bytes": 500 * page,
+            "anon_bytes": 380 * page,
+            "fd_count": 3,
+        }
+    ]
+
+
+def test_early_samples_end_after_two_minutes(proc):
+    sampler = EarlySampler(5 * SECOND_NS, str(proc.root))
+
+    assert not sampler.is_over(124 * SECOND_NS)
+    assert sampler.is_over(125 * SECOND_NS)

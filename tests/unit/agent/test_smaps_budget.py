@@ -69,3 +69,11 @@ def test_budget_is_exceeded_by_at_most_one_reading(costs):
 
 def test_expected_cost_grows_with_the_process():
     assert expected_cost_ns(0) < expected_cost_ns(2**20) < expected_cost_ns(2**33)
+
+
+def test_budget_of_another_share_is_earned_at_that_rate():
+    budget = Budget(0, 0.003)
+    budget.charge(10 * MS_NS)  # 6 ms were saved up
+
+    assert budget.balance_ns(SECOND_NS) < 0
+    assert budget.balance_ns(2 * SECOND_NS) > 0

@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from app import pages
 from app.blocks import evidence_page
 from app.pages import PAGES
-from collector.findings import KINDS, Finding, measurements
+from collector.findings import KINDS, Finding, Locus, Rate, measurements
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def lines_of(page):
     return (DOCS / page).read_text().splitlines()
+
+
+def has_finding(page, finding):
+    return importlib.import_module(f"app.views.{page.module}").VIEW.has_finding(finding)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,8 +28,27 @@ def test_a_kind_of_finding_has_a_section_and_a_page_that_shows_it(kind):
     assert any(line.startswith("| ") and f"[{kind}](#{kind})" in line for line in lines)
     evidence = measurements(1, "run", first_count=1, second_count=1)
     finding = Finding(kind=kind, severity="warning", confidence=1.0, summary="", evidence=evidence)
-    view = importlib.import_module(f"app.views.{evidence_page(kind).module}").VIEW
-    assert view.has_finding(finding)
+    assert has_finding(evidence_page(finding), finding)
+
+
+@pytest.mark.parametrize(
+    ("locus", "unit", "path"),
+    [
+        (Locus(role="main"), "bytes/s", "leak-timeline"),
+        (Locus(role="worker", loader=0), "bytes/s", "leak-timeline"),
+        (Locus(role="main"), "count/s", "oom-risk"),
+        (Locus(host="node"), "bytes/s", "oom-risk"),
+        (Locus(role="main", device=0), "bytes/s", "gpu-memory"),
+    ],
+)
+def test_growth_that_cannot_be_judged_is_on_the_page_where_it_is_seen(locus, unit, path):
+    rate = Rate(value=1.0, low=0.5, high=1.5, unit=unit)
+    growth = Finding(kind="cannot-tell", severity="info", confidence=0.7, summary="", locus=locus, rate=rate)
+    page = evidence_page(growth)
+
+    assert page.path == path
+    assert [one.path for one in PAGES if has_finding(one, growth)].count(path) == 1
+    assert not has_finding(pages.AGENT_HEALTH, growth)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)

@@ -20,7 +20,7 @@ SECONDS = np.arange(80) + START_SECONDS + 1
 CHECKPOINTS = START_SECONDS + 10 + 15 * np.arange(5)
 
 
-def trained(levels_mib, *, epochs=1, checkpoints=()):
+def trained(levels_mib, *, epochs=1, checkpoints=(), is_early=False):
     """80 s of training by one process whose written memory has these levels over 300 MiB, with noise."""
     batches = 300 // epochs
     script = simulate(
@@ -30,6 +30,15 @@ def trained(levels_mib, *, epochs=1, checkpoints=()):
         script.event(at + 0.5, "checkpoint", begun_ns=ns(at))
     held = (300 + np.asarray(levels_mib) + np.random.default_rng(0).normal(0, 0.3, len(SECONDS))) * MIB
     sample_process(script, SECONDS, MAIN, ROLE_MAIN, private=held, rss=held, data_bytes=held)
+    if is_early:
+        between = np.setdiff1d(np.round(np.arange(SECONDS[0], SECONDS[-1], 0.2), 1), SECONDS)
+        values = np.interp(between, SECONDS, held)
+        process = {"process_pid": MAIN[1], "process_start_ticks": MAIN[2], "fd_count": 30}
+        rows = [
+            {"time_ns": ns(at), "rss_bytes": value, "anon_bytes": value, **process}
+            for at, value in zip(between, values, strict=True)
+        ]
+        script.add("early_process", rows, ("node", 90, 4900))
     return sample_host(script, SECONDS, demand=4000 * MIB + held, total=10**14)
 
 
@@ -41,17 +50,19 @@ def leaks(script):
     return [f for f in diagnose(script.tables()).findings if f.kind == "main-heap-leak"]
 
 
-def test_growth_at_each_checkpoint_is_named_with_its_size():
-    (leak,) = leaks(trained(after(CHECKPOINTS, 26), checkpoints=CHECKPOINTS))
+@pytest.mark.parametrize("is_early", [False, True])
+def test_growth_at_each_checkpoint_is_named_with_its_size(is_early):
+    (leak,) = leaks(trained(after(CHECKPOINTS, 26), checkpoints=CHECKPOINTS, is_early=is_early))
     assert "around each checkpoint" in leak.summary
     assert leak.value_of("rise_each_time_bytes") == pytest.approx(26 * MIB, rel=0.1)
     assert "checkpoint" in leak.advice[0].text
     assert not any("per step" in advice.text for advice in leak.advice)
 
 
-def test_growth_at_a_few_uneven_checkpoints_is_information():
+@pytest.mark.parametrize("is_early", [False, True])
+def test_growth_at_a_few_uneven_checkpoints_is_information(is_early):
     at = CHECKPOINTS[[0, 1, 2, 4]]
-    (leak,) = leaks(trained(after(at, 40), checkpoints=at))
+    (leak,) = leaks(trained(after(at, 40), checkpoints=at, is_early=is_early))
     assert leak.severity == "info"
     assert "around each checkpoint" in leak.summary
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from collector.findings import Eta, Locus
+from collector.findings import Eta, Finding, Locus, Rate, measurements
 from collector.report import wording
 from collector.report.comparison import Measure, words
 
@@ -28,6 +28,15 @@ def test_forecast_shows_its_range():
     assert wording.eta(when) == "in 12 min (10 min to 14 min), about 800 steps"
     late = Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf)
     assert wording.eta(late) == "in 12 min (10 min to never)"
+
+
+def test_growth_that_ends_is_titled_with_its_end_and_other_growth_with_its_rate():
+    rate = Rate(value=2**20, low=2**19, high=2**21, unit="bytes/s")
+    evidence = measurements(9, "at the end", level_at_end_low_bytes=2**30, level_at_end_high_bytes=2**31)
+    growth = {"severity": "info", "confidence": 0.7, "summary": "", "rate": rate}
+
+    assert wording.stake(Finding(kind="bounded-growth", evidence=evidence, **growth)) == "at most 2 GiB at its end"
+    assert wording.stake(Finding(kind="cannot-tell", **growth)) == "grows by 1 MiB/s"
 
 
 def test_stall_sentence_names_the_rest_of_the_dataset():
