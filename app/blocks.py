@@ -16,7 +16,7 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import KINDS, AllocationSite, Evidence, Finding, WaitingLine
+from collector.findings import AllocationSite, Evidence, Finding, WaitingLine
 from collector.units import MISSING, number, percent, quantity
 
 #: severity -> (icon, badge colour). A colour never stands alone.
@@ -25,24 +25,7 @@ _SEVERITY = {
     "warning": (":material/warning:", "orange"),
     "info": (":material/info:", "blue"),
 }
-#: group of findings -> the page that shows the evidence.
-EVIDENCE_PAGES = {
-    "memory forecast": pages.OOM_RISK,
-    "memory leak": pages.LEAK_TIMELINE,
-    "growth that is no leak": pages.LEAK_TIMELINE,
-    "data loading": pages.WORKER_STALLS,
-    "training": pages.WORKER_STALLS,
-    "death": pages.POST_MORTEM,
-    "trust": pages.AGENT_HEALTH,
-}
-#: kind of finding -> its page, for kinds whose evidence is not on the page of their group.
-_KIND_PAGES = {
-    **dict.fromkeys(
-        ("gpu-tensor-leak", "gpu-non-pytorch-growth", "gpu-fragmentation", "pinned-cache-growth"), pages.GPU_MEMORY
-    ),
-    **dict.fromkeys(("fd-leak", "shm-leak"), pages.OOM_RISK),
-    "rank-straggler": pages.OVERVIEW,  # which has the steps of each rank
-}
+_PAGES = {page.path: page for page in pages.PAGES}
 #: Characters that a formula of a spreadsheet begins with.
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 #: Rows above which a table scrolls.
@@ -209,8 +192,7 @@ def sheet(table: pd.DataFrame) -> str:
 
 def evidence_page(finding: Finding) -> pages.Page:
     """Return the page that shows the evidence of a finding."""
-    kind = finding.suspected
-    return _KIND_PAGES.get(kind) or EVIDENCE_PAGES[KINDS[kind]]
+    return _PAGES[report.page_of(finding.suspected)[0]]
 
 
 def needs_attention(findings: Sequence[Finding]) -> list[Finding]:

@@ -20,6 +20,7 @@ _HEALTHY = ("overview", "the key figures of a healthy run")
 _PAGES = {
     "memory forecast": ("oom-risk", "when memory runs out, and where"),
     "memory leak": ("leak-timeline", "which process grows, how fast, and since when"),
+    "growth that is no leak": ("leak-timeline", "which process grows, and until when"),
     "data loading": ("worker-stalls", "which worker and which stage make training wait"),
     "training": ("worker-stalls", "what holds up the training process"),
     "death": ("post-mortem", "what ended the run, and its last minute"),

@@ -168,7 +168,7 @@ def test_tour_trains_in_turn_and_goes_on_without_a_memory_limit(tmp_path, monkey
     assert "tidegauge: no memory limit can be set here: it is a test; this run is left out\n" in done.stderr
     assert "tidegauge: 2 of 2, free: two steps\n" in done.stderr
     assert re.findall(r"^(\w+)  finished, 2 steps", done.stderr, re.M) == ["free"]
-    assert "dashboard, then http://localhost:8501/?run=" in done.stderr.splitlines()[-1]
+    assert "dashboard, then http://localhost:8501/overview?run=" in done.stderr.splitlines()[-1]
 
 
 def test_ctrl_c_ends_the_tour_and_all_its_processes(tmp_path):
