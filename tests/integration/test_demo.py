@@ -96,7 +96,7 @@ def test_demo_shows_recorded_runs_without_torch(tmp_path):
             assert answer.status == 200
         assert len(list(tmp_path.glob("tidegauge-demo-*/runs/*"))) == len(SHOWN)
         os.killpg(demo.pid, signal.SIGINT)
-        assert demo.wait(30) == 0
+        assert demo.wait(30) in (0, 130)  # 130 if the signal comes before the last wait
     assert not list(tmp_path.glob("tidegauge-demo-*"))
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(page)
