@@ -78,13 +78,14 @@ class ListEntry:
 
     @property
     def gravest(self) -> str | None:
-        """The gravest finding in words; None without a verdict."""
+        """The gravest finding that needs attention, in words; None without a verdict."""
         if self.result is None:
             return None
-        gravest = next((finding for finding in self.result.findings if not finding.known), None)
-        if gravest is not None:
-            return f"{gravest.severity}: {gravest.kind}"
-        return f"known: {self.result.findings[0].kind}" if self.result.findings else "nothing needs attention"
+        urgent = next((finding for finding in self.result.findings if finding.severity != "info"), None)
+        if urgent is not None:
+            return f"{urgent.severity}: {urgent.kind}"
+        known = next((finding for finding in self.result.findings if finding.known), None)
+        return "nothing needs attention" if known is None else f"known: {known.kind}"
 
 
 def list_entry(run: Run) -> ListEntry:

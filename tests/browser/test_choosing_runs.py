@@ -25,8 +25,7 @@ def page(tmp_path):
 
 
 def choose(page, row):
-    box = page.locator("[data-testid=stDataFrame]").first.bounding_box()
-    page.mouse.click(box["x"] + BOX, box["y"] + ROW * (row + 1.5))
+    page.locator("[data-testid=stDataFrame]").first.click(position={"x": BOX, "y": ROW * (row + 1.5)})
 
 
 def test_chosen_runs_are_edited_opened_and_compared(page, tmp_path):
@@ -43,6 +42,7 @@ def test_chosen_runs_are_edited_opened_and_compared(page, tmp_path):
     screenshots.await_view(page)
     assert older.run_id in page.locator("[data-testid=stMultiSelect]").inner_text()
     page.get_by_role("link", name="Runs").first.click()
+    page.get_by_role("heading", name="What changed from run to run?").wait_for()
     page.locator("[data-testid=stDataFrame] canvas").first.wait_for()
     choose(page, 1)
     page.get_by_role("link", name=re.compile("^.*Open ")).click()

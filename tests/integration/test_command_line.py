@@ -144,7 +144,7 @@ def test_run_list_shows_status_and_steps(finished_training):
     home, _ = finished_training
     done = home.ask("runs")
     assert done.returncode == 0, done.stderr
-    assert re.search(rf"{home.newest.name} +finished +150 ", done.stdout)
+    assert re.search(rf"{home.newest.name} +lr=0.1 +finished +150 ", done.stdout)
 
 
 def test_export_and_queries_of_the_docs_page_work(finished_training, tmp_path, monkeypatch, capsys):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import tidegauge, wait_for
@@ -44,7 +45,10 @@ def training(home, tmp_path):
     yield start
     for child in started:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+            family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+            for process in family:  # torchrun gives each rank a session of its own
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         child.wait()
 
 

@@ -74,7 +74,7 @@ def test_watched_process_tree_is_sampled_until_it_ends(process_tree, start_watch
     card = " ".join(watcher.communicate(timeout=60)[1].split())
 
     assert watcher.returncode == 0
-    assert "status finished" in card
+    assert "finished · " in card
     assert "watched from outside, without hooks: its steps, batches" in card
     with read(run) as snapshot:
         process = snapshot.query(
