@@ -81,7 +81,7 @@ class ListEntry:
         """The gravest finding that needs attention, in words; None without a verdict."""
         if self.result is None:
             return None
-        urgent = next((finding for finding in self.result.findings if finding.severity != "info"), None)
+        urgent = next((finding for finding in self.result.findings if finding.is_urgent), None)
         if urgent is not None:
             return f"{urgent.severity}: {urgent.kind}"
         known = next((finding for finding in self.result.findings if finding.known), None)
