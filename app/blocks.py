@@ -303,7 +303,7 @@ def _draw_actions(finding: Finding) -> None:
         expected = f" — *{plain(advice.expected)}*" if advice.expected else ""
         st.markdown(f":material/build: {plain(advice.text)}{expected} :gray-badge[{advice.effect}]")
     if finding.eta is not None and finding.eta.mid_steps is not None:  # the heading has the time
-        st.markdown(f":material/schedule: Limit met {report.eta(finding.eta)}")
+        st.markdown(f":material/schedule: Time to the limit: {report.eta(finding.eta)}")
     for site in finding.held_by:
         st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
     for words in line_words(finding.waits_in):

@@ -10,6 +10,7 @@ import streamlit as st
 from app import terms
 from app.blocks import FOCUS
 from app.figures.base import AXES
+from app.format import plain
 from app.pages import COMPARE, MENU, OVERVIEW, RUNS
 from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
@@ -54,6 +55,10 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
     runs = runs_or_reason(home)
     if not runs:
         return None
+    requested = st.query_params.get("run", LATEST)
+    if requested != LATEST and all(run.run_id != requested for run in runs):
+        words = f"No run {requested} in {home}: it may be deleted, or in another home. The newest one is shown."
+        st.warning(plain(words), icon=":material/warning:")
     with st.container(horizontal=True, vertical_alignment="center"):
         run = _pick_run(runs)
         rank = _pick_rank(run)

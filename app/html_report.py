@@ -179,7 +179,7 @@ def _finding(finding: Finding, *, has_summary: bool) -> str:
         )
         parts.append(f"<ol>{''.join(items)}</ol>")
     if finding.eta is not None:
-        parts.append(f"<p>Limit met {escape(report.eta(finding.eta))}</p>")
+        parts.append(f"<p>Time to the limit: {escape(report.eta(finding.eta))}</p>")
     decisive = report.decisive(finding)
     parts.append(_evidence_table(decisive))
     if len(decisive) < len(finding.evidence):

@@ -135,6 +135,8 @@ def _host_limits(moment: Moment) -> Iterator[_Limit]:
     table = queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
         finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
+        if finding and finding.limit and (finding.limit.name == "cgroup") != (row["limit"] == "cgroup"):
+            finding = None  # the forecast is for the limit that binds
         yield _Limit(
             name=limit_name(row, table),
             capacity=row["capacity_bytes"],
@@ -193,7 +195,7 @@ def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
         how = "training ended" if finding.severity == "critical" else "error caught"
         return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
     if finding and finding.eta:
-        return report.eta(finding.eta).partition(" (")[0]  # the finding has the rest
+        return f"in {report.eta(finding.eta).partition(' (')[0]}"  # the finding has the rest
     return "not forecast" if moment.verdict and not finding and is_known(capacity) else MISSING
 
 

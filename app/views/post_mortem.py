@@ -64,6 +64,16 @@ def _facts(moment: Moment) -> Iterator[Block]:
     )
 
 
+def _traceback(moment: Moment) -> Iterator[Block]:
+    """Show the end of the traceback of the exception that ended the run."""
+    crashed = {finding.locus.pid for finding in moment.findings if finding.kind == "crashed"}
+    events = queries.events(moment.snapshot, "exception") if crashed else pd.DataFrame()
+    bodies = [json.loads(body) for body in events.get("body", [])]
+    event = next((body for body in bodies if body.get("pid") in crashed and body.get("traceback")), None)
+    if event is not None:
+        yield Listing(f"Traceback of process {event['pid']}", [str(event["type"])], str(event["traceback"]))
+
+
 def _stacks(moment: Moment) -> Iterator[Block]:
     """Show where the processes of a training that hangs stood in the last dump: the odd ones first."""
     culprits = {finding.locus.pid for finding in moment.findings if finding.kind == "hang"}
@@ -213,6 +223,7 @@ VIEW = View(
     rows=(
         (Panel("Exit record", _exit_record), Panel("Last 60 s", _happenings)),
         (FINDINGS,),
+        (Panel("Traceback", _traceback),),
         (Panel("Stacks", _stacks),),
         (Panel("GPU memory", _fatal_gpus),),
         (Panel("Last minute", _processes),),

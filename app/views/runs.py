@@ -248,7 +248,7 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
 def _draw_actions(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run]) -> None:
     """Draw what can be done with the chosen runs."""
     if not chosen:
-        st.caption(":material/info: Choose a run to open, name or delete it, or two to compare them.")
+        st.caption(":material/info: Choose a run to open, name or delete it, or two to four to compare them.")
         return
     newest, *others = sorted(chosen, key=lambda entry: -entry.started_seconds)
     is_editor = may_edit()

@@ -170,10 +170,11 @@ def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool,
     Runs that are still running, or that a collector or a reader uses, stay.
     """
     from collector.report.listing import prune_table
-    from collector.store.prune import cluster, home as home_prune
+    from collector.store.prune import home as home_prune
 
-    store: Any = cluster if of_store else home_prune
-
+    store: Any = home_prune
+    if of_store:  # it needs packages of its own
+        from collector.store.prune import cluster as store
     if keep is None and max_size is None:
         raise TidegaugeError("no limit was given: give --keep N, --max-size SIZE, or both")
     stored = store.stored_runs(home)

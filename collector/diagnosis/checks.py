@@ -19,6 +19,7 @@ from collector.findings import Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 CheckStatus = Literal["fine", "finding", "not judged"]
+_LOADING = "data loading"
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 
@@ -33,19 +34,30 @@ class Check:
 
 def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ...]:
     """Return every check on a run, with its result."""
-    warned = {finding.kind for finding in findings if finding.severity != "info"}
-    unclear = {finding.suspected for finding in findings if finding.suspected != finding.kind}
-    return tuple(
-        _check(name, kinds.split(), obstacle(tables), warned, unclear) for name, kinds, obstacle in _CHECKS
-    )
+    return tuple(_check(name, kinds.split(), obstacle(tables), findings) for name, kinds, obstacle in _CHECKS)
 
 
-def _check(name: str, kinds: Sequence[str], obstacle: str, warned: set[str], unclear: set[str]) -> Check:
-    if warned.intersection(kinds):
+def _check(name: str, kinds: Sequence[str], obstacle: str, findings: Sequence[Finding]) -> Check:
+    found = [finding for finding in findings if finding.kind in kinds]
+    if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
-    if unclear.intersection(kinds):
+    if any(finding.suspected in kinds for finding in findings if finding not in found):
         obstacle = _UNCLEAR
+    if name == _LOADING and any(_is_of_loader(finding) for finding in findings):
+        obstacle = obstacle or "not known for each loader"
     return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
+
+
+def _is_of_loader(finding: Finding) -> bool:
+    """Return whether a finding says that a loader cannot be judged."""
+    return finding.kind == "cannot-tell" and finding.rate is None and finding.locus.loader is not None
+
+
+def _end(tables: RunTables) -> str:
+    status = lifecycle_of(tables).status()
+    if status == "running":
+        return "it goes on"
+    return "" if status == "finished" else "its records do not show why"
 
 
 def _none(_: RunTables) -> str:
@@ -98,15 +110,15 @@ def _ranks(tables: RunTables) -> str:
 
 #: Name of a check, the kinds of findings that it leads to, and what keeps it from being made.
 _CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
-    ("how the run ended", "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang", _none),
-    ("host memory", "host-oom-risk", _host("memory_available_bytes")),
+    ("how the run ended", "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang", _end),
+    ("host memory", "host-oom-risk host-oom-kill", _host("memory_available_bytes")),
     ("training process's memory", "main-heap-leak pinned-cache-growth", _processes),
     ("workers' memory", "worker-heap-leak copy-on-read-growth", _workers),
     ("open files", "fd-leak fd-exhaustion-risk", _processes),
-    ("/dev/shm", "shm-leak shm-exhaustion-risk", _host("shm_used_bytes")),
-    ("GPU memory", "gpu-oom-risk gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation", _devices),
+    ("/dev/shm", "shm-leak shm-exhaustion-risk shm-bus-error", _host("shm_used_bytes")),
+    ("GPU memory", "gpu-oom-risk gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation cuda-oom", _devices),
     (
-        "data loading",
+        _LOADING,
         "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound sampler-bound "
         "worker-startup epoch-refill inline-loading shard-skew idle-workers",
         _loading,

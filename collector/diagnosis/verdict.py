@@ -33,6 +33,8 @@ from collector.findings import KINDS, SEVERITIES, Evidence, Finding
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
 #: training.
 _HOST_BYTES_PER_TENSOR = 32 * 1024
+#: Forecast -> the death that meets its limit.
+_DEATHS = {"gpu-oom-risk": "cuda-oom", "host-oom-risk": "host-oom-kill"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,8 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     ]
     findings = without_consequences(findings)
     findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
-    return tuple(sorted((_with_loader_name(add_fault(finding), tables) for finding in findings), key=_order))
+    findings = [_with_loader_name(add_fault(finding), tables) for finding in findings]
+    return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
 
 
 def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
@@ -143,11 +146,12 @@ def _ending(tables: RunTables, findings: tuple[Finding, ...]) -> Ending | None:
         return None
 
 
-def _order(finding: Finding) -> tuple[int, bool, float, bool, bool, float, float]:
+def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, float, float]:
     """Return the sort key of a finding: most severe first.
 
-    Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Then
-    come slowdowns, the costliest first, and last the findings that cannot tell.
+    Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Once
+    the run is over, growth comes before the forecast that rests on it. Then come slowdowns, the costliest first,
+    and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
     group = KINDS[finding.kind]
@@ -156,7 +160,7 @@ def _order(finding: Finding) -> tuple[int, bool, float, bool, bool, float, float
         finding.kind == "cannot-tell",
         lost_ratio and 1 - lost_ratio,
         group != "death",
-        group != "memory forecast",
+        group != ("memory forecast" if running else "memory leak"),
         -max(_rises_bytes(finding), default=0.0),
         -finding.confidence,
     )
@@ -197,7 +201,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
             continue
         if is_small and _goes_with_tensors(findings, finding):
             continue
-        if finding.kind == "gpu-oom-risk" and _is_met(findings, finding):
+        if finding.kind in _DEATHS and _is_met(findings, finding):
             continue
         if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
             summary = f"{finding.summary} It grows with the tensors kept on the GPU: fix gpu-tensor-leak first."
@@ -228,7 +232,7 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:
-    """Return whether the training died of this device's memory."""
-    place = risk.locus.host, risk.locus.device
-    deaths = (finding for finding in findings if finding.kind == "cuda-oom" and finding.severity == "critical")
+    """Return whether the training died of this device's or host's memory."""
+    place, kind = (risk.locus.host, risk.locus.device), _DEATHS[risk.kind]
+    deaths = (finding for finding in findings if finding.kind == kind and finding.severity == "critical")
     return any((death.locus.host, death.locus.device) == place for death in deaths)

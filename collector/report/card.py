@@ -289,7 +289,7 @@ def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, Renderab
         limit = quantity(finding.limit.value, finding.limit.unit)
         yield "Limit", f"{limit}, {finding.limit.name}"
     if finding.eta is not None and finding.eta.mid_steps is not None:
-        yield "Reached", wording.eta(finding.eta)
+        yield "To limit", wording.eta(finding.eta)
     place, since = wording.locus(finding.locus), wording.since(finding)
     yield "Where", ", ".join(filter(None, (place, since, f"confidence {percent(finding.confidence)}")))
     if finding.fault:

@@ -85,8 +85,11 @@ def samples(line: WaitingLine | AwaitedTime) -> str:
 
 
 def eta(when: Eta) -> str:
-    """Return a forecast in words: `in 12 min (10 min to 14 min), about 800 steps`."""
-    words = f"in {until(when.mid_seconds)} ({until(when.low_seconds)} to {until(when.high_seconds)})"
+    """Return the time to a limit in words: `12 min (10 min to 14 min), about 800 steps`.
+
+    Of a run that has ended it is the time that would have been left.
+    """
+    words = f"{until(when.mid_seconds)} ({until(when.low_seconds)} to {until(when.high_seconds)})"
     return words if when.mid_steps is None else f"{words}, about {number(round(when.mid_steps))} steps"
 
 
@@ -177,7 +180,7 @@ def stake(finding: Finding) -> str:
     It is the time until a limit is met, the end of a growth, the time that is lost, or the rate of a growth.
     """
     if finding.eta is not None:
-        return f"limit met {eta(replace(finding.eta, mid_steps=None))}"
+        return f"time to the limit {eta(replace(finding.eta, mid_steps=None))}"
     if (end := finding.value_of("level_at_end_high_bytes")) is not None:
         return f"at most {size(end)} at its end"
     lost = finding.value_of("lost_wall_ratio") or 0.0

@@ -266,6 +266,13 @@ def test_charts_over_time_can_be_drawn_over_steps(monkeypatch, homes):
     assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures(at)} == {"elapsed (s)"}
 
 
+def test_address_of_a_run_that_is_gone_says_so_and_shows_the_newest(monkeypatch, homes):
+    at = open_view(monkeypatch, homes["killed"], "overview", run="nonsense")
+    (warning,) = at.warning
+    assert "No run nonsense in" in warning.value
+    assert run_of(homes["killed"]).name in at.selectbox(key="run").options[0]
+
+
 def shades(at):
     """Return begin and end of the times that are shaded in the first chart."""
     shapes = figures(at)[0]["layout"].get("shapes", [])

@@ -140,7 +140,7 @@ OOM_KILL = Death(
     sentence="The kernel killed {what} for lack of memory{last_held}{the_limit}.",
     advice=(
         Advice(
-            text="Hold less memory in the training process: see the leak findings and the largest containers",
+            text="Hold less memory in the training process: see the leak findings",
             expected="demand stays below the limit",
         ),
         RAISE_LIMIT,
@@ -182,7 +182,7 @@ WORKER_KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log: a job scheduler, an operator, a memory guard "
             "such as earlyoom or systemd-oomd",
-            expected="it names the cause; no out-of-memory kill was counted, and {loss}",
+            expected="it names the cause: the kernel counted no out-of-memory kill; {loss}",
         ),
     ),
 )
@@ -193,7 +193,7 @@ KILLED = Death(
         Advice(
             text="Find the sender of the signal in the system log: the job scheduler's time or memory limit, or "
             "an operator",
-            expected="it names the cause; no out-of-memory kill was counted",
+            expected="it names the cause: the kernel counted no out-of-memory kill",
         ),
     ),
 )
@@ -205,7 +205,7 @@ EXCEPTION = Death(
     sentence="{what} ended with {exception}{site}: {headline}",
     advice=(
         Advice(
-            text="Read the traceback in events/{host}.{pid}.jsonl in the run's folder",
+            text="Read the traceback on the page Post-mortem, or in events/{host}.{pid}.jsonl of the run",
             expected="it shows the calls that led to the line that raised",
         ),
     ),

@@ -374,13 +374,21 @@ def _loader_leak(
         rise=size(sum(trend.rise for trend in trends)),
         slope=size(total.value),
     )
+    until_then = (resources.END_WORKERS,) if unbounded and _stay(tables, place) else ()
     return replace(
         finding,
+        advice=(*finding.advice, *until_then),
         severity=finding.severity if unbounded else "info",
         locus=replace(place, worker=leaks[0][0].locus.worker if len(leaks) == 1 else None),
         evidence=(*finding.evidence, fact("growing_workers_count", len(leaks), "run", n=len(leaks))),
         rate=total,
     )
+
+
+def _stay(tables: RunTables, place: Locus) -> bool:
+    """Return whether the workers of a loader outlive its epochs."""
+    loaders = (event for event in tables.events_of("loader") if event["host"] == place.host)
+    return any(event.get("persistent_workers") for event in loaders if event.get("loader") == place.loader)
 
 
 def _resident(rows: pd.DataFrame) -> Floats:

@@ -82,11 +82,12 @@ WORKER_HEAP = Resource(
             "bound)",
             expected="the growth of {slope}/s stops",
         ),
-        Advice(
-            text="Until then, set persistent_workers=False, which ends the workers after each epoch",
-            expected="their memory is freed after each epoch, at the cost of starting them again",
-        ),
     ),
+)
+#: Further advice on workers that outlive the epoch.
+END_WORKERS = Advice(
+    text="Until then, set persistent_workers=False, which ends the workers after each epoch",
+    expected="their memory is freed after each epoch, at the cost of starting them again",
 )
 #: The heap of workers that end with each epoch, after as much growth in each.
 WORKER_HEAP_OF_AN_EPOCH = replace(

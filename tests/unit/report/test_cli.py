@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -435,3 +436,11 @@ def test_port_in_use_is_a_one_line_error(tidegauge):
 @pytest.mark.parametrize(("scope", "remedy"), [(None, "--cap-add=SYS_PTRACE"), (1, "ptrace_scope=0"), (3, "boot")])
 def test_a_refused_stack_has_the_remedy_of_this_kernel(scope, remedy):
     assert remedy in stack_dumps.not_allowed(scope)
+
+
+def test_old_runs_of_a_home_are_deleted_without_the_packages_of_a_shared_store(tmp_path):
+    code = "import sys; sys.modules['psycopg'] = None; from collector.cli import main; main()"
+    argv = [sys.executable, "-c", code, "prune", "--keep", "20", "--dry-run", "--home", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("to delete: 0 runs")

@@ -25,9 +25,9 @@ def test_locus_is_described_in_words(where, words):
 
 def test_forecast_shows_its_range():
     when = Eta(low_seconds=600, mid_seconds=720, high_seconds=840, low_steps=700, mid_steps=800, high_steps=900)
-    assert wording.eta(when) == "in 12 min (10 min to 14 min), about 800 steps"
+    assert wording.eta(when) == "12 min (10 min to 14 min), about 800 steps"
     late = Eta(low_seconds=600, mid_seconds=720, high_seconds=math.inf)
-    assert wording.eta(late) == "in 12 min (10 min to never)"
+    assert wording.eta(late) == "12 min (10 min to never)"
 
 
 def test_growth_that_ends_is_titled_with_its_end_and_other_growth_with_its_rate():
