@@ -256,7 +256,7 @@ def _attached_without_iterations(life: Lifecycle, attached: list[ProcessKey]) ->
     return _cannot_tell(
         f"{_ended(life)}. Tidegauge was attached to {names}{'' if len(attached) <= 3 else ' and others'}, and saw "
         f"no DataLoader, no optimizer step and no repeated forward pass in {them}: there are no "
-        "iterations to count. Memory, open files and limits were judged all the same.",
+        "iterations to count. The checks say which memory and limits were judged all the same.",
         _attached(len(attached)),
         *_exit_status(life),
     )
@@ -285,7 +285,7 @@ def _no_torch(life: Lifecycle, processes: Mapping[Any, Mapping[str, Any]]) -> Fi
     else:
         what = "the command ended before its processes were sampled"
     return _cannot_tell(
-        f"{_ended(life)}. No training was seen: {what}. Memory, open files and limits were judged.",
+        f"{_ended(life)}. No training was seen: {what}.",
         _attached(0),
         *_exit_status(life),
     )

@@ -195,7 +195,8 @@ def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
 
 def _all_clear(verdict: Verdict) -> Text:
     if not _has_trained(verdict):
-        return Text("No warnings. No steps or batches were seen.", style="bold")
+        begin = "No warnings." if verdict.ending is None else "The command ended before it trained."
+        return Text(f"{begin} No steps or batches were seen.", style="bold")
     if next(_stall(verdict), None) is not None:
         return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
     if not all(finding.is_healthy for finding in verdict.findings):
