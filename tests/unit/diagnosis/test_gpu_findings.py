@@ -385,9 +385,9 @@ def test_independent_host_and_device_leaks_are_both_found():
     assert {"gpu-tensor-leak", "main-heap-leak"} <= set(warnings_of(run))
 
 
-def test_findings_are_in_the_order_of_growth():
+def test_findings_of_an_ended_run_are_in_the_order_of_growth_with_forecasts_last():
     run = with_host_growth(with_steady_host(recorded(HOLES)), "inactive_split_bytes", 0.2)
-    assert list(warnings_of(run)) == ["gpu-oom-risk", "gpu-fragmentation", "main-heap-leak"]
+    assert list(warnings_of(run)) == ["gpu-fragmentation", "main-heap-leak", "gpu-oom-risk"]
 
 
 def test_limit_that_was_met_has_no_forecast():
