@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -209,12 +210,15 @@ def _follow_child(
         agent = Agent(run, command=command, is_parent=True, outlets=outlets)
         with suppress(OSError, ValueError):
             update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
-            update_manifest(run, git_dirty=_is_dirty(run.manifest["cwd"]) if run.manifest["git_commit"] else None)
         if on_ready is not None:
             on_ready(run)
+        # A slow git must not delay the first samples. Nothing else changes the manifest meanwhile.
+        git = threading.Thread(target=_compare_with_commit, args=(run,), name="git", daemon=True)
+        git.start()
         with _end_of(child) as wait:
             follow(agent, _warn_of_store(agent, wait), interval_seconds=interval_seconds)
         exit_status = child.wait()
+        git.join()
         with suppress(OSError, ValueError):
             update_manifest(run, end_time_ns=time.monotonic_ns(), exit_status=exit_status)
         agent.command_ended(exit_status)
@@ -226,6 +230,13 @@ def _follow_child(
         say(f"the collector stopped ({type(error).__name__}: {error}): the command and its journals go on")
         child.wait()
     return False
+
+
+def _compare_with_commit(run: Run) -> None:
+    """Note in the manifest whether the working tree differs from the git commit."""
+    with suppress(OSError, ValueError, TidegaugeError):
+        manifest = run.manifest
+        update_manifest(run, git_dirty=_is_dirty(manifest["cwd"]) if manifest["git_commit"] else None)
 
 
 def _is_dirty(folder: str) -> bool | None:
