@@ -115,8 +115,7 @@ def add_marks(
     axis = chart.axis
     if axis == "step" and len(clock) < 2:
         return chart
-    xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
-    x = np.concatenate(xs) if xs else np.empty(0)
+    x = _positions(chart)
     if not np.isfinite(x).any():
         return chart
     low, high = float(np.nanmin(x)), float(np.nanmax(x))
@@ -154,8 +153,7 @@ def zoom(
     A chart without a point in it stays as it is.
     """
     begin, end = convert_x([begin_seconds, end_seconds], "elapsed", chart.axis, clock)
-    xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
-    x = np.concatenate(xs) if xs else np.empty(0)
+    x = _positions(chart)
     if not ((x >= begin) & (x <= end)).any():
         return chart
     layout, margin = chart.figure.layout, (end - begin) / 2
@@ -164,6 +162,11 @@ def zoom(
     shade = {"type": "rect", "xref": "x", "yref": "y domain", **ends, "layer": "below", "line": {"width": 0}}
     layout.shapes = (*layout.shapes, {**shade, "fillcolor": theme.grid, "opacity": 0.6})
     return chart
+
+
+def _positions(chart: TimeChart) -> np.ndarray[Any, Any]:
+    xs = [np.asarray(trace.x, dtype=np.float64) for trace in chart.figure.data]
+    return np.concatenate(xs) if xs else np.empty(0)
 
 
 def _make_room(layout: Any, rows_count: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
@@ -29,6 +30,7 @@ from collector.diagnosis.summary import Summary, step_unit, steps_count, summari
 from collector.diagnosis.trust import find_trust, workers_reporting
 from collector.findings import KINDS, SEVERITIES, Evidence, Finding
 
+Value = TypeVar("Value")
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
 #: training.
@@ -96,7 +98,7 @@ def diagnose(tables: RunTables) -> Verdict:
         duration_seconds=life.wall_seconds,
         workers_reporting=workers_reporting(tables),
         summary=summarise(tables, status),
-        ending=_ending(tables, judged),
+        ending=_unless_damaged(lambda: ending_of(tables, judged), None),
         awaited=tuple(filter(None, awaited)),
     )
 
@@ -125,25 +127,20 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: _order(finding, running=running)))
 
 
-def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
+def _unless_damaged(compute: Callable[[], Value], otherwise: Value) -> Value:
+    """Return what `compute` returns, or another value if a damaged event makes it raise."""
     try:
-        return add_loader_name(finding, tables)  # a damaged event raises
+        return compute()
     except (TypeError, ValueError, KeyError, IndexError):
-        return finding
+        return otherwise
+
+
+def _with_loader_name(finding: Finding, tables: RunTables) -> Finding:
+    return _unless_damaged(lambda: add_loader_name(finding, tables), finding)
 
 
 def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
-    try:
-        return awaited_time(finding, tables)  # a damaged event raises
-    except (TypeError, ValueError, KeyError, IndexError):
-        return None
-
-
-def _ending(tables: RunTables, findings: tuple[Finding, ...]) -> Ending | None:
-    try:
-        return ending_of(tables, findings)  # a damaged event raises
-    except (TypeError, ValueError, KeyError, IndexError):
-        return None
+    return _unless_damaged(lambda: awaited_time(finding, tables), None)
 
 
 def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, float, float]:

@@ -205,15 +205,19 @@ def _all_clear(verdict: Verdict) -> Text:
 
 
 def _finding(finding: Finding, *, verbose: bool) -> Iterator[RenderableType]:
-    mark, style = _MARKS[finding.severity]
-    heading = Text.assemble((f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style))
-    if stake := wording.stake(finding):
-        heading.append(f": {stake}", style="bold")
-    yield heading
+    yield heading(finding)
     if finding.severity == "info" and not verbose:
         yield Padding(Text(finding.summary), (0, 0, 0, 2))
     else:
         yield Padding(_grid(list(_details(finding, verbose=verbose))), (0, 0, 0, 2))
+
+
+def heading(finding: Finding) -> Text:
+    """Return the severity and the kind of a finding, and the one figure that says how much it matters."""
+    mark, style = _MARKS[finding.severity]
+    text = Text.assemble((f"{mark} {finding.severity.upper()}  {wording.title(finding)}", style))
+    stake = wording.stake(finding)
+    return text.append(f": {stake}", style="bold") if stake else text
 
 
 def _checks(verdict: Verdict) -> Text:

@@ -31,7 +31,6 @@ _LABELS = {
     "earlier_batch_payload_peak_bytes": "largest batch before it",
     "ready_batches_count": "batches ready in the queue",
     "worker_idle_ratio": "workers idle",
-    "other_workers_idle_ratio": "other workers idle",
     "worker_fetch_ratio": "fetch time / that of the others",
     "worker_blame_ratio": "starved time at its batches",
     "worker_ready_seconds": "start of a worker until it is ready",
@@ -44,7 +43,6 @@ _LABELS = {
     "largest_share_ratio": "largest share of a worker / even share",
     "tail_batches_count": "batches of an epoch with some workers done",
     # Training
-    "usual_step_seconds": "usual step",
     "pause_seconds": "length of a pause",
     "pause_distance_count": "steps from pause to pause",
     "regular_ratio": "pauses at regular distance",
@@ -81,7 +79,6 @@ _LABELS = {
     "rise_each_time_bytes": "growth each time",
     "rise_each_time_count": "growth each time",
     "rise_at_these_times_ratio": "share of the growth",
-    "last_rss_bytes": "last RSS",
     "last_held_bytes": "last memory",
     "slope_first_half": "growth in the first half",
     "slope_second_half": "growth in the second half",
@@ -127,7 +124,6 @@ _LABELS = {
     "farewell_count": "exit handlers that ran",
     "worker_farewell_count": "exit handlers that ran",
     "worker_exit_code": "exit code of the worker",
-    "alive": "alive",
     "worker_alive": "alive",
     "errors_count": "out-of-memory errors",
 }

@@ -9,12 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from collector.diagnosis import Verdict
-from collector.findings import KINDS, Finding, Severity
-from collector.report import wording
+from collector.findings import KINDS, Finding
+from collector.report import card
 from collector.units import duration, number
 
-#: Severity -> symbol and colour of a heading.
-_MARKS: dict[Severity, tuple[str, str]] = {"critical": ("✖", "bold red"), "warning": ("▲", "bold yellow")}
 _HEALTHY = ("overview", "the key figures of a healthy run")
 #: Group of findings -> path of the page with the evidence, and what it shows.
 _PAGES = {
@@ -83,10 +81,7 @@ def short_card(verdict: Verdict, *, run_id: str, name: str, address: str) -> Gro
 def _heading(finding: Finding | None) -> Text:
     if finding is None:
         return Text("  ✔ Nothing needs attention", style="bold green")
-    mark, style = _MARKS[finding.severity]
-    heading = Text(f"  {mark} {finding.severity.upper()}  {wording.title(finding)}", style=style)
-    stake = wording.stake(finding)
-    return heading.append(f": {stake}", style="default") if stake else heading
+    return Text("  ").append(card.heading(finding))
 
 
 def _labelled(label: str, text: str) -> Table:

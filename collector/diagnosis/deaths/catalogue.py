@@ -127,11 +127,11 @@ HANG_OF_RANK = replace(
 def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     """Return a hang with the advice for what its process waits for, where the cause lies, and how to see more."""
     kind = next((begin for begin in _HANG_ADVICE if (waits or "").startswith(begin)), None)
-    if kind is None:
-        return replace(hang, advice=(*([_LOOK_AGAIN] if goes_on else []), *hang.advice))
-    advice = replace(_HANG_ADVICE[kind], text=_HANG_ADVICE[kind].text.format(pid=hang.locus.pid))
-    advices = (advice, *([_LOOK_AGAIN] if goes_on else []), *hang.advice)
-    return replace(hang, advice=advices, fault=_HANG_FAULTS.get(kind))
+    remedies = [] if kind is None else [_HANG_ADVICE[kind]]
+    advice = [replace(remedy, text=remedy.text.format(pid=hang.locus.pid)) for remedy in remedies]
+    if goes_on:
+        advice.append(_LOOK_AGAIN)
+    return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.loading.worker_limit import WorkerLimit, cores_per_rank
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.tuning.what_if import Forecast, Option, option_text
-from collector.findings import Advice, Effect, Fault
+from collector.findings import Advice, Fault
 from collector.units import duration, number, percent, size
 
 #: Advice where processes outside the run use the cores.
@@ -17,9 +18,11 @@ FREE_CORES = "Find what else uses the cores of this host (`top`), and stop it, o
 _SHARING_OUT = ", if the dataset shares its samples out by get_worker_info(): else each worker yields all of them"
 _HEALTHY_WAIT_RATIO = 0.05  # share of its time that a loop waits although its workers keep up
 _LEAST_PART = 0.1  # share of a fetch below which a part is not worth advice
-_LESS_COMPUTING = (
-    "Do less work per sample: decode at the training size, cache or precompute what does not change, batch the "
-    "transforms"
+_LESS_COMPUTING = Advice(
+    text="Do less work per sample: decode at the training size, cache or precompute what does not change, batch "
+    "the transforms",
+    expected="a fetch computes {share} of its time, and gets shorter by the time saved",
+    effect="changes results",
 )
 #: Advice by what a worker waits for (keys of `worker_limit.WAITS`).
 _LESS_WAITING = {
@@ -89,30 +92,19 @@ def advise_inline(steady: Pace, instead_of: str, transfer_seconds: float) -> tup
 def _less_per_fetch(limit: WorkerLimit) -> tuple[Advice, ...]:
     """Return advice to shorten the measured parts of a fetch, the largest part first."""
     waiting = _LESS_WAITING_FOR_ANYTHING if limit.waits_for is None else _LESS_WAITING[limit.waits_for]
+    fewer_children = "child processes take {share} of a fetch, which gets shorter by the time saved"
+    less_waiting = "a fetch waits {share} of its time, and gets shorter by the time saved"
     parts = (
-        (
-            limit.cpu_ratio,
-            _LESS_COMPUTING,
-            "a fetch computes {share} of its time, and gets shorter by the time saved",
-        ),
-        (
-            limit.children_ratio,
-            _LESS_WAITING["child"],
-            "child processes take {share} of a fetch, which gets shorter by the time saved",
-        ),
-        (limit.blocked_ratio, waiting, "a fetch waits {share} of its time, and gets shorter by the time saved"),
+        (limit.cpu_ratio, _LESS_COMPUTING),
+        (limit.children_ratio, Advice(text=_LESS_WAITING["child"], expected=fewer_children)),
+        (limit.blocked_ratio, Advice(text=waiting, expected=less_waiting)),
     )
     parts_by_size = sorted((part for part in parts if part[0] >= _LEAST_PART), key=lambda part: -part[0])
     if not parts_by_size:
         return (Advice(text=_LESS_WAITING_FOR_ANYTHING, expected="the parts of a fetch were not measured"),)
     return tuple(
-        Advice(text=text, expected=words.format(share=percent(share)), effect=_effect(text))
-        for share, text, words in parts_by_size
+        replace(advice, expected=advice.expected.format(share=percent(share))) for share, advice in parts_by_size
     )
-
-
-def _effect(text: str) -> Effect:
-    return "changes results" if text == _LESS_COMPUTING else "safe"
 
 
 def _advise_cores(limit: WorkerLimit, num_workers: int, cores: float) -> tuple[Advice, ...]:
@@ -140,11 +132,7 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
     fewer = max(1, int(cores)) if math.isfinite(cores) else max(1, num_workers // 2)
     threads = "cv2.setNumThreads(0), OMP_NUM_THREADS=1"
     return (
-        Advice(
-            text=_LESS_COMPUTING,
-            expected="the cores are full, so throughput rises by the CPU time that is saved",
-            effect=_effect(_LESS_COMPUTING),
-        ),
+        replace(_LESS_COMPUTING, expected="the cores are full, so throughput rises by the CPU time that is saved"),
         Advice(
             text=f"Use no more workers and threads than cores: num_workers={min(fewer, num_workers)}, and one "
             f"thread per worker ({threads})"
