@@ -4,6 +4,7 @@
 """
 
 from training_harness.attach import attach, detach, step
+from training_harness.hooks.on_request.risk import on_risk
 from training_harness.hooks.stages.stages import stage
 
-__all__ = ["attach", "detach", "stage", "step"]
+__all__ = ["attach", "detach", "on_risk", "stage", "step"]

@@ -19,6 +19,7 @@ from typing import Any
 from training_harness import layout, ptracer, session
 from training_harness.hooks import compiler, trial
 from training_harness.hooks.loading import iterators, loader_ids, worker
+from training_harness.hooks.on_request import risk
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
 from training_harness.hooks.stages import stage_calls
@@ -150,7 +151,9 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
         else:
             directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
-        session.start(directory)
+        current = session.start(directory)
+        if current is not None:
+            risk.announce(current)
         for module in sorted(TRIGGERS & sys.modules.keys()):
             on_import(module)
         if existing is None:  # under `tidegauge run` the shim watches them

@@ -39,6 +39,9 @@ EventKind = Literal[
     "stack-series",
     "flight-recorder",
     "hang-cancelled",
+    "before-oom",
+    "risk-listener",
+    "risk-call",
     "left-running",
     "command-exit",
     "collector-problem",
@@ -82,6 +85,7 @@ _WORKER_ID = Field("worker", "int", "worker id that DataLoader gave")
 _LOST = Field("lost_count", "int", "records that this process could not write")
 _ERROR = Field("error", "str", "type and message of the error")
 _COMMAND_PID = Field("command_pid", "int", "process id of the command")
+_RISK = Field("risk", "str", "kind of the finding that the limit will be met")
 _DEVICE = Field("device", "int", "device, numbered as the command of the run sees it")
 
 
@@ -349,6 +353,29 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "hang-cancelled": _event(
         _COLLECTOR, "it ends the command, because of a hang and `--on-hang cancel`", _COMMAND_PID
+    ),
+    "before-oom": _event(
+        _COLLECTOR,
+        "a limit is near, and `--before-oom` or `on_risk` asks for an action; once for each limit, a signal once "
+        "for each process",
+        _RISK,
+        Field("limit", "str", "name of the limit"),
+        Field("seconds_left", "float", "lower end of the forecast; null if the limit was nearly full"),
+        Field("action", "str", "name of the signal, `command` or `function`"),
+        Field("pids", "list", "process ids that the signal was sent to, or whose functions were asked for"),
+    ),
+    "risk-listener": _event(
+        _ATTACHED,
+        "`on_risk` registered a function",
+        Field("lead_seconds", "float", "time before a limit at which it is to be called"),
+    ),
+    "risk-call": _event(
+        _TRAINING,
+        "the functions that `on_risk` registered were called",
+        _RISK,
+        Field("step", "int", "step at whose end they were called"),
+        Field("held_ns", "int", "time that they took"),
+        Field("errors", "list", "type and message of the error of each that failed"),
     ),
     "left-running": _event(
         "collector that is the command's parent",

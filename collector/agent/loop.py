@@ -118,6 +118,7 @@ class Agent:
         if self._outlets is not None:
             with self._problems.guard("outlets"):
                 self._outlets.tick(now_ns, self._problems)
+            self._act_before_oom(now_ns)
             with self._problems.guard("lines"):
                 mains = [(key, self._roles.role_of(key).rank) for key in self._roles.mains()]
                 workers_count = len(self._roles.workers())
@@ -128,14 +129,26 @@ class Agent:
         for fields in series:
             self._events.append("stack-series", **fields)
 
+    def _act_before_oom(self, now_ns: int) -> None:
+        if self._outlets is None or not self._outlets.watches_limits:
+            return
+        with self._problems.guard("before-oom"):
+            processes = self._roles.mains() or ([self._command] if self._command else [])
+            for fields in self._outlets.act_before_oom(now_ns, processes):
+                self._events.append("before-oom", **fields)
+
     def samples_between_ticks(self, now_ns: int) -> bool:
-        """Return whether `sample_between_ticks` is to be called: the collector has just begun."""
+        """Return whether `sample_between_ticks` is to be called: the collector has just begun, or guards limits."""
         if self._early is not None and self._early.is_over(now_ns):
             self._early = None
-        return self._early is not None
+        return self._early is not None or (self._outlets is not None and self._outlets.watches_limits)
 
     def sample_between_ticks(self, now_ns: int) -> None:
-        """Sample the resident memory and the descriptors of the processes that the last tick saw."""
+        """Sample the memory and descriptors of the processes that the last tick saw, and the levels of limits."""
+        if self._outlets is not None and self._outlets.watches_limits:
+            with self._problems.guard("host"):
+                self._outlets.note_limits(now_ns, self._host.sample())
+            self._act_before_oom(now_ns)
         if self._early is not None:
             with self._problems.guard("processes"):
                 self._append("early_process", now_ns, self._early.sample(now_ns, self._processes.alive))
@@ -153,13 +166,17 @@ class Agent:
         )
         if not fields["is_last"] or not is_suspicious:
             return
+        self._open_outlets().hurry()
+
+    def _open_outlets(self) -> Outlets:
+        """Return the live output; open it if it has not been needed so far."""
         if self._outlets is None:
-            # Imported here, since its 4 MiB are wasted on a training that never hangs.
+            # Imported here, since its 4 MiB are wasted on most trainings.
             from collector.agent.live.outlets import Outlets
 
             self._outlets = Outlets(is_regular=False)
             self._outlets.begin(self._run)
-        self._outlets.hurry()
+        return self._outlets
 
     def _record_dumps(self, wait_seconds: float, processes: Iterable[LocalProcess] = ()) -> None:
         with self._problems.guard("flight recorder"):
@@ -243,8 +260,9 @@ class Agent:
             for event in self._event_tail.read():
                 with self._problems.guard("events"):
                     self._roles.learn(event)
-                    if self._outlets is not None:
-                        self._outlets.note_event(event)
+                    outlets = self._open_outlets() if event["kind"] == "risk-listener" else self._outlets
+                    if outlets is not None:
+                        outlets.note_event(event)
         host: Sample = {}
         self._verdict_bytes = self._verdict_anon_bytes()
         with self._problems.guard("host"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from collector.agent.live.alerts import Sender
+    from collector.agent.live.before_oom import BeforeOom
     from collector.agent.live.hangs import HangReports
 
 T = TypeVar("T")
@@ -25,6 +27,10 @@ T = TypeVar("T")
 PIPE_WIDTH = 200
 #: Settings of commands that run another one: its arguments begin at the first word that is no option.
 PASS_ON = {"allow_interspersed_args": False}
+_LEAD = "60s"
+_LEAD_BOUNDS_SECONDS = (1.0, 3600.0)
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
+_SPAN_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +119,47 @@ def parse_on_hang(_context: click.Context, _option: click.Parameter, value: str 
     from collector.agent.live.hangs import HangReports
 
     return _parse(HangReports, value)
+
+
+def before_oom_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--before-oom` and `--lead`, which the command gets as one `before_oom`."""
+
+    @functools.wraps(command)
+    def with_action(*args: Any, before_oom: str | None, lead: float | None, **rest: Any) -> Any:
+        return command(*args, before_oom=_before_oom(before_oom, lead), **rest)
+
+    action_help = "Before memory runs out: send this signal to each training process, or run a shell command."
+    lead_help = f"How long before, with --before-oom [default: {_LEAD}]."
+    for option in (
+        click.option("--lead", callback=_parse_span, metavar="TIME", help=lead_help),
+        click.option("--before-oom", metavar="SIGNAL|CMD", help=action_help),
+    ):
+        with_action = option(with_action)
+    return with_action
+
+
+def _before_oom(action: str | None, lead_seconds: float | None) -> BeforeOom | None:
+    if action is None and lead_seconds is None:
+        return None
+    if action is None:
+        raise click.UsageError("--lead belongs to --before-oom: give both", click.get_current_context())
+    from collector.agent.live.before_oom import LEAD_SECONDS, BeforeOom, parse_action
+
+    try:
+        return BeforeOom(parse_action(action), LEAD_SECONDS if lead_seconds is None else lead_seconds)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--before-oom") from None
+
+
+def _parse_span(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
+    """Return the seconds of a time such as `90`, `90s` or `5m`."""
+    if value is None:
+        return None
+    match = _SPAN.fullmatch(value.strip())
+    seconds = float(match[1]) * _SPAN_SECONDS[match[2]] if match else 0.0
+    if not _LEAD_BOUNDS_SECONDS[0] <= seconds <= _LEAD_BOUNDS_SECONDS[1]:
+        raise click.BadParameter(f"{value!r} is no time between 1 s and 1 h; give one such as 90s or 5m")
+    return seconds
 
 
 def _parse(parse: Callable[[str], T], value: str | None) -> T | None:

@@ -18,6 +18,7 @@ from collector.commands.options import (
     NO_LIVE_OPTIONS,
     PASS_ON,
     LiveOptions,
+    before_oom_options,
     home_option,
     investigate_option,
     outlet_options,
@@ -37,6 +38,7 @@ from training_harness.layout import (
 
 if TYPE_CHECKING:
     from collector.agent.launch import RunOutcome
+    from collector.agent.live.before_oom import BeforeOom
     from collector.agent.live.hangs import HangReports
     from collector.agent.live.outlets import Outlets
     from collector.diagnosis import Verdict
@@ -48,6 +50,8 @@ JOBS = ("images", "diabetes", "accumulate", "dataparallel", "ddp", "fault")
 TOUR = "tour"
 #: Exit statuses of a command that was ended by Ctrl-C or SIGTERM.
 ENDED_BY_USER = (130, 143)
+#: Number of restarts after kills for lack of memory so far, for the command.
+ATTEMPT_VARIABLE = "TIDEGAUGE_ATTEMPT"
 
 
 def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
@@ -81,6 +85,15 @@ def _check_run_id(_context: click.Context, _option: click.Parameter, value: str 
     metavar="cancel|CMD",
     help="When the training hangs: end it, or run a shell command once, with the finding's JSON on stdin.",
 )
+@before_oom_options
+@click.option(
+    "--restart-on-oom",
+    "restarts",
+    type=click.IntRange(0, 100),
+    default=0,
+    metavar="N",
+    help="Run the command again after a kill for lack of host memory, N times at most.",
+)
 @outlet_options
 @home_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -93,28 +106,46 @@ def run(
     run_id: str | None,
     investigate: bool,
     on_hang: HangReports | None,
+    before_oom: BeforeOom | None,
+    restarts: int,
     live: LiveOptions,
     home: Path,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND and watch it: tidegauge run -- python train.py --lr 0.1."""
+    if restarts and run_id is not None:
+        raise TidegaugeError("--restart-on-oom makes a run of each attempt; leave --run-id out")
     if memory_history is not None:
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
-    outcome, _ = _run(
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
+    if restarts:
+        os.environ[ATTEMPT_VARIABLE] = str(attempt)
+        tags = {"attempt": str(attempt), **tags}
+    outcome, verdict = _run(
         command,
         home=home,
         live=live,
         investigate=investigate,
         hangs=on_hang,
+        before_oom=before_oom,
         name=name,
         tags=tags,
         interval_seconds=interval,
     )
+    if attempt < restarts and outcome.exit_status and verdict is not None and _lacked_memory(verdict):
+        click.echo(f"tidegauge: killed for lack of memory; restart {attempt + 1} of {restarts}", err=True)
+        os.environ[ATTEMPT_VARIABLE] = str(attempt + 1)
+        # A new process, since everything in this one belongs to the run that ended.
+        os.execv(sys.executable, sys.orig_argv)
     sys.exit(outcome.exit_status)
+
+
+def _lacked_memory(verdict: Verdict) -> bool:
+    return any(finding.kind == "host-oom-kill" for finding in verdict.findings)
 
 
 @click.command(context_settings=PASS_ON)
@@ -260,6 +291,7 @@ def _run(
     live: LiveOptions,
     investigate: bool,
     hangs: HangReports | None = None,
+    before_oom: BeforeOom | None = None,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -272,7 +304,7 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None if disabled else _open_outlets(live, investigate=investigate, hangs=hangs)
+    outlets = None if disabled else _open_outlets(live, investigate=investigate, hangs=hangs, before_oom=before_oom)
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -291,7 +323,11 @@ def _run(
 
 
 def _open_outlets(
-    live: LiveOptions, *, investigate: bool = False, hangs: HangReports | None = None
+    live: LiveOptions,
+    *,
+    investigate: bool = False,
+    hangs: HangReports | None = None,
+    before_oom: BeforeOom | None = None,
 ) -> Outlets | None:
     """Open the live output of a run; None if no option asks for any.
 
@@ -299,7 +335,7 @@ def _open_outlets(
         TidegaugeError: the metrics cannot be served at the given address.
 
     """
-    is_regular = live != NO_LIVE_OPTIONS or investigate
+    is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None
     if not is_regular and hangs is None:
         return None
     from collector.agent.live import prometheus
@@ -307,7 +343,7 @@ def _open_outlets(
     from collector.agent.live.outlets import Outlets
 
     alerts = Alerts(live.senders) if live.senders else None
-    outlets = Outlets(alerts, investigate=investigate, hangs=hangs, is_regular=is_regular)
+    outlets = Outlets(alerts, investigate=investigate, hangs=hangs, before_oom=before_oom, is_regular=is_regular)
     if live.prometheus is not None:
         click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
     return outlets

@@ -5,9 +5,10 @@ The record follows Android's ApplicationExitInfo: a reason from a closed list, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGBUS, SIGKILL
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Finding, Limit, Locus
-from collector.units import number, plain_text, size
+from collector.units import duration, number, plain_text, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
 _REASONS = {
@@ -196,6 +197,17 @@ def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
             yield _first_end(tables, times[place], times[place + 1]), words
 
 
+def _precaution(event: Mapping[str, Any]) -> str:
+    """Return what Tidegauge did before a limit was met, and how near that was by its forecast."""
+    action, pids, left = str(event.get("action")), event.get("pids") or [], event.get("seconds_left")
+    done = {
+        "command": "ran the command of --before-oom",
+        "function": "asked the training for its precautions",
+    }.get(action, f"sent {action} to {len(pids)} process{'' if len(pids) == 1 else 'es'}")
+    near = "was nearly met" if left is None else f"was at least {duration(float(left))} away"
+    return f"Tidegauge {done}: the limit {event.get('limit')} {near}."
+
+
 def _first_end(tables: RunTables, begin_ns: float, end_ns: float) -> float:
     """Return the time of the first recorded end of a process between two samples, else that of the second."""
     ends = (float(event["time_ns"]) for event in tables.events_of("worker-died", "command-exit"))
@@ -217,6 +229,12 @@ def _of_ends(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, str]]:
         lines = plain_text(str(event.get("message") or "")).strip().splitlines() or [""]
         message = lines[0] if len(lines[0]) <= _MESSAGE_CHARACTERS else f"{lines[0][:_MESSAGE_CHARACTERS]}…"
         yield float(event["time_ns"]), f"{sentence(life.name(key))} raised {event.get('type')}: {message}"
+    for event in tables.events_of("before-oom"):
+        yield float(event["time_ns"]), _precaution(event)
+    for event in tables.events_of("risk-call"):
+        held, failed = duration(float(event.get("held_ns") or 0) / SECOND_NS), event.get("errors")
+        words = f"failed: {failed[0]}" if failed else f"took {held}"
+        yield float(event["time_ns"]), f"What the training does before memory runs out {words}."
     for event in tables.events_of("hang-cancelled"):
         yield float(event["time_ns"]), "Tidegauge cancelled the training, which hung."
     for event in tables.events_of("command-exit"):

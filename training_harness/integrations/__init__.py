@@ -9,28 +9,70 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from training_harness import attach, session
+from training_harness import attach, on_risk, session
 from training_harness.hooks.patching import Hook
 from training_harness.redaction import redact_values
 
+#: What a callback does before memory runs out: save a checkpoint, or save one and end the training.
+BeforeOom = Literal["save", "stop"]
+#: Steps between two agreements of several ranks on whether to save.
+_AGREE_EVERY_STEPS = 10
 _VALUES_AT_MOST = 100
 _TEXT_CHARACTERS = 200
 
 
 class TrainingReporter:
-    """Reporter of a framework's phases and hyper-parameters, which all callbacks share."""
+    """Reporter of a framework's phases and hyper-parameters, which all callbacks share.
 
-    def __init__(self, framework: str, name: str | None) -> None:
+    Raises:
+        ValueError: `before_oom` is neither None nor one of `BeforeOom`.
+    """
+
+    def __init__(self, framework: str, name: str | None, before_oom: BeforeOom | None = None) -> None:
+        if before_oom not in (None, "save", "stop"):
+            raise ValueError(f"before_oom is {before_oom!r}; give 'save', 'stop' or None")
         self.hook = Hook(framework)
+        self.stops = before_oom == "stop"
+        self._saves = before_oom is not None
         self._name = name
+        self._is_at_risk = False
+        self._joined_pid = 0
         self.join()
 
+    def _note_risk(self, _finding: Mapping[str, Any]) -> None:
+        self._is_at_risk = True
+
+    def must_save(self, step: int, agree: Callable[[bool], bool] | None) -> bool:
+        """Return whether a checkpoint has to be saved after this step, once for each limit that comes near.
+
+        Ranks learn of it at different steps, and a checkpoint needs them all at the same one: so they agree now and
+        then.
+
+        Args:
+            step: the framework's own number of the step, equal on all ranks.
+            agree: returns whether its argument is true on any rank, called by all of them; None for a single rank.
+        """
+        if not self._saves:
+            return False
+        if agree is None:
+            must, self._is_at_risk = self._is_at_risk, False
+        elif step % _AGREE_EVERY_STEPS:
+            return False
+        else:
+            must = agree(self._is_at_risk)
+            self._is_at_risk = self._is_at_risk and not must
+        return must
+
     def join(self) -> None:
-        """Attach this process, unless it is attached already."""
+        """Attach this process, unless it is attached already, and listen to what the collector foretells."""
         attach(name=self._name)
+        if self._saves and self._joined_pid != os.getpid():
+            self._joined_pid = os.getpid()
+            on_risk(self._note_risk)
 
     def phase(self, phase: str, *, epoch: int, step: int) -> None:
         """Record that the framework enters another phase of the training."""

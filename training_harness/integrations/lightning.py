@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from training_harness.integrations import TrainingReporter, fail_open
+from training_harness.integrations import BeforeOom, TrainingReporter, fail_open
 
 #: The framework's new name and its old one; a Trainer accepts only callbacks of its own package.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -37,11 +38,14 @@ class TidegaugeCallback(_callback()):  # type: ignore[misc]
 
     Args:
         name: name of the run, if this begins one; the script's name by default.
+        before_oom: "save" saves `tidegauge-step=N.ckpt` in the Trainer's `default_root_dir` before memory runs out;
+            "stop" also ends the training.
     """
 
-    def __init__(self, name: str | None = None) -> None:
+    def __init__(self, name: str | None = None, before_oom: BeforeOom | None = None) -> None:
         super().__init__()
-        self.reporter = TrainingReporter("lightning", name)
+        self.reporter = TrainingReporter("lightning", name, before_oom)
+        self._saved_at = -1
 
     @fail_open
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -57,6 +61,21 @@ class TidegaugeCallback(_callback()):  # type: ignore[misc]
     on_test_start = _enters("test")
     on_predict_start = _enters("predict")
     teardown = _enters("done")
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Save a checkpoint before memory runs out, if that was asked for."""
+        step = trainer.global_step
+        if step == self._saved_at:  # a further batch of the same optimizer step
+            return
+        self._saved_at = step
+        agree = (
+            None
+            if trainer.world_size == 1
+            else lambda due: trainer.strategy.reduce_boolean_decision(due, all=False)
+        )
+        if self.reporter.must_save(step, agree):
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"tidegauge-step={step}.ckpt")
+            trainer.should_stop = trainer.should_stop or self.reporter.stops
 
     @fail_open
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from training_harness.integrations import TrainingReporter, fail_open
+from training_harness.integrations import BeforeOom, TrainingReporter, fail_open
 
 try:
+    import torch
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
-    if error.name != "transformers":
+    if error.name not in ("torch", "transformers"):
         raise
     raise ImportError("transformers is not installed: pip install 'tidegauge[integrations]'") from None
 
@@ -21,10 +22,12 @@ class TidegaugeCallback(TrainerCallback):
 
     Args:
         name: name of the run, if this begins one; the script's name by default.
+        before_oom: "save" saves a checkpoint, as the Trainer does, before memory runs out; "stop" also ends the
+            training.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        self.reporter = TrainingReporter("transformers", name)
+    def __init__(self, name: str | None = None, before_oom: BeforeOom | None = None) -> None:
+        self.reporter = TrainingReporter("transformers", name, before_oom)
         self._phase = self._outer_phase = "done"
 
     @fail_open
@@ -38,6 +41,18 @@ class TidegaugeCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin an epoch of training."""
         self._enter("train", state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the Trainer save a checkpoint before memory runs out, if that was asked for."""
+
+        def agree(due: bool) -> bool:
+            flag = torch.tensor(float(due), device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            return bool(flag.item())
+
+        if self.reporter.must_save(state.global_step, agree if args.world_size > 1 else None):
+            control.should_save = True
+            control.should_training_stop = control.should_training_stop or self.reporter.stops
 
     @fail_open
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

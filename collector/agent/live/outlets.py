@@ -7,24 +7,23 @@ leaks is asked once which lines allocate the memory that stays.
 
 from __future__ import annotations
 
-import math
 import socket
-import statistics
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.live.alerts import Alerts
+from collector.agent.live.before_oom import BeforeOom
 from collector.agent.live.hangs import HangReports
+from collector.agent.live.limits import Headroom
 from collector.agent.live.line_sampling import LineSampler
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.live.verdicts import LiveVerdicts
 from collector.agent.problems import Problems
-from collector.agent.samplers.host import headroom_bytes
+from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
 from collector.errors import TidegaugeError
 from collector.findings import TRACEABLE_LEAKS, Finding, Locus
@@ -34,11 +33,6 @@ from training_harness.layout import SNAPSHOT_STEPS, read_manifest
 if TYPE_CHECKING:
     from collector.store import Counts, Totals
 
-#: Seconds of samples in an estimate, which compares the first third with the last.
-WINDOW_SECONDS = 30.0
-_LEAST_SAMPLES = 6
-#: Share of the headroom below which a loss is noise.
-_NOISE_RATIO = 0.01
 #: Seconds after which a request expires, if the process ends no step.
 EXPIRY_SECONDS = 600.0
 
@@ -50,6 +44,7 @@ class Outlets:
         alerts: senders of new findings.
         investigate: ask a process that leaks for its allocation sites, and sample stacks before there is a warning.
         hangs: reports of hangs.
+        before_oom: what to do before a limit is met.
         is_regular: make a verdict now and then; else only when the training seems to hang.
 
     Attributes:
@@ -62,6 +57,7 @@ class Outlets:
         *,
         investigate: bool = False,
         hangs: HangReports | None = None,
+        before_oom: BeforeOom | None = None,
         is_regular: bool = True,
     ) -> None:
         #: Stream -> the newest samples that the collector took.
@@ -72,6 +68,7 @@ class Outlets:
         self._investigate = investigate
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
+        self._before_oom = before_oom or BeforeOom()
         self._is_regular = is_regular
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
@@ -93,6 +90,7 @@ class Outlets:
             self.counts = Counts(run)
         self._verdicts = LiveVerdicts(run, self.publish, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None
+        self._before_oom.begin(run, self._name)
         self._run = run
         return self.counts
 
@@ -101,6 +99,20 @@ class Outlets:
         if self._verdicts is not None:
             self._headroom.note(now_ns / 1e9, self._samples)
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
+
+    @property
+    def watches_limits(self) -> bool:
+        """True if something is to be done before a limit is met, so that the limits are worth more samples."""
+        return self._before_oom.is_wanted
+
+    def note_limits(self, now_ns: int, host: Sample) -> None:
+        """Take note of a sample of the host between two ticks."""
+        self._headroom.note(now_ns / 1e9, {"host": [host]})
+
+    def act_before_oom(self, now_ns: int, processes: Sequence[LocalProcess]) -> Iterator[Mapping[str, Any]]:
+        """Do what is due before a limit is met; yield the fields of the events about it."""
+        if not self._has_ended:
+            yield from self._before_oom.tick(now_ns / 1e9, self._headroom, processes)
 
     def hurry(self) -> None:
         """Make a verdict at the next tick, since stacks of a training that stands still were taken."""
@@ -130,6 +142,9 @@ class Outlets:
         """Take note of an event of the run's processes on this host; the loop calls this with each."""
         if self._investigator is not None:
             self._investigator.note_event(event)
+        self._before_oom.note_event(event)
+        if self._before_oom.is_wanted and self._verdicts is not None:
+            self._is_regular = self._verdicts.is_regular = True
 
     def run_ended(self) -> None:
         """Stop verdicts, a running one too, and take back open requests."""
@@ -152,6 +167,7 @@ class Outlets:
     def publish(self, findings: Sequence[Finding]) -> None:
         """Publish a verdict: in the metrics, as alerts, and as requests for allocation sites."""
         self._verdict = (findings, time.time())
+        self._before_oom.note_findings(findings, time.monotonic())
         self.lines.note([finding for finding in findings if finding.locus.host in (None, self._host)])
         if self._investigator is not None:
             self._investigator.investigate(findings)
@@ -165,6 +181,7 @@ class Outlets:
     def close(self) -> None:
         """Wait for queued alerts, for a bounded time."""
         self._hangs.close()
+        self._before_oom.close()
         if self._alerts is not None:
             self._alerts.close()
 
@@ -185,53 +202,6 @@ class Outlets:
             findings=verdict[0] if verdict else None,
             verdict_seconds=verdict[1] if verdict else None,
         )
-
-
-class Headroom:
-    """Headroom of each limit over the last `WINDOW_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._series: dict[str, deque[tuple[float, float]]] = {}
-
-    def note(self, now_seconds: float, samples: Mapping[str, Sequence[Sample]]) -> None:
-        """Add the samples of one tick, by the name of their stream."""
-        for name, headroom in _headrooms(samples):
-            series = self._series.setdefault(name, deque())
-            series.append((now_seconds, headroom))
-            while series[0][0] < now_seconds - WINDOW_SECONDS:
-                series.popleft()
-
-    @property
-    def nearest_seconds(self) -> float:
-        """Time until the first limit is met at the present rate; infinite if none comes nearer."""
-        return min(map(seconds_left, self._series.values()), default=math.inf)
-
-
-def seconds_left(series: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds from the end of a series of (seconds, headroom) until 0. Medians ignore a spike."""
-    if len(series) < _LEAST_SAMPLES:
-        return math.inf
-    third = len(series) // 3
-    points = list(series)
-    first, last = points[:third], points[-third:]
-    before, now = (statistics.median(headroom for _, headroom in part) for part in (first, last))
-    elapsed = statistics.median(at for at, _ in last) - statistics.median(at for at, _ in first)
-    if elapsed <= 0 or before - now <= _NOISE_RATIO * max(now, 0.0):
-        return math.inf
-    return max(0.0, now) * elapsed / (before - now)
-
-
-def _headrooms(samples: Mapping[str, Sequence[Sample]]) -> Iterator[tuple[str, float]]:
-    for host in samples.get("host", ()):
-        if (headroom := headroom_bytes(host)) is not None:
-            yield "host", headroom
-        total, used = host.get("shm_total_bytes"), host.get("shm_used_bytes")
-        if total is not None and used is not None:
-            yield "shm", total - used
-    for device in samples.get("device", ()):
-        total, used = device.get("total_bytes"), device.get("used_bytes")
-        if total is not None and used is not None:
-            yield f"device {device.get('device')}", total - used
 
 
 class Investigator:

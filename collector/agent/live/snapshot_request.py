@@ -84,13 +84,16 @@ def request_path(run: Run, name: str) -> Path:
     return run.path / REQUESTS / f"{name}.json"
 
 
-def put_request(path: Path, what: str, *, steps: int, lasts_seconds: float, to: Mapping[str, Any]) -> None:
-    """Write a request to the processes that match `to`; the caller deletes it in the end.
+def put_request(
+    path: Path, what: str, *, steps: int, lasts_seconds: float, to: Mapping[str, Any], **more: object
+) -> None:
+    """Write a request, with `more` fields, to the processes that match `to`; the caller deletes it in the end.
 
     Raises:
         OSError: the request cannot be written.
     """
-    body = {"what": what, "steps": steps, "expires_wall_ns": time.time_ns() + int(lasts_seconds * 1e9), "to": to}
+    expires_wall_ns = time.time_ns() + int(lasts_seconds * 1e9)
+    body = {"what": what, "steps": steps, "expires_wall_ns": expires_wall_ns, "to": to, **more}
     path.parent.mkdir(mode=0o700, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(body))

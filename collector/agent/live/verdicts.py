@@ -56,11 +56,12 @@ class LiveVerdicts:
 
     Attributes:
         spent_ns: CPU time of the verdicts so far.
+        is_regular: whether verdicts are made now and then.
     """
 
     def __init__(self, run: Run, publish: Callable[[Sequence[Finding]], None], *, is_regular: bool = True) -> None:
         self.spent_ns = 0
-        self._is_regular = is_regular
+        self.is_regular = is_regular
         self._run = run
         self._publish = publish
         self._last_begin_ns: int | None = None
@@ -75,7 +76,7 @@ class LiveVerdicts:
         if self._last_begin_ns is None:
             self._last_begin_ns = now_ns
         pause_ns = pause_seconds(self._cost_seconds, nearest_seconds) * 1e9
-        is_due = self._is_hurried or (self._is_regular and now_ns - self._last_begin_ns >= pause_ns)
+        is_due = self._is_hurried or (self.is_regular and now_ns - self._last_begin_ns >= pause_ns)
         if is_due and (self._thread is None or not self._thread.is_alive()):
             self._last_begin_ns, self._is_hurried = now_ns, False
             self._thread = threading.Thread(target=self._judge, args=(problems,), name="verdict", daemon=True)

@@ -25,6 +25,7 @@ _KERNEL_PROC = "/proc"
 #: Upper bound on the length of a field's number with the blanks around it.
 _NUMBER_BYTES = 48
 _CORES = re.compile(rb"\nCpus_allowed:\s*([0-9a-f,]+)")
+_HANDLED = re.compile(rb"^SigCgt:\t([0-9a-f]+)$", re.MULTILINE)
 
 
 class LocalProcess(NamedTuple):
@@ -162,6 +163,12 @@ def read_status(proc: str, pid: int) -> Status | None:
         thread_count=field(text, b"Threads:"),
         allowed_cores_count=_cores_in(text),
     )
+
+
+def handles_signal(proc: str, pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal (SigCgt of /proc/PID/status); False if it is gone."""
+    mask = _HANDLED.search(_read_once(f"{proc}/{pid}/status") or b"")
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
 
 
 def read_resident(proc: str, pid: int) -> Resident | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from collector.agent.live import verdicts
-from collector.agent.live.outlets import Headroom, seconds_left
+from collector.agent.live.limits import Headroom, seconds_left
 from collector.agent.live.verdicts import BUDGET_RATIO, EVERY_SECONDS, LEAST_SECONDS, LiveVerdicts, pause_seconds
 from collector.agent.problems import Problems
 from collector.store.runs.run import Run

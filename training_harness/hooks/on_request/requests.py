@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from training_harness import session
+from training_harness.hooks.on_request import risk
 from training_harness.hooks.on_request.allocation_growth import Growth
 from training_harness.hooks.on_request.snapshots import save, save_allocator, write
 from training_harness.hooks.on_request.tensor_census import census
@@ -146,6 +147,9 @@ class Requests:
         ):
             return None
         torch, what = sys.modules["torch"], request["what"]
+        if what == "risk":
+            risk.call(current, step, request["finding"])
+            return None
         if what == "census":
             return save(current, what, {"step": step, **census(torch)})
         if what == "allocator":
