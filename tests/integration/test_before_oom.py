@@ -1,0 +1,80 @@
+"""A checkpoint before a real kill by a memory cgroup, a restart after it, and a function of the training."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from collector.store import list_runs, read
+from tests.conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "tests" / "scripts" / "near_limit.py"
+
+
+@pytest.fixture
+def memory_group():
+    """A cgroup v1 of 600 MiB, without swap."""
+    group = Path(f"/sys/fs/cgroup/memory/tidegauge-before-oom-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(600 * 2**20))
+        (group / "memory.swappiness").write_text("0")
+    except OSError as error:
+        pytest.skip(f"a cgroup v1 can't be made here: {error}")
+    yield group
+    with contextlib.suppress(OSError):
+        group.rmdir()
+
+
+@pytest.fixture
+def run_near_limit(tmp_path, memory_group):
+    """Runs a case of near_limit.py in the cgroup; returns the process, its checkpoints and the runs in order."""
+
+    def run(case, steps, *options):
+        checkpoint = tmp_path / "checkpoint.txt"
+        command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(tmp_path / "home"), *options]
+        script = [sys.executable, str(SCRIPT), case, str(steps), str(checkpoint), str(memory_group)]
+        done = subprocess.run([*command, "--", *script], capture_output=True, text=True, timeout=200, check=False)
+        saved = (
+            [int(line.split()[0]) for line in checkpoint.read_text().splitlines()] if checkpoint.exists() else []
+        )
+        return done, saved, list_runs(tmp_path / "home")[::-1]
+
+    return run
+
+
+def events_of(run, kind):
+    with read(run) as snapshot:
+        bodies = snapshot.query("SELECT body FROM event WHERE kind = ? ORDER BY time_ns", [kind])["body"]
+    return [json.loads(body) for body in bodies]
+
+
+def test_signal_comes_before_the_kill_and_the_command_runs_again(run_near_limit):
+    done, saved, runs = run_near_limit("steady-signal", 5000, "--before-oom", "USR1", "--restart-on-oom", "1")
+    assert done.returncode == 137, done.stderr
+    assert "killed for lack of memory; restart 1 of 1" in done.stderr
+    assert [run.manifest["tags"]["attempt"] for run in runs] == ["0", "1"]
+    assert len(saved) == 2, "once in each attempt"
+    for run in runs:
+        [event] = events_of(run, "before-oom")
+        assert (event["risk"], event["action"]) == ("host-oom-risk", "SIGUSR1")
+    assert "Tidegauge sent SIGUSR1 to 1 process" in done.stderr or "before-oom: SIGUSR1 sent" in done.stderr
+
+
+def test_function_of_the_training_is_called_at_the_end_of_a_step(run_near_limit):
+    done, saved, [run] = run_near_limit("steady-function", 5000)
+    assert done.returncode == 137, done.stderr
+    assert len(saved) == 1
+    [call] = events_of(run, "risk-call")
+    assert (call["risk"], call["errors"]) == ("host-oom-risk", [])
+    assert call["step"] + 1 == saved[0]
+
+
+def test_healthy_training_is_left_alone(run_near_limit):
+    done, saved, [run] = run_near_limit("plain-signal", 300, "--before-oom", "USR1", "--restart-on-oom", "1")
+    assert (done.returncode, saved) == (0, []), done.stderr
+    assert events_of(run, "before-oom") == []
