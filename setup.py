@@ -1,25 +1,36 @@
-"""Put `tidegauge.pth` beside the packages, in a wheel and in an editable install; the rest is in pyproject.toml.
+"""Lay out a wheel so that it takes no name of the user's; the rest is in pyproject.toml.
 
-Python runs that file at start-up. It does nothing outside a run, and attaches where a command sets PYTHONPATH anew.
+`tidegauge.pth` lies beside the packages, in a wheel and in an editable install. Python runs that file at start-up.
+It does nothing outside a run, and attaches where a command sets PYTHONPATH anew.
+
+`collector` and `app` are names that many projects use. In a wheel they lie in a folder that only Tidegauge's own
+processes have on their path (`training_harness.command`), so that nobody else can import them.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 PTH = Path("training_harness") / "bootstrap" / "tidegauge.pth"
+TOOL = Path("training_harness") / "tool"
 
 
-class BuildWithPth(build_py):
-    """Build the packages and the file."""
+class BuildOwnLayout(build_py):
+    """Build the packages, the file, and the folder of the tool."""
 
     def run(self) -> None:
-        """Copy the file once the packages are there."""
+        """Copy the file and move the packages once they are there."""
         super().run()
         # An editable wheel takes its files from the folder of the `install` command.
         folder = self.distribution.get_command_obj("install").install_lib if self.editable_mode else self.build_lib
         self.copy_file(str(PTH), str(Path(folder) / PTH.name))
+        if not self.editable_mode:
+            tool = Path(self.build_lib) / TOOL
+            for name in ("app", "collector"):
+                shutil.rmtree(tool / name, ignore_errors=True)  # of an earlier build
+                shutil.move(Path(self.build_lib) / name, tool / name)
 
 
-setup(cmdclass={"build_py": BuildWithPth})
+setup(cmdclass={"build_py": BuildOwnLayout})

@@ -2,8 +2,9 @@
 
     python scripts/install_check.py
 
-Checks the base install (the harness alone) and `[collector]`: the lake opens with the extensions of the pinned
-packages and the network out of reach, and each thing that is lacking is said in one line.
+Checks the base install (the harness alone), `[collector]` and `[app]`: the lake opens with the extensions of the
+pinned packages and the network out of reach, each thing that is lacking is said in one line, and no package named
+`app` or `collector` can be imported, nor shadows one of the user's.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ def main() -> int:
     """Print one line per check; 1 if one failed."""
     with tempfile.TemporaryDirectory(prefix="tidegauge-install-") as scratch:
         source = Path(shutil.copytree(REPOSITORY, Path(scratch) / "source", ignore=shutil.ignore_patterns(".*")))
-        base, full = (
+        base, full, app = (
             Installed(Path(scratch) / "base", source, ""),
             Installed(Path(scratch) / "full", source, "[collector]"),
+            Installed(Path(scratch) / "app", source, "[app]"),
         )
-        return 0 if all([*check_base(base), *check_collector(full)]) else 1
+        return 0 if all([*check_base(base), *check_collector(full), *check_app(app)]) else 1
 
 
 class Installed:
@@ -66,11 +68,39 @@ class Installed:
         return good
 
 
+def check_names(environment: Installed) -> bool:
+    """No package `app` or `collector` can be imported."""
+    code = "from importlib.util import find_spec; print([n for n in ('app', 'collector') if find_spec(n)])"
+    return environment.check("its own names stay its own", "python", "-P", "-c", code, status=0, said="[]")
+
+
+def check_app(app: Installed) -> list[bool]:
+    """The dashboard shows a run beside a project that has packages `app` and `collector`, installed and not."""
+    packages = next((app.bin.parent / "lib").glob("python*/site-packages"))
+    for folder in (packages, app.bin.parent):
+        for name in ("app", "collector"):
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text("raise ImportError('the user's own')\n")
+    ours = f"{packages}/training_harness/tool"
+    page = (
+        f"import sys; sys.path.insert(0, {ours!r}); from streamlit.testing.v1 import AppTest; "
+        f"test = AppTest.from_file({ours + '/app/streamlit_app.py'!r}, default_timeout=60).run(); "
+        "print('exceptions', len(test.exception), 'blocks', len(test.main) > 2)"
+    )
+    code = "print('trained')"
+    return [
+        app.check("run", "tidegauge", "run", "--", str(app.bin / "python"), "-c", code, status=0, said="trained"),
+        app.check("report", "tidegauge", "report", status=0, said="finished"),
+        app.check("dashboard", "python", "-P", "-c", page, status=0, said="exceptions 0 blocks True"),
+    ]
+
+
 def check_base(base: Installed) -> list[bool]:
     """The harness alone: it records, and every command says what to install."""
     lacking = "pip install 'tidegauge[collector]'"
     commands = ("--help", "run", "report", "runs", "doctor", "dashboard", "job", "collect")
     return [
+        check_names(base),
         base.check("attach() works without a collector", "python", "-W", "error", "-c", ATTACH, status=0, said=""),
         *(
             base.check(f"{word} says what is lacking", "tidegauge", word, status=2, said=lacking)
@@ -83,6 +113,7 @@ def check_collector(full: Installed) -> list[bool]:
     """The collector: a run is followed, kept, reported, listed and exported; a lacking package is one line."""
     code = "print('trained')"
     checks = [
+        check_names(full),
         full.check("run", "tidegauge", "run", "--", str(full.bin / "python"), "-c", code, status=0, said="trained"),
         full.check("report", "tidegauge", "report", status=0, said="finished"),
         full.check("runs", "tidegauge", "runs", status=0, said="finished"),

@@ -6,7 +6,6 @@ Everything here fails open: a hook that cannot be installed is named in an event
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training_harness import layout, ptracer, session
+from training_harness import command, layout, ptracer, session
 from training_harness.hooks import compiler, trial
 from training_harness.hooks.loading import iterators, loader_ids, worker
 from training_harness.hooks.on_request import risk
@@ -193,7 +192,7 @@ def step() -> None:
 
 def _start_collector(run_dir: Path) -> None:
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
-    if importlib.util.find_spec("collector") is None or importlib.util.find_spec("duckdb") is None:
+    if command.missing_packages():
         return
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:

@@ -1,6 +1,7 @@
 """The `tidegauge` command, with the collector that is installed together with this harness.
 
-A project may have its own packages `collector` and `app`, on a PYTHONPATH that comes before installed packages.
+A project may have its own packages `collector` and `app`. Those of Tidegauge lie beside this package in its
+repository, and in the folder `tool` within it where they were installed from a wheel.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from pathlib import Path
 _REQUIRED = ("click", "duckdb", "numpy", "pandas", "psutil", "pyarrow", "rich", "scipy")
 
 
+_HARNESS = Path(__file__).resolve().parent
+
+
 def main() -> None:
     """Run the command line; with the base install alone, name the missing packages."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    if missing := [name for name in _REQUIRED if importlib.util.find_spec(name) is None]:
+    if missing := missing_packages():
         sys.exit(_report_missing(missing))
+    tool = _HARNESS / "tool"
+    sys.path.insert(0, str(tool if tool.is_dir() else _HARNESS.parent))
     importlib.import_module("collector.cli").main()
+
+
+def missing_packages() -> list[str]:
+    """Return the packages that the command line needs and that are not installed."""
+    return [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
 
 
 def _report_missing(names: Sequence[str]) -> int:

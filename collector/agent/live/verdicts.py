@@ -105,7 +105,8 @@ class LiveVerdicts:
 
     def _judge(self, problems: Problems) -> None:
         with problems.guard("verdict"), tempfile.TemporaryFile() as errors:
-            command = [sys.executable, "-P", "-m", "collector", "report", str(self._run.path), "--format", "json"]
+            tidegauge = (sys.executable, "-P", "-m", "training_harness.command")
+            command = [*tidegauge, "report", str(self._run.path), "--format", "json"]
             # Its own session, since Ctrl-C is for the command alone.
             self._child = child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
