@@ -85,6 +85,8 @@ class Headroom:
         """Add the samples of one moment, by the name of their stream."""
         for level in levels(samples):
             series = self._series.setdefault((level.risk, level.device, level.pid), deque())
+            if series and series[-1][1].total != level.total:  # another limit binds now
+                series.clear()
             series.append((now_seconds, level))
         for key, series in list(self._series.items()):
             while series and series[0][0] < now_seconds - WINDOW_SECONDS:

@@ -89,6 +89,13 @@ def test_full_gpu_is_no_risk_by_itself():
     assert not risks(headroom)
 
 
+def test_another_limit_that_binds_is_no_growth():
+    headroom = headroom_of(0.1 * GIB, 0.1 * GIB, 0.1 * GIB)
+    for second in range(3, 20):
+        headroom.note(float(second), host(0.1 * GIB, limit_bytes=0.2 * GIB))
+    assert headroom.nearest_seconds == float("inf")
+
+
 def test_forecast_is_due_when_its_lower_end_is_within_the_lead_time(requests):
     before_oom, put = requests
     before_oom.note_findings([forecast(90.0)], now_seconds=1000.0)
