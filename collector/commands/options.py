@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from collector.agent.live.alerts import Sender
     from collector.agent.live.before_oom import BeforeOom
     from collector.agent.live.hangs import HangReports
+    from collector.agent.live.trackers import Trackers
 
 T = TypeVar("T")
+S = TypeVar("S")
 #: Width in characters of a table in a pipe, so that one run stays one line.
 PIPE_WIDTH = 200
 #: Settings of commands that run another one: its arguments begin at the first word that is no option.
@@ -56,17 +58,18 @@ def parse_tags(_context: click.Context, _option: click.Parameter, values: Sequen
 
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
-    """Options of a run's live output: address of the metrics, and senders of alerts."""
+    """Options of a run's live output: address of the metrics, senders of alerts, and experiment trackers."""
 
-    prometheus: tuple[str, int] | None
-    senders: tuple[Sender, ...]
+    prometheus: tuple[str, int] | None = None
+    senders: tuple[Sender, ...] = ()
+    trackers: Trackers | None = None
 
 
-NO_LIVE_OPTIONS = LiveOptions(None, ())
+NO_LIVE_OPTIONS = LiveOptions()
 
 
 def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--prometheus`, `--on-finding` and `--webhook`, which the command gets as one `live`."""
+    """Add `--prometheus`, `--log-to`, `--on-finding` and `--webhook`, which the command gets as one `live`."""
 
     @functools.wraps(command)
     def with_live(
@@ -74,14 +77,18 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
         prometheus: tuple[str, int] | None,
         on_finding: Sender | None,
         webhook: Sender | None,
+        log_to: Trackers | None,
         **rest: Any,
     ) -> Any:
-        return command(*args, live=LiveOptions(prometheus, tuple(filter(None, (on_finding, webhook)))), **rest)
+        senders = tuple(filter(None, (on_finding, webhook)))
+        return command(*args, live=LiveOptions(prometheus, senders, log_to), **rest)
 
     metrics_help = "Serve metrics for Prometheus [default host: 127.0.0.1]."
     command_help = "Run a shell command for each new warning or critical finding, with its JSON on stdin."
+    tracker_help = "Add series and findings to wandb, mlflow, tensorboard or trackio; repeatable."
     webhook_help = "Post each new warning or critical finding, with its run, to this URL as JSON."
     for option in (
+        click.option("--log-to", multiple=True, callback=_parse_trackers, metavar="TRACKER", help=tracker_help),
         click.option("--webhook", callback=_parse_webhook, metavar="URL", help=webhook_help),
         click.option("--on-finding", callback=_parse_command, metavar="CMD", help=command_help),
         click.option("--prometheus", callback=_parse_address, metavar="[HOST:]PORT", help=metrics_help),
@@ -112,6 +119,14 @@ def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str
     from collector.agent.live.alerts import webhook_sender
 
     return _parse(webhook_sender, value)
+
+
+def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Sequence[str]) -> Trackers | None:
+    if not names:
+        return None
+    from collector.agent.live.trackers import Trackers
+
+    return _parse(Trackers, names)
 
 
 def parse_on_hang(_context: click.Context, _option: click.Parameter, value: str | None) -> HangReports | None:
@@ -162,7 +177,7 @@ def _parse_span(_context: click.Context, _option: click.Parameter, value: str | 
     return seconds
 
 
-def _parse(parse: Callable[[str], T], value: str | None) -> T | None:
+def _parse(parse: Callable[[S], T], value: S | None) -> T | None:
     try:
         return None if value is None else parse(value)
     except ValueError as error:

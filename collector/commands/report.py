@@ -49,7 +49,7 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
         text = json.dumps(_as_report(run, verdict), indent=1, allow_nan=False) + "\n"
         _write(text, output)
     elif form == "html":
-        _write(_html(run, verdict), output)
+        _write(render_html(run, verdict), output)
     elif output is None:
         show_card(run, verdict, home=home, to_stderr=False, verbose=verbose)
     else:
@@ -235,7 +235,7 @@ def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
     )
 
 
-def _html(run: Run, verdict: Verdict) -> str:
+def render_html(run: Run, verdict: Verdict) -> str:
     """Render the dashboard's views in one file. The dashboard may not be installed, so it is imported by name."""
     if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
         raise TidegaugeError("the HTML report needs the dashboard; install it with: pip install 'tidegauge[app]'")

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from collector.commands.options import (
     parse_on_hang,
     run_options,
 )
-from collector.commands.report import judge, show_card
+from collector.commands.report import judge, render_html, show_card
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 from training_harness.layout import (
     DISABLED_VARIABLE,
@@ -343,7 +343,14 @@ def _open_outlets(
     from collector.agent.live.outlets import Outlets
 
     alerts = Alerts(live.senders) if live.senders else None
-    outlets = Outlets(alerts, investigate=investigate, hangs=hangs, before_oom=before_oom, is_regular=is_regular)
+    outlets = Outlets(
+        alerts,
+        investigate=investigate,
+        hangs=hangs,
+        before_oom=before_oom,
+        trackers=live.trackers,
+        is_regular=is_regular,
+    )
     if live.prometheus is not None:
         click.echo(f"tidegauge: metrics at {prometheus.serve(live.prometheus, outlets.view)}", err=True)
     return outlets
@@ -353,6 +360,11 @@ def _judge_and_publish(run: Run, outlets: Outlets | None) -> Verdict:
     verdict = judge(run)
     if outlets is not None:
         outlets.publish(verdict.findings)
+        if outlets.wants_report:
+            with suppress(TidegaugeError, OSError):  # no dashboard is installed, or the disk is full
+                report = run.path / "report.html"
+                report.write_text(render_html(run, verdict), encoding="utf-8")
+                outlets.attach_report(report)
     return verdict
 
 

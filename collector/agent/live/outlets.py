@@ -21,6 +21,7 @@ from collector.agent.live.limits import Headroom
 from collector.agent.live.line_sampling import LineSampler
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
+from collector.agent.live.trackers import Trackers
 from collector.agent.live.verdicts import LiveVerdicts
 from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
@@ -45,6 +46,7 @@ class Outlets:
         investigate: ask a process that leaks for its allocation sites, and sample stacks before there is a warning.
         hangs: reports of hangs.
         before_oom: what to do before a limit is met.
+        trackers: experiment trackers that get series and findings.
         is_regular: make a verdict now and then; else only when the training seems to hang.
 
     Attributes:
@@ -58,6 +60,7 @@ class Outlets:
         investigate: bool = False,
         hangs: HangReports | None = None,
         before_oom: BeforeOom | None = None,
+        trackers: Trackers | None = None,
         is_regular: bool = True,
     ) -> None:
         #: Stream -> the newest samples that the collector took.
@@ -69,6 +72,7 @@ class Outlets:
         self.lines = LineSampler(always=investigate)
         self._hangs = hangs or HangReports()
         self._before_oom = before_oom or BeforeOom()
+        self._trackers = trackers
         self._is_regular = is_regular
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
@@ -91,6 +95,8 @@ class Outlets:
         self._verdicts = LiveVerdicts(run, self.publish, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None
         self._before_oom.begin(run, self._name)
+        if self._trackers is not None:
+            self._trackers.begin(run, self._name)
         self._run = run
         return self.counts
 
@@ -99,6 +105,8 @@ class Outlets:
         if self._verdicts is not None:
             self._headroom.note(now_ns / 1e9, self._samples)
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
+            if self._trackers is not None:
+                self._trackers.tick(now_ns / 1e9, self.view)
 
     @property
     def watches_limits(self) -> bool:
@@ -173,13 +181,27 @@ class Outlets:
             self._investigator.investigate(findings)
         if self._run is None:
             return
+        if self._trackers is not None:
+            self._trackers.note(findings)
         if self._alerts is not None:
             self._alerts.send(self._run.run_id, self._name, findings)
         if not self._has_ended:
             self._hangs.report(self._run, self._name, findings)
 
+    @property
+    def wants_report(self) -> bool:
+        """True if a tracker keeps the HTML report."""
+        return self._trackers is not None
+
+    def attach_report(self, path: Path) -> None:
+        """Give the HTML report to the trackers."""
+        if self._trackers is not None:
+            self._trackers.attach_report(path)
+
     def close(self) -> None:
-        """Wait for queued alerts, for a bounded time."""
+        """Wait for queued alerts and trackers, for a bounded time."""
+        if self._trackers is not None:
+            self._trackers.close()
         self._hangs.close()
         self._before_oom.close()
         if self._alerts is not None:

@@ -153,7 +153,7 @@ def _values(view: View) -> Iterator[tuple[str, tuple[object, ...], Sample]]:
             yield "rank", rank, sums
         for device, newest in view.totals.allocator.items():
             yield "allocator", device, newest
-    for role, total in _by_role(view.samples.get("process", ())).items():
+    for role, total in by_role(view.samples.get("process", ())).items():
         yield "process", (view.host, *role), total
     for sample in view.samples.get("host", ()):
         yield "host", (view.host,), sample
@@ -168,7 +168,7 @@ def _values(view: View) -> Iterator[tuple[str, tuple[object, ...], Sample]]:
     yield "verdict", (), {"seconds": view.verdict_seconds}
 
 
-def _by_role(samples: Sequence[Sample]) -> Mapping[tuple[object, ...], Counter[str]]:
+def by_role(samples: Sequence[Sample]) -> Mapping[tuple[object, ...], Counter[str]]:
     """Return the sums over the processes of the same rank, role and worker."""
     sums: defaultdict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
     for sample in samples:

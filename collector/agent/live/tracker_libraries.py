@@ -1,0 +1,190 @@
+"""The libraries of experiment trackers, each behind the same few calls.
+
+A tracker that the environment names for the training is joined, so that everything is on one page: `WANDB_RUN_ID`
+and `MLFLOW_RUN_ID` are those that the libraries themselves read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from collector.findings import Finding
+from collector.store import Run
+
+_PREFIX = "tidegauge"
+_PROJECT = "tidegauge"
+#: Characters of a tag of MLflow at most (mlflow/utils/validation.py, MAX_TAG_VAL_LENGTH is larger).
+_TAG_CHARACTERS = 4000
+
+
+class Tracker(Protocol):
+    """What a tracker can do; `address` is where to look, empty if there is no such place."""
+
+    address: str
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to series."""
+
+    def note(self, finding: Finding) -> None:
+        """Show a finding."""
+
+    def attach_report(self, path: Path) -> None:
+        """Keep the HTML report with the run."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class _Wandb:
+    """W&B (https://docs.wandb.ai/guides/track/log/distributed-training: several writers of one run are shared)."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        joined = os.environ.get("WANDB_RUN_ID")
+        settings: dict[str, Any] = {"silent": True, "console": "off", "x_disable_stats": True}
+        if joined and os.environ.get("WANDB_MODE", "online") == "online":
+            settings |= {"mode": "shared", "x_primary": False, "x_label": _PREFIX}
+        self._run = self._wandb.init(
+            id=joined,
+            name=None if joined else name,
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            dir=str(run.path),
+            config={"tidegauge_run": run.run_id},
+            settings=self._wandb.Settings(**settings),
+        )
+        self._name = f"{_PREFIX}-{run.run_id}"
+        self.address = str(self._run.url or "")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()} | {f"{_PREFIX}/step": step})
+
+    def note(self, finding: Finding) -> None:
+        levels = self._wandb.AlertLevel
+        level = levels.ERROR if finding.severity == "critical" else levels.WARN
+        self._run.alert(title=finding.kind, text=finding.summary, level=level)
+        self._run.summary[f"{_PREFIX}/{finding.kind}"] = finding.summary
+
+    def attach_report(self, path: Path) -> None:
+        artifact = self._wandb.Artifact(self._name, type="report")
+        artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    """MLflow, by the client that other runs of the same process do not share."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        joined = os.environ.get("MLFLOW_RUN_ID")
+        self._is_own = not joined
+        found = (
+            self._client.get_run(joined) if joined else self._client.create_run(self._experiment(), run_name=name)
+        )
+        self._id = found.info.run_id
+        self._client.set_tag(self._id, f"{_PREFIX}.run", run.run_id)
+        uri = self._mlflow.get_tracking_uri()
+        is_web = uri.startswith(("http://", "https://"))
+        self.address = f"{uri}/#/experiments/{found.info.experiment_id}/runs/{self._id}" if is_web else ""
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now_ms = time.time_ns() // 1_000_000
+        make = self._mlflow.entities.Metric
+        metrics = [make(f"{_PREFIX}/{name}", value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def note(self, finding: Finding) -> None:
+        text = f"{finding.severity}: {finding.summary}"
+        self._client.set_tag(self._id, f"{_PREFIX}.{finding.kind}", text[:_TAG_CHARACTERS])
+
+    def attach_report(self, path: Path) -> None:
+        self._client.log_artifact(self._id, str(path))
+
+    def close(self) -> None:
+        if self._is_own:
+            self._client.set_terminated(self._id)
+
+
+class _Tensorboard:
+    """TensorBoard's event files, without torch: in `tensorboard` of the run's folder, or in $TENSORBOARD_DIR."""
+
+    def __init__(self, run: Run, _name: str) -> None:
+        writers: Any = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        proto = "tensorboard.compat.proto"
+        self._event: Any = importlib.import_module(f"{proto}.event_pb2").Event
+        self._summary: Any = importlib.import_module(f"{proto}.summary_pb2")
+        self._tensor: Any = importlib.import_module(f"{proto}.tensor_pb2").TensorProto
+        self.address = os.environ.get("TENSORBOARD_DIR") or str(run.path / "tensorboard")
+        self._writer = writers.EventFileWriter(self.address, filename_suffix=f".{_PREFIX}")
+        self._step = 0
+
+    def _add(self, step: int, *values: Any) -> None:
+        summary = self._summary.Summary(value=values)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        make, self._step = self._summary.Summary.Value, step
+        self._add(step, *(make(tag=f"{_PREFIX}/{name}", simple_value=value) for name, value in values.items()))
+        self._writer.flush()
+
+    def note(self, finding: Finding) -> None:
+        data = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        text = self._tensor(dtype="DT_STRING", string_val=[finding.summary.encode()])
+        value = self._summary.Summary.Value(
+            tag=f"{_PREFIX}/{finding.kind}", metadata=self._summary.SummaryMetadata(plugin_data=data), tensor=text
+        )
+        self._add(self._step, value)
+
+    def attach_report(self, path: Path) -> None:
+        """Do nothing: event files hold no such thing."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Trackio:
+    """trackio, on this machine or in the Space that its own variables name."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        trackio: Any = importlib.import_module("trackio")
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", _PROJECT), name=name, config={"tidegauge_run": run.run_id}
+        )
+        self.address = ""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({f"{_PREFIX}/{name}": value for name, value in values.items()}, step=step)
+
+    def note(self, finding: Finding) -> None:
+        levels = self._trackio.AlertLevel
+        level = levels.ERROR if finding.severity == "critical" else levels.WARN
+        self._run.alert(title=finding.kind, text=finding.summary, level=level)
+
+    def attach_report(self, path: Path) -> None:
+        """Do nothing: the page stays in the run's folder."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+#: Value of `--log-to` -> the module that it needs, and what opens the tracker for a run and its name.
+LIBRARIES: dict[str, tuple[str, Callable[[Run, str], Tracker]]] = {
+    "wandb": ("wandb", _Wandb),
+    "mlflow": ("mlflow", _Mlflow),
+    "tensorboard": ("tensorboard", _Tensorboard),
+    "trackio": ("trackio", _Trackio),
+}

@@ -1,0 +1,171 @@
+"""Series and findings in the real libraries of experiment trackers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from collector.agent.live.prometheus import View
+from collector.agent.live.trackers import Trackers, series
+from collector.findings import Finding, measurements
+from collector.store import Totals
+from collector.store.runs.run import Run
+from training_harness.layout import create_run
+
+GIB = 2**30
+LEAK = Finding(
+    kind="main-heap-leak",
+    severity="warning",
+    confidence=0.9,
+    summary="The training process keeps taking host memory.",
+    evidence=measurements(9, "0-30 s", rise_bytes=GIB, slope_bytes=GIB),
+)
+
+
+def view(steps, seconds):
+    sums = {
+        ("node", None): {
+            "steps": steps,
+            "batches": steps,
+            "samples": 8 * steps,
+            "step_ns": round(seconds * 1e9),
+            "data_wait_ns": round(seconds * 0.25e9),
+        }
+    }
+    samples = {
+        "process": [
+            {"role": 0, "pss_bytes": 3.0 * GIB},
+            {"role": 1, "worker": 0, "pss_bytes": 0.5 * GIB},
+            {"role": 1, "worker": 1, "pss_bytes": 0.25 * GIB},
+            {"role": 3, "pss_bytes": 0.1 * GIB},
+        ],
+        "host": [{"memory_available_bytes": 9.0 * GIB, "shm_used_bytes": None}],
+        "device": [{"device": 0, "used_bytes": 2.0 * GIB}],
+    }
+    allocator = {("node", None, 0): {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB}}
+    return View(run_id="r", name="n", host="node", totals=Totals(sums=sums, allocator=allocator), samples=samples)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(create_run(tmp_path / "home", name="train", argv=["train.py"], tags={}))
+
+
+def log_to(run, *names):
+    """Two points, a finding and a report, as a run gives them."""
+    trackers = Trackers(names)
+    trackers.begin(run, "train")
+    trackers.tick(0.0, lambda: view(100, 10.0))
+    trackers.tick(5.0, lambda: view(150, 15.0))
+    trackers.tick(10.0, lambda: view(200, 20.0))
+    trackers.note([LEAK])
+    trackers.note([LEAK])
+    report = run.path / "report.html"
+    report.write_text("<p>report</p>")
+    trackers.attach_report(report)
+    trackers.close()
+
+
+def test_series_are_rates_since_the_point_before_and_memory_as_it_is():
+    step, values = series(view(200, 20.0), view(100, 10.0), 10.0)
+    assert step == 200
+    assert values == {
+        "steps_per_second": 10.0,
+        "samples_per_second": 80.0,
+        "data_wait_ratio": 0.25,
+        "memory/main_bytes": 3.0 * GIB,
+        "memory/worker_bytes": 0.75 * GIB,
+        "host/memory_available_bytes": 9.0 * GIB,
+        "gpu0/used_bytes": 2.0 * GIB,
+        "gpu0/allocated_bytes": GIB,
+        "gpu0/reserved_bytes": 2 * GIB,
+    }
+
+
+def test_nothing_is_known_before_the_first_step():
+    empty = View(run_id="r", name="n", host="node", totals=Totals())
+    assert series(empty, empty, 10.0) == (0, {})
+
+
+def test_tensorboard_shows_series_and_findings(run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_to(run, "tensorboard")
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    [point] = events.Scalars("tidegauge/samples_per_second")
+    assert (point.step, point.value) == (200, 80.0)
+    [text] = events.Tensors("tidegauge/main-heap-leak")
+    assert text.tensor_proto.string_val[0].decode() == LEAK.summary
+    assert run.tags["tensorboard"] == str(run.path / "tensorboard")
+
+
+def test_wandb_keeps_a_run_without_a_network(run, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    log_to(run, "wandb")
+    [folder] = (run.path / "wandb").glob("offline-run-*")
+    [record] = folder.glob("run-*.wandb")
+    kept = record.read_bytes()
+    for part in ("tidegauge/samples_per_second", LEAK.summary, run.run_id, "report.html"):
+        assert part.encode() in kept
+    said = capfd.readouterr()
+    assert said.out == "", "stdout is the command's own"
+    assert "nothing more goes to" not in said.err
+
+
+def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    client = mlflow.MlflowClient()
+    experiment = client.create_experiment("mine", artifact_location=str(tmp_path / "artifacts"))
+    own = client.create_run(experiment).info.run_id
+    monkeypatch.setenv("MLFLOW_RUN_ID", own)
+    log_to(run, "mlflow")
+    found = client.get_run(own)
+    assert found.data.metrics["tidegauge/samples_per_second"] == 80.0
+    assert found.data.tags["tidegauge.main-heap-leak"] == f"warning: {LEAK.summary}"
+    assert found.data.tags["tidegauge.run"] == run.run_id
+    assert [file.path for file in client.list_artifacts(own)] == ["report.html"]
+    assert found.info.status == "RUNNING", "the training ends its own run"
+
+
+def test_trackio_keeps_series(run, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    log_to(run, "trackio")
+    assert any(path.stat().st_size for path in (tmp_path / "trackio").rglob("*.db"))
+
+
+def test_library_that_fails_is_one_line(run, monkeypatch, capfd):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_DIR", "/proc/nowhere")
+    log_to(run, "tensorboard")
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "tensorboard" in line]
+    assert line.startswith("tidegauge: nothing more goes to tensorboard: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("comet", "'comet' is not known; give one of wandb, mlflow, tensorboard, trackio"),
+        ("mlflow", "mlflow is not installed where Tidegauge runs: pip install mlflow"),
+    ],
+)
+def test_unusable_tracker_is_an_error_before_the_command_starts(tmp_path, name, said):
+    blocked = "import sys, importlib.util as u; real = u.find_spec; "
+    blocked += "u.find_spec = lambda n, *a: None if n == 'mlflow' else real(n, *a); "
+    blocked += "from collector.cli import main; sys.argv[0] = 'tidegauge'; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", blocked, "run", "--log-to", name, "--", "touch", str(tmp_path / "made")],
+        env={**os.environ, "TIDEGAUGE_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "made").exists()
