@@ -17,7 +17,7 @@ from training_harness import attach, on_risk, session
 from training_harness.hooks.patching import Hook
 from training_harness.redaction import redact_values
 
-#: What a callback does before memory runs out: save a checkpoint, or save one and end the training.
+#: Precaution of a callback before memory runs out: save a checkpoint, or save one and end the training.
 BeforeOom = Literal["save", "stop"]
 #: Steps between two agreements of several ranks on whether to save.
 _AGREE_EVERY_STEPS = 10

@@ -23,7 +23,7 @@ _TAG_CHARACTERS = 4000
 
 
 class Tracker(Protocol):
-    """What a tracker can do; `address` is where to look, empty if there is no such place."""
+    """The calls of a tracker; `address` is where to look, empty if there is no such place."""
 
     address: str
 

@@ -1,4 +1,4 @@
-"""When the action before a limit is due, and what it does."""
+"""The action before a limit: the moment at which it is due, and its effect."""
 
 import json
 import os
