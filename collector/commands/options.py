@@ -85,7 +85,7 @@ def outlet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     metrics_help = "Serve metrics for Prometheus [default host: 127.0.0.1]."
     command_help = "Run a shell command for each new warning or critical finding, with its JSON on stdin."
-    tracker_help = "Add series and findings to wandb, mlflow, tensorboard or trackio; repeatable."
+    tracker_help = "Add series and findings to wandb, mlflow, tensorboard, trackio or otlp; repeatable."
     webhook_help = "Post each new warning or critical finding, with its run, to this URL as JSON."
     for option in (
         click.option("--log-to", multiple=True, callback=_parse_trackers, metavar="TRACKER", help=tracker_help),

@@ -181,10 +181,63 @@ class _Trackio:
         self._run.finish()
 
 
-#: Value of `--log-to` -> the module that it needs, and what opens the tracker for a run and its name.
+class _Otlp:
+    """OpenTelemetry over HTTP: gauges and log records; the library reads the endpoint from its own variables."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        sdk, exporters = "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
+        metrics: Any = importlib.import_module(f"{sdk}.metrics")
+        export: Any = importlib.import_module(f"{sdk}.metrics.export")
+        logs: Any = importlib.import_module(f"{sdk}._logs")
+        processors: Any = importlib.import_module(f"{sdk}._logs.export")
+        resource = importlib.import_module(f"{sdk}.resources").Resource.create(
+            {
+                "service.name": os.environ.get("OTEL_SERVICE_NAME", _PREFIX),
+                "tidegauge.run": run.run_id,
+                "run.name": name,
+            }
+        )
+        to_metrics: Any = importlib.import_module(f"{exporters}.metric_exporter").OTLPMetricExporter()
+        to_logs: Any = importlib.import_module(f"{exporters}._log_exporter").OTLPLogExporter()
+        reader = export.PeriodicExportingMetricReader(to_metrics)
+        self._metrics = metrics.MeterProvider(resource=resource, metric_readers=[reader])
+        self._logs = logs.LoggerProvider(resource=resource)
+        self._logs.add_log_record_processor(processors.BatchLogRecordProcessor(to_logs))
+        self._api: Any = importlib.import_module("opentelemetry._logs")
+        self._meter, self._logger = self._metrics.get_meter(_PREFIX), self._logs.get_logger(_PREFIX)
+        self._gauges: dict[str, Any] = {}
+        self.address = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {**values, "step": float(step)}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(f"{_PREFIX}.{name.replace('/', '.')}")
+            self._gauges[name].set(value)
+
+    def note(self, finding: Finding) -> None:
+        level = "ERROR" if finding.severity == "critical" else "WARN"
+        record = self._api.LogRecord(
+            timestamp=time.time_ns(),
+            severity_text=level,
+            severity_number=self._api.SeverityNumber[level],
+            body=finding.summary,
+            attributes={f"{_PREFIX}.kind": finding.kind, f"{_PREFIX}.severity": finding.severity},
+        )
+        self._logger.emit(record)
+
+    def attach_report(self, path: Path) -> None:
+        """Do nothing: the protocol carries no files."""
+
+    def close(self) -> None:
+        self._metrics.shutdown()
+        self._logs.shutdown()
+
+
+#: Value of `--log-to` -> the package that it needs, and what opens the tracker for a run and its name.
 LIBRARIES: dict[str, tuple[str, Callable[[Run, str], Tracker]]] = {
     "wandb": ("wandb", _Wandb),
     "mlflow": ("mlflow", _Mlflow),
     "tensorboard": ("tensorboard", _Tensorboard),
     "trackio": ("trackio", _Trackio),
+    "otlp": ("opentelemetry-exporter-otlp-proto-http", _Otlp),
 }

@@ -8,7 +8,7 @@ one line.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib.metadata
 import queue
 import sys
 import threading
@@ -92,9 +92,11 @@ def _note(finding: Finding, tracker: Tracker) -> None:
 def _maker(name: str) -> Callable[[Run, str], Tracker]:
     if name not in LIBRARIES:
         raise ValueError(f"{name!r} is not known; give one of {', '.join(LIBRARIES)}")
-    module, make = LIBRARIES[name]
-    if importlib.util.find_spec(module) is None:
-        raise ValueError(f"{name} is not installed where Tidegauge runs: pip install {module}")
+    package, make = LIBRARIES[name]
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"{name} is not installed where Tidegauge runs: pip install {package}") from None
     return make
 
 
