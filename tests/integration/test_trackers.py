@@ -121,6 +121,7 @@ def test_wandb_keeps_a_run_without_a_network(run, tmp_path, monkeypatch, capfd):
     assert "nothing more goes to" not in said.err
 
 
+@pytest.mark.filterwarnings("ignore")  # of its own libraries
 def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -137,9 +138,10 @@ def test_mlflow_joins_the_run_of_the_training(run, tmp_path, monkeypatch):
     assert found.info.status == "RUNNING", "the training ends its own run"
 
 
+@pytest.mark.filterwarnings("ignore")  # of its own libraries
 def test_trackio_keeps_series(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     log_to(run, "trackio")
     assert any(path.stat().st_size for path in (tmp_path / "trackio").rglob("*.db"))
 

@@ -162,7 +162,11 @@ class _Trackio:
         trackio: Any = importlib.import_module("trackio")
         self._trackio = trackio
         self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", _PROJECT), name=name, config={"tidegauge_run": run.run_id}
+            project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
+            name=name,
+            config={"tidegauge_run": run.run_id},
+            auto_log_cpu=False,
+            auto_log_gpu=False,
         )
         self.address = ""
 
