@@ -37,6 +37,8 @@ RETRY_AFTER_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 QUEUE_SIZE = 100
 #: Seconds that the end of a run waits for alerts that are still queued.
 PATIENCE_SECONDS = 20.0
+#: Longest message that Discord takes.
+_DISCORD_CHARACTERS = 2000
 #: HTTP statuses below 500 after which a retry may succeed.
 _RETRIABLE = (408, 425, 429)
 
@@ -169,7 +171,7 @@ def webhook_sender(url: str) -> Sender:
     request = _request(url)
 
     def send(alert: Alert, wait: Callable[[float], bool]) -> str | None:
-        request.data = json.dumps(payload(alert)).encode()
+        request.data = json.dumps(payload(alert, request.host)).encode()
         for pause_seconds in (*RETRY_AFTER_SECONDS, None):
             problem, may_retry = _post(request)
             if problem is None:
@@ -181,9 +183,19 @@ def webhook_sender(url: str) -> Sender:
     return send
 
 
-def payload(alert: Alert) -> dict[str, Any]:
-    """Return the body of a webhook's request; the finding is as in the report."""
-    return {"schema": 1, "run": {"run_id": alert.run_id, "name": alert.name}, "finding": as_json(alert.finding)}
+def payload(alert: Alert, host: str) -> dict[str, Any]:
+    """Return the body of a webhook's request: a text for Slack and Discord, else run and finding as in the report.
+
+    Their forms: https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks and
+    https://docs.discord.com/developers/resources/webhook#execute-webhook.
+    """
+    finding = alert.finding
+    if host == "hooks.slack.com":
+        return {"text": f"*{alert.name}*: {finding.kind} ({finding.severity})\n{finding.summary}"}
+    if host in ("discord.com", "discordapp.com"):
+        text = f"**{alert.name}**: {finding.kind} ({finding.severity})\n{finding.summary}"
+        return {"content": text[:_DISCORD_CHARACTERS]}
+    return {"schema": 1, "run": {"run_id": alert.run_id, "name": alert.name}, "finding": as_json(finding)}
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from collector.agent.live.alerts import command_sender, new_findings, webhook_sender
+from collector.agent.live.alerts import Alert, command_sender, new_findings, payload, webhook_sender
 from collector.agent.live.verdicts import EVERY_SECONDS, pause_seconds
 from collector.findings import Evidence, Finding, Locus
 
@@ -40,6 +40,16 @@ def test_invalid_webhook_is_refused_without_showing_it(url):
     with pytest.raises(ValueError, match=r"not of the form http://HOST\[:PORT\]/PATH") as refused:
         webhook_sender(url)
     assert "secret" not in str(refused.value)
+
+
+def test_chats_get_a_text_and_others_the_finding():
+    alert = Alert(run_id="r1", name="train", finding=dataclasses.replace(SLOW, summary="Worker 1 is slow. " * 200))
+    slack, discord = payload(alert, "hooks.slack.com"), payload(alert, "discord.com")
+    assert slack["text"].startswith("*train*: slow-worker (warning)\nWorker 1 is slow.")
+    assert discord["content"].startswith("**train**: slow-worker (warning)\nWorker 1 is slow.")
+    assert len(discord["content"]) == 2000, "Discord refuses longer ones"
+    other = payload(alert, "example.com")
+    assert (other["run"], other["finding"]["kind"]) == ({"run_id": "r1", "name": "train"}, "slow-worker")
 
 
 def test_an_empty_command_is_refused():
