@@ -9,7 +9,7 @@ import traceback
 
 import click
 
-from collector.commands import compare, dashboard, doctor, report, run, storage, tune
+from collector.commands import compare, dashboard, doctor, mcp, report, run, storage, tune
 from collector.commands.demo import replay
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
@@ -43,6 +43,7 @@ for _command in (
     storage.prune,
     dashboard.dashboard,
     doctor.doctor,
+    mcp.mcp,
 ):
     cli.add_command(_command)
 

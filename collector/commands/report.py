@@ -46,14 +46,14 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
     run = find_run(home, spec)
     verdict = judge(run)
     if form == "json":
-        text = json.dumps(_as_report(run, verdict), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(as_report(run, verdict), indent=1, allow_nan=False) + "\n"
         _write(text, output)
     elif form == "html":
         _write(render_html(run, verdict), output)
     elif output is None:
         show_card(run, verdict, home=home, to_stderr=False, verbose=verbose)
     else:
-        _write(_card_text(run, verdict, home=home, verbose=verbose), output)
+        _write(card_text(run, verdict, home=home, verbose=verbose), output)
 
 
 @click.command()
@@ -194,14 +194,15 @@ def judge(run: Run) -> Verdict:
     verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:
         if not run.is_shared:
-            save_report(run, _as_report(run, verdict))
+            save_report(run, as_report(run, verdict))
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
                 save_result(run, result_of(tables, raw))
     return verdict
 
 
-def _as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
+def as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
+    """Return the JSON form of the report (docs/report.md)."""
     from collector.report import card
 
     return card.report(verdict, run_id=run.run_id, name=run.name)
@@ -214,7 +215,7 @@ def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbos
     Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose))
 
 
-def _card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
+def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     """Return the card as plain text of 80 columns."""
     from collector.report.terminal import Terminal
 

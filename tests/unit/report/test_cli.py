@@ -37,6 +37,7 @@ COMMANDS = {
     "demo",
     "collect",
     "doctor",
+    "mcp",
     "snapshot",
     "stacks",
     "watch",

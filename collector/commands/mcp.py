@@ -1,0 +1,130 @@
+"""`tidegauge mcp`: a server of the Model Context Protocol, so that an assistant can read runs and verdicts.
+
+It only reads. Texts are compact, since an assistant pays for each word (https://modelcontextprotocol.io/).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from collector.commands.options import home_option
+from collector.commands.report import as_report, card_text, judge
+from collector.errors import TidegaugeError
+from training_harness.records import STREAMS
+
+if TYPE_CHECKING:
+    from collector.store import Run
+
+_INSTRUCTIONS = (
+    "Tidegauge watches memory and data loading of PyTorch training. Begin with `runs`, then `report` for the "
+    "verdict on one; `findings` has every measurement and advice; `series` has what was recorded over time."
+)
+_LATEST = "latest"
+_RUN_LIMIT = 200
+_POINT_LIMIT = 500
+
+
+@click.command()
+@home_option
+def mcp(home: Path) -> None:
+    """Serve runs and verdicts to an assistant, over stdin and stdout (Model Context Protocol)."""
+    try:
+        library: Any = importlib.import_module("mcp.server.mcpserver")
+        error: type[Exception] = importlib.import_module("mcp.server.mcpserver.exceptions").ToolError
+    except ImportError:
+        raise TidegaugeError("the server needs the package mcp: pip install 'tidegauge[mcp]'") from None
+    serving = library.MCPServer("tidegauge", instructions=_INSTRUCTIONS)
+    for tool in Tools(home).all():
+        serving.tool()(_reporting(tool, error))
+    serving.run("stdio")
+
+
+def _reporting(tool: Callable[..., str], error: type[Exception]) -> Callable[..., str]:
+    """Wrap a tool so that the assistant reads what was wrong with its question."""
+
+    @functools.wraps(tool)
+    def answer(*args: Any, **kwargs: Any) -> str:
+        try:
+            return tool(*args, **kwargs)
+        except TidegaugeError as problem:
+            raise error(str(problem)) from None
+
+    return answer
+
+
+class Tools:
+    """What an assistant can ask about the runs of a home; the docstrings are what it reads.
+
+    Every tool takes `run` as the command line does: an id, a part of one, a name, or `latest`.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def all(self) -> tuple[Callable[..., str], ...]:
+        """Return the tools."""
+        return self.runs, self.report, self.findings, self.series
+
+    def runs(self, limit: int = 20) -> str:
+        """List the newest runs: id, name, status, steps, duration in seconds, gravest finding."""
+        from collector.report.listing import list_entry
+        from collector.store import list_runs
+
+        lines = []
+        for found in list_runs(self._home)[: min(max(limit, 1), _RUN_LIMIT)]:
+            entry = list_entry(found)
+            steps, seconds = (entry.result.steps, entry.result.duration_seconds) if entry.result else (None, None)
+            parts = (entry.run_id, entry.name, entry.status, steps, seconds, entry.gravest)
+            lines.append(" | ".join("—" if part is None else str(part) for part in parts))
+        return "\n".join(lines) or f"no runs in {self._home}"
+
+    def report(self, run: str = _LATEST, verbose: bool = False) -> str:
+        """Return the verdict on a run as a text: findings with their cause and advice, and the main figures."""
+        found = self._find(run)
+        return card_text(found, judge(found), home=self._home, verbose=verbose)
+
+    def findings(self, run: str = _LATEST, kind: str | None = None) -> str:
+        """Return the findings of a run as JSON, those of one kind or all, with every measurement and advice."""
+        found = self._find(run)
+        body = as_report(found, judge(found))["findings"]
+        return json.dumps([finding for finding in body if kind in (None, finding["kind"])])
+
+    def series(self, run: str, stream: str, column: str, points: int = 60) -> str:
+        """Return a recorded column over time as CSV: seconds from the start, pid, mean, maximum.
+
+        The time is cut into `points` parts. Streams and columns are those of docs/streams.md, such as
+        `process.pss_bytes`, `host.memory_available_bytes`, `step.duration_ns`, `device_memory.allocated_bytes`.
+        """
+        from collector.store import queries, read
+
+        columns = [one.name for one in STREAMS[stream].columns] if stream in STREAMS else None
+        if columns is None:
+            raise TidegaugeError(f"no stream {stream!r}; there are {', '.join(STREAMS)}")
+        if column not in columns:
+            raise TidegaugeError(f"{stream} has no column {column!r}, but {', '.join(columns)}")
+        found, parts = self._find(run), min(max(points, 1), _POINT_LIMIT)
+        owner = "process_pid" if "process_pid" in columns else "pid"
+        with read(found) as snapshot:
+            origin_ns = queries.origin_ns(found.manifest)
+            table = snapshot.query(
+                "WITH span AS (SELECT coalesce($origin, min(time_ns)) AS begin_ns, max(time_ns) AS end_ns "
+                f"FROM {stream}), "
+                f'part AS (SELECT {owner} AS pid, time_ns - begin_ns AS since_ns, "{column}" AS value, '
+                "least(floor((time_ns - begin_ns) * $parts / greatest(end_ns - begin_ns, 1)), $parts - 1) AS place "
+                f"FROM {stream}, span) SELECT round(min(since_ns) / 1e9, 1) AS seconds, pid, avg(value) AS mean, "
+                "max(value) AS maximum FROM part GROUP BY place, pid ORDER BY place, pid",
+                {"origin": origin_ns, "parts": parts},
+            )
+        return str(table.to_csv(index=False))
+
+    def _find(self, run: str) -> Run:
+        from collector.store import find_run
+
+        return find_run(self._home, run)

@@ -1,0 +1,73 @@
+"""The server for assistants, asked by the client of the official SDK over stdin and stdout."""
+
+import csv
+import io
+import json
+import sys
+
+import anyio
+import pytest
+from mcp import Client, StdioServerParameters
+
+from tests.recorded_runs import unpack
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    unpack("main-leak", folder)
+    return folder
+
+
+@pytest.fixture
+def ask(home):
+    """Calls a tool; returns its text and whether it is an error."""
+
+    async def call(tool, arguments):
+        server = StdioServerParameters(
+            command=sys.executable, args=["-P", "-m", "collector", "mcp", "--home", str(home)]
+        )
+        async with Client(server) as client:
+            answer = await client.call_tool(tool, arguments)
+        return answer.content[0].text, answer.is_error
+
+    return lambda tool, **arguments: anyio.run(call, tool, arguments)
+
+
+def test_assistant_finds_the_run_and_its_verdict(ask):
+    listed, _ = ask("runs")
+    [line] = listed.splitlines()
+    run_id = line.partition(" | ")[0]
+    report, _ = ask("report", run=run_id)
+    assert "main-heap-leak" in report
+    findings, _ = ask("findings", kind="main-heap-leak")
+    [leak] = json.loads(findings)
+    assert leak["advice"]
+    assert leak["evidence"]
+
+
+def test_series_is_a_column_over_time_for_each_process(ask):
+    text, is_error = ask("series", run="latest", stream="process", column="private_dirty_bytes", points=5)
+    assert not is_error
+    rows = list(csv.DictReader(io.StringIO(text)))
+    by_pid = {}
+    for row in rows:
+        by_pid.setdefault(row["pid"], []).append(float(row["mean"] or "nan"))
+    assert all(len(values) <= 5 for values in by_pid.values())
+    assert max(values[-1] - values[0] for values in by_pid.values() if len(values) == 5) > 2**20, (
+        "the training grows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"),
+    [
+        ("report", {"run": "nosuch"}, "nosuch"),
+        ("series", {"run": "latest", "stream": "nosuch", "column": "x"}, "no stream 'nosuch'"),
+        ("series", {"run": "latest", "stream": "process", "column": "x; DROP"}, "process has no column"),
+    ],
+)
+def test_wrong_question_gets_an_error_that_says_what_is_wrong(ask, tool, arguments, said):
+    text, is_error = ask(tool, **arguments)
+    assert is_error
+    assert said in text
