@@ -112,7 +112,8 @@ def _main_leak(tables: RunTables, key: ProcessKey) -> Finding | None:
         else None
     )
     trend = growth_of(filling) if filling else stairs.growth() if stairs else young or trend
-    if trend is None or not (witnesses := _main_witnesses(tables, key, use, trend, rows, free)):
+    witnesses = _main_witnesses(tables, key, use, trend, rows, free) if trend is not None else None
+    if trend is None or witnesses is None:
         return None
     process = sentence(life.name(key))
     if filling is not None:
@@ -140,7 +141,7 @@ def _leak_of_main(
         resources.HEAP if iterates(tables, key) else resources.HEAP_WITHOUT_ITERATIONS,
         use,
         trend,
-        (*witnesses, *_half_slopes(use, trend)),
+        (*witnesses, *_half_slopes(use, trend)) if witnesses else (),
         iterates=is_iterating,
         process=sentence(life.name(key)),
         per_step=f", {size(trend.rise / steps)} per step" if math.isfinite(steps) else "",
@@ -156,21 +157,29 @@ def _leak_of_main(
 
 def _main_witnesses(
     tables: RunTables, key: ProcessKey, use: Use, trend: Growth, rows: pd.DataFrame, free: Floats
-) -> tuple[Evidence, ...]:
+) -> tuple[Evidence, ...] | None:
+    """Return what confirms a growth: nothing if private memory was read too seldom, None if something denies it."""
     times = use.times
     if share_of(times, floats(rows, "data_bytes") - free, trend) < CONFIRMED:
-        return ()  # it only fills memory that it had allocated before
+        return None  # it only fills memory that it had allocated before
     forks = _forks(tables, key, times)
     private = cumulative_rise(_written(rows) - free, forks)
+    written_ratio = share_of(times, private, trend)
     has_no_forks = np.ptp(forks[times >= trend.since_seconds]) == 0
-    if has_no_forks and share_of(times, private, trend) < CONFIRMED:
-        return ()  # resident, but not written: mapped files, on a kernel that does not count them apart
+    if has_no_forks and written_ratio < CONFIRMED:
+        return None  # resident, but not written: mapped files, on a kernel that does not count them apart
     series = {
         "private_dirty_rise_bytes": (times, private),
         "inherited_by_workers_rise_bytes": _inherited(tables, key),
-        "host_demand_rise_bytes": demand_series(tables, key[0]),
+        "host_demand_rise_bytes": _demand_while(tables, use),
     }
-    return witnesses_of(trend, series)
+    return witnesses_of(trend, series) or (() if math.isnan(written_ratio) else None)
+
+
+def _demand_while(tables: RunTables, use: Use) -> _Readings:
+    """Return the memory in use on the host of a use, until that ends: the fall then would hide growth before it."""
+    times, demand = demand_series(tables, str(use.locus.host))
+    return times[times <= use.times[-1]], demand[times <= use.times[-1]]
 
 
 def cumulative_rise(values: Floats, restarts: Floats) -> Floats:
@@ -265,7 +274,9 @@ def _worker_leaks(tables: RunTables) -> list[Finding]:
             lasting.setdefault(place, {})[locus.worker] = use, private
         small = young_growth(tables, use, trend, negligible_bytes(use.values))
         trend = small or trend
-        if trend is not None and (witnesses := witnesses_of(trend, {"private_dirty_rise_bytes": private})):
+        # Memory that was not written, such as mapped files, is no leak; too few readings leave that open.
+        if trend is not None and not share_of(*private, trend) < CONFIRMED:
+            witnesses = witnesses_of(trend, {"private_dirty_rise_bytes": private})
             of_workers = (young if small else leaks).setdefault(place, {})
             largest = of_workers.get(locus.worker)
             if largest is None or largest[1].rise < trend.rise:
@@ -352,6 +363,8 @@ def _loader_leak(
 
     It is information if an epoch bounds the growth: other workers had each place in other epochs and rose as much.
     """
+    confirmed = {worker: leak for worker, leak in of_workers.items() if leak[2]}
+    of_workers = confirmed or of_workers
     unbounded = {
         worker: leak
         for worker, leak in of_workers.items()
@@ -366,15 +379,21 @@ def _loader_leak(
         unit="bytes/s",
     )
     workers = sorted({use.locus.worker for use, _, _ in leaks if use.locus.worker is not None})
+    use, trend, witnesses = max(leaks, key=lambda leak: leak[1].rise)
+    if not witnesses:
+        of_all = replace(trend, slope=total.value, rise=sum(trend.rise for trend in trends))
+        witnesses = witnesses_of(of_all, {"host_demand_rise_bytes": _demand_while(tables, use)})
     finding = leak_finding(
         tables,
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
-        *max(leaks, key=lambda leak: leak[1].rise),
+        use,
+        trend,
+        witnesses,
         workers=", ".join(map(str, workers)),
         rise=size(sum(trend.rise for trend in trends)),
         slope=size(total.value),
     )
-    until_then = (resources.END_WORKERS,) if unbounded and _stay(tables, place) else ()
+    until_then = (resources.END_WORKERS,) if witnesses and unbounded and _stay(tables, place) else ()
     return replace(
         finding,
         advice=(*finding.advice, *until_then),

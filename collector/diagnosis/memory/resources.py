@@ -50,10 +50,12 @@ class Resource:
         return tuple(replace(item, expected=item.expected.format(**words)) for item in self.leak_advice)
 
 
+_READ_TOO_SELDOM = "{grows} Its private memory was read too seldom to confirm a leak."
 HEAP = Resource(
     leak="main-heap-leak",
     is_of_objects=True,
     grows="{process} keeps taking host memory: {rise} so far, {slope}/s{per_step}.",
+    unconfirmed=_READ_TOO_SELDOM,
     leak_advice=(
         Advice(
             text="Look for what keeps a reference per step: losses or outputs kept with their graph (use .item() "
@@ -76,6 +78,7 @@ HEAP_WITHOUT_ITERATIONS = replace(
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
     grows="Workers {workers} of loader {loader} keep taking memory: {rise} so far, {slope}/s.",
+    unconfirmed=_READ_TOO_SELDOM.replace("Its", "Their"),
     leak_advice=(
         Advice(
             text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without "
@@ -184,7 +187,8 @@ UNATTRIBUTED = replace(
     "that use it: the run's libraries or another job.",
 )
 _FIX_HOST_GROWTH = Advice(
-    text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time",
+    text="Fix the growth (see the leak findings), and save a checkpoint before the forecast time (`tidegauge run "
+    "--before-oom` asks for one)",
     expected="demand stops growing",
 )
 _RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the peak fits")
@@ -218,7 +222,8 @@ HOST_MEMORY_WITHOUT_WORKERS = replace(
 )
 _GPU_ADVICE = (
     Advice(
-        text="Fix the growth (see the gpu findings), and save a checkpoint before the forecast time",
+        text="Fix the growth (see the gpu findings), and save a checkpoint before the forecast time (`tidegauge "
+        "run --before-oom` asks for one)",
         expected="demand stops growing",
     ),
     Advice(

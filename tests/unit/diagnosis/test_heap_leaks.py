@@ -294,6 +294,33 @@ def test_few_readings_of_private_memory_confirm_growth_of_rss():
     assert kinds(memory(training(), workers=300 * RAMP, workers_private=0 * sparse)) == []  # mapped files
 
 
+UNREAD = np.full(60, np.nan)
+
+
+@pytest.mark.parametrize("grows", [{"main": 300 * RAMP}, {"workers": 150 * RAMP}])
+def test_the_hosts_demand_confirms_growth_where_private_memory_was_not_read(grows):
+    [name] = grows
+    unread = {f"{name}_private": UNREAD, "total": 10**14}
+    kind = "main-heap-leak" if name == "main" else "worker-heap-leak"
+    assert kinds(memory(training(), **grows, **unread, host=300 * RAMP)) == [kind]
+    # The memory that the training gives back at its end does not hide the growth before it.
+    script = memory(training(), **grows, **unread, host=300 * RAMP)
+    after = np.arange(12) + SECONDS[-1] + 1
+    sample_host(script, after, demand=np.full(12, 3700 * MIB), total=10**14)
+    assert kinds(script) == [kind]
+
+
+@pytest.mark.parametrize("name", ["main", "workers"])
+def test_growth_that_nothing_confirms_is_told_as_not_known(name):
+    script = memory(training(), **{name: 300 * RAMP, f"{name}_private": UNREAD}, total=10**14)
+    [found] = [finding for finding in diagnose(script.tables()).findings if finding.rate is not None]
+    assert (found.kind, found.severity, found.advice) == ("cannot-tell", "info", ())
+    assert "private memory was read too seldom to confirm a leak" in found.summary
+    checked = "workers' memory" if name == "workers" else "training process's memory"
+    [check] = [one for one in diagnose(script.tables()).checks if one.name == checked]
+    assert check.status == "not judged"
+
+
 def test_host_risk_advises_fewer_workers_only_where_there_are_workers():
     alone = Script()
     alone.event(START_SECONDS, "process-start")
