@@ -8,6 +8,7 @@ import tempfile
 import traceback
 
 import click
+from click.shell_completion import get_completion_class
 
 from collector.commands import compare, dashboard, doctor, mcp, report, run, storage, tune
 from collector.commands.demo import replay
@@ -23,6 +24,15 @@ def cli(context: click.Context) -> None:
     """Watch the memory and the data loading of PyTorch training."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion of this command for a shell: eval "$(tidegauge completion bash)"."""
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "tidegauge", "_TIDEGAUGE_COMPLETE").source())
 
 
 for _command in (
@@ -44,6 +54,7 @@ for _command in (
     dashboard.dashboard,
     doctor.doctor,
     mcp.mcp,
+    completion,
 ):
     cli.add_command(_command)
 

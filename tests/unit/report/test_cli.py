@@ -29,6 +29,7 @@ from training_harness.layout import MANIFEST, create_run, read_manifest, write_m
 DOCS = Path(__file__).parents[3] / "docs"
 COMMANDS = {
     "compare",
+    "completion",
     "run",
     "report",
     "runs",
@@ -80,7 +81,7 @@ def test_every_command_and_option_is_documented():
 
 
 def test_every_command_takes_a_home():
-    for command in cli.cli.commands.values():
+    for command in set(cli.cli.commands.values()) - {cli.completion}:  # that one reads no run
         assert any("--home" in parameter.opts for parameter in command.params)
 
 
@@ -177,6 +178,13 @@ def test_help_is_shown_without_a_command(tidegauge):
     status, out, _ = tidegauge()
     assert status == 0
     assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_a_shell_asks_the_command_itself(tidegauge, shell):
+    status, stdout, _ = tidegauge("completion", shell)
+    assert status == 0
+    assert f"_TIDEGAUGE_COMPLETE={shell}_complete" in stdout
 
 
 def test_runs_of_an_empty_home_says_how_to_start_one(tidegauge):
