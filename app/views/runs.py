@@ -70,7 +70,8 @@ def show() -> None:
             width=420,
         )
         command = _pick_command(commands)
-    shown = search(entries, words, command)
+        with_trials = _pick_trials(entries)
+    shown = search([entry for entry in entries if with_trials or not entry.is_trial], words, command)
     chosen = _pick_runs(shown)
     if not shown:
         st.caption(":material/info: No run matches the search.")
@@ -198,6 +199,15 @@ def _pick_command(commands: Mapping[report.Command, Sequence[report.ListEntry]])
         words[text] = command
     chosen = st.selectbox("Command", [_ALL, *words], key="command", bind="query-params", width=420)
     return words.get(str(chosen))
+
+
+def _pick_trials(entries: Sequence[report.ListEntry]) -> bool:
+    """Return True if the table has the trials of `tidegauge tune` too, as where nothing else ran."""
+    count = sum(entry.is_trial for entry in entries)
+    if not count:
+        return False
+    words = f"Trials of `tidegauge tune` ({count})"
+    return st.toggle(words, value=count == len(entries), key="trials", bind="query-params")
 
 
 def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:

@@ -294,11 +294,11 @@ def check_home(home: Path) -> Check:
 
 def check_latest_run(home: Path) -> Check:
     """Check that the newest run can be read, and that its records get into its lake."""
-    from collector.store import list_runs, read
+    from collector.store import list_runs, own_first, read
 
     name = "latest run"
     try:
-        runs = list_runs(home)
+        runs = own_first(list_runs(home))
         if not runs:
             return Check(name, "none yet")
         with read(runs[0]) as snapshot:

@@ -22,6 +22,7 @@ from collector.commands.options import (
     investigate_option,
     outlet_options,
     parse_on_hang,
+    require_value,
     run_options,
 )
 from collector.commands.report import judge, show_card
@@ -50,7 +51,8 @@ TOUR = "tour"
 ENDED_BY_USER = (130, 143)
 
 
-def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+def _check_run_id(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    value = require_value(context, option, value)
     if value and not RUN_ID.fullmatch(value):
         raise click.BadParameter(f"{value!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
     return value or None
