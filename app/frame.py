@@ -142,11 +142,11 @@ def _pick_rank(run: Run) -> int | None:
 
 
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
-    """Return the runs to compare with; by default the run before the chosen one."""
+    """Return the runs to compare with, the baseline first; by default the run before the chosen one."""
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
     before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
     chosen = st.multiselect(
-        "Compare with",
+        "Compare with (the first is the baseline)",
         list(by_id),
         default=before[:1],
         max_selections=MAX_OTHERS,

@@ -274,7 +274,7 @@ def _draw_actions(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run]) 
                 pages.COMPARE.file,
                 label=f"Compare {len(chosen)} runs",
                 icon=pages.COMPARE.icon,
-                query_params={"run": newest.run_id, "compare": [entry.run_id for entry in others]},
+                query_params={"run": newest.run_id, "compare": [entry.run_id for entry in reversed(others)]},
             )
         if is_editor:
             _draw_deletion(chosen, by_id)

@@ -313,17 +313,18 @@ def test_compare_page_shows_figures_and_settings_of_each_run(monkeypatch, tmp_pa
     at.switch_page("views/compare.py").run()
     newest, before, oldest, cuda = [run.name for run in sorted_runs(tmp_path)]
     table, settings = (frame.value for frame in at.dataframe)
-    assert table.columns.tolist() == ["Figure", newest, before]  # unasked, the run before
+    assert table.columns.tolist() == ["Figure", f"{before} (baseline)", newest]  # unasked, the run before
     at.multiselect(key="compare").set_value([before, oldest, cuda]).run()
     table, settings = (frame.value.set_index(frame.value.columns[0]) for frame in at.dataframe)
-    assert table.columns.tolist() == [newest, before, oldest, cuda]
+    assert table.columns.tolist() == [f"{before} (baseline)", newest, oldest, cuda]
+    assert table.loc["Step p50", f"{before} (baseline)"] == "103 ms (n = 399)"
     assert table.loc["Step p50", oldest] == "103 ms (+0.0%, n = 399)"
     assert table.loc["Peak GPU allocated", oldest] == "—"
     allocated = recorded("leak-to-the-end").streams["device_memory"]["allocated_peak_bytes"]
     assert table.loc["Peak GPU allocated", cuda].startswith(size(allocated.max()))
-    assert settings.loc["loader 0: num workers"].tolist() == ["2", "4", "2", "0"]
+    assert settings.loc["loader 0: num workers"].tolist() == ["4", "2", "2", "0"]
     lines = [name for name in trace_names(figures(at)[0]) if not name.endswith(", slowest")]
-    assert lines == [newest, before, oldest, cuda]
+    assert lines == [before, newest, oldest, cuda]
     assert not at.exception
 
 
