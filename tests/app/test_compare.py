@@ -87,7 +87,7 @@ def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
     top = figures(at)[0]["layout"]["yaxis"]["range"][1]
     assert 16 < top < 50
     said = texts(at)
-    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 100 points of {hung} (1.16 s, about step " in said
+    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 100 points of {hung} (1.16 s, after about " in said
     assert f"points of {calm}" not in said
 
 

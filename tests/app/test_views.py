@@ -101,12 +101,12 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
-    assert "copy-on-read-growth since step 0" in [mark["text"] for mark in lines["layout"]["annotations"]]
+    assert "copy-on-read-growth from the first step on" in [mark["text"] for mark in lines["layout"]["annotations"]]
     overview = open_view(monkeypatch, homes["killed"], "overview", window="last 500 steps")
     run_id = run_of(homes["killed"]).name
     (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
     assert f'href="post-mortem?run={run_id}&amp;window=last+500+steps"' in killed
-    assert "killed at step 1,199" in killed
+    assert "killed after 1,200 steps" in killed
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
 
 

@@ -23,6 +23,7 @@ from collector.agent.samplers.devices import DeviceSampler
 from collector.commands import checks as doctor_checks, run as running
 from collector.report import listing
 from collector.store.catalogue import find_run, list_runs
+from training_harness.attach import HOOKS
 from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
 
@@ -460,9 +461,10 @@ STARTED = {
     [
         (0, "", [STARTED, {"kind": "worker-start"}], None),
         (0, "", [STARTED], "the worker did not report"),
-        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "hook batch"),
+        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "batches"),
         (0, "", [STARTED, {"kind": "hook-disabled", "hook": "step", "error": "E"}], "(E)"),
         (0, "", [], "reported nothing"),
+        (1, "", [], "as of a program that is no Python"),
         (1, "Traceback\nModuleNotFoundError: No module named 'torch'\n", [], "No module named 'torch'"),
     ],
 )
@@ -470,6 +472,14 @@ def test_doctor_judges_hooks_by_their_events(exit_status, stderr, events, said):
     text = render(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
     assert ("warning" in text) == (said is not None)
     assert said is None or said in text
+
+
+def test_doctor_names_what_each_hook_measures():
+    optional = {"_next_index", "_reset", "_get_data", "_shutdown_workers"}
+    hooks = {name for name in HOOKS if not name.startswith("trial")} | optional
+    names = [doctor_checks.measurement(hook)[0] for hook in hooks]
+    assert len(set(names)) == len(hooks)
+    assert not [name for name in names if name.startswith(("_", "stage:")) or "cuda_oom" in name]
 
 
 def test_port_in_use_is_a_one_line_error(tidegauge):
