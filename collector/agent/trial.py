@@ -209,7 +209,7 @@ def try_once(
         command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(signals)
     )
     tables = load_tables(trial.run)
-    shortage = _memory_shortage(tables, trial.exit_status)
+    shortage = memory_shortage(tables, trial.exit_status)
     return TrialResult(
         tables=tables,
         loop=max(loops(tables), key=lambda loop: len(loop.batches), default=None),
@@ -218,7 +218,7 @@ def try_once(
     )
 
 
-def _memory_shortage(tables: RunTables, exit_status: int | None) -> str:
+def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
     """Return how memory ran out, in words; empty if it did not.
 
     SIGKILL counts if nothing else explains the end: memory guards send it too, and the kernel's own kills cannot be
