@@ -144,7 +144,8 @@ def _pick_rank(run: Run) -> int | None:
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
     """Return the runs to compare with, the baseline first; by default the run before the chosen one."""
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
-    before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
+    older = (other for other in runs[runs.index(run) + 1 :] if is_trial(other) == is_trial(run))
+    before = [other.run_id for other in older] or list(by_id)
     chosen = st.multiselect(
         "Compare with (the first is the baseline)",
         list(by_id),
