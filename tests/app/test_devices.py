@@ -372,7 +372,7 @@ def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, ru
     marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
     assert marks["cache flushed"]["text"][0] == "after 10 steps"
     assert len(marks["cache flushed"]["text"]) < 100
-    assert all("times, last in step" in each for each in marks["cache flushed"]["text"][2:-1])
+    assert all("times, last after" in each for each in marks["cache flushed"]["text"][2:-1])
     records = records_of(run_dir, "device_memory")
     seconds = (records["time_ns"][300] - origin_ns(run_dir)) / SECOND_NS
     assert marks["out of memory"]["text"] == [f"after 300 steps ({seconds:.0f} s)"]
