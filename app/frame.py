@@ -16,7 +16,7 @@ from app.runtime.moment import WINDOW_WORDS, Selection
 from app.runtime.refresh import SELECTION
 from app.runtime.verdicts import ranks_of, status_of
 from app.runtime.visitors import may_enter, runs_or_reason
-from collector.store import LATEST, Run, queries
+from collector.store import LATEST, Run, is_trial, own_first, queries
 from training_harness.layout import home_path
 
 #: Runs that can be compared with the chosen one, at most.
@@ -52,7 +52,7 @@ def _start() -> None:
 
 
 def _select(home: Path, *, compares: bool) -> Selection | None:
-    runs = runs_or_reason(home)
+    runs = own_first(runs_or_reason(home))
     if not runs:
         return None
     requested = st.query_params.get("run", LATEST)
@@ -112,12 +112,18 @@ def _focus() -> tuple[float, float] | None:
 
 
 def _pick_run(runs: list[Run]) -> Run:
-    """Return the chosen run; `latest`, the default that the URL leaves out, is the newest one."""
+    """Return the chosen run; `latest`, the default that the URL leaves out, is the first one."""
     by_id = {LATEST: runs[0], **{run.run_id: run for run in runs}}
+
+    def words(name: str) -> str:
+        if name == LATEST:
+            return f"{LATEST} ({runs[0].run_id})"
+        return f"{name} (trial)" if is_trial(by_id[name]) else name
+
     chosen = st.selectbox(
         "Run",
         list(by_id),
-        format_func=lambda name: f"{LATEST} ({runs[0].run_id})" if name == LATEST else name,
+        format_func=words,
         key="run",
         bind="query-params",
         width=420,
@@ -136,11 +142,12 @@ def _pick_rank(run: Run) -> int | None:
 
 
 def _pick_others(run: Run, runs: list[Run]) -> tuple[Run, ...]:
-    """Return the runs to compare with; by default the run before the chosen one."""
+    """Return the runs to compare with, the baseline first; by default the run before the chosen one."""
     by_id = {other.run_id: other for other in runs if other.run_id != run.run_id}
-    before = [other.run_id for other in runs[runs.index(run) + 1 :]] or list(by_id)
+    older = (other for other in runs[runs.index(run) + 1 :] if is_trial(other) == is_trial(run))
+    before = [other.run_id for other in older] or list(by_id)
     chosen = st.multiselect(
-        "Compare with",
+        "Compare with (the first is the baseline)",
         list(by_id),
         default=before[:1],
         max_selections=MAX_OTHERS,

@@ -204,6 +204,17 @@ class Finding:
     fault: Fault | None = None
     known: str | None = None
 
+    @property
+    def steps_before(self) -> int | None:
+        """Steps that had ended when it began or, of a death, when its process died; None if that is unknown.
+
+        `since_step` is the number of the step in which it began, from 0; of a death, that of the last step that
+        ended. An out-of-memory error of CUDA has the step in which it was raised.
+        """
+        if self.since_step is None:
+            return None
+        return self.since_step + (KINDS[self.kind] == "death" and self.kind != "cuda-oom")
+
     def __post_init__(self) -> None:
         """Check the kind, the confidence and the evidence."""
         if self.kind not in KINDS:

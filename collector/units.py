@@ -64,6 +64,16 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if is_known(value) else MISSING
 
 
+def after_steps(steps_count: float) -> str:
+    """Return in words after how many steps something was: `after 120 steps`; after none, `in the first step`.
+
+    Steps are numbered from 0, so this is also the number of the step that was going on.
+    """
+    if steps_count < 1:
+        return "in the first step"
+    return f"after {steps_count:,.0f} {'step' if steps_count == 1 else 'steps'}"
+
+
 def percent(ratio: float | None) -> str:
     """Return a ratio in percent: 0.31 is `31%`; one decimal below 10%."""
     if not is_known(ratio):

@@ -108,10 +108,12 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
 
 
-def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str, str] | None = None) -> Path:
+def create_run(
+    home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str, str] | None = None, is_trial: bool = False
+) -> Path:
     """Make a run directory (0700) with its manifest, and return its path.
 
-    Its id is new, unless the environment gives one.
+    Its id is new, unless the environment gives one. `is_trial` is True for a trial of `tidegauge tune`.
 
     Raises:
         OSError: the home cannot be written, or has a run with the id from the environment.
@@ -138,6 +140,7 @@ def create_run(home: Path, *, name: str, argv: Sequence[str], tags: Mapping[str,
         "python": sys.version.split()[0],
         "environment": {key: os.environ[key] for key in RECORDED_ENVIRONMENT if key in os.environ},
         "tags": dict(tags or {}),
+        "is_trial": is_trial,
         "store": "shared" if os.environ.get(STORE_VARIABLE) else "embedded",
         "anchors": {socket.gethostname(): wall_anchor()},
         "collector": None,

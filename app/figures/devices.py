@@ -15,7 +15,7 @@ from app.format import MIB
 from app.theme import Theme
 from collector.diagnosis import DEVICE_PARTS, UNATTRIBUTED
 from collector.store.queries import Lines
-from collector.units import duration, is_known, percent, size
+from collector.units import after_steps, duration, is_known, percent, size
 
 #: Number of devices that are drawn.
 MAX_DRAWN = 4
@@ -170,7 +170,7 @@ def error_words(errors: pd.DataFrame) -> str:
     words, fatal = "", errors[~errors["was_caught"].astype(bool)]
     if len(fatal):
         last = fatal.iloc[-1]
-        words += f" Out of memory at {_place(last)}{_shortage(last)}."
+        words += f" Out of memory {_place(last)}{_shortage(last)}."
     if caught := int(errors.loc[errors["was_caught"].astype(bool), "errors_count"].sum()):
         words += f" Out-of-memory errors that the training caught: {caught:,}."
     return words
@@ -180,7 +180,7 @@ def _flushes(flushes: pd.DataFrame, theme: Theme, top: float) -> Iterator[Trace]
     if not flushes.empty:
         words = "cache flushed"
         at = zip(flushes["count"], flushes["step"], strict=True)
-        steps = [f"in step {step:,.0f}" if n == 1 else f"{_times(n)}, last in step {step:,.0f}" for n, step in at]
+        steps = [after_steps(step) if n == 1 else f"{_times(n)}, last {after_steps(step)}" for n, step in at]
         yield _marks(words, flushes, np.full(len(flushes), top), steps, "triangle-up", 11, theme.reserved)
 
 
@@ -193,7 +193,7 @@ def _errors(errors: pd.DataFrame, theme: Theme, scale: float, top: float) -> Ite
     ):
         if not at.empty:
             y = at["used_bytes"].astype(float).fillna(at["reserved_bytes"].astype(float)).fillna(top) / scale
-            texts = [f"at {_place(row)}{_shortage(row)}" for _, row in at.iterrows()]
+            texts = [f"{_place(row)}{_shortage(row)}" for _, row in at.iterrows()]
             yield _marks(words, at, y, texts, symbol, side, theme.limit)
 
 
@@ -214,7 +214,7 @@ def _marks(words: str, at: pd.DataFrame, y: Any, texts: list[str], symbol: str, 
 
 def _place(error: pd.Series) -> str:
     place = duration(error["elapsed_seconds"])
-    return f"step {error['step']:,.0f} ({place})" if is_known(error["step"]) else place
+    return f"{after_steps(error['step'])} ({place})" if is_known(error["step"]) else f"at {place}"
 
 
 def _shortage(error: pd.Series) -> str:

@@ -22,7 +22,7 @@ from app.figures.base import (
 from app.figures.samples import sample_line
 from app.format import byte_axis
 from app.theme import Theme
-from collector.units import percent, quantity, size
+from collector.units import after_steps, percent, quantity, size
 
 #: Points of a run that are cut off, at most. A caption names each.
 _MAX_CUT_POINTS = 3
@@ -86,14 +86,21 @@ def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
 
 
 def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
-    """Return the points above a bound (ms): `2 of 50 points (3 s, at step 0; 1 s, at step 12)`; empty for none."""
+    """Return the points above a bound (ms): `2 of 50 points (3 s, in the first step; 1 s, after 12 steps)`.
+
+    Empty if there is none.
+    """
     over = steps[steps["slowest_ms"] > bound]
     names = [
-        # a point for several steps has the number of the first one
-        f"{quantity(slowest, 'ms')}, {'at' if count == 1 else 'about'} step {int(step):,}"
+        f"{quantity(slowest, 'ms')}, {after_steps(step) if count == 1 else _about(step)}"
         for step, count, slowest in over[["step", "n", "slowest_ms"]].itertuples(index=False)
     ]
     return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(names)})" if names else ""
+
+
+def _about(step: float) -> str:
+    """Return where a point for several steps is, in words, from the number of the first of them."""
+    return f"after about {step:,.0f} steps" if step else "in the first steps"
 
 
 def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) -> Chart:

@@ -1,4 +1,7 @@
-"""Compare: two to four runs side by side, their settings that differ, and the effect."""
+"""Compare: two to four runs side by side, their settings that differ, and the effect.
+
+The baseline is the first of the runs to compare with. Table and answer say how the other runs differ from it.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,28 @@ _RATE = {"samples": ("more samples per second", "fewer samples per second", "as 
 _MEMORY = {"host_peak": ("more host memory", "less host memory", "as much host memory")}
 
 
+def _runs(moment: Moment) -> tuple[Moment, ...]:
+    """Return the baseline, the chosen run, and the rest."""
+    baseline, *rest = moment.others
+    return baseline, moment, *rest
+
+
 def _deltas(moment: Moment) -> Iterator[Block]:
-    """List the figures of each run, and their difference from the first run's."""
+    """List the figures of each run, and their difference from the baseline's."""
     if not moment.others:
         yield NO_OTHER
         return
-    first = _measures(moment)
-    columns = {moment.run_id: [report.words(measure) for measure in first.values()]}
-    for other in moment.others:
-        measured = _measures(other)
-        columns[other.run_id] = [report.words(measured[name], first[name]) for name in first]
+    baseline, *runs = _runs(moment)
+    first = _measures(baseline)
+    columns = {report.baseline_words(baseline.run_id): [report.words(measure) for measure in first.values()]}
+    for run in runs:
+        measured = _measures(run)
+        columns[run.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets: difference from {moment.run_id}, and n, the steps or batches in the chosen window. "
-        "Data wait, peaks, steps and duration are over the whole run; there n counts the steps of all ranks, or "
-        "samples of processes (host memory) and hosts (/dev/shm)."
+        f"In brackets: difference from the baseline {baseline.run_id}, and n, the steps or batches in the chosen "
+        "window. Data wait, peaks, steps and duration are over the whole run; there n counts the steps of all "
+        "ranks, or samples of processes (host memory) and hosts (/dev/shm)."
     )
     yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 
@@ -52,7 +62,7 @@ def _deltas(moment: Moment) -> Iterator[Block]:
 def _unlike_settings(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
-    runs = {run.run_id: _settings(run) for run in (moment, *moment.others)}
+    runs = {run.run_id: _settings(run) for run in _runs(moment)}
     unlike = report.differences(runs.values())
     if cautions := list(_cautions(moment, unlike)):
         yield Note(" ".join(cautions), icon=":material/balance:")
@@ -65,11 +75,12 @@ def _unlike_settings(moment: Moment) -> Iterator[Block]:
 
 def _cautions(moment: Moment, unlike: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Yield sentences about figures that cannot be compared directly."""
-    runs = [other.run_id for other in moment.others if _unlike_steps(moment, other)]
+    baseline, *others = _runs(moment)
+    runs = [run.run_id for run in others if _unlike_steps(run, baseline)]
     if runs:
         yield (
-            f"Steps or batches of {', '.join(runs)} have a different number of samples: compare samples per "
-            "second, not steps."
+            f"Steps or batches of {', '.join(runs)} have a different number of samples than those of the baseline: "
+            "compare samples per second, not steps."
         )
     capacities = [name for name in unlike if name.endswith("capacity")]
     if capacities:
@@ -82,7 +93,7 @@ def _step_times(moment: Moment) -> Iterator[Block]:
     if not moment.others:
         return
     curves = {}
-    for run in (moment, *moment.others):
+    for run in _runs(moment):
         rows = queries.steps(run.snapshot, run.span)
         if not rows.empty:
             curves[run.run_id] = rows.assign(x=_to_chosen_axis(run, "step", rows["step"]))
@@ -95,7 +106,7 @@ def _host_memory(moment: Moment) -> Iterator[Block]:
         return
     curves: dict[str, pd.DataFrame] = {}
     metrics = set()
-    for run in (moment, *moment.others):
+    for run in _runs(moment):
         metric = queries.process_metric(run.snapshot, run.span, "pss_bytes")
         if metric is not None:
             grid = queries.memory_by_role(run.snapshot, run.span, metric)
@@ -121,37 +132,38 @@ def _settings(moment: Moment) -> dict[str, str]:
 
 
 def _answer(moment: Moment) -> str:
-    sentence = "; ".join(f"against {other.run_id}{_difference(moment, other)}" for other in moment.others)
-    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
+    if not moment.others:
+        return ""
+    baseline, *runs = _runs(moment)
+    clauses = "; ".join(f"{run.run_id}{_difference(run, baseline)}" for run in runs)
+    return f"Against the baseline {baseline.run_id}, {clauses}."
 
 
-def _difference(moment: Moment, other: Moment) -> str:
-    """Return in words how a run differs from another in speed and host memory.
+def _difference(run: Moment, baseline: Moment) -> str:
+    """Return in words how a run differs from the baseline in speed and host memory.
 
     Speed is samples per second where known. A median step hides a worker that delays every fourth step, and
     says nothing where the steps of the runs are of different size.
     """
-    unlike = _unlike_steps(moment, other)
-    values, other_values = _measures(moment), _measures(other)
-    speed = (
-        _RATE if unlike or report.change_ratio(values["samples"], other_values["samples"]) is not None else _SPEED
-    )
+    unlike = _unlike_steps(run, baseline)
+    values, first = _measures(run), _measures(baseline)
+    speed = _RATE if unlike or report.change_ratio(values["samples"], first["samples"]) is not None else _SPEED
     parts = []
     for name, (more, less, same) in {**speed, **_MEMORY}.items():
-        if (ratio := report.change_ratio(values[name], other_values[name])) is not None:
+        if (ratio := report.change_ratio(values[name], first[name])) is not None:
             change = round(ratio, 3)
             parts.append(f"{abs(change):,.1%} {more if change > 0 else less}" if change else same)
         elif name in _RATE:
             parts.append("no samples per second to compare")
-    return f"{unlike}: {', '.join(parts) or 'nothing was measured in both'}"
+    return f"{unlike} has {', '.join(parts) or 'no figure that was measured in both'}"
 
 
-def _unlike_steps(moment: Moment, other: Moment) -> str:
-    """Return, in brackets, how the samples per step of two runs differ; empty if they are alike."""
-    samples, other_samples = _step_samples(moment), _step_samples(other)
-    if samples and other_samples and abs(samples / other_samples - 1) > _ALIKE_RATIO:
-        return f" ({number(samples)} samples per step, there {number(other_samples)})"
-    values, others = _settings(moment), _settings(other)
+def _unlike_steps(run: Moment, baseline: Moment) -> str:
+    """Return, in brackets, how the samples per step differ from the baseline's; empty if they are alike."""
+    samples, first = _step_samples(run), _step_samples(baseline)
+    if samples and first and abs(samples / first - 1) > _ALIKE_RATIO:
+        return f" ({number(samples)} samples per step, there {number(first)})"
+    values, others = _settings(run), _settings(baseline)
     sizes = [
         name for name in values if name.endswith("batch size") and MISSING not in (values[name], others.get(name))
     ]

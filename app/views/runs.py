@@ -70,7 +70,8 @@ def show() -> None:
             width=420,
         )
         command = _pick_command(commands)
-    shown = search(entries, words, command)
+        with_trials = _pick_trials(entries)
+    shown = search([entry for entry in entries if with_trials or not entry.is_trial], words, command)
     chosen = _pick_runs(shown)
     if not shown:
         st.caption(":material/info: No run matches the search.")
@@ -200,6 +201,15 @@ def _pick_command(commands: Mapping[report.Command, Sequence[report.ListEntry]])
     return words.get(str(chosen))
 
 
+def _pick_trials(entries: Sequence[report.ListEntry]) -> bool:
+    """Return True if the table has the trials of `tidegauge tune` too, as where nothing else ran."""
+    count = sum(entry.is_trial for entry in entries)
+    if not count:
+        return False
+    words = f"Trials of `tidegauge tune` ({count})"
+    return st.toggle(words, value=count == len(entries), key="trials", bind="query-params")
+
+
 def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
     """Draw the table and return the runs that are chosen in it."""
     if not shown:
@@ -264,7 +274,7 @@ def _draw_actions(chosen: Sequence[report.ListEntry], by_id: Mapping[str, Run]) 
                 pages.COMPARE.file,
                 label=f"Compare {len(chosen)} runs",
                 icon=pages.COMPARE.icon,
-                query_params={"run": newest.run_id, "compare": [entry.run_id for entry in others]},
+                query_params={"run": newest.run_id, "compare": [entry.run_id for entry in reversed(others)]},
             )
         if is_editor:
             _draw_deletion(chosen, by_id)

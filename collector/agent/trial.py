@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from collector.agent.launch import child_environment
+from collector.agent.launch import EXIT_SIGNAL_BASE, child_environment
 from collector.agent.loop import Agent, follow, manifest_process, update_manifest
 from collector.agent.samplers.procfs import LocalProcess
-from collector.diagnosis import RunTables, load_tables
+from collector.diagnosis import RunTables, diagnose, load_tables
 from collector.diagnosis.loading import Loop, loops
 from collector.errors import TidegaugeError, one_line
 from collector.findings import finite
@@ -37,6 +37,8 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _INTERVAL_SECONDS = 0.5
 _LOG = "trial.log"
+#: Kinds of death for lack of memory.
+_MEMORY_DEATHS = ("host-oom-kill", "cuda-oom", "shm-bus-error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ def run_trial(
         TidegaugeError: the home cannot be written, or the command cannot be started.
     """
     try:
-        run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}))
+        run = Run(create_run(home, name=name, argv=argv, tags={"tune": loader or "as it is"}, is_trial=True))
     except OSError as error:
         raise TidegaugeError(f"cannot write in {home}: {error.strerror}; give --home another directory") from None
     environ = child_environment(os.environ, run.path, home) | {TRIAL_VARIABLE: "1"}
@@ -123,9 +125,7 @@ def run_trial(
     try:
         command = LocalProcess(child.pid, start_ticks(child.pid))
         agent = Agent(run, command=command, is_parent=True)
-        update_manifest(
-            run, collector=manifest_process(agent.key), command=manifest_process(command), is_trial=True
-        )
+        update_manifest(run, collector=manifest_process(agent.key), command=manifest_process(command))
         follow(agent, wait, interval_seconds=_INTERVAL_SECONDS)
         exit_status = child.poll()
     finally:
@@ -179,13 +179,28 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """A trial that is over.
+
+    Attributes:
+        tables: the tables of its run.
+        loop: the loop with most batches; None without a batch.
+        failure: why it failed, in words; empty if it did not.
+        fits: False if memory ran out.
+
+    """
+
+    tables: RunTables
+    loop: Loop | None
+    failure: str
+    fits: bool
+
+
 def try_once(
     command: Sequence[str], home: Path, *, name: str, loader: str | None, seconds: float, signals: Sequence[int]
-) -> tuple[RunTables, Loop | None, str]:
+) -> TrialResult:
     """Run one trial and read its run.
-
-    Returns:
-        Its tables, the loop with most batches (None without a batch), and its failure (empty if none).
 
     Raises:
         TidegaugeError: its run cannot be made or read.
@@ -194,10 +209,40 @@ def try_once(
         command, home=home, name=name, loader=loader, seconds=seconds, interrupted=lambda: bool(signals)
     )
     tables = load_tables(trial.run)
-    return tables, max(loops(tables), key=lambda loop: len(loop.batches), default=None), trial.failure
+    shortage = memory_shortage(tables, trial.exit_status)
+    return TrialResult(
+        tables=tables,
+        loop=max(loops(tables), key=lambda loop: len(loop.batches), default=None),
+        failure=f"does not fit: {shortage}" if shortage else trial.failure or _training_error(tables),
+        fits=not shortage,
+    )
 
 
-def training_error(tables: RunTables) -> str:
+def memory_shortage(tables: RunTables, exit_status: int | None) -> str:
+    """Return how memory ran out, in words; empty if it did not.
+
+    SIGKILL counts if nothing else explains the end: memory guards send it too, and the kernel's own kills cannot be
+    counted everywhere.
+
+    Args:
+        tables: the tables of the trial's run.
+        exit_status: exit status if the training ended by itself, -n for signal n.
+
+    """
+    if not exit_status and not tables.events_of("exception"):
+        return ""  # Its processes that died were ended with the trial.
+    deaths = {finding.kind: finding.summary for finding in diagnose(tables).findings}
+    for kind in _MEMORY_DEATHS:
+        if kind in deaths:
+            return one_line(deaths[kind])
+    is_worker = any(event.get("exit_code") == -signal.SIGKILL for event in tables.events_of("worker-died"))
+    if is_worker or exit_status in (-signal.SIGKILL, EXIT_SIGNAL_BASE + signal.SIGKILL):
+        whose = "a worker" if is_worker else "the training"
+        return f"{whose} was killed by SIGKILL, which the kernel sends when memory runs out"
+    return ""
+
+
+def _training_error(tables: RunTables) -> str:
     """Return the exception that ended the training; empty if none. It may be recorded before the process ends."""
     events = tables.events_of("exception")
     return one_line(f"the training failed: {events[-1]['type']}: {events[-1]['message']}") if events else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from collector.agent.trial import json_text, training_error
+from collector.agent.trial import json_text
 from collector.commands.options import say
 from collector.commands.trials import Trials, change_text, show_trials
 from collector.diagnosis import RunTables
@@ -31,7 +31,7 @@ _COLUMNS = ("batch size", "samples/s", "memory\npredicted", "memory\nmeasured", 
 class Row:
     """A trial: its predicted memory, if any, and its measurement.
 
-    `ran_out` is True if CUDA memory ran out.
+    `ran_out` is True if memory ran out.
     """
 
     size: float
@@ -130,14 +130,15 @@ def _trial(trials: Trials, factor: float | None, seconds: float) -> Row:
     """Run a trial; return its measurement and what went wrong. A trial that failed has no measurement."""
     loader = None if factor is None else f"{BATCH_TIMES}{factor!r}"
     name = "tune-batch-size" if factor is None else f"tune-batch-size-x{factor:.3g}"
-    tables, busiest, error = trials.once(name, loader, seconds)
-    ran_out = bool(tables.events_of("cuda-oom"))
-    failure = "CUDA memory ran out" if ran_out else training_error(tables) or _hook_failure(tables) or error
-    if busiest is None:
+    result = trials.once(name, loader, seconds)
+    caught = bool(result.tables.events_of("cuda-oom"))  # the training may catch the error and go on
+    failure = "does not fit: CUDA memory ran out" if caught else result.failure or _hook_failure(result.tables)
+    ran_out = caught or not result.fits
+    if result.loop is None:
         return Row(size=math.nan, failure=failure or "no batch", ran_out=ran_out)
-    measured = batch_size_run(tables, busiest)
-    if len(busiest.batches) < _LEAST_BATCHES:
-        too_few = f"{len(busiest.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
+    measured = batch_size_run(result.tables, result.loop)
+    if len(result.loop.batches) < _LEAST_BATCHES:
+        too_few = f"{len(result.loop.batches)} batches in {seconds:.3g} s are too few; give more --trial-seconds"
         failure = failure or too_few
     return Row(size=measured.batch_size, measured=None if failure else measured, failure=failure, ran_out=ran_out)
 

@@ -47,21 +47,37 @@ for batch in DataLoader(torch.ones(8, 1), batch_size=4, num_workers=1):
 """
 
 
-#: Capability of the harness, by the hooked part of torch -> the measurements that depend on it.
-_HOOK_POINTS = {
-    "batch": "each batch, and how long the training waited for it",
-    "_next_index": "samples in a batch",
-    "_get_data": "which worker made a batch; how much of the wait was for the queue",
-    "_reset": "which processes are the workers of a loader, and whether all of them report",
-    "_shutdown_workers": "exit status of a worker that ends while its loader shuts down",
-    "worker": "what workers do: fetch, collate, idle, CPU, run queue, I/O",
-    "step": "optimizer steps, memory of devices at each step; without it batches or forward passes count as steps",
-    "backward": "time of forward and backward, each",
-    "cuda_oom": "snapshot of the allocator when CUDA memory runs out",
-    "compiler": "torch.compile leaves the hooks alone",
-    "stage:torch": "copies to devices, conversions to tensors",
-    "stage:torch.nn.parallel.data_parallel": "scatter, replicate and gather of DataParallel",
+#: Hook of the harness -> what is measured there, as a name and in words.
+_MEASUREMENTS = {
+    "batch": ("batches", "each batch, and how long the training waited for it"),
+    "_next_index": ("batch sizes", "samples in a batch"),
+    "_get_data": ("waits for workers", "which worker made a batch; how much of the wait was for the queue"),
+    "_reset": ("worker processes", "which processes are the workers of a loader, and whether all of them report"),
+    "_shutdown_workers": ("ends of workers", "exit status of a worker that ends while its loader shuts down"),
+    "worker": ("work of workers", "fetch, collate, idle, CPU, run queue, I/O of each worker"),
+    "loader site": ("names of loaders", "variable and line of each DataLoader"),
+    "step": (
+        "optimizer steps",
+        "each step, memory of devices at its end; without it batches or forward passes count as steps",
+    ),
+    "step:fastai": ("fastai steps", "optimizer steps of fastai"),
+    "forward": ("forward passes", "they count as steps where there is no DataLoader and no optimizer"),
+    "forward:compiled": ("compiled models", "forward passes of models that torch.compile compiled"),
+    "backward": ("backward passes", "time of forward and backward, each"),
+    "checkpoint": ("checkpoints", "when torch.save writes one"),
+    "cuda_oom": ("CUDA out of memory", "snapshot of the allocator when CUDA memory runs out"),
+    "compiler": ("torch.compile", "it leaves the hooks alone"),
+    "stage:torch": ("copies", "copies to devices, conversions to tensors"),
+    "stage:torch.nn.parallel.data_parallel": ("DataParallel", "its scatter, replicate and gather"),
 }
+
+
+def measurement(hook: str) -> tuple[str, str]:
+    """Return what is measured at a hook: its name, and in words."""
+    library = hook.removeprefix("stage:")
+    if library != hook and hook not in _MEASUREMENTS:
+        return f"stages: {library}", f"time of calls of {library} that read, decode or change samples"
+    return _MEASUREMENTS.get(hook, (hook, "a further hook"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +152,9 @@ def check_hooks(python: str = sys.executable) -> Iterator[Check]:
 def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> Iterator[Check]:
     """Judge torch and the hooks by the events of that training."""
     if exit_status != 0:
-        last = stderr.strip().splitlines()[-1] if stderr.strip() else f"exit status {exit_status}"
-        remedy = "install torch here, or run doctor with the Python of your training"
+        silent = f"exit status {exit_status} without a message, as of a program that is no Python"
+        last = stderr.strip().splitlines()[-1] if stderr.strip() else silent
+        remedy = "install torch there, or give --python the Python of your training"
         yield Check("torch", f"a training of two steps failed, {last}", remedy)
         return
     start = next((event for event in events if event["kind"] == "process-start"), None)
@@ -148,14 +165,13 @@ def judge_hooks(exit_status: int, stderr: str, events: list[dict[str, Any]]) -> 
     yield Check("torch", str(start["torch"]))
     errors = {event["hook"]: event["error"] for event in events if event["kind"] == "hook-disabled"}
     capabilities = start["capabilities"] | dict.fromkeys(errors, False)
-    for name in sorted(capabilities, key=[*_HOOK_POINTS, *capabilities].index):
-        measurements = _HOOK_POINTS.get(name, f"stages of {name.removeprefix('stage:')}")
-        if capabilities[name]:
-            yield Check(f"hook {name}", measurements)
+    for hook in sorted(capabilities, key=[*_MEASUREMENTS, *capabilities].index):
+        name, words = measurement(hook)
+        if capabilities[hook]:
+            yield Check(name, words)
         else:
-            reason = errors.get(name, "this torch does not have it")
-            detail = f"not measured: {measurements} ({reason})"
-            yield Check(f"hook {name}", detail, "upgrade Tidegauge, or torch")
+            reason = errors.get(hook, f"this torch has no {hook}")
+            yield Check(name, f"not measured: {words} ({reason})", "upgrade Tidegauge, or torch")
     if not any(event["kind"] == "worker-start" for event in events):
         yield Check("workers", "the worker did not report", "upgrade Tidegauge, or torch")
 
@@ -294,11 +310,11 @@ def check_home(home: Path) -> Check:
 
 def check_latest_run(home: Path) -> Check:
     """Check that the newest run can be read, and that its records get into its lake."""
-    from collector.store import list_runs, read
+    from collector.store import list_runs, own_first, read
 
     name = "latest run"
     try:
-        runs = list_runs(home)
+        runs = own_first(list_runs(home))
         if not runs:
             return Check(name, "none yet")
         with read(runs[0]) as snapshot:

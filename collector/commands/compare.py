@@ -44,12 +44,12 @@ def _parse_conditions(
     multiple=True,
     callback=_parse_conditions,
     metavar="METRIC>PERCENT",
-    help="Exit with 3 if METRIC has grown by more than PERCENT against the first run; METRIC<-PERCENT: has shrunk.",
+    help="Exit with 3 if METRIC has grown by more than PERCENT against the baseline; METRIC<-PERCENT: has shrunk.",
 )
 @format_option("text", "json")
 @home_option
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
-    """Compare two to four runs: their figures against those of the first run, and their settings."""
+    """Compare two to four runs: their figures against those of the baseline, the first RUN, and their settings."""
     from collector.report import comparison
     from collector.store import find_run
 

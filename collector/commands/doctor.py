@@ -15,11 +15,15 @@ from collector.commands.options import home_option
     "--python",
     type=click.Path(exists=True, dir_okay=False, executable=True),
     default=sys.executable,
-    help="Python of your training, with its torch [default: this Python].",
+    metavar="PATH",
+    help="Python of your training, with its torch; another program is a warning [default: this Python].",
 )
 @home_option
 def doctor(python: str, home: Path) -> None:
-    """Check what Tidegauge can measure on this machine; show the remedy for what it cannot."""
+    """Check what Tidegauge can measure on this machine; show the remedy for what it cannot.
+
+    The exit status is 0 whatever the checks find.
+    """
     from collector.commands.checks import check_all, checks_table
     from collector.report.terminal import Terminal
 

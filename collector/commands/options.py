@@ -35,12 +35,29 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 _SPAN_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
+def require_value(_context: click.Context, option: click.Parameter, value: T) -> T:
+    """Return the value of an option; refuse the `--` before a command, and the option that follows.
+
+    Raises:
+        click.BadParameter: the value was left out.
+
+    """
+    text = str(value)
+    if text.startswith("--"):
+        what = "the end of the options" if text == "--" else "another option"
+        metavar = option.metavar or "a value"
+        raise click.BadParameter(f"{text!r} is {what}, not a value; give {metavar} before it", param=option)
+    return value
+
+
 def home_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--home`."""
     return click.option(
         "--home",
         type=click.Path(file_okay=False, path_type=Path),
         default=home_path,
+        callback=require_value,
+        metavar="DIRECTORY",
         help=f"Folder that holds the runs [default: ${HOME_VARIABLE}, else the user's data directory].",
     )(command)
 
@@ -103,22 +120,22 @@ def investigate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--investigate", is_flag=True, help=help_text)(command)
 
 
-def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, int] | None:
+def _parse_address(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, int] | None:
     from collector.agent.live.prometheus import parse_address
 
-    return _parse(parse_address, value)
+    return _parse(parse_address, require_value(context, option, value))
 
 
-def _parse_command(_context: click.Context, _option: click.Parameter, value: str | None) -> Sender | None:
+def _parse_command(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
     from collector.agent.live.alerts import command_sender
 
-    return _parse(command_sender, value)
+    return _parse(command_sender, require_value(context, option, value))
 
 
-def _parse_webhook(_context: click.Context, _option: click.Parameter, value: str | None) -> Sender | None:
+def _parse_webhook(context: click.Context, option: click.Parameter, value: str | None) -> Sender | None:
     from collector.agent.live.alerts import webhook_sender
 
-    return _parse(webhook_sender, value)
+    return _parse(webhook_sender, require_value(context, option, value))
 
 
 def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Sequence[str]) -> Trackers | None:
@@ -129,11 +146,11 @@ def _parse_trackers(_context: click.Context, _option: click.Parameter, names: Se
     return _parse(Trackers, names)
 
 
-def parse_on_hang(_context: click.Context, _option: click.Parameter, value: str | None) -> HangReports | None:
+def parse_on_hang(context: click.Context, option: click.Parameter, value: str | None) -> HangReports | None:
     """Return the reports of hangs with the action of `--on-hang`."""
     from collector.agent.live.hangs import HangReports
 
-    return _parse(HangReports, value)
+    return _parse(HangReports, require_value(context, option, value))
 
 
 def before_oom_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +164,7 @@ def before_oom_options(command: Callable[..., Any]) -> Callable[..., Any]:
     lead_help = f"How long before, with --before-oom [default: {_LEAD}]."
     for option in (
         click.option("--lead", callback=_parse_span, metavar="TIME", help=lead_help),
-        click.option("--before-oom", metavar="SIGNAL|CMD", help=action_help),
+        click.option("--before-oom", callback=require_value, metavar="SIGNAL|CMD", help=action_help),
     ):
         with_action = option(with_action)
     return with_action
@@ -214,7 +231,9 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
         tag_option("Tag stored with the run; repeatable."),
-        click.option("--name", help="Name of the run [default: the script's]."),
+        click.option(
+            "--name", callback=require_value, metavar="NAME", help="Name of the run [default: the script's]."
+        ),
     ):
         command = option(command)
     return command

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from collector.commands.options import format_option, home_option, show_table, tag_option
+from collector.commands.options import format_option, home_option, say, show_table, tag_option
 from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
@@ -59,15 +59,18 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
 @click.command()
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="List only the newest N.")
 @tag_option("List only runs with this tag; repeatable.")
+@click.option("--trials", "with_trials", is_flag=True, help="List the trials of `tidegauge tune` too.")
 @format_option("text", "json")
 @home_option
-def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> None:
-    """List the runs, newest first."""
+def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: str, home: Path) -> None:
+    """List the runs, newest first, without the trials of `tidegauge tune`."""
     from collector.findings import finite
     from collector.report.listing import as_json, list_entry, run_table
-    from collector.store import list_runs
+    from collector.store import is_trial, list_runs
 
-    entries = (list_entry(run) for run in list_runs(home))
+    all_runs = list_runs(home)
+    listed = [run for run in all_runs if with_trials or not is_trial(run)]
+    entries = map(list_entry, listed)
     shown = list(itertools.islice((entry for entry in entries if tags.items() <= entry.tags.items()), limit))
     if form == "json":
         _write(json.dumps(finite([as_json(entry) for entry in shown]), indent=1, allow_nan=False) + "\n", None)
@@ -77,6 +80,8 @@ def runs(limit: int | None, tags: Mapping[str, str], form: str, home: Path) -> N
         click.echo(f"no runs in {home} have {' and '.join(f'{key}={value}' for key, value in tags.items())}")
     else:
         click.echo(f"no runs in {home}; start one with: tidegauge run -- COMMAND")
+    if hidden := len(all_runs) - len(listed):
+        say(f"not listed: {hidden} {'trial' if hidden == 1 else 'trials'} of `tidegauge tune`; --trials lists them")
 
 
 @click.command()

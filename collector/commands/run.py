@@ -23,6 +23,7 @@ from collector.commands.options import (
     investigate_option,
     outlet_options,
     parse_on_hang,
+    require_value,
     run_options,
 )
 from collector.commands.report import judge, render_html, show_card
@@ -54,7 +55,8 @@ ENDED_BY_USER = (130, 143)
 ATTEMPT_VARIABLE = "TIDEGAUGE_ATTEMPT"
 
 
-def _check_run_id(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+def _check_run_id(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    value = require_value(context, option, value)
     if value and not RUN_ID.fullmatch(value):
         raise click.BadParameter(f"{value!r} is no run id: give up to 60 letters, digits, '_', '-' and '.'")
     return value or None

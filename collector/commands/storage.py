@@ -48,6 +48,9 @@ def tag(
     from collector.store import Edit, annotate, find_run
 
     run = find_run(home, spec)
+    if missing := [key for key in remove if key not in run.tags]:
+        others = f"its tags are {', '.join(run.tags)}" if run.tags else "it has no tags"
+        raise TidegaugeError(f"{run.run_id} has no tag {missing[0]!r}, so nothing was changed; {others}")
     edit = Edit(name=name, add=add, remove=frozenset(remove), note=note, is_pinned=is_pinned)
     if not edit.is_empty:
         annotate(run, edit)

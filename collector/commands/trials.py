@@ -11,10 +11,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from collector.commands.options import show_table
+from collector.units import MISSING
 
 if TYPE_CHECKING:
-    from collector.diagnosis import RunTables
-    from collector.diagnosis.loading import Loop
+    from collector.agent.trial import TrialResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Trials:
     as_json: bool
     signals: list[int]
 
-    def once(self, name: str, loader: str | None, seconds: float) -> tuple[RunTables, Loop | None, str]:
-        """Run one trial; return its tables, the loop with most batches, and its failure (`trial.try_once`)."""
+    def once(self, name: str, loader: str | None, seconds: float) -> TrialResult:
+        """Run one trial and read its run."""
         from collector.agent.trial import try_once
 
         return try_once(self.command, self.home, name=name, loader=loader, seconds=seconds, signals=self.signals)
@@ -62,14 +62,19 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def show_trials(columns: Sequence[str], rows: Iterable[Sequence[str]], *, names: Literal["left", "right"]) -> None:
-    """Print a table with a row per trial: its name, on that side of the first column, and numbers."""
+    """Print a table with a row per trial: its name, on that side of the first column, and numbers.
+
+    A column without any value is left out.
+    """
     from rich.table import Table
 
+    rows = list(rows)
+    places = [place for place in range(len(columns)) if any(row[place] != MISSING for row in rows)]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in columns:
-        table.add_column(name, justify=names if name == columns[0] else "right")
+    for place in places:
+        table.add_column(columns[place], justify="right" if place else names)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[place] for place in places))
     show_table(table)
 
 

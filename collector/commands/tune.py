@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -18,10 +19,13 @@ from collector.errors import TidegaugeError
 from training_harness.layout import CEILING, RUN_ID_VARIABLE, STORE_VARIABLE
 
 if TYPE_CHECKING:
-    from collector.diagnosis.tuning import Calibration, Forecast, Option, Setting
+    from collector.agent.trial import TrialResult
+    from collector.diagnosis.tuning import Calibration, Candidate, Option, Setting
 
 _TRIALS, _BATCH_TRIALS = 4, 10
 _AS_IT_IS, _PERFECT = "as it is", "perfect loader"
+#: Share of the highest throughput from which a setting counts as equally fast.
+_AS_FAST = 0.95
 #: Headers of a table within 80 columns.
 _COLUMNS = (
     "num_workers x\nprefetch_factor",
@@ -36,13 +40,23 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One trial: its prediction, if any, and its measurement."""
+    """One trial: its setting, if known; its prediction, if any; and its measurement.
+
+    `fits` is False if memory ran out.
+    """
 
     title: str
+    setting: Setting | None
     predicted: Option | None
     measured: Calibration | None
     memory_bytes: float | None
     failure: str
+    fits: bool
+
+    @property
+    def batches_per_second(self) -> float:
+        """Measured throughput, NaN without one."""
+        return math.nan if self.measured is None else self.measured.batches_per_second
 
 
 @click.command(context_settings=PASS_ON)
@@ -115,72 +129,68 @@ def tune(
         _show(rows)
     if signals:
         sys.exit(128 + signals[0])
-    sys.exit(1 if rows[0].failure else 0)
+    sys.exit(1 if rows[0].failure or any(row.failure and row.fits for row in rows) else 0)
 
 
 def _try_settings(trials: Trials, *, ceiling: bool) -> list[Row]:
     """Try the training as it is, with a perfect loader if asked to, and in the settings that promise most."""
-    rows: list[Row] = []
-    plan: list[tuple[str, str | None, Option | None]] = [(_AS_IT_IS, None, None)]
-    plan += [(_PERFECT, CEILING, None)] if ceiling else []
-    while plan and not trials.signals:
-        title, loader, option = plan.pop(0)
-        say(f"{title}, {trials.seconds:g} s of training")
-        row, outlook = _trial(trials, title, loader, option)
+    from collector.diagnosis.tuning import Outcome, plan_trials
+
+    own, result = _trial(trials, _AS_IT_IS, None)
+    if trials.signals:
+        return []
+    if result.loop is None or own.setting is None or (own.failure and own.fits):
+        return [own]
+    plan = plan_trials(result.tables, result.loop)
+    rows = [dataclasses.replace(own, predicted=plan.current)]
+    if ceiling and own.measured is not None:
+        perfect, _ = _trial(trials, _PERFECT, CEILING)
+        rows += [] if trials.signals else [perfect]
+    if plan.why_unpredicted:
+        say(f"no prediction: {plan.why_unpredicted}; more and fewer workers are tried instead")
+    outcomes = [Outcome(setting=own.setting, batches_per_second=own.batches_per_second, fits=own.fits)]
+    while len(outcomes) <= trials.most and not trials.signals:
+        candidate = plan.next(outcomes)
+        if candidate is None:
+            say("no further trial: no other setting is likely to gain")
+            break
+        row, _ = _trial(trials, _title(candidate.setting), _loader(candidate.setting), candidate)
         if trials.signals:
             break
         rows.append(row)
-        say(f"  {row.failure or _rate(row)}")
-        if title == _AS_IT_IS:
-            if row.failure:
-                break
-            chosen = _choose(outlook, row)[: trials.most]
-            plan += [(_title(setting), _loader(setting), prediction) for setting, prediction in chosen]
-            if not isinstance(outlook, str):
-                rows = [dataclasses.replace(row, predicted=outlook.current)]
+        outcomes.append(
+            Outcome(setting=candidate.setting, batches_per_second=row.batches_per_second, fits=row.fits)
+        )
     return rows
 
 
-def _trial(trials: Trials, title: str, loader: str | None, option: Option | None) -> tuple[Row, Forecast | str]:
-    from collector.agent.trial import training_error
-    from collector.diagnosis.tuning import calibrate, forecast, held_memory
+def _trial(
+    trials: Trials, title: str, loader: str | None, candidate: Candidate | None = None
+) -> tuple[Row, TrialResult]:
+    """Run a trial and report its progress; return its row, and its run for predictions."""
+    from collector.diagnosis.tuning import calibrate, held_memory, setting_of
 
-    tables, busiest, trial_failure = trials.once(f"tune-{title}", loader, trials.seconds)
-    measured = "no batch" if busiest is None else calibrate(tables, busiest)
-    failure = trial_failure or training_error(tables)
+    say(f"{title}, {trials.seconds:g} s of training")
+    result = trials.once(f"tune-{title}", loader, trials.seconds)
+    tables, loop, failure = result.tables, result.loop, result.failure
+    measured = "no batch" if loop is None else calibrate(tables, loop)
+    setting = candidate.setting if candidate else None if loop is None else setting_of(loop)
     if isinstance(measured, str):
         failure = failure or f"nothing to compare: {measured}; give more --trial-seconds"
-    elif loader not in (None, CEILING, _loader(measured.setting)):
-        failure = f"the loader did not get this setting, but {_title(measured.setting)}"
+    elif candidate is not None and measured.setting != candidate.setting:
+        failure = failure or f"the loader did not get this setting, but {_title(measured.setting)}"
     row = Row(
         title=title,
-        predicted=option,
+        setting=setting,
+        predicted=candidate.predicted if candidate else None,
         measured=None if failure or isinstance(measured, str) else measured,
-        memory_bytes=None if busiest is None else held_memory(tables, busiest).usual,
+        memory_bytes=None if loop is None else held_memory(tables, loop).usual,
         failure=failure,
+        fits=result.fits,
     )
-    return row, "no batch" if busiest is None else forecast(tables, busiest)
-
-
-def _choose(outlook: Forecast | str, base: Row) -> list[tuple[Setting, Option | None]]:
-    """Choose the settings to try: first the recommendation, then the front of throughput and memory.
-
-    If the replay does not reproduce the training, choose more and more workers.
-    """
-    from collector.diagnosis.tuning import Setting
-
-    assert base.measured is not None
-    setting = base.measured.setting
-    if isinstance(outlook, str):
-        say(f"  no prediction: {outlook}; more workers are tried instead")
-        more = [max(1, setting.num_workers) * 2**power for power in range(setting.num_workers > 0, 8)]
-        return [
-            (Setting(num_workers=workers, prefetch_factor=2, in_order=setting.in_order), None) for workers in more
-        ]
-    best = [] if outlook.best is None else [outlook.best]
-    front = sorted(outlook.front, key=lambda option: -option.batches_per_second)
-    options = [*best, *(option for option in front if option not in best and option.setting != setting)]
-    return [(option.setting, option) for option in options]
+    if not trials.signals:
+        say(f"  {row.failure or _rate(row)}")
+    return row, result
 
 
 def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
@@ -188,18 +198,19 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
     trials = []
     for row in rows:
         predicted = None if row.predicted is None else dataclasses.asdict(row.predicted)
-        setting = None if predicted is None else predicted.pop("setting")
+        if predicted is not None:
+            del predicted["setting"]
         measured = None
         if row.measured is not None:
-            setting = dataclasses.asdict(row.measured.setting)
             names = ("batches_per_second", "samples_per_batch", "wait_ratio")
             measured = {name: getattr(row.measured, name) for name in names} | {"memory_bytes": row.memory_bytes}
         trials.append(
             {
                 "title": row.title,
-                "setting": setting,
+                "setting": None if row.setting is None else dataclasses.asdict(row.setting),
                 "predicted": predicted,
                 "measured": measured,
+                "fits": row.fits if row.measured or not row.fits else None,
                 "failure": row.failure or None,
             }
         )
@@ -210,17 +221,18 @@ def _show(rows: list[Row]) -> None:
     show_trials(_COLUMNS, map(_cells, rows), names="left")
     if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
         click.echo("or: prediction with the opposite assumption about shared waits")
-    if words := _conclusion(rows):
-        click.echo(words)
     for row in rows:
         if row.failure:
-            click.echo(f"{row.title}: {row.failure}")
+            setting = "" if row.setting is None or row.title != _AS_IT_IS else f" ({_title(row.setting)})"
+            click.echo(f"{row.title}{setting}: {row.failure}")
+    if words := _conclusion(rows):
+        click.echo(words)
 
 
 def _cells(row: Row) -> list[str]:
-    from collector.units import number, size
+    from collector.units import MISSING, number, size
 
-    option, cells = row.predicted, ["—"] * 6
+    option, cells = row.predicted, [MISSING] * 6
     if option is not None:
         rate, low, high = map(number, (option.batches_per_second, option.low, option.high))
         other = option.if_shared or option.if_apart
@@ -237,15 +249,21 @@ def _cells(row: Row) -> list[str]:
 
 
 def _conclusion(rows: list[Row]) -> str:
-    """Return which setting was the fastest, and by how much; empty if only one was measured."""
+    """Return which setting is the fastest with the fewest workers; empty if no other than the own was measured."""
+    own = rows[0].measured
     measurements = [row.measured for row in rows if row.measured is not None and row.title != _PERFECT]
-    if len(measurements) < 2:
+    if all(measured is own for measured in measurements):
         return ""
-    base, best = measurements[0], max(measurements, key=lambda measured: measured.batches_per_second)
-    if best is base:
-        return f"The script's own {_title(base.setting)} was the fastest of those tried."
-    faster = change_text(best.batches_per_second, base.batches_per_second)
-    return f"Fastest: DataLoader(…, {_title(best.setting)}), {faster} batches/s against the script's own."
+    fastest = max(measured.batches_per_second for measured in measurements)
+    fast = [measured for measured in measurements if measured.batches_per_second >= _AS_FAST * fastest]
+    best = min(fast, key=lambda measured: (measured.setting.num_workers, measured.setting.in_flight))
+    if best is own:
+        return f"The script's own {_title(best.setting)} is as fast as any that was tried, within 5%."
+    text = f"Fastest, within 5%: DataLoader(…, {_title(best.setting)})"
+    if own is None:
+        return f"{text}."
+    change = change_text(best.batches_per_second, own.batches_per_second)
+    return f"{text}, {change} batches/s against the script's own {_title(own.setting)}."
 
 
 def _rate(row: Row) -> str:
@@ -265,8 +283,8 @@ def _title(setting: Setting) -> str:
 
 def _short_title(row: Row) -> str:
     title = row.title
-    if title == _AS_IT_IS and row.measured is not None:
-        title = f"{title}: {_title(row.measured.setting)}"
+    if title == _AS_IT_IS and row.setting is not None:
+        title = f"{title}: {_title(row.setting)}"
     return title.replace("num_workers=", "").replace(", prefetch_factor=", " x ")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key_of, origin_ns, whole, written
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
@@ -54,7 +55,7 @@ class ExitRecord:
         limit_owner: who set it, in words: a batch job, a container, a unit of systemd.
         signal: name of the signal that ended the victim.
         exit_status: exit code of the command, -n for signal n.
-        step: last step of the victim.
+        step: number of the victim's last step that ended, from 0.
         seconds: time from the start of the run to the victim's end.
         followers_count: training processes that ended because of it.
 
@@ -112,7 +113,7 @@ def _record(tables: RunTables, life: Lifecycle, findings: Sequence[Finding]) -> 
         limit_owner=owner.words if owner else None,
         signal=signal_name(_SIGNALS.get(death.kind, sent)),
         exit_status=life.exit_status,
-        step=death.since_step,
+        step=None if not death.steps_before else death.steps_before - 1,
         seconds=_end_seconds(tables, life, death),
         followers_count=max(len(life.mains) - (where.role == "main"), 0) if len(life.mains) > 1 else 0,
     )
@@ -169,16 +170,25 @@ def _of_training(tables: RunTables, life: Lifecycle) -> Iterator[tuple[float, st
     if not life.mains:
         return
     main = life.mains[0]
+    settings = loader_settings(tables)
     phases = [event for event in tables.events_of("phase") if key_of(event) == main]
     for event in phases:
         yield float(event["time_ns"]), f"The framework entered its phase {event['phase']!r}."
     for kind in occasions_of(tables, main):
-        if kind.name == "checkpoint" or not phases:
-            words = {"checkpoint": "A checkpoint", "evaluation": "An evaluation"}.get(kind.name, "An epoch")
+        if kind.passes and not phases:
+            for at, (loader, epoch) in zip(kind.ends, kind.passes, strict=True):
+                variable = settings.get((main, loader), {}).get("variable")
+                name = f" ({variable})" if variable else ""
+                yield at * SECOND_NS, f"Epoch {epoch} of loader {loader}{name} began."
+        elif kind.name == "checkpoint" or not phases:
+            words = "A checkpoint" if kind.name == "checkpoint" else "An evaluation"
             yield from ((begin * SECOND_NS, f"{words} began.") for begin in kind.begins)
     steps = written(tables, "step", main)
     if len(steps):
-        yield float(floats(steps, "time_ns")[-1]), f"Step {number(floats(steps, 'step')[-1])} ended, the last one."
+        yield (
+            float(floats(steps, "time_ns")[-1]),
+            f"The last of {number(floats(steps, 'step')[-1] + 1)} steps ended.",
+        )
 
 
 def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:

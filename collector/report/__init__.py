@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collector.report.command_identity import Command as Command
     from collector.report.comparison import (
         Measure as Measure,
+        baseline_words as baseline_words,
         change_ratio as change_ratio,
         differences as differences,
         measures as measures,
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "command_identity": ("Command",),
-    "comparison": ("Measure", "change_ratio", "differences", "measures", "settings", "words"),
+    "comparison": ("Measure", "baseline_words", "change_ratio", "differences", "measures", "settings", "words"),
     "history": (
         "FindingHistory",
         "History",

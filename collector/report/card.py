@@ -20,7 +20,7 @@ from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
 from collector.findings import Evidence, Finding, Locus, Severity, as_json, finite
 from collector.report import labels, wording
-from collector.units import MISSING, duration, is_known, number, percent, quantity, size
+from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
 
 SCHEMA = 1
 #: Severity -> (symbol, colour); the word is always shown too.
@@ -264,8 +264,8 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             worker=state["worker"],
             pid=state["pid"],
         )
-        progress = {"step": state["step"], "batch": state["batch"]}
-        activity = [f"{name} {number(value)}" for name, value in progress.items() if value is not None]
+        activity = [] if state["step"] is None else [after_steps(state["step"] + 1)]
+        activity += [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
         table.add_row(
             wording.locus(process),
             size(state["held_bytes"]),

@@ -1,4 +1,4 @@
-"""The comparison of runs: their figures, their different settings, and conditions on changes."""
+"""The comparison of runs with a baseline, the first of them: figures, different settings, conditions on changes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Condition:
     percent: float
 
     def holds(self, change_ratio: float) -> bool:
-        """Return whether a change, as a ratio of the first run's value, meets the condition."""
+        """Return whether a change, as a ratio of the baseline's value, meets the condition."""
         change_percent = 100 * change_ratio
         return change_percent > self.percent if self.sign == ">" else change_percent < self.percent
 
@@ -96,8 +96,13 @@ def measures(snapshot: spans.Queryable, span: spans.Span, verdict: Verdict | Non
     }
 
 
+def baseline_words(run_id: str) -> str:
+    """Return the name of the baseline in a heading."""
+    return f"{run_id} (baseline)"
+
+
 def change_ratio(measure: Measure, first: Measure) -> float | None:
-    """Return the change against the first run, as a ratio of its value; None if either is unknown or that is 0."""
+    """Return the change against the baseline, as a ratio of its value; None if either is unknown or that is 0."""
     if not is_known(measure.value) or not is_known(first.value) or not first.value:
         return None
     return measure.value / first.value - 1
@@ -166,7 +171,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def violations(conditions: Iterable[Condition], runs: Mapping[str, Mapping[str, Measure]]) -> list[str]:
-    """Return one line for each condition that a run meets against the first.
+    """Return one line for each condition that a run meets against the baseline.
 
     Raises:
         TidegaugeError: a figure was not measured in one of the runs.
@@ -185,15 +190,17 @@ def violations(conditions: Iterable[Condition], runs: Mapping[str, Mapping[str, 
                     f"{run_id}; name another METRIC"
                 )
             if condition.holds(change):
-                lines.append(f"{condition.text}: {base.label} of {run_id} is {words(other, base)}")
+                change_text = f"{base.label} of {run_id} is {words(other, base)}"
+                lines.append(f"{condition.text}: {change_text}, of the baseline {first_id} {words(base)}")
     return lines
 
 
 def as_json(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return the comparison as JSON, from figures and differing settings; an unknown value is null."""
-    first = next(iter(runs.values()))
+    baseline, first = next(iter(runs.items()))
     return {
         "schema": 1,
+        "baseline": baseline,
         "runs": [
             {
                 "run_id": run_id,
@@ -214,13 +221,13 @@ def as_json(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, S
 
 
 def table(runs: Mapping[str, Mapping[str, Measure]], differing: Mapping[str, Sequence[str]]) -> Table:
-    """Draw the figures, then the differing settings; one column per run."""
+    """Draw the figures, then the differing settings; one column per run, that of the baseline first."""
     rows = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     rows.add_column("", no_wrap=True)
     rows.add_column("metric", no_wrap=True, style="dim")
+    baseline, first = next(iter(runs.items()))
     for run_id in runs:
-        rows.add_column(run_id, overflow="fold")
-    first = next(iter(runs.values()))
+        rows.add_column(baseline_words(run_id) if run_id == baseline else run_id, overflow="fold")
     for name, measure in first.items():
         if any(is_known(figures[name].value) for figures in runs.values()):
             others = [words(figures[name], measure) for figures in list(runs.values())[1:]]

@@ -23,6 +23,7 @@ from collector.store import (
     Run,
     command_and_collector,
     document_path,
+    is_trial,
     living_processes,
     read_document,
     started_wall_ns,
@@ -107,6 +108,7 @@ def as_json(entry: ListEntry) -> dict[str, Any]:
         "tags": dict(entry.tags),
         "note": entry.note,
         "pinned": entry.is_pinned,
+        "trial": entry.is_trial,
         "started_seconds": entry.started_seconds or None,
         "command": entry.command.text,
         "folder": entry.command.folder,
@@ -153,7 +155,7 @@ def _read_entry(run: Run, _versions: tuple[tuple[int, int], ...]) -> tuple[ListE
         command=command,
         commit=_text(manifest.get("git_commit")),
         is_dirty=manifest.get("git_dirty") if isinstance(manifest.get("git_dirty"), bool) else None,
-        is_trial=manifest.get("is_trial") is True,
+        is_trial=is_trial(run),
         result=result,
     )
     return entry, result is not None or manifest["end_time_ns"] is not None

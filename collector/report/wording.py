@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collector.diagnosis import Check, ExitRecord
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
-from collector.units import MISSING, duration, number, percent, quantity, size, until
+from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
 
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
@@ -142,7 +142,7 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
     code = record.exit_status
     when = [] if record.seconds is None else [f"{duration(record.seconds)} after the start"]
     if record.step is not None:
-        when.append(f"at step {number(record.step)}")
+        when.append(after_steps(record.step + 1))
     pairs = [
         ("Reason", record.reason),
         ("Victim", "" if record.victim is None else locus(record.victim)),
@@ -200,7 +200,9 @@ def title(finding: Finding) -> str:
 
 
 def since(finding: Finding) -> str:
-    """Return the step from which a finding holds, or at which a process died of it; empty if no step is known."""
-    if finding.since_step is None:
+    """Return after how many steps a finding began, or a process died of it; empty if no step is known."""
+    if finding.steps_before is None:
         return ""
-    return f"{'at' if KINDS[finding.kind] == 'death' else 'since'} step {finding.since_step:,}"
+    if finding.steps_before == 0 and KINDS[finding.kind] != "death":
+        return "from the first step on"
+    return after_steps(finding.steps_before)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collector.store.catalogue import (
         LATEST as LATEST,
         find_run as find_run,
+        is_trial as is_trial,
         list_runs as list_runs,
+        own_first as own_first,
         started_wall_ns as started_wall_ns,
     )
     from collector.store.cluster.postgres import (
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "allocator_snapshots": "ProcessGrowth SiteGrowth newest_allocator_snapshot read_growth read_growths",
-    "catalogue": "LATEST find_run list_runs started_wall_ns",
+    "catalogue": "LATEST find_run is_trial list_runs own_first started_wall_ns",
     "cluster.postgres": "check_shared_store store_address",
     "documents": "annotate change_document change_home_document",
     "duck": "open_connection",

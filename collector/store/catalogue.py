@@ -6,6 +6,7 @@ import calendar
 import functools
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from collector.errors import TidegaugeError
@@ -40,6 +41,11 @@ def list_runs(home: Path) -> list[Run]:
     return [Run(path) for path in paths]
 
 
+def own_first(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs with the trials of `tidegauge tune` after all others; otherwise in the given order."""
+    return sorted(runs, key=is_trial)
+
+
 def find_run(home: Path, spec: str) -> Run:
     """Return the run that `spec` names: an id, a name, `latest`, a path to a run directory, a unique part of an id.
 
@@ -58,7 +64,7 @@ def find_run(home: Path, spec: str) -> Run:
             f"no run {spec!r}: {home / 'runs'} holds no runs; start one with `tidegauge run -- COMMAND`"
         )
     if spec == LATEST:
-        return runs[0]
+        return own_first(runs)[0]
     exact = [run for run in runs if run.run_id == spec]
     prefixed = [run for run in runs if spec and run.run_id.startswith(spec)]
     named = [run for run in runs if f"-{spec}-" in f"-{run.run_id}-" or run.annotation.name == spec]
@@ -82,6 +88,15 @@ def _is_run(path: Path) -> bool:
     except PermissionError:
         return True
     except UnicodeEncodeError:  # Tidegauge gives no such name, and DuckDB finds no such path
+        return False
+
+
+@functools.cache
+def is_trial(run: Run) -> bool:
+    """Return True for a trial of `tidegauge tune`; False if the manifest cannot be read."""
+    try:
+        return layout.read_manifest(run.path).get("is_trial") is True
+    except (OSError, ValueError):
         return False
 
 

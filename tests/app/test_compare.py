@@ -71,8 +71,8 @@ def test_band_reaches_the_slowest_step_of_each_group(record, compare):
     calm, hung = record(LONG), record(LONG, slow(HUNG))
     at = compare(hung, calm)
     chart = figures(at)[0]
-    assert trace_names(chart) == [hung, f"{hung}, slowest", calm, f"{calm}, slowest"]
-    mean, slowest = (values_of(trace) for trace in chart["data"][:2])
+    assert trace_names(chart) == [calm, f"{calm}, slowest", hung, f"{hung}, slowest"]
+    mean, slowest = (values_of(trace) for trace in chart["data"][2:])
     assert mean.max() < 600
     assert (slowest == 1160).sum() == len(HUNG)
     assert "range" not in chart["layout"]["yaxis"]
@@ -87,13 +87,13 @@ def test_caption_counts_points_above_the_axis_for_each_run(record, compare):
     top = figures(at)[0]["layout"]["yaxis"]["range"][1]
     assert 16 < top < 50
     said = texts(at)
-    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 100 points of {hung} (1.16 s, about step " in said
+    assert f"The axis is cut at {top:.3g} ms. Above it: 2 of 100 points of {hung} (1.16 s, after about " in said
     assert f"points of {calm}" not in said
 
 
 def test_first_steps_of_a_long_run_have_a_time(record, compare):
     steps = replace(LONG, steps=5000, step_ms=1.7)
-    at = compare(record(steps, slow((1,))), record(steps))
+    at = compare(record(steps), record(steps, slow((1,))))
     mean, first, *_ = figures(at)[0]["data"]
     assert np.isfinite(values_of(mean, "x")).all()
     assert values_of(first)[0] == 1160
@@ -105,30 +105,41 @@ def test_answer_compares_samples_where_steps_differ_in_size(record, compare):
     twin = record(replace(SHORT, step_ms=200.0, name="twin"), samples(64))
     quick = record(SHORT, samples(64))
     at = compare(small, large, quick, twin)
-    of_large, of_quick, of_twin = answer(at).split("; ")
-    assert of_large.startswith(f"Against {large} (4 samples per step, there 64): ")
-    assert "87.5% fewer samples per second" in of_large
-    assert of_quick.startswith(f"against {quick} (4 samples per step, there 64): 93.8% fewer samples per second")
-    assert of_twin.startswith(f"against {twin} ")
+    of_small, of_quick, of_twin = answer(at).split("; ")
+    assert of_small.startswith(f"Against the baseline {large}, {small} (4 samples per step, there 64) has ")
+    assert "87.5% fewer samples per second" in of_small
+    assert of_quick.startswith(f"{quick} has 100.0% more samples per second, ")
+    assert of_twin == f"{twin} has as many samples per second, as much host memory."
     assert "per step," not in answer(at).replace("samples per step,", "")
-    assert f"batches of {large}, {quick}, {twin} have a different number of samples" in texts(at).replace("\\", "")
-    alike = answer(compare(large, quick, twin))
-    assert alike.startswith(f"Against {quick}: 50.0% fewer samples per second, ")
-    assert f"; against {twin}: as many samples per second, as much host memory." in alike
+    assert f"batches of {small} have a different number of samples than" in texts(at).replace("\\", "")
+
+
+def test_table_and_answer_have_the_same_baseline_and_sign(record, compare):
+    slow_run, quick = record(replace(SHORT, step_ms=200.0), samples(64)), record(SHORT, samples(64))
+    at = compare(quick, slow_run)
+    assert answer(at).startswith(f"Against the baseline {slow_run}, {quick} has 100.0% more samples per second, ")
+    table = at.dataframe[0].value.set_index("Figure")
+    assert list(table.columns) == [f"{slow_run} (baseline)", quick]
+    assert "(+100.0%, n = " in table.loc["Samples per second", quick]
+    assert "%" not in table.loc["Samples per second", f"{slow_run} (baseline)"]
+    assert f"difference from the baseline {slow_run}" in texts(at).replace("\\", "")
+    at = compare(slow_run, quick)
+    assert answer(at).startswith(f"Against the baseline {quick}, {slow_run} has 50.0% fewer samples per second, ")
 
 
 def test_steps_of_several_batches_are_compared_by_samples(record, compare):
     once = record(SHORT)
     often = record(SHORT, lambda stream, values: {"samples_count": 256} if stream == "step" else {})
     at = compare(once, often)
-    assert f"Against {often} (64 samples per step, there 256): as many samples per second" in answer(at)
+    assert f"baseline {often}, {once} (64 samples per step, there 256) has as many samples per second" in answer(at)
     assert "compare samples per second, not steps" in texts(at)
 
 
 def test_answer_mentions_another_batch_size_without_sample_counts(record, compare):
     four, other = record(SHORT, samples(MISSING_INT32), batch_size=4), record(SHORT, samples(MISSING_INT32))
     assert answer(compare(four, other)) == (
-        f"Against {other} (with another batch size): no samples per second to compare, as much host memory."
+        f"Against the baseline {other}, {four} (with another batch size) has no samples per second to compare, "
+        "as much host memory."
     )
 
 
@@ -137,15 +148,16 @@ def test_every_figure_shows_its_sample_count(record, compare, tmp_path):
     at = compare(run, other)
     table = at.dataframe[0].value.set_index("Figure")
     assert all("n = " in cell for cell in table.to_numpy().ravel() if cell != "—"), table.to_string()
-    assert table.loc["Data wait", other].endswith("n = 59)")
+    baseline = f"{other} (baseline)"
+    assert table.loc["Data wait", baseline].endswith("n = 59)")
     assert table.loc["Peak GPU allocated", run].endswith(f"(n = {len(recorded(run).streams['device_memory'])})")
-    assert table.loc["Peak GPU allocated", other] == "—"
+    assert table.loc["Peak GPU allocated", baseline] == "—"
     # main and two workers each half a second
-    assert table.loc["Peak host memory (PSS)", other].endswith("n = 36)")
-    assert table.loc["Peak /dev/shm", other].endswith("n = 12)")
+    assert table.loc["Peak host memory (PSS)", baseline].endswith("n = 36)")
+    assert table.loc["Peak /dev/shm", baseline].endswith("n = 12)")
 
 
 def test_data_wait_of_a_loop_without_steps_counts_its_batches(record, compare):
     evaluation = record(SHORT, lambda stream, values: None if stream == "step" else {})
-    table = compare(evaluation, record(SHORT)).dataframe[0].value.set_index("Figure")
-    assert table.loc["Data wait", evaluation].endswith("(n = 60)")
+    table = compare(record(SHORT), evaluation).dataframe[0].value.set_index("Figure")
+    assert table.loc["Data wait", f"{evaluation} (baseline)"].endswith("(n = 60)")

@@ -74,8 +74,8 @@ def test_fatal_error_is_an_x_and_a_dotted_line_at_its_time(monkeypatch, tmp_path
     assert numbers(error["y"]) == pytest.approx([(TOTAL - free) / MIB])
     assert error["marker"]["symbol"] == "x"
     assert max(dotted_lines(gpu)) == pytest.approx(seconds)  # after that of the leak
-    assert f"cuda-oom at step {ERROR['step']}" in str(gpu["layout"]["annotations"])
-    said = f"Out of memory at step {ERROR['step']} ({seconds:.0f} s): 2 MiB requested, {size(free)} free."
+    assert f"cuda-oom after {ERROR['step']} steps" in str(gpu["layout"]["annotations"])
+    said = f"Out of memory after {ERROR['step']} steps ({seconds:.0f} s): 2 MiB requested, {size(free)} free."
     assert said in texts(at)
 
 
@@ -101,7 +101,7 @@ def test_axis_reaches_an_error_after_the_last_sample():
     chart = TimeChart(title="", figure=over_time(LIGHT, y_title=""), caption="")
     chart.figure.add_scatter(x=[0.0, 30.0], y=[1.0, 1.0])
     clock = pd.DataFrame(columns=["elapsed", "step"], dtype=float)
-    drawn = add_marks(chart, [], [Mark(at_seconds=33.0, words="cuda-oom at step 305")], LIGHT, clock).figure
+    drawn = add_marks(chart, [], [Mark(at_seconds=33.0, words="cuda-oom after 305 steps")], LIGHT, clock).figure
     assert [shape.x0 for shape in drawn.layout.shapes] == [33.0]
     assert drawn.layout.xaxis.range[1] > 33.0
 

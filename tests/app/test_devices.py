@@ -316,7 +316,7 @@ def test_charts_of_a_gpu_mark_only_its_own_findings(monkeypatch, tmp_path):
     assert len(leaks) == 2
     for chart, step in zip(figures(at)[:2], leaks.values(), strict=True):
         labels = str(chart["layout"]["annotations"])
-        assert f"gpu-tensor-leak since step {step}" in labels
+        assert f"gpu-tensor-leak after {step} steps" in labels
         assert "on GPU" not in labels
 
 
@@ -370,13 +370,13 @@ def test_cache_flushes_and_ooms_are_marked_and_counted(monkeypatch, tmp_path, ru
     edit(run_dir, "device_memory", raise_count("oom_count", (300,)))
     at = open_view(monkeypatch, tmp_path, "gpu_memory")
     marks = {trace["name"]: trace for trace in figures(at)[0]["data"] if trace.get("mode") == "markers"}
-    assert marks["cache flushed"]["text"][0] == "in step 10"
+    assert marks["cache flushed"]["text"][0] == "after 10 steps"
     assert len(marks["cache flushed"]["text"]) < 100
-    assert all("times, last in step" in each for each in marks["cache flushed"]["text"][2:-1])
+    assert all("times, last after" in each for each in marks["cache flushed"]["text"][2:-1])
     records = records_of(run_dir, "device_memory")
     seconds = (records["time_ns"][300] - origin_ns(run_dir)) / SECOND_NS
-    assert marks["out of memory"]["text"] == [f"at step 300 ({seconds:.0f} s)"]
-    assert f"Cache flushed: 201 times. Out of memory at step 300 ({seconds:.0f} s)." in texts(at)
+    assert marks["out of memory"]["text"] == [f"after 300 steps ({seconds:.0f} s)"]
+    assert f"Cache flushed: 201 times. Out of memory after 300 steps ({seconds:.0f} s)." in texts(at)
 
 
 def test_window_excludes_flushes_and_errors_from_before_it(run_dir):

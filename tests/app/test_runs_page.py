@@ -97,6 +97,19 @@ def test_search_finds_names_tags_commands_and_findings(monkeypatch, tmp_path):
     assert "No run matches" in texts(at)
 
 
+def test_trials_of_tune_are_shown_on_request(monkeypatch, tmp_path):
+    own = judged_run(tmp_path, 0)
+    trial = Run(layout.create_run(tmp_path, name="tune-as it is", argv=["python", "train.py"], is_trial=True))
+    at = open_view(monkeypatch, tmp_path, "runs")
+    assert list(at.dataframe[0].value["Id"]) == [own.run_id]
+    (toggle,) = at.toggle
+    assert toggle.label == "Trials of `tidegauge tune` (1)"
+    toggle.set_value(True).run()
+    assert set(at.dataframe[0].value["Id"]) == {own.run_id, trial.run_id}
+    at = open_view(monkeypatch, tmp_path, "overview")
+    assert at.selectbox[0].options == [f"latest ({own.run_id})", own.run_id, f"{trial.run_id} (trial)"]
+
+
 def test_two_chosen_runs_can_be_compared(monkeypatch, tmp_path):
     for number in range(2):
         judged_run(tmp_path, number)

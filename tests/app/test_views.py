@@ -101,12 +101,12 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
     assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
-    assert "copy-on-read-growth since step 0" in [mark["text"] for mark in lines["layout"]["annotations"]]
+    assert "copy-on-read-growth from the first step on" in [mark["text"] for mark in lines["layout"]["annotations"]]
     overview = open_view(monkeypatch, homes["killed"], "overview", window="last 500 steps")
     run_id = run_of(homes["killed"]).name
     (killed,) = [mark["text"] for mark in figures(overview)[1]["layout"]["annotations"]]
     assert f'href="post-mortem?run={run_id}&amp;window=last+500+steps"' in killed
-    assert "killed at step 1,199" in killed
+    assert "killed after 1,200 steps" in killed
     assert at.dataframe[0].value["Process"].iloc[0].startswith("loader 0 worker")
 
 
@@ -313,17 +313,18 @@ def test_compare_page_shows_figures_and_settings_of_each_run(monkeypatch, tmp_pa
     at.switch_page("views/compare.py").run()
     newest, before, oldest, cuda = [run.name for run in sorted_runs(tmp_path)]
     table, settings = (frame.value for frame in at.dataframe)
-    assert table.columns.tolist() == ["Figure", newest, before]  # unasked, the run before
+    assert table.columns.tolist() == ["Figure", f"{before} (baseline)", newest]  # unasked, the run before
     at.multiselect(key="compare").set_value([before, oldest, cuda]).run()
     table, settings = (frame.value.set_index(frame.value.columns[0]) for frame in at.dataframe)
-    assert table.columns.tolist() == [newest, before, oldest, cuda]
+    assert table.columns.tolist() == [f"{before} (baseline)", newest, oldest, cuda]
+    assert table.loc["Step p50", f"{before} (baseline)"] == "103 ms (n = 399)"
     assert table.loc["Step p50", oldest] == "103 ms (+0.0%, n = 399)"
     assert table.loc["Peak GPU allocated", oldest] == "—"
     allocated = recorded("leak-to-the-end").streams["device_memory"]["allocated_peak_bytes"]
     assert table.loc["Peak GPU allocated", cuda].startswith(size(allocated.max()))
-    assert settings.loc["loader 0: num workers"].tolist() == ["2", "4", "2", "0"]
+    assert settings.loc["loader 0: num workers"].tolist() == ["4", "2", "2", "0"]
     lines = [name for name in trace_names(figures(at)[0]) if not name.endswith(", slowest")]
-    assert lines == [newest, before, oldest, cuda]
+    assert lines == [before, newest, oldest, cuda]
     assert not at.exception
 
 

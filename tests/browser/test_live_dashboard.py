@@ -233,11 +233,11 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page.get_by_role("button", name="Show all").click()
     page.goto(screenshots.address(base, "overview", run=slow))
     screenshots.await_view(page)
-    page.locator(".annotation a", has_text="slow-worker since step").last.click()
+    page.locator(".annotation a", has_text=re.compile("slow-worker (after|from)")).last.click()
     page.wait_for_url(f"**/worker-stalls?run={slow}")
     page.get_by_role("heading", name="What does training wait for").wait_for()
     screenshots.await_view(page)
-    assert page.locator(".annotation", has_text="slow-worker since step").count() > 0
+    assert page.locator(".annotation", has_text=re.compile("slow-worker (after|from)")).count() > 0
     runs = page.get_by_role("combobox", name="Run")
     runs.scroll_into_view_if_needed()
     page.wait_for_function(_FRAMES)  # the list closes on scrolling, which it notices a frame later

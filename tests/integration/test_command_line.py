@@ -117,15 +117,20 @@ def test_compare_fails_if_a_condition_is_met(finished_training, tmp_path):
     same = r"Step p50 +step_p50 +(\S+ \w+) \(n = \d+\) +\1 \(\+0\.0%, n = \d+\)"
     assert re.search(same, done.stdout), done.stdout
     assert re.search(r"tag lr +0\.1 +0\.2", done.stdout)
+    assert f"{home.newest.name} (baseline)  other" in done.stdout
     assert "git commit" not in done.stdout, "it is the same in both"
     done = home.ask(
         "compare", "latest", other, "--format", "json", "--fail-on", "batches<5%", "--fail-on", "steps>1"
     )
     assert done.returncode == 3
-    measured = json.loads(done.stdout)["runs"][1]["measures"]
+    compared = json.loads(done.stdout)
+    assert compared["baseline"] == home.newest.name
+    measured = compared["runs"][1]["measures"]
     assert measured["step_p95"]["change_ratio"] == 0
     assert all(each["n"] >= 1 for each in measured.values() if each["value"] is not None)
-    assert re.fullmatch(r"tidegauge: batches<5%: Batches per second of other is .*\n", done.stderr)
+    assert re.fullmatch(
+        r"tidegauge: batches<5%: Batches per second of other is .*, of the baseline \S+ .*\n", done.stderr
+    )
 
 
 def test_copied_run_directory_can_be_reported_elsewhere(finished_training, tmp_path):
@@ -235,7 +240,7 @@ def test_doctor_hooks_a_real_training(home):
     done = home("doctor")
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
-    assert "warning hook" not in words
-    assert "ok hook _get_data which worker made a batch" in words
+    assert "not measured" not in words
+    assert "ok waits for workers which worker made a batch" in words
     assert "ok lake" in words
     assert not home.path.exists()

@@ -36,7 +36,7 @@ def test_ctrl_c_prints_finished_trials_and_their_predictions(tmp_path):
     *table, conclusion = out.splitlines()
     rows = table[2:]
     assert max(map(len, table)) <= 80
-    assert re.match(r"Fastest: DataLoader\(…, num_workers=\d|The script's own num_workers=1", conclusion)
+    assert re.match(r"Fastest, within 5%: DataLoader\(…, num_workers=\d|The script's own num_workers=1", conclusion)
     assert [row.split("  ")[0] for row in rows[:2]] == ["as it is: 1 x 2", "perfect loader"]
     (trial,) = [row for row in rows if re.match(r"\d+ x \d", row)]
     assert re.match(r"\d+ x \d  +\S+ \(\S+-\S+\)  +[\d.]+  +[+-]\d+%  +\d+%  +[\d.]+ MiB  +[\d.]+ MiB$", trial)
@@ -64,6 +64,54 @@ def test_failing_training_is_reported_with_its_error(tmp_path):
     assert "RuntimeError: the loss is not a number" in done.stdout
 
 
+def train_killed_with(workers, tmp_path):
+    """Return the command of a training with one worker that SIGKILL ends where it has that many or more."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, runpy, signal, sys, torch.utils.data as data\n"
+        "original = data.DataLoader.__iter__\n"
+        "def iterate(loader):\n"
+        f"    for number, batch in enumerate(original(loader)):\n"
+        f"        if number == 40 and loader.num_workers >= {workers}:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        yield batch\n"
+        "data.DataLoader.__iter__ = iterate\n"
+        f"sys.argv[0] = {str(TRAIN)!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    options = ["--row-ms", 2, "--step-ms", 2, "--num-workers", 1, "--rows", 100_000]
+    return [sys.executable, str(script), *map(str, options)]
+
+
+def run_tune(tmp_path, script):
+    options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "2"]
+    return subprocess.run(
+        [*TUNE, *options, "--", *script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=bare_environment(),
+    )
+
+
+def test_a_killed_trial_does_not_fit_and_is_named(tmp_path):
+    done = run_tune(tmp_path, train_killed_with(2, tmp_path))
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "does not fit" in line]
+    setting, words = line.split(": ", 1)
+    assert re.fullmatch(r"num_workers=\d, prefetch_factor=\d", setting)
+    assert words == "does not fit: the training was killed by SIGKILL, which the kernel sends when memory runs out"
+
+
+def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_tried(tmp_path):
+    done = run_tune(tmp_path, train_killed_with(1, tmp_path))
+    assert done.returncode == 1
+    assert "as it is (num_workers=1, prefetch_factor=2): does not fit: the training was killed" in done.stdout
+    assert "Fastest, within 5%: DataLoader(…, num_workers=0)." in done.stdout
+    assert "off" not in done.stdout.splitlines()[1]  # nothing was predicted
+
+
 def test_tune_prints_json_for_programs(tmp_path):
     options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "1", "--format", "json"]
     command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
@@ -77,6 +125,7 @@ def test_tune_prints_json_for_programs(tmp_path):
     assert second["predicted"]["low"] < second["predicted"]["batches_per_second"] < second["predicted"]["high"]
     for trial in (first, second):
         assert trial["failure"] is None
+        assert trial["fits"]
         assert trial["measured"]["memory_bytes"] > 0
     assert first["predicted"]["memory_bytes"] == pytest.approx(first["measured"]["memory_bytes"])
 

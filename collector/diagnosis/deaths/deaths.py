@@ -215,7 +215,7 @@ def _restart(life: Lifecycle, attempt: int, ranks: list[ProcessKey]) -> Finding:
         evidence.append(fact("exception", f"{error['type']}: {error['message']}"[:300], "uncaught"))
     return (catalogue.ATTEMPT_CRASHED if error else catalogue.ATTEMPT_KILLED).finding(
         locus=locus,
-        since_step=steps,
+        since_step=steps - 1 if steps else None,
         evidence=tuple(evidence),
         attempt=attempt,
         steps=steps,

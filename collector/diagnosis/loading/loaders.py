@@ -162,6 +162,12 @@ def _loop(
     )
 
 
+def own_pass(loader: float, epoch: float) -> tuple[int, int]:
+    """Return the loader of a pass and its epoch as its events number them, also for a pass of a chain."""
+    chained, own_epoch = divmod(epoch, _MOST_EPOCHS)
+    return int(chained or loader), int(own_epoch)
+
+
 def _with_owner(tables: RunTables) -> pd.DataFrame:
     """Return the fetches with the pid of the training process that they were made for, in `owner_pid`."""
     fetch = tables.stream("fetch")

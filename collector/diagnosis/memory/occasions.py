@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.loading.loaders import loops, own_pass
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, written
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
@@ -48,11 +48,15 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occasions:
-    """One kind of occasion in a process: when each began and ended, in seconds, in order of time."""
+    """One kind of occasion in a process: when each began and ended, in seconds, in order of time.
+
+    The start of an epoch begins with the end of the epoch before; `passes` has its (loader, epoch).
+    """
 
     name: str
     begins: Floats
     ends: Floats
+    passes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,11 +204,13 @@ def _occasions(tables: RunTables, key: ProcessKey) -> Iterator[Occasions]:
     is_training = passes["steps"] > 0
     evaluations = passes[~is_training]
     yield _in_order("evaluation", evaluations[["begin_ns", "end_ns"]].to_numpy())
-    begins, ends = [], []
+    starts: list[tuple[float, float, tuple[int, int]]] = []
     for _, epochs in passes[is_training].groupby("loader"):
-        begins += epochs["end_ns"].iloc[:-1].tolist()
-        ends += epochs["begin_ns"].iloc[1:].tolist()
-    yield _in_order("start of an epoch", zip(begins, ends, strict=True))
+        own = itertools.starmap(own_pass, epochs[["loader", "epoch"]].iloc[1:].to_numpy())
+        starts += zip(epochs["end_ns"].iloc[:-1], epochs["begin_ns"].iloc[1:], own, strict=True)
+    starts.sort()
+    occasions = _in_order("start of an epoch", (start[:2] for start in starts))
+    yield dataclasses.replace(occasions, passes=tuple(start[2] for start in starts))
 
 
 def _passes(batches: pd.DataFrame, steps_ns: Floats) -> pd.DataFrame:

@@ -7,9 +7,10 @@ from collector.diagnosis.tuning.batch_sizes import (
     micro_batch,
     next_size,
 )
-from collector.diagnosis.tuning.calibration import Calibration, calibrate
+from collector.diagnosis.tuning.calibration import Calibration, calibrate, setting_of
 from collector.diagnosis.tuning.loader_memory import held_memory
 from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.search import Candidate, Outcome, Plan, nearby_settings, plan_trials
 from collector.diagnosis.tuning.stage_speedup import HEALTHY_WAIT_RATIO, WaitSummary, summarize_waits
 from collector.diagnosis.tuning.what_if import Forecast, Option, forecast, option_text
 
@@ -17,8 +18,11 @@ __all__ = [
     "HEALTHY_WAIT_RATIO",
     "BatchSizeRun",
     "Calibration",
+    "Candidate",
     "Forecast",
     "Option",
+    "Outcome",
+    "Plan",
     "Setting",
     "WaitSummary",
     "batch_size_run",
@@ -27,7 +31,10 @@ __all__ = [
     "held_memory",
     "line_through",
     "micro_batch",
+    "nearby_settings",
     "next_size",
     "option_text",
+    "plan_trials",
+    "setting_of",
     "summarize_waits",
 ]

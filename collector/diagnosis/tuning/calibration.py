@@ -78,6 +78,13 @@ def calibrate(tables: RunTables, loop: Loop) -> Calibration | str:
     return tables.once(("calibrated", loop.main, *key), lambda: _calibrate(tables, loop, rows, recurs))
 
 
+def setting_of(loop: Loop) -> Setting:
+    """Return the settings that a loop ran with."""
+    return Setting(
+        num_workers=loop.num_workers, prefetch_factor=max(loop.prefetch_factor, 1), in_order=loop.in_order
+    )
+
+
 def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) -> Calibration | str:
     dispatched = rows.sort_values(["epoch", "index"])
     costs, cores = _fetch_costs(dispatched), cores_per_rank(tables, loop.main[0])
@@ -92,9 +99,7 @@ def _calibrate(tables: RunTables, loop: Loop, rows: pd.DataFrame, recurs: bool) 
     total = float(waited.sum() + np.nansum(rows["loop_ns"].to_numpy() / SECOND_NS))
     total += recurs * creation * loop.num_workers * rows["first"].sum()
     rate = (len(rows) - (not recurs)) / total
-    setting = Setting(
-        num_workers=loop.num_workers, prefetch_factor=max(loop.prefetch_factor, 1), in_order=loop.in_order
-    )
+    setting = setting_of(loop)
     epochs = tuple(np.diff([*np.flatnonzero(rows["first"]), len(rows)]).tolist()) if recurs else ()
     trace = _trace(tables, loop, rows, costs, total)
     trace = dataclasses.replace(trace, epochs=epochs, creation=creation)

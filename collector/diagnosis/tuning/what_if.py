@@ -25,12 +25,13 @@ MODEL_ERROR, UNSEEN_ERROR = 0.09, 0.115
 #: Largest error at the run's own setting with which a replay is believed, as a logarithm.
 CURRENT_ERROR = 0.12
 _WORKERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MOST_WORKERS = _WORKERS[-1]
 _PREFETCH = (1, 2, 4, 8)
-_USUAL_PREFETCH = 2
+USUAL_PREFETCH = 2
 _REACH = 4  # the grid goes up to this many times the workers that ran, or to one per core
 _MARGIN = 1.5  # the grid goes up to this many times the workers that the mean times need
 _AS_GOOD = 0.99  # share of the highest throughput that is as good
-_WORTH = 1.05  # ratio of throughputs that makes a change worth advising
+WORTH = 1.05  # ratio of throughputs that makes a change worth advising
 _STRAIN = 1.1  # the advised setting must stay good if fetches take this many times longer
 
 
@@ -164,7 +165,7 @@ def _grid(measured: Calibration, cores: float) -> Iterator[Setting]:
     fetch = max(float((of_trace.cpu + of_trace.blocked).mean()) for of_trace in traces)
     wanted = _MARGIN * fetch / max(float(trace.loop.mean()) + trace.overheads.hand_over, 1e-6)
     reach = max(_REACH * current.num_workers, math.ceil(cores) if math.isfinite(cores) else 0, _REACH)
-    most = max(current.num_workers, min(math.ceil(wanted), _WORKERS[-1], reach), _USUAL_PREFETCH)
+    most = max(current.num_workers, min(math.ceil(wanted), MOST_WORKERS, reach), USUAL_PREFETCH)
     yield current
     for workers in sorted({current.num_workers, *_WORKERS}):
         for prefetch in sorted({current.prefetch_factor, *_PREFETCH}):
@@ -249,8 +250,8 @@ def _best(
     def cost(option: Option) -> tuple[float, int, float]:
         steps = option.most_bytes / memory.step
         setting = option.setting
-        unusual = abs(math.log2(setting.prefetch_factor / _USUAL_PREFETCH))
+        unusual = abs(math.log2(setting.prefetch_factor / USUAL_PREFETCH))
         return round(steps) if math.isfinite(steps) else 0, setting.num_workers, unusual
 
     best = min((option for option, rate in fitting if rate >= enough), key=cost)
-    return best if best.batches_per_second >= _WORTH * measured.batches_per_second else None
+    return best if best.batches_per_second >= WORTH * measured.batches_per_second else None

@@ -296,7 +296,7 @@ def test_slow_first_step_does_not_stretch_the_axis():
     table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
     chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range[1] < 100
-    assert "3 s, at step 0" in chart.caption
+    assert "3 s, in the first step" in chart.caption
 
 
 def test_inline_loading_is_called_inline_and_has_no_queue():
@@ -349,19 +349,22 @@ def test_too_many_epochs_are_counted_in_the_caption():
 def test_finding_is_a_line_with_a_link_and_is_in_the_alt_text():
     chart, lines, labels = _with_marks(
         _usage_chart(),
-        findings=[(10.0, "leak since step 5", "leak-timeline?run=a&rank=0"), (25.0, "<b>oom</b> since step 9", "")],
+        findings=[
+            (10.0, "leak after 5 steps", "leak-timeline?run=a&rank=0"),
+            (25.0, "<b>oom</b> after 9 steps", ""),
+        ],
     )
     assert [(at, dash) for at, _, dash in lines] == [(10.0, "dot"), (25.0, "dot")]
     assert [height for _, height, _ in lines] == [label.y for label in labels]  # each line reaches up to its name
     assert 'href="leak-timeline?run=a&amp;rank=0"' in labels[0].text
-    assert labels[1].text == "&lt;b&gt;oom&lt;/b&gt; since step 9"
+    assert labels[1].text == "&lt;b&gt;oom&lt;/b&gt; after 9 steps"
     assert [label.xanchor for label in labels] == ["left", "right"]  # towards the middle
     assert labels[0].y > labels[1].y
     assert min(label.y for label in labels) >= 1  # above the figure, where they hide nothing
     low, high = chart.figure.layout.yaxis.domain
     assert low == 0.0
     assert labels[0].y * high < 1.0  # and inside the chart
-    assert "Marked: leak since step 5." in chart.alt
+    assert "Marked: leak after 5 steps." in chart.alt
 
 
 def test_marks_over_steps_are_at_their_steps():
@@ -389,7 +392,7 @@ def test_chart_over_time_is_converted_to_steps():
 
 @pytest.mark.parametrize(("seconds", "unit", "at"), [(500, "s", 1800.0), (700, "min", 30.0), (10_000, "h", 0.5)])
 def test_unit_of_time_fits_the_window(seconds, unit, at):
-    chart, _, _ = _with_marks(_usage_chart(1800.0), epochs=[1800.0], findings=[(1800.0, "leak since step 5", "")])
+    chart, _, _ = _with_marks(_usage_chart(1800.0), epochs=[1800.0], findings=[(1800.0, "leak after 5 steps", "")])
     told = axis.scale_elapsed(chart, seconds).figure
     assert told.layout.xaxis.title.text == f"elapsed ({unit})"
     assert told.data[0].x[-1] == at

@@ -47,7 +47,7 @@ def test_caption_names_each_point_above_the_axis():
     chart = steps.split(_steps(slow=(1, 300)), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 12.5)
     assert chart.caption.endswith(
-        " The axis is cut at 12.5 ms. Above it: 2 of 400 points (1 s, at step 1; 1 s, at step 300)."
+        " The axis is cut at 12.5 ms. Above it: 2 of 400 points (1 s, after 1 step; 1 s, after 300 steps)."
     )
 
 
@@ -55,7 +55,7 @@ def test_point_of_several_steps_has_an_approximate_step():
     chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
     assert "mean of up to 12 steps, the dotted line the slowest of them" in chart.caption
-    assert "Above it: 1 of 400 points (1 s, about step 12)." in chart.caption
+    assert "Above it: 1 of 400 points (1 s, after about 12 steps)." in chart.caption
 
 
 @pytest.mark.parametrize("table", [_steps(slow=(0,), slow_ms=35.0), _steps(5, slow=(0,))])
@@ -69,8 +69,8 @@ def test_compared_runs_share_an_axis_and_name_points_above_it():
     chart = _compare(quick=_steps(slow=(0, 7)), calm=_steps(mean_ms=20.0), slow=_steps(mean_ms=100.0, slow=(9,)))
     assert chart.figure.layout.yaxis.range == (0, 125)  # none is cut off whole, however much slower than another
     assert chart.caption.endswith(
-        "The axis is cut at 125 ms. Above it: 2 of 400 points of quick (1 s, at step 0; 1 s, at step 7), "
-        "1 of 400 points of slow (1 s, at step 9)."
+        "The axis is cut at 125 ms. Above it: 2 of 400 points of quick (1 s, in the first step; 1 s, after 7 "
+        "steps), 1 of 400 points of slow (1 s, after 9 steps)."
     )
 
 

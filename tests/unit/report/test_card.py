@@ -144,7 +144,7 @@ def test_card_has_the_run_its_findings_and_the_next_command():
     stall = "19 s (decode 80%, transfer to main process 19%), hardly any if decode took 14 ms per batch"
     assert f"{stall} instead of 35 ms" in " ".join(text.split())
     assert text.index("CRITICAL  host-oom-risk") < text.index("WARNING  slow-worker")
-    assert "worker 1 of loader 0, rank 0, since step 14" in text
+    assert "worker 1 of loader 0, rank 0, after 14 steps" in text
     assert "fetch time / that of the others" in text
     assert "2.94x" in text
     assert "n 300, steps 20-1200" in text

@@ -23,6 +23,7 @@ from collector.agent.samplers.devices import DeviceSampler
 from collector.commands import checks as doctor_checks, run as running
 from collector.report import listing
 from collector.store.catalogue import find_run, list_runs
+from training_harness.attach import HOOKS
 from training_harness.jobs.__main__ import JOBS
 from training_harness.layout import MANIFEST, create_run, read_manifest, write_manifest
 
@@ -97,6 +98,21 @@ def test_job_names_match_the_existing_jobs():
         (["run", "--nmae", "x", "--", "true"], "No such option '--nmae'"),
         (["tune", "--trail-seconds", "3", "--", "true"], "Did you mean one of: '--trial-seconds', '--trials'?"),
         (["run", "--tag", "color", "--", "true"], "'color' is not of the form KEY=VALUE"),
+        (
+            ["run", "--on-hang", "--", "true"],
+            "'--on-hang': '--' is the end of the options, not a value; give cancel|CMD",
+        ),
+        (["run", "--on-finding", "--", "true"], "'--' is the end of the options, not a value; give CMD before it"),
+        (
+            ["run", "--name", "--tag", "a=b", "--", "true"],
+            "'--tag' is another option, not a value; give NAME before",
+        ),
+        (["run", "--tag", "--", "true"], "'--' is not of the form KEY=VALUE"),
+        (["run", "--run-id", "--", "true"], "'--' is the end of the options, not a value; give ID before it"),
+        (["run", "--webhook", "--", "true"], "'--' is the end of the options, not a value; give URL before it"),
+        (["run", "--prometheus", "--", "true"], "not a value; give [HOST:]PORT before it"),
+        (["run", "--home", "--", "true"], "'--home': '--' is the end of the options, not a value"),
+        (["tune", "--trials", "--", "true"], "'--' is not a valid integer range"),
         (["run", "--interval", "often", "--", "true"], "'often' is not a valid float"),
         (["run", "--interval", "1000", "--", "true"], "1000"),
         (["compare", "latest"], "two to 4 runs can be compared, not 1"),
@@ -224,6 +240,38 @@ def test_runs_are_filtered_by_tag_and_printed_as_json(tidegauge, tmp_path):
     assert re.search(r"job3\S+ +lr=1, by=me +killed +— +— ", tidegauge("runs")[1])
     assert "have lr=2" in tidegauge("runs", "--tag", "lr=2")[1]
     assert find_run(tmp_path / "home", "job2").path == made[2]
+
+
+def test_removing_a_tag_that_a_run_does_not_have_is_an_error(tidegauge, tmp_path):
+    run = create_run(tmp_path / "home", name="train", argv=["x"], tags={"lr": "1", "by": "me"})
+    status, out, err = tidegauge("tag", run.name, "new name", "--remove", "nosuch")
+    assert (status, out) == (2, "")
+    assert err == (f"tidegauge: {run.name} has no tag 'nosuch', so nothing was changed; its tags are lr, by\n")
+    assert "name    train" in tidegauge("tag", run.name, "--remove", "lr", "--remove", "by")[1]
+    assert "it has no tags" in tidegauge("tag", run.name, "--remove", "lr")[2]
+
+
+def test_trials_of_tune_are_listed_on_request_and_are_never_the_latest_run(tidegauge, tmp_path):
+    home = tmp_path / "home"
+    own = create_run(home, name="train", argv=["x"])
+    trials = [create_run(home, name="tune-as it is", argv=["x"], is_trial=True) for _ in range(2)]
+    status, out, err = tidegauge("runs")
+    assert status == 0
+    assert own.name in out
+    assert not any(trial.name in out for trial in trials)
+    assert err == "tidegauge: not listed: 2 trials of `tidegauge tune`; --trials lists them\n"
+    assert [entry["run_id"] for entry in json.loads(tidegauge("runs", "--format", "json")[1])] == [own.name]
+    _, out, err = tidegauge("runs", "--trials", "--format", "json")
+    assert err == ""
+    assert [entry["trial"] for entry in json.loads(out)] == [True, True, False]
+    assert find_run(home, "latest").path == own
+    assert find_run(home, trials[0].name).path == trials[0]
+
+
+def test_without_other_runs_the_latest_run_is_a_trial(tidegauge, tmp_path):
+    trial = create_run(tmp_path / "home", name="tune-as it is", argv=["x"], is_trial=True)
+    assert "not listed: 1 trial of" in tidegauge("runs")[2]
+    assert find_run(tmp_path / "home", "latest").path == trial
 
 
 def test_a_run_is_renamed_tagged_and_found_by_its_name(tidegauge, tmp_path):
@@ -422,9 +470,10 @@ STARTED = {
     [
         (0, "", [STARTED, {"kind": "worker-start"}], None),
         (0, "", [STARTED], "the worker did not report"),
-        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "hook batch"),
+        (0, "", [STARTED | {"capabilities": {"batch": False}}, {"kind": "worker-start"}], "batches"),
         (0, "", [STARTED, {"kind": "hook-disabled", "hook": "step", "error": "E"}], "(E)"),
         (0, "", [], "reported nothing"),
+        (1, "", [], "as of a program that is no Python"),
         (1, "Traceback\nModuleNotFoundError: No module named 'torch'\n", [], "No module named 'torch'"),
     ],
 )
@@ -432,6 +481,14 @@ def test_doctor_judges_hooks_by_their_events(exit_status, stderr, events, said):
     text = render(doctor_checks.checks_table(doctor_checks.judge_hooks(exit_status, stderr, events)))
     assert ("warning" in text) == (said is not None)
     assert said is None or said in text
+
+
+def test_doctor_names_what_each_hook_measures():
+    optional = {"_next_index", "_reset", "_get_data", "_shutdown_workers"}
+    hooks = {name for name in HOOKS if not name.startswith("trial")} | optional
+    names = [doctor_checks.measurement(hook)[0] for hook in hooks]
+    assert len(set(names)) == len(hooks)
+    assert not [name for name in names if name.startswith(("_", "stage:")) or "cuda_oom" in name]
 
 
 def test_port_in_use_is_a_one_line_error(tidegauge):

@@ -23,6 +23,27 @@ def test_locus_is_described_in_words(where, words):
     assert wording.locus(where) == words
 
 
+@pytest.mark.parametrize(
+    ("kind", "since_step", "words"),
+    [
+        ("main-heap-leak", 160, "after 160 steps"),
+        ("main-heap-leak", 1, "after 1 step"),
+        ("main-heap-leak", 0, "from the first step on"),
+        ("main-heap-leak", None, ""),
+        ("killed", 1199, "after 1,200 steps"),  # its last step that ended; the report counts 1,200 steps
+        ("killed", 0, "after 1 step"),
+        ("cuda-oom", 305, "after 305 steps"),  # the step that raised it did not end
+        ("cuda-oom", 0, "in the first step"),
+    ],
+)
+def test_steps_are_counted_from_one_in_sentences(kind, since_step, words):
+    evidence = measurements(1, "run", one=1, other=2)
+    finding = Finding(
+        kind=kind, severity="warning", confidence=1.0, summary="", since_step=since_step, evidence=evidence
+    )
+    assert wording.since(finding) == words
+
+
 def test_forecast_shows_its_range():
     when = Eta(low_seconds=600, mid_seconds=720, high_seconds=840, low_steps=700, mid_steps=800, high_steps=900)
     assert wording.eta(when) == "12 min (10 min to 14 min), about 800 steps"

@@ -1,0 +1,135 @@
+"""The settings that `tidegauge tune` tries: the most promising first, and none that can no longer gain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.worker_limit import cores_per_rank
+from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.tuning.calibration import setting_of
+from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.what_if import MOST_WORKERS, USUAL_PREFETCH, WORTH, Forecast, Option, forecast
+
+#: Trials in a row, in one direction, after which that direction is left alone if none of them gained.
+_MISSES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a trial: batches per second, NaN if it gave none; `fits` is False if memory ran out."""
+
+    setting: Setting
+    batches_per_second: float
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A setting to try, and its prediction, if any."""
+
+    setting: Setting
+    predicted: Option | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Settings to try after the run's own, the most promising first.
+
+    Attributes:
+        candidates: the settings.
+        current: prediction for the run's own setting; None without a prediction.
+        why_unpredicted: the reason why there is no prediction, in words; empty if there is one.
+
+    """
+
+    candidates: tuple[Candidate, ...]
+    current: Option | None = None
+    why_unpredicted: str = ""
+
+    def next(self, outcomes: Sequence[Outcome]) -> Candidate | None:
+        """Return what to try next, None if nothing more can gain; the first outcome is that of the run's own."""
+        return next((one for one in self.candidates if _may_gain(one, outcomes)), None)
+
+
+def plan_trials(tables: RunTables, loop: Loop) -> Plan:
+    """Plan trials: by the replay of this run, or with more and with fewer workers if it cannot predict."""
+    outlook = forecast(tables, loop)
+    if isinstance(outlook, Forecast):
+        return Plan(candidates=tuple(_promising(outlook)), current=outlook.current)
+    cores = cores_per_rank(tables, loop.main[0])
+    settings = nearby_settings(setting_of(loop), cores)
+    return Plan(candidates=tuple(Candidate(setting=setting) for setting in settings), why_unpredicted=outlook)
+
+
+def _promising(outlook: Forecast) -> list[Candidate]:
+    """Return the recommendation, then the front of throughput and memory, the fastest first."""
+    best = [] if outlook.best is None else [outlook.best]
+    front = sorted(outlook.front, key=lambda option: -option.batches_per_second)
+    options = [*best, *(option for option in front if option not in best and option is not outlook.current)]
+    return [Candidate(setting=option.setting, predicted=option) for option in options]
+
+
+def nearby_settings(own: Setting, cores: float) -> list[Setting]:
+    """Return settings with twice the workers again and again, and with half of them down to none.
+
+    Fewer workers come first if the workers and the training process are more than the cores.
+    """
+    prefetch = own.prefetch_factor if own.num_workers else USUAL_PREFETCH
+    powers = range(1, MOST_WORKERS.bit_length() + 1)
+    more = (
+        [own.num_workers << power for power in powers] if own.num_workers else [1 << power - 1 for power in powers]
+    )
+    fewer = [own.num_workers >> power for power in range(1, own.num_workers.bit_length() + 1)]
+    counts = [*fewer, *more] if own.num_workers + 1 > cores else [*more, *fewer]
+    return [
+        Setting(num_workers=count, prefetch_factor=prefetch if count else 1, in_order=own.in_order)
+        for count in counts
+        if count <= MOST_WORKERS
+    ]
+
+
+def _may_gain(candidate: Candidate, outcomes: Sequence[Outcome]) -> bool:
+    """Return False if a setting was tried, or is known or predicted to be no faster, or not to fit."""
+    own, setting = outcomes[0].setting, candidate.setting
+    if any(outcome.setting == setting or _needs_no_less(setting, outcome) for outcome in outcomes):
+        return False
+    direction, gains = _direction(setting, own), _gains(outcomes)
+    if direction and (-direction, True) in gains:
+        return False
+    if [has_gained for way, has_gained in gains if way == direction][-_MISSES:] == [False] * _MISSES:
+        return False
+    return candidate.predicted is None or _highest(candidate.predicted) >= _fastest(outcomes)
+
+
+def _needs_no_less(setting: Setting, outcome: Outcome) -> bool:
+    """Return True if a trial ran out of memory that this setting needs as well."""
+    tried = outcome.setting
+    return not outcome.fits and setting.num_workers >= tried.num_workers and setting.in_flight >= tried.in_flight
+
+
+def _direction(setting: Setting, own: Setting) -> int:
+    """Return 1 for more workers than the run's own setting, -1 for fewer, 0 for another `prefetch_factor`."""
+    return (setting.num_workers > own.num_workers) - (setting.num_workers < own.num_workers)
+
+
+def _gains(outcomes: Sequence[Outcome]) -> list[tuple[int, bool]]:
+    """Return the direction of each trial, and True if it was faster than all before by what makes it worth it."""
+    own = outcomes[0].setting
+    return [
+        (_direction(outcome.setting, own), outcome.batches_per_second >= WORTH * _fastest(outcomes[:place]))
+        for place, outcome in enumerate(outcomes)
+        if place
+    ]
+
+
+def _fastest(outcomes: Sequence[Outcome]) -> float:
+    rates = [outcome.batches_per_second for outcome in outcomes]
+    return max(filter(math.isfinite, rates), default=0.0)
+
+
+def _highest(option: Option) -> float:
+    """Return the highest throughput that the prediction does not rule out."""
+    return max(rate.high for rate in (option, option.if_shared, option.if_apart) if rate is not None)

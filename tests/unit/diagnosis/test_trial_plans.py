@@ -1,0 +1,108 @@
+"""Settings that `tidegauge tune` tries until none can gain, for loaders whose throughput is a formula."""
+
+import math
+
+import pytest
+from simulated_runs import jittered, simulate
+
+from collector.diagnosis.loading.loaders import loops
+from collector.diagnosis.tuning import Candidate, Option, Outcome, Plan, Setting, nearby_settings, plan_trials
+
+
+def setting(workers, prefetch=2):
+    return Setting(num_workers=workers, prefetch_factor=prefetch)
+
+
+def predicted(workers, rate, *, prefetch=2, shared=None):
+    one = setting(workers, prefetch)
+    interval = {"batches_per_second": rate, "low": 0.9 * rate, "high": 1.1 * rate}
+    return Candidate(
+        setting=one,
+        predicted=Option(
+            setting=one,
+            if_shared=shared,
+            if_apart=None,
+            wait_ratio=0,
+            memory_bytes=1,
+            most_bytes=1,
+            fits=True,
+            **interval,
+        ),
+    )
+
+
+def unpredicted(own, cores):
+    return Plan(candidates=tuple(Candidate(setting=one) for one in nearby_settings(own, cores)))
+
+
+def tried(plan, own, measure):
+    """Return the workers of all trials after the first; `measure` gives None where memory runs out."""
+
+    def outcome(one):
+        rate = measure(one)
+        return Outcome(setting=one, batches_per_second=math.nan if rate is None else rate, fits=rate is not None)
+
+    outcomes = [outcome(own)]
+    while (candidate := plan.next(outcomes)) is not None:
+        outcomes.append(outcome(candidate.setting))
+    return [one.setting.num_workers for one in outcomes[1:]]
+
+
+@pytest.mark.parametrize(
+    ("own", "cores", "rate", "expected"),
+    [
+        (1, 8, lambda workers: 10 * min(workers, 4), [2, 4, 8, 16]),  # up, until two trials gained nothing
+        (0, 8, lambda workers: 10 * min(workers, 2), [1, 2, 4, 8]),
+        (8, 2, lambda workers: 10 / max(workers, 2), [4, 2, 1, 0]),  # too many for the cores: down, and never up
+        (8, 2, lambda workers: 10 * workers, [4, 2, 16, 32, 64]),  # they wait for a disk: down fails, up gains
+        (4, 8, lambda workers: 10, [8, 16, 2, 1]),  # no gain in either direction
+        (4, math.inf, lambda workers: 10 / max(workers, 1), [8, 16, 2, 1, 0]),
+    ],
+)
+def test_without_a_prediction_a_direction_ends_after_two_trials_without_a_gain(own, cores, rate, expected):
+    assert tried(unpredicted(setting(own), cores), setting(own), lambda one: rate(one.num_workers)) == expected
+
+
+def test_a_setting_that_does_not_fit_rules_out_larger_ones():
+    def rate(one):
+        return None if one.num_workers >= 4 else 10.0 * one.num_workers
+
+    assert tried(unpredicted(setting(2), 8), setting(2), rate) == [4, 1, 0]
+    # The script's own setting does not fit.
+    assert tried(unpredicted(setting(8), 64), setting(8), rate) == [4, 2, 1, 0]
+
+
+def test_predictions_lead_and_rule_out_what_they_do_not_allow_to_gain():
+    plan = Plan(candidates=(predicted(4, 40), predicted(3, 38), predicted(2, 20), predicted(8, 41)))
+    assert tried(plan, setting(1), lambda one: {1: 10, 4: 36, 3: 30, 8: 37}[one.num_workers]) == [4, 3, 8]
+    # The prediction was wrong: nothing gains, and after two trials no further number of workers is tried.
+    assert tried(plan, setting(1), lambda one: 10) == [4, 3]
+
+
+def test_the_prediction_with_the_other_assumption_may_make_a_trial_worth_it():
+    shared = predicted(4, 12, shared=predicted(4, 30).predicted)
+    assert tried(Plan(candidates=(shared,)), setting(1), lambda one: 20) == [4]
+    assert tried(Plan(candidates=(predicted(4, 12),)), setting(1), lambda one: 20) == []
+
+
+def test_a_run_too_short_for_a_prediction_is_tried_from_its_own_setting():
+    plan = plan_of(workers=2, batches=20)
+    assert plan.current is None
+    assert "needs 30 recorded batches" in plan.why_unpredicted
+    assert {one.setting.num_workers for one in plan.candidates} >= {0, 1, 4, 8}
+    assert {one.setting.prefetch_factor for one in plan.candidates if one.setting.num_workers} == {2}
+
+
+def test_the_replay_leads_where_it_predicts():
+    plan = plan_of(workers=1, batches=400)
+    first = plan.candidates[0]
+    assert plan.current is not None
+    assert first.predicted is not None
+    assert first.setting.num_workers > 1
+    assert first.predicted.batches_per_second > 1.5 * plan.current.batches_per_second
+
+
+def plan_of(*, workers, batches):
+    script = simulate(workers=workers, prefetch=2, service=jittered(0.04), consumer=jittered(0.01), batches=batches)
+    tables = script.tables()
+    return plan_trials(tables, loops(tables)[0])
