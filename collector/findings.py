@@ -221,9 +221,11 @@ class Finding:
 
     @property
     def suspected(self) -> str:
-        """The kind of leak that a growth may be which cannot be judged; the finding's own kind otherwise."""
-        if self.kind != "cannot-tell" or self.rate is None:
+        """The kind that a finding may be of which cannot tell: a leak, or slow loading; its own kind otherwise."""
+        if self.kind != "cannot-tell":
             return self.kind
+        if self.rate is None:
+            return self.kind if self.locus.loader is None else "workers-too-slow"
         if self.locus.device is not None:
             return "gpu-tensor-leak"
         if self.rate.unit == "count/s":

@@ -231,11 +231,8 @@ def _table(moment: Moment) -> Iterator[Block]:
 
 
 def _is_chosen(finding: Finding) -> bool:
-    # It says why a loader was not judged; one with a rate is about a leak.
-    explains_no_verdict = (
-        finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
-    )
-    return KINDS[finding.kind] in _GROUPS or finding.kind in _WORKER_KINDS or explains_no_verdict
+    # A finding that cannot tell may say why a loader was not judged.
+    return KINDS[finding.suspected] in _GROUPS or finding.kind in _WORKER_KINDS
 
 
 def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:

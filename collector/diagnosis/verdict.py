@@ -55,7 +55,7 @@ class Verdict:
         batches: batches yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
-            last_minute has what each process held and did (`last_states`).
+            last_minute has what each process held and did (`last_states`), without earlier_workers_count workers.
         ending: how the run died, None if it goes on or ended normally.
         awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
 
@@ -192,7 +192,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
     """
     remaining = []
     for finding in findings:
-        is_small = finding.kind == "bounded-growth" or finding.suspected != finding.kind
+        is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
         is_small = is_small and finding.locus.role == "main"
         if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
             continue

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         context as context,
         count_growth as count_growth,
         decisive as decisive,
+        earlier_workers as earlier_workers,
         eta as eta,
         exit_record as exit_record,
         exit_words as exit_words,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         stall as stall,
         subject as subject,
         title as title,
+        unexplained_end as unexplained_end,
     )
 
 _MODULES = {
@@ -96,6 +98,7 @@ _MODULES = {
         "context",
         "count_growth",
         "decisive",
+        "earlier_workers",
         "eta",
         "exit_record",
         "exit_words",
@@ -107,6 +110,7 @@ _MODULES = {
         "stall",
         "subject",
         "title",
+        "unexplained_end",
     ),
 }
 

@@ -198,7 +198,7 @@ HOST_MEMORY = Resource(
         ),
     ),
     max_headroom_ratio=20.0,  # other programs on the host and warm-up rise too
-    full="Host memory {verb} nearly full: {used} of {limit} ({limit_name}) at the peak, page cache not counted.",
+    full="Host memory {verb} nearly full: {used} of {named_limit} at the peak, page cache not counted.",
     full_advice=(
         Advice(
             text="Lower num_workers, prefetch_factor or the memory of the dataset",

@@ -1,0 +1,105 @@
+"""Bytes that a process has received so far: they show that a long wait is a slow download, not a hang.
+
+`rchar` of /proc/PID/io counts read(2): of files, pipes and, in some libraries, sockets. Python reads sockets by
+recv(2), which it does not count. The kernel counts the bytes of each TCP connection, and tells them over a netlink
+socket (sock_diag(7)), as `ss -i` asks it. No rights beyond those of the process's user are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from itertools import islice
+
+from collector.agent.samplers import procfs
+
+#: NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, and NLM_F_REQUEST | NLM_F_DUMP (linux/netlink.h, linux/sock_diag.h).
+_PROTOCOL, _BY_FAMILY, _DUMP = 4, 20, 0x301
+_DONE, _ERROR = 3, 2
+#: INET_DIAG_INFO (linux/inet_diag.h): the attribute with `struct tcp_info`, and the bit that asks for it.
+_INFO = 2
+#: TCP_ESTABLISHED, TCP_FIN_WAIT1, TCP_FIN_WAIT2 and TCP_CLOSE_WAIT: bits of the states with received data.
+_STATES = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8
+_HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=HH")
+_REQUEST = struct.Struct("=BBBxI48x")
+#: Size of `struct inet_diag_msg`, the offset of its inode, and that of `tcpi_bytes_received` in `struct tcp_info`.
+_MESSAGE_BYTES, _INODE_OFFSET, _RECEIVED_OFFSET = 72, 68, 128
+_ANSWER_BYTES = 1 << 16
+_TIMEOUT_SECONDS = 0.5
+#: Most descriptors of a process that are looked at.
+_MOST_DESCRIPTORS = 1024
+
+
+def received_bytes(proc: str, pid: int, tcp: dict[str, int]) -> int | None:
+    """Return the bytes that a process has read, and that its TCP connections (`tcp_received`) have received.
+
+    A connection that is closed takes its count with it, so the sum may fall. None if /proc does not tell.
+    """
+    read = procfs.field(b"\n" + (procfs.read_file(f"{proc}/{pid}/io") or b""), b"rchar:")
+    if read is None:
+        return None
+    return read + sum(tcp.get(name, 0) for name in _sockets(proc, pid)) if tcp else read
+
+
+def _sockets(proc: str, pid: int) -> Iterator[str]:
+    """Yield the inodes of a process's sockets, as text."""
+    directory = f"{proc}/{pid}/fd"
+    try:
+        with os.scandir(directory) as entries:
+            for entry in islice(entries, _MOST_DESCRIPTORS):
+                try:
+                    name = os.readlink(entry.path)
+                except OSError:  # closed meanwhile
+                    continue
+                if name.startswith("socket:["):
+                    yield name[len("socket:[") : -1]
+    except OSError:
+        return
+
+
+def tcp_received() -> dict[str, int]:
+    """Return inode -> bytes received, of each TCP connection here; empty if the kernel does not tell."""
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _PROTOCOL) as link:
+            link.settimeout(_TIMEOUT_SECONDS)
+            found: dict[str, int] = {}
+            for family in (socket.AF_INET, socket.AF_INET6):
+                request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _STATES)
+                link.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _DUMP, family, 0) + request)
+                found |= dict(_answers(link))
+            return found
+    except (OSError, struct.error):
+        return {}
+
+
+def _answers(link: socket.socket) -> Iterator[tuple[str, int]]:
+    """Yield inode and received bytes of each connection in the answer to one request."""
+    while True:
+        answer = memoryview(link.recv(_ANSWER_BYTES))
+        while len(answer) >= _HEADER.size:
+            length, kind, *_ = _HEADER.unpack_from(answer)
+            if kind in (_DONE, _ERROR) or length < _HEADER.size:
+                return
+            if kind == _BY_FAMILY and (received := _received(answer[_HEADER.size : length])) is not None:
+                yield received
+            answer = answer[_aligned(length) :]
+
+
+def _received(message: memoryview) -> tuple[str, int] | None:
+    """Return inode and received bytes of one connection; None if this kernel does not count them."""
+    (inode,) = struct.unpack_from("=I", message, _INODE_OFFSET)
+    attributes = message[_MESSAGE_BYTES:]
+    while len(attributes) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(attributes)
+        if kind == _INFO and length >= _ATTRIBUTE.size + _RECEIVED_OFFSET + 8:
+            return str(inode), struct.unpack_from("=Q", attributes, _ATTRIBUTE.size + _RECEIVED_OFFSET)[0]
+        if length < _ATTRIBUTE.size:
+            return None
+        attributes = attributes[_aligned(length) :]
+    return None
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
