@@ -26,7 +26,7 @@ _GROUPS = {
     "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
     "growth that is no leak": "bounded-growth",
     "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
-    "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers",
+    "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
     "training": "main-thread-pause rank-straggler compute-bound",
     "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang",
     "trust": "workers-not-reporting samples-lost cannot-tell",

@@ -115,7 +115,7 @@ _CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
     (
         "data loading",
         "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound sampler-bound "
-        "worker-startup epoch-refill inline-loading shard-skew idle-workers",
+        "worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
         _loading,
     ),
     ("pauses of the training", "main-thread-pause", _pauses),

@@ -10,6 +10,7 @@ from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.faults import add_fault
+from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
@@ -117,6 +118,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("descriptors", lambda: find_descriptors(tables)),
         *_guarded("shared memory", lambda: find_shared_memory(tables)),
         *_guarded("stalls", lambda: find_stalls(tables)),
+        *_guarded("caught errors", lambda: find_caught_errors(tables)),
         *_guarded("pauses", lambda: find_pauses(tables)),
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
