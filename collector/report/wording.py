@@ -35,6 +35,7 @@ _PARTS = {
     "idle": "worker idle",
     "transfer": "transfer to main process",
     "dispatch": "sampler",
+    "no core": "waiting for a core",
 }
 
 

@@ -3,7 +3,8 @@
 `next()` of a loader with workers takes a batch from the result queue. Then it asks the sampler for the indices of a
 later batch. So its time has three parts: starving until a worker has made the batch, the transfer until the batch
 comes out of the queue (serialising, shared memory, pinning), and the rest, in which the sampler runs. With
-`num_workers=0` a fetch is all of `next()`, sampler included.
+`num_workers=0` a fetch is all of `next()`, sampler included. Where cores are lacking, transfer and sampler wait for
+one; that time is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import starved_ns, without_pauses
 from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean
+from collector.diagnosis.run.tables import RunTables
 from collector.units import duration, size
 
 #: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
@@ -27,7 +30,7 @@ _EXPLAINED_RATIO = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
-    """Waits for steady batches that are made already; means per batch.
+    """Waits for steady batches that are made already, without those for a core; means per batch.
 
     Attributes:
         batches: number of steady batches.
@@ -65,16 +68,17 @@ class HandOver:
         return by_bytes if by_bytes >= _EXPLAINED_RATIO * excess else 0.0
 
 
-def hand_over(loop: Loop) -> HandOver:
+def hand_over(tables: RunTables, loop: Loop) -> HandOver:
     """Measure how the steady batches of a loop came from their workers."""
+    cores = core_waits(tables, loop)
     rows = loop.batches[floats(loop.batches, "index") >= loop.ramp]
     waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
     starved = starved_ns(loop, rows, times, waits)
     blocked = np.maximum(np.minimum(floats(rows, "blocked_ns"), waits), starved)
     return HandOver(
         batches=len(rows),
-        after_queue_seconds=mean(without_pauses(waits - blocked)) / SECOND_NS,
-        transfer_seconds=mean(without_pauses(blocked - starved)) / SECOND_NS,
+        after_queue_seconds=mean(without_pauses(waits - blocked)) / SECOND_NS * (1 - cores.in_loop),
+        transfer_seconds=mean(without_pauses(blocked - starved)) / SECOND_NS * (1 - cores.in_workers),
         made_ratio=mean((starved <= 0).astype(float)),
         ready_batches=mean(floats(rows, "ready_count")),
         payload_bytes=mean(floats(loop.batches, "payload_bytes")),
