@@ -179,7 +179,8 @@ class WaitingLine:
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
-    `fault` says where the cause lies, None if that is not known.
+    `fault` says where the cause lies, None if that is not known. `consequence_of` is the kind of the finding on the
+    same process that this one follows from.
     `known` is the reason for which a team accepts it; then it is information.
 
     Raises:
@@ -202,6 +203,7 @@ class Finding:
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
     fault: Fault | None = None
+    consequence_of: str | None = None
     known: str | None = None
 
     def __post_init__(self) -> None:
@@ -291,7 +293,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("known", "limited_by", "waits_in", "fault"):
+    for name in ("known", "limited_by", "waits_in", "fault", "consequence_of"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

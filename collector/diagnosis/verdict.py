@@ -36,6 +36,9 @@ Value = TypeVar("Value")
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
 #: training.
 _HOST_BYTES_PER_TENSOR = 32 * 1024
+#: Findings that batches from workers cause if a training process keeps them, by themselves or with their graph.
+_OF_SHARED_MEMORY = ("shm-leak", "shm-exhaustion-risk")
+_OF_DESCRIPTORS = ("fd-leak", "fd-exhaustion-risk")
 #: Forecast -> the death that meets its limit.
 _DEATHS = {"gpu-oom-risk": "cuda-oom", "host-oom-risk": "host-oom-kill"}
 
@@ -145,12 +148,12 @@ def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
     return _unless_damaged(lambda: awaited_time(finding, tables), None)
 
 
-def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, float, float]:
+def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, bool, float, float]:
     """Return the sort key of a finding: most severe first.
 
     Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Once
-    the run is over, growth comes before the forecast that rests on it. Then come slowdowns, the costliest first,
-    and last the findings that cannot tell.
+    the run is over, growth comes before the forecast that rests on it. Consequences come after their cause. Then
+    slowdowns come, the costliest first, and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
     group = KINDS[finding.kind]
@@ -159,6 +162,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
         finding.kind == "cannot-tell",
         lost_ratio and 1 - lost_ratio,
         group != "death",
+        finding.consequence_of is not None,
         group != ("memory forecast" if running else "memory leak"),
         -max(_rises_bytes(finding), default=0.0),
         -finding.confidence,
@@ -186,11 +190,12 @@ def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def without_consequences(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without those that follow from another one.
+    """Return the findings without those that follow from another one; some stay and name it.
 
     The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
-    dropped once its limit was met.
+    dropped once its limit was met. A process that keeps batches from its workers, alone or with their graph, holds
+    their shared memory and descriptors: these leaks become information, and forecasts stay.
     """
     remaining = []
     for finding in findings:
@@ -203,11 +208,36 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
         if finding.kind in _DEATHS and _is_met(findings, finding):
             continue
         if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
-            summary = f"{finding.summary} It grows with the tensors kept on the GPU: fix gpu-tensor-leak first."
-            remaining.append(replace(finding, severity="info", summary=summary))
+            remaining.append(_consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU"))
+        elif cause := _keeper(findings, finding):
+            remaining.append(_consequence(finding, cause, "what the training process keeps"))
         else:
             remaining.append(finding)
     return remaining
+
+
+def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
+    """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
+    return replace(
+        finding,
+        severity="info" if KINDS[finding.kind] == "memory leak" else finding.severity,
+        summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
+        consequence_of=cause,
+    )
+
+
+def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
+    """Return the kind of the finding that names what keeps the batches behind this one; None if it does itself."""
+    is_of_files = of_batches.kind in _OF_DESCRIPTORS and of_batches.value_of("process_shm_rise_bytes") is not None
+    if of_batches.locus.role != "main" or not (is_of_files or of_batches.kind in _OF_SHARED_MEMORY):
+        return None
+    causes = ("main-heap-leak",) if is_of_files else ("main-heap-leak", "fd-leak")
+    for kind in causes:
+        for cause in _in_same_process(findings, kind, of_batches):
+            is_of_batches = kind != "fd-leak" or cause.value_of("process_shm_rise_bytes") is not None
+            if cause.severity != "info" and is_of_batches:
+                return kind
+    return None
 
 
 def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:

@@ -309,4 +309,10 @@ _CLONE = Advice(
     expected="the descriptor of each tensor is closed with its batch",
 )
 #: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
-OPEN_BATCHES = replace(OPEN_FILES, leak_advice=(_CLONE, *_FILES_ADVICE), risk_advice=(_CLONE, *_FILES_ADVICE))
+OPEN_BATCHES = replace(
+    OPEN_FILES,
+    grows="{process} keeps tensors in shared memory, as of batches from its workers: {rise} more open files so "
+    "far, {slope}/s.",
+    leak_advice=(_CLONE, *_FILES_ADVICE),
+    risk_advice=(_CLONE, *_FILES_ADVICE),
+)
