@@ -6,15 +6,13 @@ import pytest
 
 from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
-from collector.store.lake.reader import read
 from tests.conftest import REPOSITORY, run_bare
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "failing_batches.py"
 
 
 def caught_errors(run):
-    with read(run.run) as snapshot:
-        findings = diagnose(load_tables(snapshot)).findings
+    findings = diagnose(load_tables(run.run)).findings
     return [finding for finding in findings if finding.kind == "caught-errors"]
 
 
