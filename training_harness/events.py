@@ -316,7 +316,7 @@ EVENTS: dict[EventKind, Event] = {
             "processes",
             "list",
             "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, "
-            "`received_seconds_ago` (since it, or a child of it, received bytes; null if not in this silence), "
+            "`moved_seconds_ago` (since it, or a child of it, moved bytes; null if not in this silence), "
             "`threads` (`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each "
             "Python process in a run without hooks",
         ),

@@ -3,8 +3,8 @@
 Silence alone is no hang. So this only decides when stacks are worth their cost (some 20 ms for each process, all of
 it in the collector); whether the training hangs, and on what, is for the diagnosis to say.
 
-A process that waits for long may be downloading. So from the first stacks on, the bytes that each process has
-received are compared from tick to tick, and the stacks say how long ago they last changed.
+A process that waits for long may be downloading. So from the first stacks on, the bytes that each process has moved
+are compared from tick to tick, and the stacks say how long ago they last changed.
 
 A run in which no process has begun to train with the hooks has no pace. Its sign of life is CPU time: stacks are
 taken when all of its processes together have used next to none for two minutes, and kept only if one of them stands
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers import procfs
+from collector.agent.samplers.moved_bytes import moved_bytes, tcp_moved
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
-from collector.agent.samplers.received_bytes import received_bytes, tcp_received
 from collector.agent.samplers.stack_dumps import StackError, locus, read_stacks
 from collector.findings import Locus
 from collector.stacks import PLACE, from_fields, stack_fields
@@ -96,8 +96,8 @@ class _Idleness:
 
 
 @dataclass(slots=True)
-class _Reception:
-    """The bytes that a process and its children have received, and when they last changed while watched."""
+class _Traffic:
+    """The bytes that a process and its children have moved, and when they last changed while watched."""
 
     total_bytes: int | None
     changed_ns: int | None = None
@@ -135,7 +135,7 @@ class HangWatch:
         self._read = read
         self._paces: dict[LocalProcess, _Pace] = {}
         self._idleness: _Idleness | None = None
-        self._receptions: dict[LocalProcess, _Reception] = {}
+        self._traffic: dict[LocalProcess, _Traffic] = {}
         self._dumps_left = 0
 
     def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
@@ -156,7 +156,7 @@ class HangWatch:
                 pace.series_count += 1
         silent = {process: pace for process, pace in self._paces.items() if pace.series_count}
         chosen = self._of_training(alive) if silent else []
-        self._note_receptions(now_ns, chosen, alive)
+        self._note_traffic(now_ns, chosen, alive)
         if not silent or not self._dumps_left:
             self._dumps_left = 0
             return None
@@ -189,7 +189,7 @@ class HangWatch:
             idleness.series_count += 1
             self._dumps_left = SERIES_DUMPS
         is_idle = now_ns - idleness.since_ns >= IDLE_SECONDS / 2 * 1e9
-        self._note_receptions(now_ns, sorted(alive)[:_MOST_PROCESSES] if is_idle else [], alive)
+        self._note_traffic(now_ns, sorted(alive)[:_MOST_PROCESSES] if is_idle else [], alive)
         if not self._dumps_left or not idleness.series_count:
             self._dumps_left = 0
             return None
@@ -225,43 +225,41 @@ class HangWatch:
             "helpers_runnable_count": sum(stat.is_runnable for stat in stats),
         }
 
-    def _note_receptions(
-        self, now_ns: int, processes: Iterable[LocalProcess], alive: frozenset[LocalProcess]
-    ) -> None:
-        """Compare the bytes that these processes have received with those of the last tick; forget all others.
+    def _note_traffic(self, now_ns: int, processes: Iterable[LocalProcess], alive: frozenset[LocalProcess]) -> None:
+        """Compare the bytes that these processes have moved with those of the last tick; forget all others.
 
         A child that neither trains nor loads, such as a program that downloads, counts for its parent.
         """
         processes = list(processes)
         if not processes:
-            self._receptions.clear()
+            self._traffic.clear()
             return
-        tcp = tcp_received()
-        totals = {process: received_bytes(self._proc, process.pid, tcp) for process in processes}
+        tcp = tcp_moved()
+        totals = {process: moved_bytes(self._proc, process.pid, tcp) for process in processes}
         by_pid = {process.pid: process for process in processes}
         for child in (one for one in alive if self._roles.role_of(one).role == ROLE_OTHER and one not in totals):
             stat = procfs.read_stat(self._proc, child.pid)
             parent = by_pid.get(stat.parent_pid) if stat else None
             if parent is not None and (total := totals[parent]) is not None:
-                totals[parent] = total + (received_bytes(self._proc, child.pid, tcp) or 0)
-        self._receptions = {
-            process: self._receptions.get(process) or _Reception(total) for process, total in totals.items()
+                totals[parent] = total + (moved_bytes(self._proc, child.pid, tcp) or 0)
+        self._traffic = {
+            process: self._traffic.get(process) or _Traffic(total) for process, total in totals.items()
         }
         for process, total in totals.items():
-            self._receptions[process].note(now_ns, total)
+            self._traffic[process].note(now_ns, total)
 
     def _stacks(self, now_ns: int, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)
         stat = procfs.read_stat(self._proc, process.pid)
         where = locus(process, role)
-        reception = self._receptions.get(process)
-        changed_ns = reception.changed_ns if reception else None
+        traffic = self._traffic.get(process)
+        changed_ns = traffic.changed_ns if traffic else None
         fields: dict[str, Any] = {
             **process._asdict(),
             **{name: getattr(where, name) for name in PLACE},
             "parent_pid": stat.parent_pid if stat else None,
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
-            "received_seconds_ago": None if changed_ns is None else (now_ns - changed_ns) / 1e9,
+            "moved_seconds_ago": None if changed_ns is None else (now_ns - changed_ns) / 1e9,
             "error": None,
         }
         try:

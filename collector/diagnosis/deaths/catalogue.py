@@ -140,10 +140,11 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
 
 
-def of_slow(hang: Finding, received_seconds_ago: float | None) -> Finding:
-    """Return the finding on a process that still receives data: it is slow, and nothing says that it hangs."""
+def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
+    """Return the finding on a process that still moves data: it is slow, and nothing says that it hangs."""
     advice = tuple(item for item in hang.advice if item == _LOOK_AGAIN)
-    summary = f"{hang.summary} It received data within the last {duration(max(received_seconds_ago or 0.0, 1.0))}."
+    last = duration(max(moved_seconds_ago or 0.0, 1.0))
+    summary = f"{hang.summary} It received or sent data within the last {last}."
     return replace(hang, summary=summary, advice=(*advice, _LOAD_AHEAD))
 
 

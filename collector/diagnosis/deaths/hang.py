@@ -256,7 +256,7 @@ def _finding(
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
     seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
-    is_slow = culprit.has_received(budget_seconds)
+    is_slow = culprit.has_moved_data(budget_seconds)
     is_plain = not is_slow and _is_plain(tables, culprit, waits, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
@@ -278,7 +278,7 @@ def _finding(
         silent=duration(seconds),
     )
     found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
-    return catalogue.of_slow(found, culprit.received_seconds_ago) if is_slow else found
+    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
 
 
 def _is_plain(

@@ -160,14 +160,14 @@ def test_a_run_without_hooks_that_idles_with_work_pending_is_recorded(tmp_path):
 def test_stacks_say_when_a_process_last_received_data(tmp_path):
     foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50)
     foreign.run(125, bytes_per_second=10)
-    assert foreign.taken[-1][1]["processes"][0]["received_seconds_ago"] < 10
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] < 10
     foreign.run(120)
-    assert foreign.taken[-1][1]["processes"][0]["received_seconds_ago"] == pytest.approx(119, abs=6)
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] == pytest.approx(119, abs=6)
 
 
 def test_stacks_of_a_process_that_receives_nothing_say_so(tmp_path):
     foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50).run(125)
-    assert foreign.taken[-1][1]["processes"][0]["received_seconds_ago"] is None
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] is None
 
 
 @pytest.mark.parametrize("ticks_per_second", [3, 100])

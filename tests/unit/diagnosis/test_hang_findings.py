@@ -95,11 +95,11 @@ NETWORK = "waiting for the network (10.0.0.7:443)"
 
 @pytest.mark.parametrize("waits", [NETWORK, POLL, LOCK, "waiting for a child process (wget, pid 9)"])
 def test_a_worker_that_still_receives_data_is_slow_and_not_stuck(waits):
-    loading = process(WORKERS[1], IN_A_SAMPLE, waits, received_seconds_ago=0.0)
+    loading = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=0.0)
     finding = only(stacks(training(), WAITING, IDLE, loading, budgets=9.0))
     assert (finding.severity, finding.locus.worker) == ("info", 1)
     assert "Worker 1 of loader 0 is slow" in finding.summary
-    assert "It received data within the last 1" in finding.summary
+    assert "It received or sent data within the last 1" in finding.summary
     assert not any("timeout" in item.text for item in finding.advice)
 
 
@@ -109,14 +109,14 @@ def test_a_worker_that_still_receives_data_is_slow_and_not_stuck(waits):
     ids=["a server that never answered", "a server that stopped", "a stopped worker whose socket fills"],
 )
 def test_a_worker_that_receives_nothing_any_more_hangs(waits, seconds_ago):
-    stuck = process(WORKERS[1], IN_A_SAMPLE, waits, received_seconds_ago=seconds_ago)
+    stuck = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=seconds_ago)
     assert only(stacks(training(), WAITING, IDLE, stuck, budgets=4.1)).severity == "critical"
 
 
 @pytest.mark.parametrize(("waits", "severity"), [(NETWORK, "info"), (LOCK, "critical")])
 def test_a_training_process_is_slow_only_if_it_waits_for_data_itself(waits, severity):
     """Its threads hear from other services, as from a tracker of experiments, whatever the main thread does."""
-    stuck = process(MAIN, IN_MAIN, waits, received_seconds_ago=0.0)
+    stuck = process(MAIN, IN_MAIN, waits, moved_seconds_ago=0.0)
     assert only(stacks(training(), stuck, IDLE, budgets=4.1)).severity == severity
 
 

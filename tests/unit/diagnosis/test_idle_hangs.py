@@ -72,7 +72,7 @@ def test_the_worker_behind_a_process_that_waits_for_a_batch_is_named(seconds, se
 
 
 def test_a_worker_that_still_receives_data_is_slow_and_no_warning():
-    loading = entry(WORKERS[1], IN_A_SAMPLE, POLL, MAIN[1], received_seconds_ago=3.0)
+    loading = entry(WORKERS[1], IN_A_SAMPLE, POLL, MAIN[1], moved_seconds_ago=3.0)
     (finding,) = found(idle(WAITING, IDLE, loading))
     assert finding.severity == "info"
     assert "is slow" in finding.summary

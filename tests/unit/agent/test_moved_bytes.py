@@ -1,11 +1,11 @@
-"""Bytes that a process has received: from files and pipes, and from TCP, which the kernel counts elsewhere."""
+"""Bytes that a process has moved: of files and pipes, and of TCP, which the kernel counts elsewhere."""
 
 from __future__ import annotations
 
 import os
 import socket
 
-from collector.agent.samplers.received_bytes import received_bytes, tcp_received
+from collector.agent.samplers.moved_bytes import moved_bytes, tcp_moved
 
 
 def test_bytes_that_arrive_on_a_connection_count_before_they_are_read():
@@ -14,21 +14,21 @@ def test_bytes_that_arrive_on_a_connection_count_before_they_are_read():
         socket.create_connection(server.getsockname()) as client,
         server.accept()[0] as connection,
     ):
-        before = tcp_received()
+        before = tcp_moved()
         client.send(b"x" * 5000)
         connection.recv(1, socket.MSG_PEEK)  # they have arrived
         inode = os.readlink(f"/proc/self/fd/{connection.fileno()}")[len("socket:[") : -1]
-        after = tcp_received()
+        after = tcp_moved()
         assert after[inode] - before[inode] == 5000
-        assert received_bytes("/proc", os.getpid(), after) >= received_bytes("/proc", os.getpid(), {}) + 4000
+        assert moved_bytes("/proc", os.getpid(), after) >= moved_bytes("/proc", os.getpid(), {}) + 4000
 
 
 def test_bytes_that_are_read_count():
-    before = received_bytes("/proc", os.getpid(), {})
+    before = moved_bytes("/proc", os.getpid(), {})
     with open("/dev/zero", "rb", buffering=0) as zeros:
         zeros.read(100_000)
-    assert received_bytes("/proc", os.getpid(), {}) - before >= 100_000
+    assert moved_bytes("/proc", os.getpid(), {}) - before >= 100_000
 
 
 def test_a_process_that_may_not_be_read_has_no_count(tmp_path):
-    assert received_bytes(str(tmp_path), 500, {}) is None
+    assert moved_bytes(str(tmp_path), 500, {}) is None

@@ -1,8 +1,8 @@
-"""Bytes that a process has received so far: they show that a long wait is a slow download, not a hang.
+"""Bytes that a process has moved so far: they show that a long wait is a slow transfer of data, not a hang.
 
-`rchar` of /proc/PID/io counts read(2): of files, pipes and, in some libraries, sockets. Python reads sockets by
-recv(2), which it does not count. The kernel counts the bytes of each TCP connection, and tells them over a netlink
-socket (sock_diag(7)), as `ss -i` asks it. No rights beyond those of the process's user are needed.
+/proc/PID/io counts what a process reads and writes: files, pipes and, in some libraries, sockets. It does not count
+recv(2) and send(2), by which Python uses sockets. The kernel counts the bytes of each TCP connection, and tells them
+over a netlink socket (sock_diag(7)), as `ss -i` asks it. No rights beyond those of the process's user are needed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ _PROTOCOL, _BY_FAMILY, _DUMP = 4, 20, 0x301
 _DONE, _ERROR = 3, 2
 #: INET_DIAG_INFO (linux/inet_diag.h): the attribute with `struct tcp_info`, and the bit that asks for it.
 _INFO = 2
-#: TCP_ESTABLISHED, TCP_FIN_WAIT1, TCP_FIN_WAIT2 and TCP_CLOSE_WAIT: bits of the states with received data.
+#: TCP_ESTABLISHED, TCP_FIN_WAIT1, TCP_FIN_WAIT2 and TCP_CLOSE_WAIT: bits of the states in which data moves.
 _STATES = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8
 _HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=HH")
 _REQUEST = struct.Struct("=BBBxI48x")
-#: Size of `struct inet_diag_msg`, the offset of its inode, and that of `tcpi_bytes_received` in `struct tcp_info`.
-_MESSAGE_BYTES, _INODE_OFFSET, _RECEIVED_OFFSET = 72, 68, 128
+#: Size of `struct inet_diag_msg`, the offset of its inode, and that of `tcpi_bytes_acked` in `struct tcp_info`. After
+#: it comes `tcpi_bytes_received`.
+_MESSAGE_BYTES, _INODE_OFFSET, _MOVED_OFFSET = 72, 68, 120
 _ANSWER_BYTES = 1 << 16
 _TIMEOUT_SECONDS = 0.5
+#: Fields of /proc/PID/io: by system calls, and from storage, which page faults of mapped files read too.
+_COUNTERS = (b"rchar:", b"wchar:", b"read_bytes:")
 #: Most descriptors of a process that are looked at.
 _MOST_DESCRIPTORS = 1024
 
 
-def received_bytes(proc: str, pid: int, tcp: dict[str, int]) -> int | None:
-    """Return the bytes that a process has read, and that its TCP connections (`tcp_received`) have received.
+def moved_bytes(proc: str, pid: int, tcp: dict[str, int]) -> int | None:
+    """Return the bytes that a process has read and written, and those of its TCP connections (`tcp_moved`).
 
     A connection that is closed takes its count with it, so the sum may fall. None if /proc does not tell.
     """
-    read = procfs.field(b"\n" + (procfs.read_file(f"{proc}/{pid}/io") or b""), b"rchar:")
-    if read is None:
+    text = procfs.read_file(f"{proc}/{pid}/io")
+    if text is None:
         return None
-    return read + sum(tcp.get(name, 0) for name in _sockets(proc, pid)) if tcp else read
+    counts = (procfs.field(b"\n" + text, name) for name in _COUNTERS)
+    return sum(count or 0 for count in counts) + sum(tcp.get(name, 0) for name in _sockets(proc, pid) if tcp)
 
 
 def _sockets(proc: str, pid: int) -> Iterator[str]:
@@ -59,8 +63,8 @@ def _sockets(proc: str, pid: int) -> Iterator[str]:
         return
 
 
-def tcp_received() -> dict[str, int]:
-    """Return inode -> bytes received, of each TCP connection here; empty if the kernel does not tell."""
+def tcp_moved() -> dict[str, int]:
+    """Return inode -> bytes received and sent, of each TCP connection here; empty if the kernel does not tell."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _PROTOCOL) as link:
             link.settimeout(_TIMEOUT_SECONDS)
@@ -75,26 +79,26 @@ def tcp_received() -> dict[str, int]:
 
 
 def _answers(link: socket.socket) -> Iterator[tuple[str, int]]:
-    """Yield inode and received bytes of each connection in the answer to one request."""
+    """Yield inode and bytes of each connection in the answer to one request."""
     while True:
         answer = memoryview(link.recv(_ANSWER_BYTES))
         while len(answer) >= _HEADER.size:
             length, kind, *_ = _HEADER.unpack_from(answer)
             if kind in (_DONE, _ERROR) or length < _HEADER.size:
                 return
-            if kind == _BY_FAMILY and (received := _received(answer[_HEADER.size : length])) is not None:
-                yield received
+            if kind == _BY_FAMILY and (moved := _moved(answer[_HEADER.size : length])) is not None:
+                yield moved
             answer = answer[_aligned(length) :]
 
 
-def _received(message: memoryview) -> tuple[str, int] | None:
-    """Return inode and received bytes of one connection; None if this kernel does not count them."""
+def _moved(message: memoryview) -> tuple[str, int] | None:
+    """Return inode and bytes of one connection; None if this kernel does not count them."""
     (inode,) = struct.unpack_from("=I", message, _INODE_OFFSET)
     attributes = message[_MESSAGE_BYTES:]
     while len(attributes) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(attributes)
-        if kind == _INFO and length >= _ATTRIBUTE.size + _RECEIVED_OFFSET + 8:
-            return str(inode), struct.unpack_from("=Q", attributes, _ATTRIBUTE.size + _RECEIVED_OFFSET)[0]
+        if kind == _INFO and length >= _ATTRIBUTE.size + _MOVED_OFFSET + 16:
+            return str(inode), sum(struct.unpack_from("=QQ", attributes, _ATTRIBUTE.size + _MOVED_OFFSET))
         if length < _ATTRIBUTE.size:
             return None
         attributes = attributes[_aligned(length) :]
