@@ -1,8 +1,8 @@
 """Bytes that a process has moved so far: they show that a long wait is a slow transfer of data, not a hang.
 
 /proc/PID/io counts what a process reads and writes: files, pipes and, in some libraries, sockets. It does not count
-recv(2) and send(2), by which Python uses sockets. The kernel counts the bytes of each TCP connection, and tells them
-over a netlink socket (sock_diag(7)), as `ss -i` asks it. No rights beyond those of the process's user are needed.
+recv(2) and send(2), by which Python uses sockets. The kernel counts the bytes of each TCP connection, and tells
+them over a netlink socket (sock_diag(7)), as `ss -i` asks it. No rights beyond those of the user are needed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _INFO = 2
 _STATES = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8
 _HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=HH")
 _REQUEST = struct.Struct("=BBBxI48x")
-#: Size of `struct inet_diag_msg`, the offset of its inode, and that of `tcpi_bytes_acked` in `struct tcp_info`. After
-#: it comes `tcpi_bytes_received`.
+#: Size of `struct inet_diag_msg`, the offset of its inode, and that of `tcpi_bytes_acked` in `struct tcp_info`;
+#: `tcpi_bytes_received` follows it.
 _MESSAGE_BYTES, _INODE_OFFSET, _MOVED_OFFSET = 72, 68, 120
 _ANSWER_BYTES = 1 << 16
 _TIMEOUT_SECONDS = 0.5
