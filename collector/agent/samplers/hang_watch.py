@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers import procfs
-from collector.agent.samplers.moved_bytes import moved_bytes, tcp_moved
+from collector.agent.samplers.moved_bytes import moved_bytes, sockets, tcp_moved
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
@@ -215,10 +215,16 @@ class HangWatch:
         chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
         return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
 
+    def _helpers_of(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
+        return [process for process in alive if self._roles.role_of(process).role == ROLE_OTHER]
+
     def _helpers(self, alive: frozenset[LocalProcess]) -> dict[str, Any]:
         """Return the CPU time of processes that neither train nor load, and how many of them are runnable."""
-        others = (process for process in alive if self._roles.role_of(process).role == ROLE_OTHER)
-        stats = [stat for process in others if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
+        stats = [
+            stat
+            for process in self._helpers_of(alive)
+            if (stat := procfs.read_stat(self._proc, process.pid)) is not None
+        ]
         ticks = sum(stat.cpu_ticks for stat in stats)
         return {
             "helpers_cpu_seconds": ticks * procfs.NS_PER_TICK / 1e9,
@@ -228,20 +234,24 @@ class HangWatch:
     def _note_traffic(self, now_ns: int, processes: Iterable[LocalProcess], alive: frozenset[LocalProcess]) -> None:
         """Compare the bytes that these processes have moved with those of the last tick; forget all others.
 
-        A child that neither trains nor loads, such as a program that downloads, counts for its parent.
+        A child that neither trains nor loads, such as a program that downloads, counts for its parent. The
+        connections that a forked worker has from its parent do not count for the worker.
         """
         processes = list(processes)
         if not processes:
             self._traffic.clear()
             return
-        tcp = tcp_moved()
-        totals = {process: moved_bytes(self._proc, process.pid, tcp) for process in processes}
+        tcp, totals = tcp_moved(), dict[LocalProcess, int | None]()
         by_pid = {process.pid: process for process in processes}
-        for child in (one for one in alive if self._roles.role_of(one).role == ROLE_OTHER and one not in totals):
-            stat = procfs.read_stat(self._proc, child.pid)
+        for process in (*processes, *self._helpers_of(alive)):
+            stat = procfs.read_stat(self._proc, process.pid)
             parent = by_pid.get(stat.parent_pid) if stat else None
-            if parent is not None and (total := totals[parent]) is not None:
-                totals[parent] = total + (moved_bytes(self._proc, child.pid, tcp) or 0)
+            inherited = sockets(self._proc, parent.pid) if parent else set()
+            total = moved_bytes(self._proc, process.pid, tcp, inherited)
+            if process in by_pid.values():
+                totals[process] = total
+            elif parent is not None and total is not None:
+                totals[parent] = (totals[parent] or 0) + total
         self._traffic = {
             process: self._traffic.get(process) or _Traffic(total) for process, total in totals.items()
         }

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 
 from collector.agent.samplers import procfs
@@ -35,32 +36,33 @@ _COUNTERS = (b"rchar:", b"wchar:", b"read_bytes:")
 _MOST_DESCRIPTORS = 1024
 
 
-def moved_bytes(proc: str, pid: int, tcp: dict[str, int]) -> int | None:
+def moved_bytes(proc: str, pid: int, tcp: Mapping[str, int], inherited: Collection[str] = ()) -> int | None:
     """Return the bytes that a process has read and written, and those of its TCP connections (`tcp_moved`).
 
     A connection that is closed takes its count with it, so the sum may fall. None if /proc does not tell.
+    `inherited` are sockets that it shares with its parent, whose bytes are the parent's.
     """
     text = procfs.read_file(f"{proc}/{pid}/io")
     if text is None:
         return None
     counts = (procfs.field(b"\n" + text, name) for name in _COUNTERS)
-    return sum(count or 0 for count in counts) + sum(tcp.get(name, 0) for name in _sockets(proc, pid) if tcp)
+    own = sockets(proc, pid).difference(inherited) if tcp else ()
+    return sum(count or 0 for count in counts) + sum(tcp.get(name, 0) for name in own)
 
 
-def _sockets(proc: str, pid: int) -> Iterator[str]:
-    """Yield the inodes of a process's sockets, as text."""
-    directory = f"{proc}/{pid}/fd"
+def sockets(proc: str, pid: int) -> set[str]:
+    """Return the inodes of a process's sockets, as text."""
+    found = set()
     try:
-        with os.scandir(directory) as entries:
+        with os.scandir(f"{proc}/{pid}/fd") as entries:
             for entry in islice(entries, _MOST_DESCRIPTORS):
-                try:
+                with suppress(OSError):  # closed meanwhile
                     name = os.readlink(entry.path)
-                except OSError:  # closed meanwhile
-                    continue
-                if name.startswith("socket:["):
-                    yield name[len("socket:[") : -1]
+                    if name.startswith("socket:["):
+                        found.add(name[len("socket:[") : -1])
     except OSError:
-        return
+        pass
+    return found
 
 
 def tcp_moved() -> dict[str, int]:
