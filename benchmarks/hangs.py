@@ -2,9 +2,10 @@
 
     python -m benchmarks.hangs [CASE ...] [--minutes 4] [--side-by-side 5]
 
-Each case is a real training under `tidegauge run --on-finding`. In 17 cases it stops in one way, and the truth is
-known (tests/scripts/hanging.py; missing_rank.py has two ranks, and dumps of the Flight Recorder). In 40 it is
-healthy and has one long phase (tests/scripts/long_phases.py): each of 20 phases once with 75 s and once with 110 s.
+Each case is a real training under `tidegauge run --on-finding`. In 18 cases it stops in one way, and the truth is
+known (tests/scripts/hanging.py; missing_rank.py has two ranks, and dumps of the Flight Recorder). In 42 it is
+healthy and has one long phase (tests/scripts/long_phases.py): each of 20 phases once with 75 s and once with 110 s,
+and a slow download of one sample with 150 s and with 200 s.
 The time is that from the last step or batch to the alert. Beside it stands whether the rule "silent for six times
 the longest interval so far, and for 90 s" alarms on the same records.
 """
@@ -44,6 +45,7 @@ HANGS = {
     "full_pipe": ("worker", "waiting for a pipe"),
     "network": ("worker", "waiting for the network"),
     "server": ("worker", "waiting for the network"),
+    "download": ("worker", "waiting for the network"),
     "fuse": ("worker", "waiting for a FUSE file system"),
     "child": ("worker", "waiting for a child"),
     "busy": ("worker", "computing"),
@@ -60,6 +62,7 @@ _PHASES = (
     *("epoch_end", "epoch_end_checkpoint", "end_upload", "end_sleep", "early_end"),
 )
 PHASES = {f"{phase}-{seconds}": (phase, str(seconds)) for phase in _PHASES for seconds in (75, 110)}
+PHASES |= {f"sample_download-{seconds}": ("sample_download", str(seconds)) for seconds in (150, 200)}
 #: The rule beside: times the longest interval so far, and at least these seconds.
 _RULE_FACTOR, _RULE_SECONDS = 6.0, 90.0
 

@@ -26,7 +26,7 @@ _GROUPS = {
     "worker-heap-leak copy-on-read-growth fd-leak shm-leak",
     "growth that is no leak": "bounded-growth",
     "data loading": "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound "
-    "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers",
+    "sampler-bound worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
     "training": "main-thread-pause rank-straggler compute-bound",
     "death": "cuda-oom host-oom-kill worker-killed shm-bus-error crashed killed hang",
     "trust": "workers-not-reporting samples-lost cannot-tell",
@@ -179,7 +179,8 @@ class WaitingLine:
 class Finding:
     """One conclusion. A finding other than `cannot-tell` needs two independent measurements.
 
-    `fault` says where the cause lies, None if that is not known.
+    `fault` says where the cause lies, None if that is not known. `consequence_of` is the kind of the finding on the
+    same process that this one follows from.
     `known` is the reason for which a team accepts it; then it is information.
 
     Raises:
@@ -202,6 +203,7 @@ class Finding:
     advice: tuple[Advice, ...] = ()
     limited_by: str | None = None
     fault: Fault | None = None
+    consequence_of: str | None = None
     known: str | None = None
 
     @property
@@ -232,9 +234,11 @@ class Finding:
 
     @property
     def suspected(self) -> str:
-        """The kind of leak that a growth may be which cannot be judged; the finding's own kind otherwise."""
-        if self.kind != "cannot-tell" or self.rate is None:
+        """The kind that a finding may be of which cannot tell: a leak, or slow loading; its own kind otherwise."""
+        if self.kind != "cannot-tell":
             return self.kind
+        if self.rate is None:
+            return self.kind if self.locus.loader is None else "workers-too-slow"
         if self.locus.device is not None:
             return "gpu-tensor-leak"
         if self.rate.unit == "count/s":
@@ -300,7 +304,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
     """Return the public JSON form: locus without the fields that do not apply, NaN as null."""
     body = dataclasses.asdict(finding)
     body["locus"] = {key: value for key, value in body["locus"].items() if value is not None}
-    for name in ("known", "limited_by", "waits_in", "fault"):
+    for name in ("known", "limited_by", "waits_in", "fault", "consequence_of"):
         if not body[name]:
             del body[name]
     return finite(body)  # type: ignore[no-any-return]

@@ -23,6 +23,7 @@ EventKind = Literal[
     "worker-ready",
     "worker-exit",
     "worker-died",
+    "loader-error",
     "cuda-device",
     "cuda-oom",
     "snapshot",
@@ -178,6 +179,17 @@ EVENTS: dict[EventKind, Event] = {
         Field("exit_code", "int", "exit code of the worker; negative: the signal"),
         Field("last_index", "int", "last batch that it handed over"),
     ),
+    "loader-error": _event(
+        _TRAINING,
+        "`next()` of a DataLoader raised an exception other than about a dead worker: at the first of its type and "
+        "line, whenever the count has doubled, and at the end",
+        _LOADER,
+        Field("type", "str", "class of the exception; in a worker, of the one there"),
+        Field("message", "str", "last line of its message; null at the end"),
+        Field("site", "str", "`file:line, in function` of the innermost frame in the user's own code"),
+        Field("in_worker", "bool", "true: a worker raised it"),
+        Field("count", "int", "such exceptions so far, caught by the training or not"),
+    ),
     "cuda-device": _event(
         _TRAINING,
         "a device is in use, or the share of it that the process may use has changed",
@@ -307,9 +319,10 @@ EVENTS: dict[EventKind, Event] = {
         Field(
             "processes",
             "list",
-            "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, `threads` "
-            "(`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each Python "
-            "process in a run without hooks",
+            "`pid`, `start_ticks`, `role`, `rank`, `loader`, `worker`, `parent_pid`, `cpu_seconds`, "
+            "`moved_seconds_ago` (since it, or a child of it, moved bytes; null if not in this silence), "
+            "`threads` (`thread`, `waits`, `frames`) and `error` of each training process and worker, or of each "
+            "Python process in a run without hooks",
         ),
     ),
     "stack-series": _event(

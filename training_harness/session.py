@@ -134,12 +134,12 @@ def record_exception(kind: type[BaseException], error: BaseException, trace: Tra
         "exception",
         type=kind.__name__,
         message=str(error)[:_MESSAGE_CHARACTERS],
-        site=_site(trace),
+        site=site_of(trace),
         traceback=text[-_TRACEBACK_CHARACTERS:],
     )
 
 
-def _site(trace: TracebackType | None) -> str | None:
+def site_of(trace: TracebackType | None) -> str | None:
     """Return `file:line, in function` of the innermost frame in the user's own code, else of the innermost one."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
     user_frames = [(code, line) for code, line in frames if is_user_code(code.co_filename)]

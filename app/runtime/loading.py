@@ -74,7 +74,7 @@ def _read_recent(moment: Moment) -> Recent | None:
     if not loops_of_loader:
         return None
     longest = max(loops_of_loader, key=lambda loop: loop.wait_seconds)
-    seen = break_down_waits(longest, tables.stream("stage"))
+    seen = break_down_waits(tables, longest)
     return Recent(run_id=moment.run_id, tables=tables, seen=seen)
 
 

@@ -25,9 +25,7 @@ _STEP_UNITS = {"forward pass": "Forward passes", "batch": "Batches (no optimizer
 def _answer(moment: Moment) -> str:
     ending = moment.verdict.ending if moment.verdict else None
     if ending is not None:
-        status = ending.record.exit_status
-        how = "" if status is None else f" with {report.exit_words(status)}"
-        return answer(moment.findings, f"The run ended{how}. Its records do not show the cause.")
+        return answer(moment.findings, report.unexplained_end(ending.record.exit_status))
     is_calm = all(finding.is_healthy for finding in moment.findings)
     calm = "Nothing needs attention" if is_calm else "No warnings, and what is worth knowing below"
     return answer(moment.findings, f"{calm}{' so far' if moment.is_running else ''}.")

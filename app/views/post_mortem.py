@@ -153,12 +153,17 @@ def _table(moment: Moment) -> Iterator[Block]:
         return
     # The last record of a process may be the one that found it gone.
     found = found.merge(queries.last_alive(moment.snapshot, within), how="left", on=["host", "pid", "ticks"])
+    listed = _at_the_end(moment)
+    if listed:
+        found = found[
+            [key in listed for key in zip(found["host"], found["pid"], found["ticks"], strict=True)]
+        ].copy()
     found["highest"] = found["pss_peak_bytes"].fillna(found["rss_peak_bytes"])
     found = found.sort_values("highest", ascending=False)
     lacking = memory.unread(found, "pss_bytes") and " (RSS): PSS was not read, and RSS counts shared pages fully."
     yield moment.table(
         "last-minute",
-        f"Processes with a sample in the last minute, largest first.{lacking}",
+        f"Processes with a sample in the last minute, largest first.{lacking}{_earlier(moment)}",
         {
             "Process": found["series"],
             "Pid": found["pid"].astype(str),
@@ -170,6 +175,17 @@ def _table(moment: Moment) -> Iterator[Block]:
             **_ends(moment, found, (within.to_ns - within.origin_ns) / 1e9),
         },
     )
+
+
+def _at_the_end(moment: Moment) -> set[tuple[str, int, int]]:
+    """Return the processes that the report lists of a run that died; none for any other run."""
+    states = moment.verdict.summary["last_minute"] if moment.verdict else []
+    return {(state["host"], state["pid"], state["start_ticks"]) for state in states}
+
+
+def _earlier(moment: Moment) -> str:
+    earlier = report.earlier_workers(moment.verdict.summary["earlier_workers_count"]) if moment.verdict else ""
+    return f" {earlier}" if earlier and _at_the_end(moment) else ""
 
 
 def _pss(found: pd.DataFrame, what: str) -> list[str]:
@@ -210,9 +226,7 @@ def _answer(moment: Moment) -> str:
         return answer(moment.findings, "No. The run is going on, and no process has died.")
     if moment.verdict.status == "finished" and not needs_attention(moment.findings):
         return "No. The run finished normally (exit status 0)."
-    status = moment.verdict.exit_status
-    ended = "" if not is_known(status) else f" with {report.exit_words(int(status))}"
-    return answer(moment.findings, f"Yes. The run ended{ended}. Its records do not show the cause.")
+    return answer(moment.findings, f"Yes. {report.unexplained_end(moment.verdict.exit_status)}")
 
 
 VIEW = View(

@@ -23,6 +23,8 @@ from collector.units import MISSING, duration, number, percent, quantity
 from training_harness.records import INLINE_WORKER
 
 _GROUPS = ("data loading", "training")
+#: Findings on a loader that explain no wait.
+_NO_WAITS = ("caught-errors", "idle-workers")
 _WORKER_KINDS = ("workers-not-reporting", "worker-killed")
 NOTHING = "No stall has been found."
 NO_LOADER = "No DataLoader has been seen, so there are no workers to wait for."
@@ -231,16 +233,14 @@ def _table(moment: Moment) -> Iterator[Block]:
 
 
 def _is_chosen(finding: Finding) -> bool:
-    # It says why a loader was not judged; one with a rate is about a leak.
-    explains_no_verdict = (
-        finding.kind == "cannot-tell" and finding.locus.loader is not None and finding.rate is None
-    )
-    return KINDS[finding.kind] in _GROUPS or finding.kind in _WORKER_KINDS or explains_no_verdict
+    # A finding that cannot tell may say why a loader was not judged.
+    return KINDS[finding.suspected] in _GROUPS or finding.kind in _WORKER_KINDS
 
 
 def _why(recent_loop: Recent, chosen: Sequence[Finding]) -> str:
     """Return the name of the finding about this loop's waiting, as the end of a sentence."""
     loop = recent_loop.seen.loop
+    chosen = [finding for finding in chosen if finding.kind not in _NO_WAITS]
     of_loop = [f for f in chosen if f.locus.loader in (None, loop.loader) and f.locus.rank in (None, loop.rank)]
     if not of_loop:
         return ", and no rule says why"

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from collector.diagnosis.loading.worker_limit import CORES_FILLED, usable_cores
+from collector.diagnosis.loading.core_waits import queued_ratio
+from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores
 from collector.diagnosis.run.columns import training_end_ns, training_start_ns
 from collector.diagnosis.run.tables import ProcessKey, RunTables
-from collector.diagnosis.stalls.cpu_contention import cores_used, queued_ratio
 from collector.errors import TidegaugeError
 from collector.store.catalogue import find_run
 from collector.store.runs.run import Run

@@ -273,8 +273,11 @@ class Agent:
                 self._events.append("memory-limit", **limit._asdict())
         with self._problems.guard("processes"):
             roots = [self._command] if self._command else []
+            spent_ns = time.thread_time_ns() - self._processes.budget.spent_ns
             samples = self._processes.sample(now_ns, roots, headroom_bytes=headroom_bytes(host))
             self._write("process", now_ns, samples)
+            if self._early is not None and self._ticked_ns is not None:  # the first tick reads the whole machine
+                self._early.charge(time.thread_time_ns() - self._processes.budget.spent_ns - spent_ns)
             for fields in self._programs.update(self._processes.alive - {*self._roles}):
                 self._events.append("process-seen", **fields)
         with self._problems.guard("flight recorder"):

@@ -19,7 +19,6 @@ from collector.findings import Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 CheckStatus = Literal["fine", "finding", "not judged"]
-_LOADING = "data loading"
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
 
 
@@ -41,16 +40,12 @@ def _check(name: str, kinds: Sequence[str], obstacle: str, findings: Sequence[Fi
     found = [finding for finding in findings if finding.kind in kinds]
     if any(finding.severity != "info" for finding in found) or (obstacle and found):
         return Check(name=name, status="finding")
-    if any(finding.suspected in kinds for finding in findings if finding not in found):
+    suspects = [finding for finding in findings if finding.suspected in kinds and finding not in found]
+    if any(finding.rate for finding in suspects):
         obstacle = _UNCLEAR
-    if name == _LOADING and any(_is_of_loader(finding) for finding in findings):
+    elif suspects:
         obstacle = obstacle or "not known for each loader"
     return Check(name=name, status="not judged" if obstacle else "fine", reason=obstacle)
-
-
-def _is_of_loader(finding: Finding) -> bool:
-    """Return whether a finding says that a loader cannot be judged."""
-    return finding.kind == "cannot-tell" and finding.rate is None and finding.locus.loader is not None
 
 
 def _end(tables: RunTables) -> str:
@@ -118,9 +113,9 @@ _CHECKS: tuple[tuple[str, str, Callable[[RunTables], str]], ...] = (
     ("/dev/shm", "shm-leak shm-exhaustion-risk shm-bus-error", _host("shm_used_bytes")),
     ("GPU memory", "gpu-oom-risk gpu-tensor-leak gpu-non-pytorch-growth gpu-fragmentation cuda-oom", _devices),
     (
-        _LOADING,
+        "data loading",
         "workers-too-slow slow-worker straggler-samples collate-bound copy-bound pin-bound sampler-bound "
-        "worker-startup epoch-refill inline-loading shard-skew idle-workers",
+        "worker-startup epoch-refill inline-loading shard-skew idle-workers caught-errors",
         _loading,
     ),
     ("pauses of the training", "main-thread-pause", _pauses),

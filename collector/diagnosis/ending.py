@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.deaths.last_minute import LAST_MINUTE_SECONDS
+from collector.diagnosis.deaths import LAST_MINUTE_SECONDS, end_of
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.occasions import occasions_of
 from collector.diagnosis.run.columns import SECOND_NS, floats, host_samples, key_of, origin_ns, whole, written
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of, signal_of
 from collector.diagnosis.run.limit_owner import limit_owner
-from collector.diagnosis.run.processes import sentence, signal_name
+from collector.diagnosis.run.processes import process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Finding, Limit, Locus
 from collector.units import duration, number, plain_text, size
@@ -138,20 +138,15 @@ def _signal_of_main(life: Lifecycle, where: Locus) -> int | None:
 
 
 def _end_seconds(tables: RunTables, life: Lifecycle, death: Finding) -> float | None:
-    """Return when the victim raised or was first seen to be gone, in seconds; else the end of the run."""
+    """Return when the victim raised or was first known to be gone, in seconds; for several, the end of the run."""
     raised = death.value_of("exception_after_seconds")
     if raised is not None:
         return raised
-    process = tables.stream("process")
-    is_its = (process["host"] == death.locus.host) & (floats(process, "process_pid") == death.locus.pid)
-    gone = floats(process[is_its & (floats(process, "alive") == 0)], "time_ns")
-    died = [
-        float(event["time_ns"])
-        for event in tables.events_of("worker-died")
-        if whole(event.get("worker_pid")) == death.locus.pid
-    ]
-    ends = [*died, *gone[:1]]
-    return (min(ends) - origin_ns(tables)) / SECOND_NS if ends else life.wall_seconds
+    host, pid = death.locus.host, death.locus.pid
+    if host is None or pid is None:
+        return life.wall_seconds
+    _, gone_ns = end_of(tables, host, pid, process_at(tables, host, pid))
+    return (gone_ns - origin_ns(tables)) / SECOND_NS
 
 
 def _happenings(tables: RunTables, life: Lifecycle) -> tuple[Happening, ...]:

@@ -11,7 +11,8 @@ from collector.findings import Fault, Finding
 
 _KINDS: dict[Fault, str] = {
     "your code": "main-heap-leak worker-heap-leak copy-on-read-growth gpu-tensor-leak fd-leak shm-leak "
-    "straggler-samples collate-bound copy-bound sampler-bound shard-skew main-thread-pause",
+    "straggler-samples collate-bound copy-bound sampler-bound shard-skew main-thread-pause "
+    "caught-errors",
     "your settings": "worker-startup epoch-refill idle-workers pin-bound gpu-fragmentation",
     "this machine": "shm-bus-error",
 }

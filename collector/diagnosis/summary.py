@@ -8,7 +8,7 @@ from typing import TypedDict, cast
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.deaths import last_states, to_records
+from collector.diagnosis.deaths import earlier_workers, last_states, to_records
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -118,6 +118,7 @@ class Summary(TypedDict):
     exposed_stall: list[WaitSummary]
     overhead: Overhead
     last_minute: list[LastState]
+    earlier_workers_count: int
 
 
 def summarise(tables: RunTables, status: Status) -> Summary:
@@ -132,6 +133,7 @@ def summarise(tables: RunTables, status: Status) -> Summary:
         "last_minute": cast("list[LastState]", to_records(last_states(tables)))
         if status in ("failed", "killed")
         else [],
+        "earlier_workers_count": len(earlier_workers(tables)),
     }
 
 

@@ -10,6 +10,7 @@ from collector.diagnosis.checks import Check, checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.faults import add_fault
+from collector.diagnosis.loading.caught_errors import find_caught_errors
 from collector.diagnosis.loading.names import add_loader_name
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
@@ -35,6 +36,9 @@ Value = TypeVar("Value")
 #: freed heap around them that nothing fits into. Measured: 1 KiB where nothing else is allocated, 14 to 18 KiB in a
 #: training.
 _HOST_BYTES_PER_TENSOR = 32 * 1024
+#: Findings that batches from workers cause if a training process keeps them, by themselves or with their graph.
+_OF_SHARED_MEMORY = ("shm-leak", "shm-exhaustion-risk")
+_OF_DESCRIPTORS = ("fd-leak", "fd-exhaustion-risk")
 #: Forecast -> the death that meets its limit.
 _DEATHS = {"gpu-oom-risk": "cuda-oom", "host-oom-risk": "host-oom-kill"}
 
@@ -55,7 +59,7 @@ class Verdict:
         batches: batches yielded in all training processes.
         workers_reporting: (k, n): k of the n workers of every loader's newest epoch report.
         summary: peak, throughput, data_wait_ratio and overhead, None where not measured. If the run died,
-            last_minute has what each process held and did (`last_states`).
+            last_minute has what each process held and did (`last_states`), without earlier_workers_count workers.
         ending: how the run died, None if it goes on or ended normally.
         awaited: stacks behind findings on waiting, in the order of the findings, where they were sampled.
 
@@ -117,6 +121,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("descriptors", lambda: find_descriptors(tables)),
         *_guarded("shared memory", lambda: find_shared_memory(tables)),
         *_guarded("stalls", lambda: find_stalls(tables)),
+        *_guarded("caught errors", lambda: find_caught_errors(tables)),
         *_guarded("pauses", lambda: find_pauses(tables)),
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
@@ -143,12 +148,12 @@ def _awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
     return _unless_damaged(lambda: awaited_time(finding, tables), None)
 
 
-def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, float, float]:
+def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, bool, bool, float, float]:
     """Return the sort key of a finding: most severe first.
 
     Within a severity, threats to the run come first: deaths, then forecasts, then growth, the largest first. Once
-    the run is over, growth comes before the forecast that rests on it. Then come slowdowns, the costliest first,
-    and last the findings that cannot tell.
+    the run is over, growth comes before the forecast that rests on it. Consequences come after their cause. Then
+    slowdowns come, the costliest first, and last the findings that cannot tell.
     """
     lost_ratio = finding.value_of("lost_wall_ratio") or 0.0
     group = KINDS[finding.kind]
@@ -157,6 +162,7 @@ def _order(finding: Finding, *, running: bool) -> tuple[int, bool, float, bool, 
         finding.kind == "cannot-tell",
         lost_ratio and 1 - lost_ratio,
         group != "death",
+        finding.consequence_of is not None,
         group != ("memory forecast" if running else "memory leak"),
         -max(_rises_bytes(finding), default=0.0),
         -finding.confidence,
@@ -184,15 +190,16 @@ def _guarded(name: str, rule: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def without_consequences(findings: list[Finding]) -> list[Finding]:
-    """Return the findings without those that follow from another one.
+    """Return the findings without those that follow from another one; some stay and name it.
 
     The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
-    dropped once its limit was met.
+    dropped once its limit was met. A process that keeps batches from its workers, alone or with their graph, holds
+    their shared memory and descriptors: these leaks become information, and forecasts stay.
     """
     remaining = []
     for finding in findings:
-        is_small = finding.kind == "bounded-growth" or finding.suspected != finding.kind
+        is_small = finding.kind == "bounded-growth" or (finding.kind == "cannot-tell" and finding.rate is not None)
         is_small = is_small and finding.locus.role == "main"
         if (is_small or finding.kind == "main-heap-leak") and _is_pinned_cache(findings, finding):
             continue
@@ -201,11 +208,36 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
         if finding.kind in _DEATHS and _is_met(findings, finding):
             continue
         if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
-            summary = f"{finding.summary} It grows with the tensors kept on the GPU: fix gpu-tensor-leak first."
-            remaining.append(replace(finding, severity="info", summary=summary))
+            remaining.append(_consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU"))
+        elif cause := _keeper(findings, finding):
+            remaining.append(_consequence(finding, cause, "what the training process keeps"))
         else:
             remaining.append(finding)
     return remaining
+
+
+def _consequence(finding: Finding, cause: str, grows_with: str) -> Finding:
+    """Return a finding as one that follows from another one; a leak is information then, and a forecast stays."""
+    return replace(
+        finding,
+        severity="info" if KINDS[finding.kind] == "memory leak" else finding.severity,
+        summary=f"{finding.summary} It grows with {grows_with}: fix {cause} first.",
+        consequence_of=cause,
+    )
+
+
+def _keeper(findings: list[Finding], of_batches: Finding) -> str | None:
+    """Return the kind of the finding that names what keeps the batches behind this one; None if it does itself."""
+    is_of_files = of_batches.kind in _OF_DESCRIPTORS and of_batches.value_of("process_shm_rise_bytes") is not None
+    if of_batches.locus.role != "main" or not (is_of_files or of_batches.kind in _OF_SHARED_MEMORY):
+        return None
+    causes = ("main-heap-leak",) if is_of_files else ("main-heap-leak", "fd-leak")
+    for kind in causes:
+        for cause in _in_same_process(findings, kind, of_batches):
+            is_of_batches = kind != "fd-leak" or cause.value_of("process_shm_rise_bytes") is not None
+            if cause.severity != "info" and is_of_batches:
+                return kind
+    return None
 
 
 def _is_pinned_cache(findings: list[Finding], leak: Finding) -> bool:

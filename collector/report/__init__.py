@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         context as context,
         count_growth as count_growth,
         decisive as decisive,
+        earlier_workers as earlier_workers,
         eta as eta,
         exit_record as exit_record,
         exit_words as exit_words,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         stall as stall,
         subject as subject,
         title as title,
+        unexplained_end as unexplained_end,
     )
 
 _MODULES = {
@@ -97,6 +99,7 @@ _MODULES = {
         "context",
         "count_growth",
         "decisive",
+        "earlier_workers",
         "eta",
         "exit_record",
         "exit_words",
@@ -108,6 +111,7 @@ _MODULES = {
         "stall",
         "subject",
         "title",
+        "unexplained_end",
     ),
 }
 

@@ -272,7 +272,8 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
             ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
         )
-    yield _grid([("processes", table)])
+    earlier = wording.earlier_workers(verdict.summary["earlier_workers_count"])
+    yield _grid([("processes", table), *([("", Text(earlier))] if earlier else [])])
     yield Text()
 
 

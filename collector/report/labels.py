@@ -120,6 +120,7 @@ _LABELS = {
     "idle_seconds": "no CPU time for",
     "longest_pause_seconds": "longest pause before",
     "busy_ratio": "time on CPU",
+    "last_moved_seconds": "since it last received or sent data",
     "exception_after_seconds": "time of the exception",
     "farewell_count": "exit handlers that ran",
     "worker_farewell_count": "exit handlers that ran",

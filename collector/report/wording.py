@@ -35,6 +35,7 @@ _PARTS = {
     "idle": "worker idle",
     "transfer": "transfer to main process",
     "dispatch": "sampler",
+    "no core": "waiting for a core",
 }
 
 
@@ -167,6 +168,18 @@ def exit_words(exit_status: int) -> str:
         return f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
     except ValueError:
         return f"signal {-exit_status}"
+
+
+def unexplained_end(exit_status: int | None) -> str:
+    """Return that a run died, and that no finding says of what."""
+    ended = "" if exit_status is None else f" with {exit_words(exit_status)}"
+    return f"The run ended{ended}. Its records do not show the cause."
+
+
+def earlier_workers(count: int) -> str:
+    """Return how many workers of earlier epochs a list of processes leaves out; empty without any."""
+    workers = "worker of an earlier epoch" if count == 1 else "workers of earlier epochs"
+    return f"{number(count)} {workers} had ended before." if count else ""
 
 
 def ago(seconds: float) -> str:

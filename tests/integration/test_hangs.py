@@ -90,18 +90,24 @@ def test_a_hang_is_reported_while_it_lasts_and_cancelled_on_request(hang, home):
     assert "hang_semaphore, hanging.py:" in line
 
 
-def test_a_hang_is_in_the_verdict_after_the_whole_job_was_killed(hang, home):
-    child = hang("pipe", "--name", "hung")
+def test_the_verdict_after_the_whole_job_was_killed_tells_a_hang_from_a_slow_download(hang, home):
+    children = {name: hang(name, "--name", name) for name in ("pipe", "download")}
 
-    def dumped() -> bool:
-        lines = [line for log in home.glob("runs/*/events/*.jsonl") for line in log.read_text().splitlines()]
+    def dumped(name: str) -> bool:
+        logs = home.glob(f"runs/*-{name}-*/events/*.jsonl")
+        lines = [line for log in logs for line in log.read_text().splitlines()]
         return any('"kind": "stacks"' in line and '"is_last": true' in line for line in lines)
 
-    wait_for(dumped, "stacks of the training")
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    report = json.loads(tidegauge(home, "report", "--format", "json").stdout)
-    (found,) = [finding for finding in report["findings"] if finding["kind"] == "hang"]
-    assert (found["locus"]["worker"], found["locus"]["role"]) == (0, "worker")
-    assert "waiting for a pipe in hang_pipe, hanging.py:" in found["summary"]
-    assert {"silent_seconds", "stands_in"} <= {fact["name"] for fact in found["evidence"]}
+    found = {}
+    for name, child in children.items():
+        wait_for(lambda name=name: dumped(name), "stacks of the training")
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        report = json.loads(tidegauge(home, "report", name, "--format", "json").stdout)
+        (found[name],) = [finding for finding in report["findings"] if finding["kind"] == "hang"]
+    for finding in found.values():
+        assert (finding["locus"]["worker"], finding["locus"]["role"]) == (0, "worker")
+        assert {"silent_seconds", "stands_in"} <= {fact["name"] for fact in finding["evidence"]}
+    assert "may hang: it is waiting for a pipe in hang_pipe, hanging.py:" in found["pipe"]["summary"]
+    assert "is slow: it is waiting for the network" in found["download"]["summary"]
+    assert "It received or sent data within the last" in found["download"]["summary"]

@@ -69,6 +69,23 @@ def hang_network():
     socket.create_connection(server.getsockname()).recv(1)
 
 
+def hang_download():
+    """Receive a byte each second, as of a slow file, until the server stops in the middle."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def send():
+        connection, _ = server.accept()
+        for _ in range(40):
+            time.sleep(1)
+            connection.send(b"x")
+        time.sleep(100_000)
+
+    threading.Thread(target=send, daemon=True).start()
+    with socket.create_connection(server.getsockname()) as connection:
+        while connection.recv(1 << 16):
+            pass
+
+
 def hang_server():
     with urllib.request.urlopen(SERVER_URL) as answer:
         answer.read()

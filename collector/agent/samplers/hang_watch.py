@@ -3,6 +3,9 @@
 Silence alone is no hang. So this only decides when stacks are worth their cost (some 20 ms for each process, all of
 it in the collector); whether the training hangs, and on what, is for the diagnosis to say.
 
+A process that waits for long may be downloading. So from the first stacks on, the bytes that each process has moved
+are compared from tick to tick, and the stacks say how long ago they last changed.
+
 A run in which no process has begun to train with the hooks has no pace. Its sign of life is CPU time: stacks are
 taken when all of its processes together have used next to none for two minutes, and kept only if one of them stands
 where work is pending.
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from collector.agent.samplers import procfs
+from collector.agent.samplers.moved_bytes import moved_bytes, sockets, tcp_moved
 from collector.agent.samplers.process_roles import ProcessRoles
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.programs import read_program
@@ -91,6 +95,19 @@ class _Idleness:
         return now_ns - self.since_ns >= IDLE_SECONDS * 1e9 * 2.0**self.series_count
 
 
+@dataclass(slots=True)
+class _Traffic:
+    """The bytes that a process and its children have moved, and when they last changed while watched."""
+
+    total_bytes: int | None
+    changed_ns: int | None = None
+
+    def note(self, now_ns: int, total_bytes: int | None) -> None:
+        if None not in (total_bytes, self.total_bytes) and total_bytes != self.total_bytes:
+            self.changed_ns = now_ns
+        self.total_bytes = total_bytes
+
+
 class HangWatch:
     """Watches the training processes of this host.
 
@@ -118,6 +135,7 @@ class HangWatch:
         self._read = read
         self._paces: dict[LocalProcess, _Pace] = {}
         self._idleness: _Idleness | None = None
+        self._traffic: dict[LocalProcess, _Traffic] = {}
         self._dumps_left = 0
 
     def tick(self, now_ns: int, alive: Iterable[LocalProcess]) -> dict[str, Any] | None:
@@ -137,6 +155,8 @@ class HangWatch:
             for pace in due:
                 pace.series_count += 1
         silent = {process: pace for process, pace in self._paces.items() if pace.series_count}
+        chosen = self._of_training(alive) if silent else []
+        self._note_traffic(now_ns, chosen, alive)
         if not silent or not self._dumps_left:
             self._dumps_left = 0
             return None
@@ -154,7 +174,7 @@ class HangWatch:
             ],
             "idle_seconds": None,
             **self._helpers(alive),
-            "processes": [self._stacks(process) for process in self._of_training(alive)],
+            "processes": [self._stacks(now_ns, process) for process in chosen],
         }
 
     def _watch_idleness(self, now_ns: int, alive: frozenset[LocalProcess]) -> dict[str, Any] | None:
@@ -168,12 +188,14 @@ class HangWatch:
         if idleness.is_due(now_ns):
             idleness.series_count += 1
             self._dumps_left = SERIES_DUMPS
+        is_idle = now_ns - idleness.since_ns >= IDLE_SECONDS / 2 * 1e9
+        self._note_traffic(now_ns, sorted(alive)[:_MOST_PROCESSES] if is_idle else [], alive)
         if not self._dumps_left or not idleness.series_count:
             self._dumps_left = 0
             return None
         programs = ((process, read_program(self._proc, process.pid)) for process in sorted(alive))
         chosen = [process for process, program in programs if program is not None and program.is_python]
-        processes = [self._stacks(process) for process in chosen[:_MOST_PROCESSES]]
+        processes = [self._stacks(now_ns, process) for process in chosen[:_MOST_PROCESSES]]
         stacks = (from_fields(thread, Locus()) for process in processes for thread in process["threads"])
         if not any(stack.shows_pending_work for stack in stacks):
             self._dumps_left = 0
@@ -193,25 +215,61 @@ class HangWatch:
         chosen = [(role != ROLE_MAIN, process) for role, process in ranked if role in (ROLE_MAIN, ROLE_WORKER)]
         return [process for _, process in sorted(chosen)[:_MOST_PROCESSES]]
 
+    def _helpers_of(self, alive: frozenset[LocalProcess]) -> list[LocalProcess]:
+        return [process for process in alive if self._roles.role_of(process).role == ROLE_OTHER]
+
     def _helpers(self, alive: frozenset[LocalProcess]) -> dict[str, Any]:
         """Return the CPU time of processes that neither train nor load, and how many of them are runnable."""
-        others = (process for process in alive if self._roles.role_of(process).role == ROLE_OTHER)
-        stats = [stat for process in others if (stat := procfs.read_stat(self._proc, process.pid)) is not None]
+        stats = [
+            stat
+            for process in self._helpers_of(alive)
+            if (stat := procfs.read_stat(self._proc, process.pid)) is not None
+        ]
         ticks = sum(stat.cpu_ticks for stat in stats)
         return {
             "helpers_cpu_seconds": ticks * procfs.NS_PER_TICK / 1e9,
             "helpers_runnable_count": sum(stat.is_runnable for stat in stats),
         }
 
-    def _stacks(self, process: LocalProcess) -> dict[str, Any]:
+    def _note_traffic(self, now_ns: int, processes: Iterable[LocalProcess], alive: frozenset[LocalProcess]) -> None:
+        """Compare the bytes that these processes have moved with those of the last tick; forget all others.
+
+        A child that neither trains nor loads, such as a program that downloads, counts for its parent. The
+        connections that a forked worker has from its parent do not count for the worker.
+        """
+        processes = list(processes)
+        if not processes:
+            self._traffic.clear()
+            return
+        tcp, totals = tcp_moved(), dict[LocalProcess, int | None]()
+        by_pid = {process.pid: process for process in processes}
+        for process in (*processes, *self._helpers_of(alive)):
+            stat = procfs.read_stat(self._proc, process.pid)
+            parent = by_pid.get(stat.parent_pid) if stat else None
+            inherited = sockets(self._proc, parent.pid) if parent else set()
+            total = moved_bytes(self._proc, process.pid, tcp, inherited)
+            if process in by_pid.values():
+                totals[process] = total
+            elif parent is not None and total is not None:
+                totals[parent] = (totals[parent] or 0) + total
+        self._traffic = {
+            process: self._traffic.get(process) or _Traffic(total) for process, total in totals.items()
+        }
+        for process, total in totals.items():
+            self._traffic[process].note(now_ns, total)
+
+    def _stacks(self, now_ns: int, process: LocalProcess) -> dict[str, Any]:
         role = self._roles.role_of(process)
         stat = procfs.read_stat(self._proc, process.pid)
         where = locus(process, role)
+        traffic = self._traffic.get(process)
+        changed_ns = traffic.changed_ns if traffic else None
         fields: dict[str, Any] = {
             **process._asdict(),
             **{name: getattr(where, name) for name in PLACE},
             "parent_pid": stat.parent_pid if stat else None,
             "cpu_seconds": stat.cpu_ticks * procfs.NS_PER_TICK / 1e9 if stat else None,
+            "moved_seconds_ago": None if changed_ns is None else (now_ns - changed_ns) / 1e9,
             "error": None,
         }
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from collector.diagnosis.memory.resources import SHARED_MEMORY
 from collector.findings import Advice, Evidence, Fault, Finding, Limit, Locus, Severity
+from collector.units import duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,11 @@ _HANG_FAULTS: dict[str, Fault] = {
 }
 #: Advice while the run goes on.
 _LOOK_AGAIN = Advice(text="Run `tidegauge stacks` twice", expected="it shows whether the process moves, and where")
+_LOAD_AHEAD = Advice(
+    text="Fetch large remote files before the training, or raise prefetch_factor",
+    expected="the training waits less, or not at all, for a slow download",
+    effect="changes memory",
+)
 HANG = Death(
     kind="hang",
     sentence="{what} has not trained for {silent}: it is {does}{where}{held}.",
@@ -132,6 +138,14 @@ def with_remedy(hang: Finding, waits: str | None, *, goes_on: bool) -> Finding:
     if goes_on:
         advice.append(_LOOK_AGAIN)
     return replace(hang, advice=(*advice, *hang.advice), fault=_HANG_FAULTS.get(kind or ""))
+
+
+def of_slow(hang: Finding, moved_seconds_ago: float | None) -> Finding:
+    """Return the finding on a process that still moves data: it is slow, and nothing says that it hangs."""
+    advice = tuple(item for item in hang.advice if item == _LOOK_AGAIN)
+    last = duration(max(moved_seconds_ago or 0.0, 1.0))
+    summary = f"{hang.summary} It received or sent data within the last {last}."
+    return replace(hang, summary=summary, advice=(*advice, _LOAD_AHEAD))
 
 
 RAISE_LIMIT = Advice(text="Raise the memory limit of the job", expected="the demand fits")

@@ -255,8 +255,9 @@ def _finding(
 ) -> Finding:
     waits = COLLECTIVE if others_count and culprit.is_in_collective and not culprit.is_busy else culprit.waits
     is_worker = culprit.locus.role == "worker"
-    seconds = silence["silent_seconds"]
-    is_plain = _is_plain(tables, culprit, waits, seconds / silence["budget_seconds"], series, others_count)
+    seconds, budget_seconds = silence["silent_seconds"], silence["budget_seconds"]
+    is_slow = culprit.has_moved_data(budget_seconds)
+    is_plain = not is_slow and _is_plain(tables, culprit, waits, seconds / budget_seconds, series, others_count)
     severity: Severity = "critical" if is_plain else "info"
     evidence = [fact("silent_seconds", round(seconds, 1), "since its last step or batch")]
     if silence["longest_seconds"] is not None:
@@ -273,10 +274,11 @@ def _finding(
         where=culprit.where,
         training=life.name(main),
         held=_held(others_count, waits),
-        hangs="hangs" if is_plain else "may hang",
+        hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
         silent=duration(seconds),
     )
-    return catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found
 
 
 def _is_plain(

@@ -33,6 +33,8 @@ from collector.units import duration
 
 #: Seconds without CPU time after which a finding is a warning.
 _PLAIN_SECONDS = 480.0
+#: Seconds after the last moved bytes in which a process counts as slow.
+_QUIET_SECONDS = 120.0
 #: Share of one core, and seconds of CPU time besides, that a process of an idle run uses between two samples.
 _NOISE_RATIO, _NOISE_SECONDS = 0.02, 0.05
 #: Waits for storage: a rank that others wait for does not wait there by design, as it may for a request.
@@ -132,7 +134,8 @@ def _at_locks(workers: Sequence[Process], others: Sequence[Process]) -> list[_Ha
 def _finding(life: Lifecycle, hang: _Hang, series: Sequence[Mapping[str, Any]]) -> Finding:
     culprit, waits = hang.culprit, hang.waits
     seconds = series[-1]["idle_seconds"]
-    is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS
+    is_slow = culprit.has_moved_data(_QUIET_SECONDS)
+    is_plain = hang.is_sure and seconds >= _PLAIN_SECONDS and not is_slow
     found = catalogue.HANG_WITHOUT_HOOKS.finding(
         locus=culprit.locus,
         evidence=(
@@ -142,10 +145,11 @@ def _finding(life: Lifecycle, hang: _Hang, series: Sequence[Mapping[str, Any]]) 
         severity="warning" if is_plain else "info",
         confidence=0.9 if hang.is_sure and len(series) > 1 else 0.5,
         what=sentence(culprit.name),
-        hangs="hangs" if is_plain else "may hang",
+        hangs="is slow" if is_slow else "hangs" if is_plain else "may hang",
         does=waits or "standing still",
         where=culprit.where,
         held=hang.held,
         silent=duration(seconds),
     )
-    return catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    found = catalogue.with_remedy(found, waits, goes_on=life.status() == "running")
+    return catalogue.of_slow(found, culprit.moved_seconds_ago) if is_slow else found

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.loaders import replaced_workers
 from collector.diagnosis.run.columns import (
     PROCESS,
     SECOND_NS,
@@ -56,6 +57,8 @@ def last_minute(tables: RunTables) -> pd.DataFrame:
 def last_states(tables: RunTables) -> pd.DataFrame:
     """Return one row per process that lived in the last minute, the training processes first.
 
+    Workers of earlier epochs that had ended are left out (`earlier_workers`): a short epoch would list many.
+
     Columns: those that name it in `last_minute`; `seconds` at which it was last sampled; its bytes as last
     read; `held_rise_bytes`, from the first to the last sample of that minute; `step`, the last that it ended;
     `batch`, the index of the last one that it got or made; and `phase`, which its last record began.
@@ -65,7 +68,9 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     groups = samples.groupby(WRITER, sort=False)
     states = groups[["role", "rank", "loader", "worker", "seconds", *_MEMORY]].last()
     states["held_rise_bytes"] = groups["held_bytes"].last() - groups["held_bytes"].first()
+    earlier = earlier_workers(tables)
     keys: list[ProcessKey] = [(str(host), int(pid), int(ticks)) for host, pid, ticks in states.index]
+    keys = [key for key in keys if key[:2] not in earlier]
     keys += [key for key in lifecycle_of(tables).mains if key not in keys]  # they outlived the collector
     states = states.reindex(pd.MultiIndex.from_tuples(keys, names=WRITER)).reset_index()
     streams = (*_NEXT_PHASES, "fetch")
@@ -74,6 +79,15 @@ def last_states(tables: RunTables) -> pd.DataFrame:
     roles = [role if isinstance(role, str) else ROLES[0] for role in states["role"]]
     states = pd.concat([states.assign(role=roles, order=[ROLES.index(role) for role in roles]), progress], axis=1)
     return states.sort_values(["order", "rank", "loader", "worker"]).drop(columns="order")
+
+
+def earlier_workers(tables: RunTables) -> set[tuple[str, int]]:
+    """Return host and pid of the workers that ended, and whose place a worker of a later epoch took."""
+    process = tables.stream("process")
+    gone = process.loc[floats(process, "alive") == 0, ["host", "process_pid"]].dropna()
+    ended = {(str(host), int(pid)) for host, pid in gone.itertuples(index=False)}
+    ended |= {key[:2] for event in tables.events_of("worker-exit") if (key := key_of(event))}
+    return replaced_workers(tables) & ended
 
 
 def to_records(states: pd.DataFrame) -> list[dict[str, Any]]:

@@ -53,6 +53,7 @@ class Process:
         threads: stacks of its threads; none if they could not be read.
         is_still: True if its main thread stands in the same place in each dump.
         busy_ratio: CPU time over wall time between the dumps; None with a single dump.
+        moved_seconds_ago: time since it, or a child of it, moved bytes; None if it did not in this silence.
     """
 
     key: ProcessKey
@@ -62,6 +63,7 @@ class Process:
     threads: tuple[Stack, ...]
     is_still: bool
     busy_ratio: float | None
+    moved_seconds_ago: float | None = None
 
     @property
     def main(self) -> Stack | None:
@@ -111,6 +113,7 @@ class Process:
             "stands_in": _place_words(self.frame) if self.frame is not None else None,
             "state": waits,
             "busy_ratio": None if self.busy_ratio is None else round(self.busy_ratio, 3),
+            "last_moved_seconds": self.moved_seconds_ago,
         }
         return [fact(name, value, window, n=dumps_count) for name, value in values.items() if value is not None]
 
@@ -147,6 +150,16 @@ class Process:
     def is_suspended(self) -> bool:
         """True if a signal has stopped it."""
         return any(stack.waits == SUSPENDED for stack in self.threads)
+
+    def has_moved_data(self, within_seconds: float) -> bool:
+        """Return whether it waits, and has moved bytes within this time: then it is slow, and not stuck.
+
+        A training process has threads that talk to other services all the time. So it must itself wait for data.
+        """
+        if self.moved_seconds_ago is None or self.is_suspended:
+            return False
+        waits_for_data = (self.waits or "").startswith("waiting for") and not self.is_in_collective
+        return (self.locus.role == "worker" or waits_for_data) and self.moved_seconds_ago < within_seconds
 
 
 def last_series(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -188,6 +201,7 @@ def processes_of(
             threads=threads,
             is_still=bool(before) and all(_place(dump) == _place(entry) for dump in before),
             busy_ratio=_busy_ratio(readable[0], entry),
+            moved_seconds_ago=entry.get("moved_seconds_ago"),
         )
     return found
 

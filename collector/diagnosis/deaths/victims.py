@@ -50,7 +50,7 @@ def worker_victim(tables: RunTables, life: Lifecycle, worker: DeadWorker) -> Vic
         evidence.append(fact("exception", worker.message[:200], "raised in the training process"))
     if worker.key is not None and life.is_dead(worker.key):
         evidence.append(fact("worker_alive", 0, "at the time of reading", unit="bool"))
-    last_seen_ns, gone_ns = _end_of(tables, worker.key, worker.main, worker.pid)
+    last_seen_ns, gone_ns = end_of(tables, worker.host, worker.pid, worker.key)
     return Victim(
         what=f"worker {worker.worker} of loader {worker.loader} (pid {worker.pid})",
         locus=Locus(
@@ -85,7 +85,7 @@ def main_victim(tables: RunTables, life: Lifecycle, key: ProcessKey, signal: int
     if life.is_dead(key):
         evidence.append(fact("alive", 0, "at the time of reading", unit="bool"))
     rank = rank_of(tables, key)
-    last_seen_ns, gone_ns = _end_of(tables, key, key, key[1])
+    last_seen_ns, gone_ns = end_of(tables, key[0], key[1], key)
     return Victim(
         what=life.name(key) if rank is None else f"{life.name(key).removesuffix(')')}, rank {rank})",
         locus=Locus(host=key[0], rank=rank, role=life.role(key), pid=key[1]),
@@ -134,13 +134,15 @@ def _events_count(tables: RunTables, kind: EventKind, key: ProcessKey | None) ->
     return sum(key is not None and key_of(event) == key for event in tables.events_of(kind))
 
 
-def _end_of(tables: RunTables, key: ProcessKey | None, main: ProcessKey, pid: int) -> tuple[float, float]:
-    """Return its last sign of life and when it was known to be gone, in ns; equal if its end was not seen."""
+def end_of(tables: RunTables, host: str, pid: int, key: ProcessKey | None) -> tuple[float, float]:
+    """Return its last sign of life and when it was known to be gone, in ns; equal if its end was not seen.
+
+    Other processes report an end by pid; the collector and the process itself, by its key.
+    """
     gone = [
         float(event["time_ns"])
         for event in tables.events_of("worker-died", "command-exit")
-        if (key_of(event) == main and whole(event.get("worker_pid")) == pid)
-        or (key == main and whole(event.get("command_pid")) == pid)
+        if event.get("host") == host and pid in (whole(event.get("worker_pid")), whole(event.get("command_pid")))
     ]
     signs_ns = []
     if key is not None:

@@ -131,7 +131,7 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
 
 
 def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:
-    """Map (host, worker pid) to (training process, loader, worker id), from the `epoch-start` events."""
+    """Map (host, worker pid) to (training process, loader, worker id), in the order of their last epochs."""
     slots: dict[tuple[str, int], tuple[ProcessKey, int, int]] = {}
     for event in tables.events_of("epoch-start"):
         owner, loader = key_of(event), whole(event.get("loader"))
@@ -139,8 +139,16 @@ def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, i
             continue
         for worker, pid in enumerate(event.get("worker_pids") or ()):
             if (worker_pid := whole(pid)) is not None:
+                slots.pop((owner[0], worker_pid), None)  # a persistent worker, or a pid that is used again
                 slots[(owner[0], worker_pid)] = (owner, loader, worker)
     return slots
+
+
+def replaced_workers(tables: RunTables) -> set[tuple[str, int]]:
+    """Return host and pid of the workers whose place in their loader a worker of a later epoch took."""
+    slots = worker_slots(tables)
+    newest = {slot: address for address, slot in slots.items()}
+    return {address for address, slot in slots.items() if newest[slot] != address}
 
 
 def _loop(

@@ -9,17 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop, loops
-from collector.diagnosis.run.columns import SECOND_NS, floats, of_process
+from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean, of_process
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
 
 #: Parts of a wait besides the stages. START: the worker had not started yet. IDLE: it had no index. OTHER: the rest
 #: of `__getitem__`. COLLATE: `collate_fn`. TRANSFER: the batch was made, and pickled, queued, pinned or unpickled.
-#: DISPATCH: the training process ran the sampler and sent indices. UNKNOWN: no process recorded the fetch.
+#: DISPATCH: the training process ran the sampler and sent indices. CORE: an estimate of the part of these two in
+#: which a thread was ready to run but had no core. UNKNOWN: no process recorded the fetch.
 START, IDLE, OTHER, COLLATE = "worker start", "idle", "other", "collate"
-TRANSFER, DISPATCH, UNKNOWN = "transfer", "dispatch", "not recorded"
-WAIT_PARTS = (START, IDLE, OTHER, COLLATE, TRANSFER, DISPATCH, UNKNOWN)
+TRANSFER, DISPATCH, CORE, UNKNOWN = "transfer", "dispatch", "no core", "not recorded"
+WAIT_PARTS = (START, IDLE, OTHER, COLLATE, TRANSFER, DISPATCH, CORE, UNKNOWN)
+#: Rate of a batch of tensors through a queue, bytes/s: 0.6 to 1 GiB/s were measured (12 and 32 MB, 2 cores).
+TRANSFER_RATE = GIB
 #: Newest batches of a loop that are broken down, so that the cost does not grow with the run.
 RECENT_BATCHES = 20_000
 #: Shortest time that a clock measures.
@@ -77,7 +81,7 @@ class WaitBreakdown:
 
 def wait_breakdowns(tables: RunTables) -> list[WaitBreakdown]:
     """Break down the waits of each loop, over the last batches whose fetches and stages are all there."""
-    return [break_down_waits(loop, tables.stream("stage")) for loop in recent_loops(tables)]
+    return [break_down_waits(tables, loop) for loop in recent_loops(tables)]
 
 
 def recent_loops(tables: RunTables) -> list[Loop]:
@@ -97,15 +101,9 @@ def recent_loops(tables: RunTables) -> list[Loop]:
     return recent
 
 
-def break_down_waits(loop: Loop, stages: pd.DataFrame) -> WaitBreakdown:
-    """Split each wait of a loop by what the process that made the batch did meanwhile.
-
-    Args:
-        loop: a loop with its batches and fetches.
-        stages: the `stage` stream.
-
-    """
-    fetches, in_stages = _timeline(loop, stages)
+def break_down_waits(tables: RunTables, loop: Loop) -> WaitBreakdown:
+    """Split each wait of a loop by what the process that made the batch did meanwhile."""
+    fetches, in_stages = _timeline(loop, tables.stream("stage"))
     waits = _waits(loop, fetches)
     asked, wait, made = (waits[name].to_numpy() for name in ("asked_ns", "wait_ns", "made_ns"))
     starved = np.where(np.isfinite(made), np.clip(made, asked, asked + wait) - asked, 0.0)
@@ -114,10 +112,14 @@ def break_down_waits(loop: Loop, stages: pd.DataFrame) -> WaitBreakdown:
     # Once the batch has left the queue, the loop sends the next index, and only then yields the batch.
     blocked = np.fmax(np.fmin(waits["blocked_ns"].to_numpy(), wait), starved)
     dispatch = after_made if not loop.num_workers else np.nan_to_num(wait - blocked) * (after_made > 0)
-    parts[DISPATCH] = dispatch
+    transfer, cores = after_made - dispatch, core_waits(tables, loop)
     if not loop.num_workers:
-        parts[DISPATCH] += parts.pop(IDLE) + parts.pop(START)
-    parts[TRANSFER] = after_made - dispatch
+        dispatch = dispatch + (parts.pop(IDLE) + parts.pop(START)).to_numpy()
+    # The bytes of a batch need their time on a core.
+    copying = np.nan_to_num(mean(floats(loop.batches, "payload_bytes"))) / TRANSFER_RATE * SECOND_NS
+    parts[DISPATCH] = dispatch * (1 - cores.in_loop)
+    parts[TRANSFER] = np.maximum(transfer * (1 - cores.in_workers), np.minimum(transfer, copying))
+    parts[CORE] = dispatch + transfer - parts[DISPATCH] - parts[TRANSFER]
     parts[UNKNOWN] = np.where(np.isfinite(made), 0.0, wait)
     waits = waits.drop(columns=["row", "blocked_ns"])
     return WaitBreakdown(loop=loop, waits=waits, parts=parts, fetches=fetches, stages=in_stages)

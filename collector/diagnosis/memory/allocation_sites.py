@@ -2,7 +2,8 @@
 
 The bytes of tensors that Python knows, and of Python objects, are counted by the line that allocated them. Memory
 that autograd keeps in C++ is not. So if a process grew by more than twice what its lines explain, lines whose
-tensors keep growing graphs come first, and the unexplained rest is a site of its own.
+tensors keep growing graphs come first, and the unexplained rest is a site of its own. Lines with ever more tensors
+that each keep a graph come first in any case: a graph keeps the batches that went into it, which other lines made.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def rank_sites(grown: ProcessGrowth, device: str) -> tuple[AllocationSite, ...]:
     total = grown.held_bytes.get(device, 0)
     has_rest = total > _LEAST_UNEXPLAINED_BYTES and explained < CONFIRMED * total
     rest_bytes = max(0, total - explained) if has_rest else 0
-    nodes = {site: _nodes(lines) if rest_bytes else 0 for site, lines in sites.items()}
+    nodes = {site: _nodes(lines) if rest_bytes or _keeps_graphs(lines) else 0 for site, lines in sites.items()}
     order = sorted(sites, key=lambda site: (-nodes[site], -_bytes(sites[site])))
     largest = [
         _allocation_site(sites[site], grown.window)
@@ -107,6 +108,11 @@ def _allocation_site(lines: list[SiteGrowth], window: str) -> AllocationSite:
 
 def _nodes(lines: Iterable[SiteGrowth]) -> int:
     return max(0, sum(line.grown_nodes_count for line in lines))
+
+
+def _keeps_graphs(lines: Iterable[SiteGrowth]) -> bool:
+    """Return whether ever more tensors of a line keep a graph, each its own."""
+    return any(0 < line.grown_count <= line.grown_nodes_count for line in lines)
 
 
 def _bytes(lines: Iterable[SiteGrowth]) -> int:

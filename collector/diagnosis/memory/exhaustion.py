@@ -146,7 +146,11 @@ def full_finding(
 
     `words` are for the sentence `resource.full`, beside those of the level and the locus.
     """
-    level = {"used": amount(used, limit.unit), "limit": amount(limit.value, limit.unit), "limit_name": limit.name}
+    level = {
+        "used": amount(used, limit.unit),
+        "limit": amount(limit.value, limit.unit),
+        "named_limit": _named(limit, resource.full),
+    }
     return Finding(
         kind=resource.risk,
         severity=severity,
@@ -159,11 +163,15 @@ def full_finding(
     )
 
 
+def _named(limit: Limit, words: str) -> str:
+    """Return a limit in words, with its name unless these words have it already."""
+    name = "" if limit.name.lower() in words.lower() else f" ({limit.name})"
+    return f"{amount(limit.value, limit.unit)}{name}"
+
+
 def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
     what, limit = course.what, course.limit
-    left, of_limit = amount(course.headroom, limit.unit), amount(limit.value, limit.unit)
-    if limit.name.lower() not in what.lower():
-        of_limit += f" ({limit.name})"
+    left, of_limit = amount(course.headroom, limit.unit), _named(limit, what)
     if course.is_far:
         rise = amount(course.growth.rise, limit.unit)
         return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a forecast."

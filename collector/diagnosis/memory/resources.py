@@ -202,7 +202,7 @@ HOST_MEMORY = Resource(
         ),
     ),
     max_headroom_ratio=20.0,  # other programs on the host and warm-up rise too
-    full="Host memory {verb} nearly full: {used} of {limit} ({limit_name}) at the peak, page cache not counted.",
+    full="Host memory {verb} nearly full: {used} of {named_limit} at the peak, page cache not counted.",
     full_advice=(
         Advice(
             text="Lower num_workers, prefetch_factor or the memory of the dataset",
@@ -314,4 +314,10 @@ _CLONE = Advice(
     expected="the descriptor of each tensor is closed with its batch",
 )
 #: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
-OPEN_BATCHES = replace(OPEN_FILES, leak_advice=(_CLONE, *_FILES_ADVICE), risk_advice=(_CLONE, *_FILES_ADVICE))
+OPEN_BATCHES = replace(
+    OPEN_FILES,
+    grows="{process} keeps tensors in shared memory, as of batches from its workers: {rise} more open files so "
+    "far, {slope}/s.",
+    leak_advice=(_CLONE, *_FILES_ADVICE),
+    risk_advice=(_CLONE, *_FILES_ADVICE),
+)

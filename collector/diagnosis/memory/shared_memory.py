@@ -14,9 +14,11 @@ import pandas as pd
 from collector.diagnosis.loading.loaders import loader_settings
 from collector.diagnosis.memory.exhaustion import Course, exhaustion_finding, full_finding
 from collector.diagnosis.memory.leak import (
+    CONFIRMED,
     Use,
     leak_finding,
     negligible_bytes,
+    share_of,
     witnesses_of,
     young_finding,
     young_growth,
@@ -28,15 +30,18 @@ from collector.diagnosis.run.columns import (
     host_samples,
     last,
     peak,
+    sampled,
     sampled_on,
     seconds,
     step_numbers,
     while_training,
 )
-from collector.diagnosis.run.processes import fact
+from collector.diagnosis.run.lifecycle import lifecycle_of
+from collector.diagnosis.run.processes import fact, sentence
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus
+from collector.store import ProcessKey
 from collector.units import size
 
 _OTHERS_TOO = " Other programs fill it too."
@@ -107,6 +112,11 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     part = None if of_run else _run_part(tables, host, memory, mapped)
     is_of_run, has_cgroup = bool(of_run or part), np.isfinite(floats(samples, "cgroup_shmem_bytes")).any()
     remark = "" if of_run else _OTHERS_TOO if part else _UNMAPPED if witnesses else _UNKNOWN
+    holder = _holder(tables, host, part[1] if part else trend) if is_of_run else None
+    if holder is not None:
+        use = replace(use, locus=lifecycle_of(tables).locus(holder))
+        part = part and (replace(part[0], locus=use.locus), *part[1:])
+        remark += f" {sentence(lifecycle_of(tables).name(holder))} holds it."
     findings = []
     if is_of_run or not (witnesses and has_cgroup):  # growth that the run's cgroup does not show is another job's
         leak = leak_finding(tables, SHARED_MEMORY, *(part or (use, trend, witnesses)), remark=remark)
@@ -141,6 +151,15 @@ def _mapped(tables: RunTables, host: str) -> tuple[Floats, Floats]:
     rows = while_training(tables, sampled_on(tables, host))
     mapped = rows.groupby("time_ns")["shm_bytes"].sum(min_count=1)
     return mapped.index.to_numpy(dtype=float) / SECOND_NS, mapped.to_numpy(dtype=float)
+
+
+def _holder(tables: RunTables, host: str, trend: Growth) -> ProcessKey | None:
+    """Return the training process that maps most of a growth: it keeps batches from its workers, or segments."""
+    for key in lifecycle_of(tables).mains:
+        rows = while_training(tables, sampled(tables, key))
+        if key[0] == host and share_of(seconds(rows), floats(rows, "shm_bytes"), trend) >= CONFIRMED:
+            return key
+    return None
 
 
 def _run_part(

@@ -8,7 +8,7 @@ from signal import Signals
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.run.columns import floats, held_bytes, last, sampled, step_at, whole
+from collector.diagnosis.run.columns import floats, held_bytes, key_of, last, sampled, step_at, whole
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Evidence, Locus
 from collector.store import ProcessKey
@@ -66,6 +66,16 @@ def rank_of(tables: RunTables, key: ProcessKey) -> int | None:
         if (event.get("host"), event.get("pid"), event.get("start_ticks")) == key:
             return whole(event.get("rank"))
     return None
+
+
+def process_at(tables: RunTables, host: str, pid: int) -> ProcessKey | None:
+    """Return the process that had this pid last, by the collector's samples or by its events."""
+    process = tables.stream("process")
+    rows = process[(process["process_pid"] == pid) & (process["host"] == host)]
+    if math.isfinite(ticks := last(floats(rows, "process_start_ticks"))):
+        return host, pid, int(ticks)
+    keys = (key for event in reversed(tables.events) if (key := key_of(event)) and key[:2] == (host, pid))
+    return next(keys, None)
 
 
 def last_step(tables: RunTables, key: ProcessKey) -> int | None:

@@ -38,6 +38,7 @@ STRUCTURAL_EVENTS = (
     "loader",
     "exception",
     "worker-died",
+    "loader-error",
     "cuda-oom",
     "cuda-device",
     "command-exit",

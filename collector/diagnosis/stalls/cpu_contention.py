@@ -6,16 +6,12 @@ thread of a training process that time is lost: the training does nothing else m
 
 from __future__ import annotations
 
-import numpy as np
-
+from collector.diagnosis.loading.core_waits import queued_ratio
 from collector.diagnosis.loading.worker_limit import CORES_FILLED, cores_used, usable_cores, worker_limit
-from collector.diagnosis.run.columns import floats, sampled
-from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import FREE_CORES, advise_crowded
 from collector.diagnosis.stalls.case import LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss, recorded_seconds
 from collector.findings import Advice, Finding
-from collector.store import ProcessKey
 from collector.units import duration, number, percent
 
 _MIN_SAMPLES = 3
@@ -69,14 +65,3 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
 def is_contention(finding: Finding) -> bool:
     """Return whether `find_contention` made the finding."""
     return finding.value_of("training_run_queue_ratio") is not None
-
-
-def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
-    """Return (share of the window that a main thread waited for a core, number of samples); (0, 0) if unknown."""
-    samples = sampled(tables, main)
-    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
-    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
-    if inside.sum() < _MIN_SAMPLES:
-        return 0.0, 0
-    times, queued = times[inside], queued[inside]
-    return float((queued[-1] - queued[0]) / (times[-1] - times[0])), len(times)

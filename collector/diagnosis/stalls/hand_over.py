@@ -3,7 +3,8 @@
 `next()` of a loader with workers takes a batch from the result queue. Then it asks the sampler for the indices of a
 later batch. So its time has three parts: starving until a worker has made the batch, the transfer until the batch
 comes out of the queue (serialising, shared memory, pinning), and the rest, in which the sampler runs. With
-`num_workers=0` a fetch is all of `next()`, sampler included.
+`num_workers=0` a fetch is all of `next()`, sampler included. Where cores are lacking, the time in which the process
+waits for one is not the sampler's.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from collector.diagnosis.loading.core_waits import core_waits
 from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.loading.steady_state import starved_ns, without_pauses
-from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean
+from collector.diagnosis.loading.wait_breakdown import TRANSFER_RATE
+from collector.diagnosis.run.columns import SECOND_NS, floats, mean
+from collector.diagnosis.run.tables import RunTables
 from collector.units import duration, size
 
 #: Seconds to hand one batch from a worker to the loop; 0.3-1 ms measured on small batches.
 HAND_OVER_SECONDS = 1e-3
-#: Rate of a batch of tensors through a queue, bytes/s: 0.6 to 1 GiB/s were measured (12 and 32 MB, 2 cores).
-_TRANSFER_RATE = GIB
 #: Share of a transfer that its bytes must explain. A slower one waits for a core, or for the interpreter lock.
 _EXPLAINED_RATIO = 0.25
 
@@ -31,7 +33,8 @@ class HandOver:
 
     Attributes:
         batches: number of steady batches.
-        after_queue_seconds: time in `next()` after the batch left the queue: sending indices, and the sampler.
+        after_queue_seconds: time in `next()` after the batch left the queue, without waits for a core: sending
+            indices, and the sampler.
         transfer_seconds: time until the batch left the queue, after it was made.
         made_ratio: share of the batches that were made before the loop asked for them.
         ready_batches: batches in the result queue, NaN if not known.
@@ -61,19 +64,20 @@ class HandOver:
     def copy_seconds(self) -> float:
         """Time of the transfer beyond a small batch's that the bytes take; 0 if they explain too little of it."""
         excess = self.transfer_seconds - HAND_OVER_SECONDS
-        by_bytes = min(excess, np.nan_to_num(self.payload_bytes) / _TRANSFER_RATE)
+        by_bytes = min(excess, np.nan_to_num(self.payload_bytes) / TRANSFER_RATE)
         return by_bytes if by_bytes >= _EXPLAINED_RATIO * excess else 0.0
 
 
-def hand_over(loop: Loop) -> HandOver:
+def hand_over(tables: RunTables, loop: Loop) -> HandOver:
     """Measure how the steady batches of a loop came from their workers."""
+    with_core = 1 - core_waits(tables, loop).in_loop
     rows = loop.batches[floats(loop.batches, "index") >= loop.ramp]
     waits, times = floats(rows, "wait_ns"), floats(rows, "time_ns")
     starved = starved_ns(loop, rows, times, waits)
     blocked = np.maximum(np.minimum(floats(rows, "blocked_ns"), waits), starved)
     return HandOver(
         batches=len(rows),
-        after_queue_seconds=mean(without_pauses(waits - blocked)) / SECOND_NS,
+        after_queue_seconds=mean(without_pauses(waits - blocked)) / SECOND_NS * with_core,
         transfer_seconds=mean(without_pauses(blocked - starved)) / SECOND_NS,
         made_ratio=mean((starved <= 0).astype(float)),
         ready_batches=mean(floats(rows, "ready_count")),

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from collector.diagnosis.loading.core_waits import queued_ratio
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, median, whole, written
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.cost import Loss
-from collector.diagnosis.stalls.cpu_contention import queued_ratio
 from collector.diagnosis.statistics.growth import spread
 from collector.findings import Advice, Finding, Locus, measurements
 from collector.store import ProcessKey

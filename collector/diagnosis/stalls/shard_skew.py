@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loader_settings
+from collector.diagnosis.loading.loaders import Loop
 from collector.diagnosis.run.columns import SECOND_NS, floats, mean, step_at, whole
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
@@ -76,7 +78,7 @@ def shard_skew(loop: Loop) -> ShardSkew | None:
     )
 
 
-def idle_workers(tables: RunTables, loop: Loop) -> list[int]:
+def idle_workers(tables: RunTables, loop: Loop, setting: Mapping[str, Any]) -> list[int]:
     """Return the workers that made no batch in any whole epoch, since the dataset has fewer shards or batches.
 
     The last epoch is whole once the run has ended, or the loop has begun another one.
@@ -84,7 +86,6 @@ def idle_workers(tables: RunTables, loop: Loop) -> list[int]:
     passes = [rows for _, rows in loop.batches.groupby("epoch") if rows["index"].min() == 0]
     if passes and lifecycle_of(tables).status() == "running":
         passes.pop()
-    setting = loader_settings(tables).get((loop.main, loop.loader), {})
     is_iterable = bool(setting.get("iterable"))
     if loop.num_workers < 2 or len(passes) < (1 if is_iterable else _MIN_EPOCHS):
         return []
@@ -100,10 +101,10 @@ def idle_workers(tables: RunTables, loop: Loop) -> list[int]:
     return sorted(set(range(loop.num_workers)) - at_work)
 
 
-def idle_workers_finding(tables: RunTables, loop: Loop, idle: list[int]) -> Finding:
+def idle_workers_finding(tables: RunTables, loop: Loop, setting: Mapping[str, Any], idle: list[int]) -> Finding:
     """Return a finding for workers that made no batch in any whole epoch."""
     at_work, epochs = loop.num_workers - len(idle), loop.batches["epoch"].nunique()
-    is_iterable = bool(loader_settings(tables).get((loop.main, loop.loader), {}).get("iterable"))
+    is_iterable = bool(setting.get("iterable"))
     reason = "the dataset gives them no samples" if is_iterable else f"an epoch has at most {at_work} batches"
     names = ", ".join(map(str, idle[:8])) + (" and more" if len(idle) > 8 else "")
     fewer = Advice(

@@ -11,7 +11,8 @@ import math
 
 import numpy as np
 
-from collector.diagnosis.loading.loaders import Loop, loops
+from collector.diagnosis.loading.core_waits import core_waits
+from collector.diagnosis.loading.loaders import Loop, loader_settings, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
@@ -46,8 +47,9 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
-        if idle := idle_workers(tables, whole_loop):
-            findings.append(idle_workers_finding(tables, whole_loop, idle))
+        setting = loader_settings(tables).get((whole_loop.main, whole_loop.loader), {})
+        if idle := idle_workers(tables, whole_loop, setting):
+            findings.append(idle_workers_finding(tables, whole_loop, setting, idle))
             loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))
         steady = pace(loop)
         missing = _missing(loop, steady)
@@ -99,7 +101,8 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
     steady, skews = case.steady, _shard_skew(case)
     others = [*skews, *_hand_overs(case)]
     if steady.starved_ratio < _HEALTHY_STARVED_RATIO:
-        is_transfer = steady.transfer >= _TRANSFER_RATIO * steady.interval
+        with_core = 1 - core_waits(case.tables, case.loop).in_workers
+        is_transfer = steady.transfer * with_core >= _TRANSFER_RATIO * steady.interval
         contention = find_contention(case, keeps_up=healthy and not others and not is_transfer)
         if others or not healthy:
             return [*others, *contention]
@@ -148,7 +151,7 @@ def _hand_overs(case: LoadingCase) -> list[Finding]:
     """
     if not case.loop.num_workers:
         return []
-    waits, findings = hand_over(case.loop), []
+    waits, findings = hand_over(case.tables, case.loop), []
     workers_idle = case.steady.idle_ratio >= BUSY_IDLE and not case.setting.get("iterable")
     if workers_idle and waits.sampler_seconds >= LEAST_LOST_RATIO * case.steady.interval:
         findings.append(catalogue.sampler_bound(case, waits))

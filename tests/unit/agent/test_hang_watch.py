@@ -113,7 +113,7 @@ class Foreign:
     def __init__(self, directory, frames, waits):
         self.now = 0.0
         self.taken = []
-        self._ticks = 0
+        self._ticks = self._read_bytes = 0
         self._stat = directory / "proc" / "500" / "stat"
         self._stat.parent.mkdir(parents=True)
         self._stat.with_name("cmdline").write_bytes(b"python\0train.py\0")
@@ -124,9 +124,11 @@ class Foreign:
             directory, HOST, roles, proc=str(directory / "proc"), read=lambda pid, where, proc: [stack]
         )
 
-    def run(self, seconds, ticks_per_second=0):
+    def run(self, seconds, ticks_per_second=0, bytes_per_second=0):
         for _ in range(seconds):
             self.now += 1
+            self._read_bytes += bytes_per_second
+            self._stat.with_name("io").write_text(f"rchar: {self._read_bytes}\nwchar: 0\n")
             self._ticks += ticks_per_second
             self._stat.write_text(f"500 (python) S 1 {'0 ' * 9}{self._ticks} 0 {'0 ' * 6}77 0")
             if (fields := self._watch.tick(round(self.now * 1e9), [LocalProcess(500, 77)])) is not None:
@@ -153,6 +155,19 @@ def test_a_run_without_hooks_that_idles_with_work_pending_is_recorded(tmp_path):
     assert fields["silent"] == []
     assert fields["idle_seconds"] == pytest.approx(242, abs=8)
     assert (fields["processes"][0]["pid"], fields["processes"][0]["parent_pid"]) == (500, 1)
+
+
+def test_stacks_say_when_a_process_last_received_data(tmp_path):
+    foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50)
+    foreign.run(125, bytes_per_second=10)
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] < 10
+    foreign.run(120)
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] == pytest.approx(119, abs=6)
+
+
+def test_stacks_of_a_process_that_receives_nothing_say_so(tmp_path):
+    foreign = Foreign(tmp_path, FOR_A_BATCH, POLL).run(60, ticks_per_second=50).run(125)
+    assert foreign.taken[-1][1]["processes"][0]["moved_seconds_ago"] is None
 
 
 @pytest.mark.parametrize("ticks_per_second", [3, 100])

@@ -395,6 +395,22 @@ def test_early_samples_have_resident_memory_and_descriptors_of_living_processes(
     ]
 
 
+def test_early_samples_give_way_where_the_ticks_cost_much(proc):
+    proc.put(100, parent=50)
+    (proc.root / "100" / "statm").write_text("9000 500 120 1 0 800 0\n")
+    few, many = EarlySampler(0, str(proc.root)), EarlySampler(0, str(proc.root))
+    taken = {few: 0, many: 0}
+    for second in range(60):
+        few.charge(300_000)  # 0.03 % of a core, and 0.7 %
+        many.charge(7_000_000)
+        for part in range(1, 5):
+            for sampler in taken:
+                taken[sampler] += len(sampler.sample(second * SECOND_NS + part * SECOND_NS // 5, [COMMAND]))
+
+    assert taken[few] == 240
+    assert taken[many] < 60  # those of the seconds that it had saved up
+
+
 def test_early_samples_end_after_two_minutes(proc):
     sampler = EarlySampler(5 * SECOND_NS, str(proc.root))
 

@@ -51,6 +51,14 @@ def test_growth_that_cannot_be_judged_is_on_the_page_where_it_is_seen(locus, uni
     assert not has_finding(pages.AGENT_HEALTH, growth)
 
 
+def test_a_loader_that_cannot_be_judged_is_on_the_page_of_its_waits():
+    unclear = Finding(kind="cannot-tell", severity="info", confidence=1.0, summary="", locus=Locus(loader=0))
+
+    assert evidence_page(unclear).path == "worker-stalls"
+    assert has_finding(evidence_page(unclear), unclear)
+    assert not has_finding(pages.AGENT_HEALTH, unclear)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path)
 def test_a_page_has_a_section_with_its_question(page):
     view = importlib.import_module(f"app.views.{page.module}").VIEW

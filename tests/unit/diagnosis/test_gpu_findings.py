@@ -211,6 +211,15 @@ def test_growing_autograd_graphs_rank_first_among_sites():
     assert [held.site for held in known] == ["a.py:1", "a.py:3"], "the lines explain it"
 
 
+def test_losses_with_their_graphs_rank_before_the_batches_that_these_hold():
+    batches = SiteGrowth(site="a.py:1", callers=(), device="cpu", made_by="", grown_count=50, grown_bytes=40 * MIB)
+    losses = replace(graph("a.py:2", 350, 200), grown_count=50)
+    told = rank_sites(
+        ProcessGrowth(event={}, window="steps 0-50", held_bytes={"cpu": 44 * MIB}, lines=(batches, losses)), "cpu"
+    )
+    assert [held.site for held in told] == ["a.py:2", "a.py:1"]
+
+
 def test_larger_batches_are_not_called_a_leak():
     assert kinds(with_allocator(recorded(TENSORS), allocation_count=flat("allocation_count")))[0] == "cannot-tell"
 

@@ -5,34 +5,25 @@ from __future__ import annotations
 import pytest
 from recorded_dumps import data, fields
 from simulated_runs import MAIN, START_SECONDS, ns, start_training
+from stack_events import (
+    AGENT,
+    FOR_A_BATCH,
+    FOR_AN_INDEX,
+    IN_A_SAMPLE,
+    IN_BACKWARD,
+    IN_MAIN,
+    LIBRARY,
+    LOCK,
+    POLL,
+    TORCH,
+    WORKERS,
+    add_stacks,
+    process,
+)
 
 from collector.diagnosis.deaths import find_hangs
 
-LIBRARY = "/opt/lib/python3.12"
-TORCH = f"{LIBRARY}/site-packages/torch"
-FOR_A_BATCH = [
-    ["select", f"{LIBRARY}/selectors.py", 1],
-    ["_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py", 1],
-    ["main", "/home/me/train.py", 20],
-]
-FOR_AN_INDEX = [
-    ["Queue.get", f"{LIBRARY}/multiprocessing/queues.py", 1],
-    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 1],
-]
-IN_A_SAMPLE = [
-    ["Files.__getitem__", "/home/me/dataset.py", 41],
-    ["_MapDatasetFetcher.fetch", f"{TORCH}/utils/data/_utils/fetch.py", 1],
-    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 1],
-]
-IN_BACKWARD = [["_engine_run_backward", f"{TORCH}/autograd/graph.py", 1], ["main", "/home/me/train.py", 30]]
-IN_MAIN = [["save", "/home/me/train.py", 35], ["main", "/home/me/train.py", 31]]
-LOCK = "blocked on a lock (futex)"
-POLL = "waiting for a pipe or socket"
-
-
-WORKERS = (("node", 1000, 7000), ("node", 1001, 7001))
 OTHER_RANK = ("node", 200, 5100)
-AGENT = ("node", 90, 4900)
 
 
 def training(*, batches=10, dataset_length=400, script=None, key=MAIN, rank=None):
@@ -57,46 +48,9 @@ def two_ranks():
     return training(script=training(rank=0), key=OTHER_RANK, rank=1)
 
 
-def process(key, frames, waits, *, used_seconds=0.0, moves=False):
-    """Return a process of the dumps: its main thread's stack, and its CPU time from the first dump to the last."""
-    return {"key": key, "frames": frames, "waits": waits, "used_seconds": used_seconds, "moves": moves}
-
-
-def stacks(script, *processes, silent=(MAIN,), budgets=1.1, helpers_seconds=0.0, helpers_runnable=0):
-    """Add a series of three dumps, after a silence of `budgets` times 30 s."""
-    for number in range(3):
-        script.event(
-            START_SECONDS + 50 + number,
-            "stacks",
-            AGENT,
-            is_last=number == 2,
-            helpers_cpu_seconds=helpers_seconds * number / 2,
-            helpers_runnable_count=helpers_runnable,
-            silent=[
-                {
-                    "pid": key[1],
-                    "start_ticks": key[2],
-                    "silent_seconds": 30.0 * budgets + number - 2,
-                    "longest_seconds": 1.0,
-                    "budget_seconds": 30.0,
-                }
-                for key in silent
-            ],
-            processes=[_at(one, number) for one in processes],
-        )
-    return script
-
-
-def _at(one, number):
-    frames = [list(frame) for frame in one["frames"]]
-    frames[0][2] += number if one["moves"] else 0
-    return {
-        "pid": one["key"][1],
-        "start_ticks": one["key"][2],
-        "cpu_seconds": 5.0 + one["used_seconds"] * number / 2,
-        "threads": [{"thread": "MainThread", "waits": one["waits"], "frames": frames}],
-        "error": None,
-    }
+def stacks(script, *processes, silent=(MAIN,), **options):
+    """Add a series of dumps of a silent training."""
+    return add_stacks(script, *processes, silent=silent, **options)
 
 
 def only(script):
@@ -134,6 +88,36 @@ def test_a_training_that_went_on_after_the_stacks_has_no_hang():
     script = stacks(training(), WAITING, IDLE, process(WORKERS[1], IN_A_SAMPLE, LOCK))
     script.add("batch", [{"time_ns": ns(START_SECONDS + 60), "loader": 0, "epoch": 0, "index": 10}])
     assert find_hangs(script.tables()) == []
+
+
+NETWORK = "waiting for the network (10.0.0.7:443)"
+
+
+@pytest.mark.parametrize("waits", [NETWORK, POLL, LOCK, "waiting for a child process (wget, pid 9)"])
+def test_a_worker_that_still_receives_data_is_slow_and_not_stuck(waits):
+    loading = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=0.0)
+    finding = only(stacks(training(), WAITING, IDLE, loading, budgets=9.0))
+    assert (finding.severity, finding.locus.worker) == ("info", 1)
+    assert "Worker 1 of loader 0 is slow" in finding.summary
+    assert "It received or sent data within the last 1" in finding.summary
+    assert not any("timeout" in item.text for item in finding.advice)
+
+
+@pytest.mark.parametrize(
+    ("waits", "seconds_ago"),
+    [(NETWORK, None), (NETWORK, 31.0), ("suspended (SIGSTOP or a debugger)", 0.0)],
+    ids=["a server that never answered", "a server that stopped", "a stopped worker whose socket fills"],
+)
+def test_a_worker_that_receives_nothing_any_more_hangs(waits, seconds_ago):
+    stuck = process(WORKERS[1], IN_A_SAMPLE, waits, moved_seconds_ago=seconds_ago)
+    assert only(stacks(training(), WAITING, IDLE, stuck, budgets=4.1)).severity == "critical"
+
+
+@pytest.mark.parametrize(("waits", "severity"), [(NETWORK, "info"), (LOCK, "critical")])
+def test_a_training_process_is_slow_only_if_it_waits_for_data_itself(waits, severity):
+    """Its threads hear from other services, as from a tracker of experiments, whatever the main thread does."""
+    stuck = process(MAIN, IN_MAIN, waits, moved_seconds_ago=0.0)
+    assert only(stacks(training(), stuck, IDLE, budgets=4.1)).severity == severity
 
 
 def test_a_worker_blocked_for_half_of_the_budget_is_information_and_may_hang():

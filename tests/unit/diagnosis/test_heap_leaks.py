@@ -17,7 +17,10 @@ from simulated_runs import (
     simulate,
 )
 
+from collector.diagnosis.memory.exhaustion import full_finding
+from collector.diagnosis.memory.resources import HOST_MEMORY
 from collector.diagnosis.verdict import diagnose
+from collector.findings import Limit, Locus, measurements
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MEMORY = {"main-heap-leak", "worker-heap-leak", "copy-on-read-growth", "host-oom-risk"}
@@ -379,6 +382,15 @@ def test_forecast_has_the_chance_of_the_limit_before_the_planned_end(planned, sh
     risk = next(f for f in findings_of(script) if f.kind == "host-oom-risk")
     assert risk.value_of("limit_met_before_end_ratio") == pytest.approx(share, abs=0.05)
     assert f"In {share:.0%} of the simulated futures" in risk.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("host memory", "9.8 GiB of 10 GiB at"), ("cgroup", "10 GiB (cgroup)")]
+)
+def test_a_full_memory_names_the_limit_that_is_not_the_hosts_own(name, words):
+    limit, facts = Limit(name=name, value=10 * 2**30, unit="bytes"), measurements(1, "run", a_ratio=1, b_ratio=1)
+    full = full_finding(HOST_MEMORY, limit, 9.8 * 2**30, Locus(host="node"), facts, verb="was")
+    assert words in full.summary
 
 
 def test_growth_that_takes_days_is_no_risk():

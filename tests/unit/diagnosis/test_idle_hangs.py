@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_dumps import data, fields
 from simulated_runs import MAIN, START_SECONDS, Script, ns
-from test_hang_findings import (
+from stack_events import (
     AGENT,
     FOR_A_BATCH,
     FOR_AN_INDEX,
@@ -15,11 +15,13 @@ from test_hang_findings import (
     LOCK,
     POLL,
     TORCH,
+    WORKERS,
+    add_stacks,
+    process,
 )
 
 from collector.diagnosis.deaths import find_idle_hangs
 
-WORKERS = (("node", 1000, 7000), ("node", 1001, 7001))
 RANKS = (("node", 300, 6000), ("node", 301, 6001))
 IN_BARRIER = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", "/home/me/train.py", 30]]
 AT_LOCK = [["load", "/home/me/train.py", 12]]
@@ -28,36 +30,15 @@ IN_LAUNCHER = [["sleep", f"{TORCH}/distributed/elastic/agent/server/api.py", 1]]
 IN_RUN = [["Popen._try_wait", f"{LIBRARY}/subprocess.py", 1], ["main", "/home/me/launch.py", 9]]
 
 
-def entry(key, frames, waits, parent=1):
-    return {"key": key, "frames": frames, "waits": waits, "parent": parent}
+def entry(key, frames, waits, parent=1, **more):
+    return process(key, frames, waits, parent=parent, **more)
 
 
 def idle(*processes, seconds=500.0, cpu_seconds_after=0.0):
     """Return a watched run with a series of three dumps, and its process's CPU time after it."""
     script = Script()
     script.manifest["watched"] = True
-    for number in range(3):
-        script.event(
-            START_SECONDS + 50 + number,
-            "stacks",
-            AGENT,
-            is_last=number == 2,
-            silent=[],
-            idle_seconds=seconds,
-            helpers_cpu_seconds=0.0,
-            helpers_runnable_count=0,
-            processes=[
-                {
-                    "pid": one["key"][1],
-                    "start_ticks": one["key"][2],
-                    "parent_pid": one["parent"],
-                    "cpu_seconds": 5.0,
-                    "threads": [{"thread": "MainThread", "waits": one["waits"], "frames": one["frames"]}],
-                    "error": None,
-                }
-                for one in processes
-            ],
-        )
+    add_stacks(script, *processes, idle_seconds=seconds)
     rows = [
         {
             "time_ns": ns(START_SECONDS + 52 + second),
@@ -88,6 +69,13 @@ def test_the_worker_behind_a_process_that_waits_for_a_batch_is_named(seconds, se
     assert (finding.locus.role, finding.locus.pid) == ("worker", WORKERS[1][1])
     assert "Files.__getitem__, dataset.py:41" in finding.summary
     assert "the watched process (pid 100) waits for its batch" in finding.summary
+
+
+def test_a_worker_that_still_receives_data_is_slow_and_no_warning():
+    loading = entry(WORKERS[1], IN_A_SAMPLE, POLL, MAIN[1], moved_seconds_ago=3.0)
+    (finding,) = found(idle(WAITING, IDLE, loading))
+    assert finding.severity == "info"
+    assert "is slow" in finding.summary
 
 
 def test_a_run_that_computes_again_has_no_hang():

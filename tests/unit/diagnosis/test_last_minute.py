@@ -55,6 +55,39 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
     assert "219 MiB" in told
 
 
+def test_workers_of_earlier_epochs_are_counted_and_not_listed():
+    script = killed_training()
+    earlier = [("node", 1100 + epoch, 7100 + epoch) for epoch in range(3)]
+    for epoch, worker in enumerate([*earlier, WORKER]):
+        begin = START_SECONDS + 70 + 10 * epoch
+        script.event(begin, "epoch-start", loader=0, epoch=epoch, worker_pids=[worker[1]], begun_ns=0)
+        if worker != WORKER:
+            rows = [(begin, 1), (begin + 8, 1), (begin + 9, 0)]
+            script.add(
+                "process",
+                [
+                    {
+                        "time_ns": round(seconds * 1e9),
+                        "process_pid": worker[1],
+                        "process_start_ticks": worker[2],
+                        "role": ROLE_WORKER,
+                        "loader": 0,
+                        "worker": 0,
+                        "rss_bytes": 50 * MIB,
+                        "alive": alive,
+                    }
+                    for seconds, alive in rows
+                ],
+                ("node", 90, 4900),
+            )
+    verdict = diagnose(script.tables())
+    assert [state["pid"] for state in verdict.summary["last_minute"]] == [MAIN[1], WORKER[1]]
+    assert verdict.summary["earlier_workers_count"] == 3
+    stream = io.StringIO()
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", dashboard="d"))
+    assert "3 workers of earlier epochs had ended before." in stream.getvalue()
+
+
 def test_live_run_has_no_last_minute_and_unsampled_run_has_steps():
     script = killed_training()
     del script.manifest["exit_status"]

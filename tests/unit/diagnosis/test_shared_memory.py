@@ -6,6 +6,7 @@ from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_host, samp
 
 from collector.diagnosis.deaths.deaths import find_deaths
 from collector.diagnosis.memory.shared_memory import find_shared_memory
+from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN
 
 COUNT = 60
@@ -64,6 +65,41 @@ def test_segments_that_stay_are_a_leak_of_the_run(where):
     assert [f.kind for f in leak] == ["shm-leak", "shm-exhaustion-risk"]
     assert leak[0].rate.value == pytest.approx(10 * MIB, rel=0.05)
     assert len({e.name for e in leak[0].evidence}) >= 2
+
+
+def keeping(*, private, total=64 * 1024):
+    """Return a training that keeps batches of 10 MiB/s in two tensors each, and takes private memory of its own."""
+    script = training(shm=10.0 * AT, mapped=10.0 * AT, cgroup=10.0 * AT, total=total)
+    script.parts["process"].clear()
+    held = (300 + private + NOISE / 100) * MIB
+    sample_process(
+        script, SECONDS, MAIN, ROLE_MAIN,
+        private=held, rss=held + 10.0 * AT * MIB, shm_bytes=(10.0 * AT + NOISE) * MIB, data_bytes=held,
+        fd_count=40.0 + 8 * AT, fd_limit_count=np.full(COUNT, 1e6),
+    )  # fmt: skip
+    return diagnose(script.tables()).findings
+
+
+def test_kept_batches_come_before_the_shared_memory_that_they_take():
+    first, *rest = keeping(private=FLAT)
+    assert (first.kind, first.severity) == ("fd-leak", "warning")
+    assert "keeps tensors in shared memory, as of batches from its workers" in first.summary
+    leak = next(finding for finding in rest if finding.kind == "shm-leak")
+    assert (leak.severity, leak.consequence_of, leak.locus.pid) == ("info", "fd-leak", MAIN[1])
+    assert leak.summary.endswith("It grows with what the training process keeps: fix fd-leak first.")
+
+
+def test_kept_graphs_come_before_the_batches_that_they_hold():
+    found = keeping(private=5.0 * AT)
+    assert (found[0].kind, found[0].severity) == ("main-heap-leak", "warning")
+    followers = {finding.kind: finding for finding in found if finding.consequence_of == "main-heap-leak"}
+    assert {"fd-leak", "shm-leak"} <= set(followers)
+    assert {followers[kind].severity for kind in ("fd-leak", "shm-leak")} == {"info"}
+
+
+def test_a_limit_that_kept_batches_will_meet_stays_urgent_and_names_the_cause():
+    risk = next(finding for finding in keeping(private=FLAT, total=1200) if finding.kind == "shm-exhaustion-risk")
+    assert (risk.severity, risk.consequence_of) == ("critical", "fd-leak")
 
 
 def test_segments_that_several_processes_map_are_a_leak_of_the_run():

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from simulated_runs import jittered, per_worker, simulate
+from simulated_runs import MAIN, jittered, per_worker, simulate
 
 from collector.diagnosis.loading.wait_breakdown import (
+    CORE,
     DISPATCH,
     IDLE,
     OTHER,
@@ -17,6 +18,8 @@ from collector.diagnosis.loading.wait_breakdown import (
 from collector.diagnosis.loading.worker_lanes import lanes, waits_by_position
 from collector.diagnosis.run.tables import Total
 from collector.diagnosis.tuning.stage_speedup import speed_ups, wait_summaries
+from collector.report.wording import stall
+from training_harness.records import ROLE_MAIN
 
 SLOW = {"workers": 4, "prefetch": 2, "service": jittered(0.06), "consumer": jittered(0.01), "batches": 300}
 
@@ -84,12 +87,9 @@ def test_startup_and_waiting_for_an_index_are_separate_parts():
         simulate(startup=0.7, epochs=2, persistent=False, **{**SLOW, "service": jittered(0.001)})
     )
     assert started.by_part[START] == pytest.approx(1.4)
-    script = simulate(**SLOW)
-    for batches in script.parts["batch"]:  # a sampler of 5 ms: it runs in `next`, not on the queue
-        batches["wait_ns"] += 5e6
-        batches["time_ns"] += 5e6
-        batches["blocked_ns"] = batches["wait_ns"] - 5e6
-    assert only_breakdown(script).by_part[DISPATCH] == pytest.approx(300 * 0.005, rel=0.02)
+    assert only_breakdown(with_sampler(simulate(**SLOW), 0.005)).by_part[DISPATCH] == pytest.approx(
+        300 * 0.005, rel=0.02
+    )
     inline = only_breakdown(simulate(**{**SLOW, "workers": 0}))
     assert IDLE not in inline.by_part
     assert START not in inline.by_part
@@ -103,6 +103,54 @@ def test_wait_for_a_finished_batch_is_transfer():
         batches["blocked_ns"] = batches["wait_ns"]
     seen = only_breakdown(script)
     assert seen.by_part[TRANSFER] == pytest.approx(0.9, rel=0.02)
+
+
+def with_sampler(script, seconds):
+    """Let a sampler run that long in each `next`, after the batch left the queue."""
+    for batches in script.parts["batch"]:
+        batches["wait_ns"] += seconds * 1e9
+        batches["time_ns"] += seconds * 1e9
+        batches["blocked_ns"] = batches["wait_ns"] - seconds * 1e9
+    return script
+
+
+def with_queued_main(script, ratio):
+    """Sample the training process once a second, waiting for a core for this share of its time."""
+    times = np.concatenate([rows["time_ns"] for rows in script.parts["batch"]])
+    seconds = np.arange(times.min() / 1e9 - 1, times.max() / 1e9 + 1, 0.1)
+    rows = [
+        {
+            "time_ns": round(second * 1e9),
+            "process_pid": MAIN[1],
+            "process_start_ticks": MAIN[2],
+            "role": ROLE_MAIN,
+            "run_queue_ns": round(second * 1e9 * ratio),
+            "alive": 1,
+        }
+        for second in seconds
+    ]
+    return script.add("process", rows, ("node", 90, 4900))
+
+
+def test_waits_for_a_core_are_neither_the_samplers_nor_the_transfers():
+    quick = {**SLOW, "service": jittered(0.001)}
+    free = only_breakdown(with_queued_main(with_sampler(simulate(**quick), 0.005), 0.0))
+    crowded = only_breakdown(with_queued_main(with_sampler(simulate(**quick), 0.005), 0.6))
+    assert CORE not in free.by_part
+    total = free.by_part[DISPATCH]
+    assert crowded.by_part[CORE] == pytest.approx(0.6 * total, rel=0.05), "the training hardly ever sleeps"
+    assert crowded.by_part[CORE] + crowded.by_part[DISPATCH] == pytest.approx(total)
+
+
+def test_a_transfer_waits_for_a_core_as_much_as_its_worker_does():
+    script = simulate(**{**SLOW, "service": jittered(0.001), "split": (0.25, 0.75, 0.0)})
+    for batches in script.parts["batch"]:
+        batches["wait_ns"] += 3e6
+        batches["time_ns"] += 3e6
+        batches["blocked_ns"] = batches["wait_ns"]
+    seen = only_breakdown(script)
+    assert seen.by_part[CORE] == pytest.approx(3 * seen.by_part[TRANSFER])
+    assert "waiting for a core 75%" in stall(wait_summaries(script.tables())[0])
 
 
 def test_slow_worker_blocks_batches_that_are_ready():

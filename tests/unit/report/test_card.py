@@ -114,6 +114,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
             "outside_step": None,
             "overhead": {"collector_cpu_ratio": math.nan, "collector_private_dirty_bytes": 79 * MIB},
             "last_minute": [],
+            "earlier_workers_count": 0,
         },
     }
     return Verdict(**(values | changes))
@@ -238,6 +239,7 @@ def test_unknown_values_are_a_dash_not_zero():
         "outside_step": None,
         "overhead": {"collector_cpu_ratio": None, "collector_private_dirty_bytes": None},
         "last_minute": [],
+        "earlier_workers_count": 0,
     }
     text = card(verdict(summary=unknown, duration_seconds=None))
     assert "finished, exit status 0 · — · 1,200 steps" in text

@@ -18,6 +18,7 @@ from typing import Any
 
 from training_harness import session
 from training_harness.hooks.loading import worker
+from training_harness.hooks.loading.errors import LoaderErrors
 from training_harness.hooks.loading.fetch_meter import FetchMeter
 from training_harness.hooks.loading.loader_ids import LoaderInfo, LoaderRegistry, is_iterable
 from training_harness.hooks.patching import Hook
@@ -81,6 +82,7 @@ class LoaderHook(Hook):
         #: Threads that are making a batch themselves.
         self.fetching: set[int] = set()
         self._registry: LoaderRegistry | None = None
+        self._errors = LoaderErrors()
         self._meters = threading.local()
 
     def on_iterator(self, iterator: Any, loader: Any, begun_ns: int) -> None:
@@ -92,7 +94,8 @@ class LoaderHook(Hook):
         self.progress.follow_batches(has_optimizer=has_optimizer())
         if self._registry is None or self._registry.session is not current:
             self._registry = LoaderRegistry(current)
-            current.before_farewell = self.note_last_deaths
+            current.before_farewell = self.note_last_events
+            self._errors = LoaderErrors()
         info = self._registry.info(loader, iterator)
         state = IterState(info, loader, begun_ns)
         state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
@@ -200,8 +203,15 @@ class LoaderHook(Hook):
         meter.begin()
         return meter
 
-    def note_last_deaths(self) -> None:
-        """Record deaths for iterators that user code, or a traceback, holds until the process ends."""
+    def note_error(self, state: IterState, error: BaseException) -> None:
+        """Count an exception that `next()` raised, which the loop may catch."""
+        if session.active is not None:
+            self._errors.note(session.active, state.info.number, error)
+
+    def note_last_events(self) -> None:
+        """Record counts of errors, and deaths for iterators that user code, or a traceback, holds until the end."""
+        if session.active is not None:
+            self.attempt(self._errors.flush, session.active)
         for state in list(states.values()):
             if (iterator := state.iterator()) is not None:
                 self.attempt(self.note_deaths, iterator, have_ended=True)

@@ -1,0 +1,69 @@
+"""Find exceptions that a DataLoader raised and the training caught: it goes on without those batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from collector.diagnosis.run.columns import floats, key_of, step_at, whole, written
+from collector.diagnosis.run.lifecycle import Lifecycle, lifecycle_of
+from collector.diagnosis.run.processes import fact, rank_of
+from collector.diagnosis.run.tables import RunTables
+from collector.findings import Advice, Finding, Locus
+from collector.store import ProcessKey
+from collector.units import number, plain_text
+
+#: Most findings, those of the most errors.
+_MOST_FINDINGS = 3
+_LOOK = Advice(
+    text="Look at the samples that raise it: print their index where the exception is caught",
+    expected="the training leaves nothing out unnoticed",
+)
+
+
+def find_caught_errors(tables: RunTables) -> list[Finding]:
+    """Find `caught-errors`: one finding for each loader, type of exception and line."""
+    life = lifecycle_of(tables)
+    newest: dict[tuple[ProcessKey, int | None, str, str | None], list[Mapping[str, Any]]] = {}
+    for event in tables.events_of("loader-error"):
+        if key := key_of(event):
+            place = key, whole(event.get("loader")), str(event.get("type")), event.get("site")
+            newest.setdefault(place, []).append(event)
+    counted = [(_caught_count(life, key, events[-1]), key, events) for (key, *_), events in newest.items()]
+    counted.sort(key=lambda item: -item[0])
+    return [_finding(tables, count, key, events) for count, key, events in counted[:_MOST_FINDINGS] if count > 0]
+
+
+def _caught_count(life: Lifecycle, key: ProcessKey, event: Mapping[str, Any]) -> int:
+    """Return how many of these errors the training caught: one that it did not catch ended it."""
+    count, uncaught = whole(event.get("count")) or 0, life.exceptions.get(key)
+    if uncaught is None or uncaught.get("type") != event.get("type"):
+        return count
+    is_of_worker = "in DataLoader worker process" in str(uncaught.get("message"))
+    is_this = is_of_worker if event.get("in_worker") else uncaught.get("site") == event.get("site")
+    return count - 1 if is_this else count
+
+
+def _finding(tables: RunTables, count: int, key: ProcessKey, events: list[Mapping[str, Any]]) -> Finding:
+    event, loader = events[-1], whole(events[-1].get("loader"))
+    site = os.path.basename(str(event["site"])) if event.get("site") else ""
+    message = plain_text(str(next((one["message"] for one in reversed(events) if one.get("message")), "")))
+    batches = floats(written(tables, "batch", key), "loader")
+    where = "A worker of loader" if event.get("in_worker") else "Loader"
+    times = "once" if count == 1 else f"{number(count)} times"
+    return Finding(
+        kind="caught-errors",
+        severity="info",
+        confidence=0.95,
+        summary=f"{where} {loader} raised {event.get('type')}{f' at {site}' if site else ''} {times}, and the "
+        f"training caught it: {'that batch is' if count == 1 else 'those batches are'} missing.",
+        locus=Locus(host=key[0], rank=rank_of(tables, key), role="main", pid=key[1], loader=loader),
+        since_step=step_at(tables, key, float(events[0]["time_ns"])),
+        evidence=(
+            fact("caught_errors_count", count, "run"),
+            fact("batches_count", int((batches == loader).sum()), "of this loader, recorded"),
+            *([fact("exception", message[:200], "the last one recorded")] if message else []),
+        ),
+        advice=(_LOOK,),
+    )

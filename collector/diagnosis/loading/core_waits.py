@@ -1,0 +1,59 @@
+"""Time in which threads of a loop were ready to run but had no core.
+
+The kernel counts it for each thread (`/proc/PID/schedstat`). It is read for the main thread of a training process
+at each sample, and for a worker over each fetch, but not while a batch is handed over. So a thread is taken to wait
+for a core then as much as at other times at which it does not sleep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.run.columns import floats, sampled
+from collector.diagnosis.run.tables import RunTables
+from collector.store import ProcessKey
+
+_MIN_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CoreWaits:
+    """Shares of the time in which a thread does not sleep that it waits for a core; 0 where not known.
+
+    Attributes:
+        in_loop: of the training's main thread, outside the result queue.
+        in_workers: of the workers' threads.
+    """
+
+    in_loop: float
+    in_workers: float
+
+
+def core_waits(tables: RunTables, loop: Loop) -> CoreWaits:
+    """Return how much the threads of a loop wait for a core, over its batches."""
+    times, waits, blocked = (floats(loop.batches, name) for name in ("time_ns", "wait_ns", "blocked_ns"))
+    queued, _ = queued_ratio(tables, loop.main, float(times.min()), float(times.max()))
+    asleep_ns = float(np.nansum(np.minimum(blocked, waits)))
+    span_ns = float(np.ptp(times))
+    awake_ns = max(span_ns - asleep_ns, queued * span_ns, 1.0)
+    run_queue, cpu = floats(loop.fetches, "run_queue_ns"), floats(loop.fetches, "cpu_ns")
+    known = np.isfinite(run_queue) & np.isfinite(cpu)
+    ready_ns = float((run_queue[known] + cpu[known]).sum())
+    return CoreWaits(
+        in_loop=queued * span_ns / awake_ns,
+        in_workers=float(run_queue[known].sum()) / ready_ns if ready_ns else 0.0,
+    )
+
+
+def queued_ratio(tables: RunTables, main: ProcessKey, begin_ns: float, end_ns: float) -> tuple[float, int]:
+    """Return (share of the window that a main thread waited for a core, number of samples); (0, 0) if unknown."""
+    samples = sampled(tables, main)
+    times, queued = floats(samples, "time_ns"), floats(samples, "run_queue_ns")
+    inside = np.isfinite(queued) & (times >= begin_ns) & (times <= end_ns)
+    if inside.sum() < _MIN_SAMPLES:
+        return 0.0, 0
+    times, queued = times[inside], queued[inside]
+    return float((queued[-1] - queued[0]) / (times[-1] - times[0])), len(times)

@@ -1,0 +1,50 @@
+"""Exceptions that a training caught from its DataLoaders, from the events that its process wrote."""
+
+from __future__ import annotations
+
+import pytest
+from simulated_runs import MAIN, START_SECONDS, start_training
+
+from collector.diagnosis.loading.caught_errors import find_caught_errors
+
+SITE = "/home/me/dataset.py:41, in __getitem__"
+
+
+def failed(
+    script, seconds, count, *, name="ValueError", loader=0, in_worker=True, site=SITE, message="no such file"
+):
+    fields = {"type": name, "message": message, "site": site, "in_worker": in_worker, "count": count}
+    return script.event(START_SECONDS + seconds, "loader-error", loader=loader, **fields)
+
+
+def test_the_newest_count_of_each_type_line_and_loader_makes_a_finding():
+    script = start_training()
+    for seconds, count in ((1, 1), (2, 2), (9, 37)):
+        failed(script, seconds, count, message="no such file" if count < 37 else None)
+    failed(script, 3, 1, name="KeyError", in_worker=False, loader=1)
+    first, second = find_caught_errors(script.tables())
+    assert first.summary == (
+        "A worker of loader 0 raised ValueError at dataset.py:41, in __getitem__ 37 times, and the training caught "
+        "it: those batches are missing."
+    )
+    assert {fact.name: fact.value for fact in first.evidence}["exception"] == "no such file"
+    assert second.summary.startswith("Loader 1 raised KeyError at dataset.py:41, in __getitem__ once")
+    assert second.value_of("caught_errors_count") == 1
+
+
+@pytest.mark.parametrize(("count", "caught"), [(1, None), (5, 4)])
+def test_the_error_that_ended_the_training_was_not_caught(count, caught):
+    script = failed(start_training(), 5, count)
+    message = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback"
+    script.event(
+        START_SECONDS + 5, "exception", MAIN, type="ValueError", message=message, site="train.py:9, in main"
+    )
+    found = find_caught_errors(script.tables())
+    assert [finding.value_of("caught_errors_count") for finding in found] == ([] if caught is None else [caught])
+
+
+def test_an_uncaught_error_of_another_line_takes_nothing_from_the_count():
+    script = failed(start_training(), 5, 3, in_worker=False)
+    script.event(START_SECONDS + 6, "exception", MAIN, type="ValueError", message="odd", site="train.py:9, in main")
+    (finding,) = find_caught_errors(script.tables())
+    assert finding.value_of("caught_errors_count") == 3
