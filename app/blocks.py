@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -104,11 +104,13 @@ class Findings:
     Attributes:
         findings: the findings.
         leads_away: the links lead to the page that shows the evidence, not to this one.
+        params: the parameters of an address that select the run and its part, for a link opened in a new tab.
 
     """
 
     findings: Sequence[Finding]
     leads_away: bool = False
+    params: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,7 @@ def _draw_link(finding: Finding, block: Findings) -> None:
     if not (block.leads_away or window):
         return
     words = f"See {page.title}" if block.leads_away else "Show it in the charts"
-    params = {}
+    params = dict(block.params)
     if window:
         params[FOCUS] = "{:.0f}-{:.0f}".format(*window)
         words += ": {:.0f} to {:.0f} s".format(*window)

@@ -56,7 +56,7 @@ class Selection:
 class Moment:
     """The input of every panel: one run at one moment, and the runs that it is compared with.
 
-    `findings` are those of the view.
+    `findings` are those of the view. `params` are the parameters of the address that select the same on any page.
     """
 
     run: Run
@@ -71,6 +71,7 @@ class Moment:
     loaders: tuple[int, ...]
     loader: int | None
     address: Callable[[Page], str]
+    params: Mapping[str, str]
     focus: tuple[float, float] | None = None
     others: tuple[Moment, ...] = ()
     _values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -141,7 +142,7 @@ class View:
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings)
+        yield Findings(findings=moment.findings, params=moment.params)
 
 
 #: The findings of the view.
@@ -191,19 +192,25 @@ def moment_of(
         loaders=tuple(loaders),
         loader=loader if loader in loaders else loaders[0] if loaders else None,
         address=lambda page: "" if page.path == view.name else address(page),
+        params=params_of(selection),
         focus=selection.focus,
     )
 
 
 def address_of(selection: Selection, page: Page) -> str:
     """Return the address of a page for the same selection, relative to any other page. The page is live there."""
+    return f"{page.path}?{urlencode(params_of(selection))}"
+
+
+def params_of(selection: Selection) -> dict[str, str]:
+    """Return the parameters of an address for the same selection, without the defaults."""
     params = {
         "run": selection.run.run_id,
         "rank": selection.rank,
         "window": None if selection.window == "run" else WINDOW_WORDS[selection.window],
         "x": None if selection.axis == "elapsed" else selection.axis,
     }
-    return f"{page.path}?{urlencode({name: value for name, value in params.items() if value is not None})}"
+    return {name: str(value) for name, value in params.items() if value is not None}
 
 
 def build(panel: Panel, moment: Moment) -> list[Block] | str:

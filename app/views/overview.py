@@ -35,7 +35,7 @@ def _answer(moment: Moment) -> str:
 
 def _headline(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings, leads_away=True)
+        yield Findings(findings=moment.findings, leads_away=True, params=moment.params)
 
 
 def _checks(moment: Moment) -> Iterator[Block]:

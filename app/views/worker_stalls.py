@@ -14,9 +14,9 @@ from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
-from collector.diagnosis.loading import heaviest_lines, lanes, waits_by_position
+from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import KINDS, Finding, Locus
+from collector.findings import KINDS, Finding, Locus, WaitingLine
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, duration, number, percent, quantity
@@ -127,7 +127,7 @@ def _lines(moment: Moment) -> Iterator[Block]:
         yield awaited.flame_graph(found[0], moment.theme)
         if awaited.has_stages(found[0]):
             yield awaited.flame_graph(found[0], moment.theme, by_stage=True)
-        lines = heaviest_lines(found[0], moment.manifest.get("cwd"))
+        lines = _lines_of(found[0], moment.all_findings)
         yield moment.table(
             "lines",
             f"Largest lines: shares of {report.samples(found[0])}.",
@@ -147,6 +147,12 @@ def _lines(moment: Moment) -> Iterator[Block]:
             "No lines are named: this run has no series of stacks, or too few samples. To name them:",
             command=NAME_LINES,
         )
+
+
+def _lines_of(awaited: AwaitedTime, findings: Sequence[Finding]) -> Sequence[WaitingLine]:
+    """Return the lines that the finding about this time names."""
+    place = (awaited.kind, awaited.locus)
+    return next((finding.waits_in for finding in findings if (finding.kind, finding.locus) == place), ())
 
 
 def _is_at(where: Locus, loader: int | None, rank: int | None) -> bool:
