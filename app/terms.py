@@ -50,6 +50,11 @@ def explain_terms(text: str) -> str | None:
     explanations = [
         f"[**{term}**]({PATH}#{anchor(term)}): {meaning}"
         for term, meaning in TERMS.items()
-        if re.search(rf"\b{re.escape(term).replace(r'\ ', '[ _]')}\b", text)
+        if _has_term(text, term)
     ]
     return "\n\n".join(explanations) or None
+
+
+def _has_term(text: str, term: str) -> bool:
+    words = re.escape(term).replace(r"\ ", "[ _]")  # settings have `_` between their words
+    return re.search(rf"\b{words}\b", text) is not None

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -143,7 +144,7 @@ def test_every_view_shows_the_state_and_the_next_command(monkeypatch, tmp_path, 
             checked_figures(at, view)
             assert all(chart.proto.alt for chart in at.get("plotly_chart"))
             assert at.header[0].value.endswith("?")
-            assert "data as of" in said
+            assert "data as of" in said or re.search(r"ended \d+ (s|min|h|d) ago", said)
         elif state.shows is False:
             assert not figures(at), view
 
