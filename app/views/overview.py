@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -208,13 +209,12 @@ def _limit_words(limit: Mapping[str, Any]) -> str:
 
 
 def _host_peak(moment: Moment) -> Metric:
-    peak = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict else None
     tightest = queries.tightest_limit(moment.snapshot) or {}
-    capacity, where = tightest.get("capacity_bytes"), "of the run"
-    if _hosts_count(moment) > 1:  # the limit is per host, so a sum over hosts has none
-        host = tightest["host"]
-        by_role = queries.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
-        peak, where = by_role.drop(columns="elapsed_seconds").sum(axis=1).max(), f"on {host}"
+    # The limit is per host, so a sum over hosts has none.
+    capacity, host = tightest.get("capacity_bytes"), tightest["host"] if _hosts_count(moment) > 1 else None
+    all_ranks = replace(moment.whole, rank=None)
+    by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
+    peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
     share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity else ""
     return Metric(
         "Peak host memory (PSS)",

@@ -22,10 +22,12 @@ from collector.store.queries.process_memory import (
     process_lines,
     process_metric,
     processes,
+    sum_processes,
     tightest_limit,
     training,
 )
 from collector.store.queries.spans import (
+    PULSE_STREAMS,
     WINDOWS,
     Extent,
     Memo,
@@ -43,6 +45,7 @@ from collector.store.rollups.tables import EXACT_QUANTILE_ROWS
 
 __all__ = [
     "EXACT_QUANTILE_ROWS",
+    "PULSE_STREAMS",
     "WINDOWS",
     "Extent",
     "Lines",
@@ -80,6 +83,7 @@ __all__ = [
     "step_summary",
     "steps",
     "steps_elapsed",
+    "sum_processes",
     "throughput",
     "tightest_limit",
     "training",

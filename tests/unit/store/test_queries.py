@@ -162,7 +162,7 @@ def test_process_counts_from_its_first_sample_before_smaps(tmp_path):
 
         class Late:
             def query(self, sql, params=None):
-                return snapshot.query(sql.replace("pss_bytes_high", late), params)
+                return snapshot.query(sql.replace("pss_bytes_high)", f"{late})"), params)
 
         table = process_memory.memory_by_role(Late(), within, "pss_bytes")
     assert (table["main"] > 0).all()
