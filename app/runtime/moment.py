@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import pandas as pd
 
 from app.blocks import Block, Findings, Table, evidence_page, needs_attention
-from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed, zoom
+from app.figures.axis import ZOOM_MARGIN, Mark, add_marks, convert_axis, scale_elapsed, zoom
 from app.figures.base import Axis, Chart, TimeChart
 from app.figures.devices import device_names
 from app.format import first_line
@@ -95,6 +95,16 @@ class Moment:
     def is_running(self) -> bool:
         """True if the verdict says that the run goes on."""
         return self.verdict is not None and self.verdict.status == "running"
+
+    def zoomed(self, read: Callable[[Span], pd.DataFrame]) -> pd.DataFrame:
+        """Return a table of what charts show: of the time that they zoom to, unless it has no row there."""
+        if self.focus is None:
+            return read(self.span)
+        begin, end = (self.span.origin_ns + round(seconds * 1e9) for seconds in self.focus)
+        margin = round(ZOOM_MARGIN * (end - begin))
+        from_ns, to_ns = max(self.span.from_ns, begin - margin), min(self.span.to_ns, end + margin)
+        near = read(replace(self.span, from_ns=from_ns, to_ns=max(from_ns, to_ns)))
+        return near if len(near) else read(self.span)
 
     def table(self, name: str, caption: str, columns: Any) -> Table:
         """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own."""

@@ -88,7 +88,7 @@ def _host_memory(moment: Moment) -> Iterator[Block]:
 
 
 def _step_time(moment: Moment) -> Iterator[Block]:
-    table = queries.steps(moment.snapshot, moment.span)
+    table = moment.zoomed(lambda span: queries.steps(moment.snapshot, span))
     if table.empty:
         yield Note("No step in this window, so there is no step time to split.")
         return

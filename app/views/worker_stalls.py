@@ -198,15 +198,16 @@ def _heat(moment: Moment) -> Iterator[Block]:
 
 
 def _waits(moment: Moment) -> Iterator[Block]:
-    if moment.loader is None:
+    if (loader := moment.loader) is None:
         return
-    batches = queries.batch_lines(moment.snapshot, moment.span, moment.loader)
-    if batches["wait"].points.empty:
+    waits = moment.zoomed(lambda span: queries.batch_waits(moment.snapshot, span, loader))
+    if waits.empty:
         yield Note("No batch was yielded to the training loop in this window.")
         return
     split = _split(moment)
     inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
-    yield workers.waits(batches, moment.theme, inline=inline)
+    queue = queries.queue_lines(moment.snapshot, moment.span, loader)
+    yield workers.waits(waits, queue, moment.theme, inline=inline)
 
 
 def _table(moment: Moment) -> Iterator[Block]:

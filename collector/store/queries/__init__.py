@@ -4,9 +4,10 @@ from collector.store.queries.collector_health import agent_summary, collector_li
 from collector.store.queries.gpu_memory import cache_flushes, cuda_errors, device_grid, device_lines, devices
 from collector.store.queries.lines import Lines
 from collector.store.queries.loading import (
-    batch_lines,
+    batch_waits,
     fetch_heat,
     loaders,
+    queue_lines,
     starts,
     throughput,
     used_loaders,
@@ -54,7 +55,7 @@ __all__ = [
     "Span",
     "Window",
     "agent_summary",
-    "batch_lines",
+    "batch_waits",
     "cache_flushes",
     "collector_lines",
     "cuda_errors",
@@ -75,6 +76,7 @@ __all__ = [
     "process_lines",
     "process_metric",
     "processes",
+    "queue_lines",
     "rank_steps",
     "span",
     "starts",

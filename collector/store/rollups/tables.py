@@ -64,6 +64,7 @@ _STREAM_ROLLUPS = (
             total("samples_count"),
             aggregate("samples_count_first", "first", "samples_count"),
         ),
+        sample="wait_ns",
         most_buckets=500,
     ),
     Rollup(
