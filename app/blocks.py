@@ -133,7 +133,15 @@ class Widget:
     initial: Callable[[], Sequence[Block]]
 
 
-Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Blocks that are folded away until a reader asks for them: they keep a page short, above all on a phone."""
+
+    label: str
+    blocks: Sequence[Block]
+
+
+Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget | Fold
 
 
 def draw(block: Block, key: str) -> None:
@@ -178,6 +186,10 @@ def draw(block: Block, key: str) -> None:
                 st.code(block.lines, language=None, wrap_lines=True)
         case Widget():
             st.fragment(block.draw)(key)
+        case Fold():
+            with st.expander(plain(block.label), icon=":material/bar_chart:"):
+                for place, inner in enumerate(block.blocks):
+                    draw(inner, f"{key}-{place}")
 
 
 def sheet(table: pd.DataFrame) -> str:

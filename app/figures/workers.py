@@ -149,7 +149,7 @@ def waits(batches: pd.DataFrame, queue: Mapping[str, Lines], theme: Theme, *, in
     A loader without workers has no queue, so its chart has no lower part.
     """
     counts = {name: lines.points for name, lines in queue.items() if len(lines.points)}
-    figure = over_time(theme, y_title="wait (ms)", height=440 if counts else 300)
+    figure = over_time(theme, y_title="wait (ms)", height=340 if counts else 260)
     if counts:  # two plots share one axis of time
         lower = {"title": axis_title("batches (count)"), "rangemode": "tozero", "automargin": True}
         figure.update_layout(
@@ -262,7 +262,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
 
 def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the waits by position in the round: the training waits for the worker of a position that stands out."""
-    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=440)
+    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=340)
     labels = [
         str(position) if position == worker else f"{position}: worker {worker}"
         for position, worker in zip(table["position"], table["worker"], strict=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Table, evidence_page, needs_attention
+from app.blocks import Block, Findings, Fold, Table, evidence_page, needs_attention
 from app.figures.axis import ZOOM_MARGIN, Mark, add_marks, convert_axis, scale_elapsed, zoom
 from app.figures.base import Axis, Chart, TimeChart
 from app.figures.devices import device_names
@@ -243,6 +243,8 @@ def answer_of(view: View, moment: Moment) -> str:
 
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
+    if isinstance(block, Fold):
+        return replace(block, blocks=[_finish(inner, moment) for inner in block.blocks])
     if isinstance(block, Chart):
         focus = [] if moment.focus is None else [str(moment.focus)]
         block.keep_view(" ".join([*(run.run_id for run in (moment, *moment.others)), *focus]))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pandas as pd
 
-from app.blocks import Block, Metric, Metrics, Note, Widget, answer
+from app.blocks import Block, Fold, Metric, Metrics, Note, Widget, answer
 from app.figures import awaited, workers
 from app.runtime.loading import Recent, recent
 from app.runtime.moment import FINDINGS, Moment, Panel, View
@@ -126,7 +126,8 @@ def _lines(moment: Moment) -> Iterator[Block]:
     if found:
         yield awaited.flame_graph(found[0], moment.theme)
         if awaited.has_stages(found[0]):
-            yield awaited.flame_graph(found[0], moment.theme, by_stage=True)
+            by_stage = awaited.flame_graph(found[0], moment.theme, by_stage=True)
+            yield Fold(label="The same lines, by stage", blocks=[by_stage])
         lines = _lines_of(found[0], moment.all_findings)
         yield moment.table(
             "lines",
@@ -174,27 +175,27 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _stages(moment: Moment) -> Iterator[Block]:
-    split = _split(moment)
-    if split is not None:
-        yield workers.stages(split, moment.theme)
+def _time_of_workers(moment: Moment) -> Iterator[Block]:
+    """Fold away how the workers spend their time: the whole, the fetches, and each worker over time."""
+    if charts := [*_split_charts(moment), *_heat(moment)]:
+        yield Fold(label="How does each worker spend its time?", blocks=charts)
 
 
-def _causes(moment: Moment) -> Iterator[Block]:
+def _split_charts(moment: Moment) -> Iterator[Block]:
     split = _split(moment)
     if split is None:
         return
+    yield workers.stages(split, moment.theme)
     if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
         yield Note("CPU time per fetch was not measured here.")
-        return
-    yield workers.causes(split, moment.theme)
+    else:
+        yield workers.causes(split, moment.theme)
 
 
 def _heat(moment: Moment) -> Iterator[Block]:
-    if moment.loader is None:
-        return
-    fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
-    yield workers.heat(fetches, moment.theme)
+    if moment.loader is not None:
+        fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
+        yield workers.heat(fetches, moment.theme)
 
 
 def _waits(moment: Moment) -> Iterator[Block]:
@@ -292,9 +293,8 @@ VIEW = View(
         (Panel("Lines", _lines),),
         (Panel("Lanes", _wait_lanes),),
         (Panel("Fold", _waits_by_round_position), Panel("Waits", _waits, turn=1)),
-        (Panel("Worker time", _stages, turn=1), Panel("Fetch time", _causes, turn=1)),
-        (Panel("Fetch time by worker", _heat, turn=1),),
         (Panel("Other settings", _other_settings),),
+        (Panel("Time of workers", _time_of_workers, turn=1),),
         (Panel("Workers", _table, turn=1),),
     ),
 )
