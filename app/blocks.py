@@ -103,13 +103,13 @@ class Findings:
 
     Attributes:
         findings: the findings.
-        leads_away: the links lead to the page that shows the evidence, not to this one.
+        page: path of the page that they are on; the link of a finding leads to the page that shows its evidence.
         params: the parameters of an address that select the run and its part, for a link opened in a new tab.
 
     """
 
     findings: Sequence[Finding]
-    leads_away: bool = False
+    page: str = ""
     params: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -302,9 +302,10 @@ def _draw_finding(finding: Finding, block: Findings) -> None:
 def _draw_link(finding: Finding, block: Findings) -> None:
     """Draw the link to the evidence: its page, and the time that the charts zoom to."""
     page, window = evidence_page(finding), finding.window_seconds
-    if not (block.leads_away or window):
+    is_here = page.path == block.page
+    if is_here and not window:
         return
-    words = f"See {page.title}" if block.leads_away else "Show it in the charts"
+    words = "Show it in the charts" if is_here else f"See {page.title}"
     params = dict(block.params)
     if window:
         params[FOCUS] = "{:.0f}-{:.0f}".format(*window)

@@ -174,7 +174,8 @@ def waits(batches: pd.DataFrame, queue: Mapping[str, Lines], theme: Theme, *, in
         caption += (
             " Parked: arrived before their turn. Ready: in the queue. Outstanding: requested, not yet received."
         )
-    title = "How long does training wait for a batch, and how many were ready?"
+    title = "How long does training wait for a batch"
+    title += ", and how many were ready?" if counts else "?"
     return TimeChart(title=title, figure=figure, caption=caption)
 
 

@@ -115,9 +115,10 @@ class Drawing:
                 st.rerun()  # with the timer: the files of a finished run changed while it was read
             self._problems = self._draw_top(content)
         why_not = content.verdict.why_not
-        for row in content.rows[self._rows_count :]:
+        for whole_row in content.rows[self._rows_count :]:
+            row = [(name, blocks) for name, blocks in whole_row if blocks]  # a panel without blocks leaves no hole
             _let_paint(row)
-            columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
+            columns = st.columns(len(row)) if len(row) > 1 else [st.container() for _ in row]
             for (name, blocks), column in zip(row, columns, strict=True):
                 with column:
                     _draw_panel(self.view, name, "as above" if blocks == why_not else blocks)

@@ -56,7 +56,8 @@ class Selection:
 class Moment:
     """The input of every panel: one run at one moment, and the runs that it is compared with.
 
-    `findings` are those of the view. `params` are the parameters of the address that select the same on any page.
+    `findings` are those of the view, whose path is `page`. `params` are the parameters of an address that select
+    the same on any page.
     """
 
     run: Run
@@ -70,6 +71,7 @@ class Moment:
     axis: Axis
     loaders: tuple[int, ...]
     loader: int | None
+    page: str
     address: Callable[[Page], str]
     params: Mapping[str, str]
     focus: tuple[float, float] | None = None
@@ -152,7 +154,7 @@ class View:
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings, params=moment.params)
+        yield Findings(findings=moment.findings, page=moment.page, params=moment.params)
 
 
 #: The findings of the view.
@@ -201,6 +203,7 @@ def moment_of(
         axis=selection.axis,
         loaders=tuple(loaders),
         loader=loader if loader in loaders else loaders[0] if loaders else None,
+        page=view.name,
         address=lambda page: "" if page.path == view.name else address(page),
         params=params_of(selection),
         focus=selection.focus,

@@ -76,7 +76,7 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
             f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. The Overview has it over the whole run",
         ),
         Metric(
-            "Mostly for",
+            "Waits mostly for",
             f"{report.part(most)} {percent(seconds / waited)}",
             "What the worker of the awaited batch was doing; Pipeline stages shows the full split",
         ),
@@ -101,14 +101,12 @@ def _wait_lanes(moment: Moment) -> Iterator[Block]:
 
 
 def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
-    """Draw the waits by position in the round; say why if there are none, so that the row has no hole."""
+    """Draw the waits by position in the round; say why if there are none."""
     recent_loop = recent(moment)
-    if recent_loop is None:
+    if recent_loop is None or not recent_loop.seen.loop.num_workers:
         return
     loop = recent_loop.seen.loop
-    if not loop.num_workers:
-        yield Note("No worker is waited for: the training process makes its batches itself (num_workers = 0).")
-    elif len(table := waits_by_position(recent_loop.seen)):
+    if len(table := waits_by_position(recent_loop.seen)):
         yield workers.waits_by_position(table, moment.theme)
     else:
         text = (
@@ -177,25 +175,23 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
 
 def _time_of_workers(moment: Moment) -> Iterator[Block]:
     """Fold away how the workers spend their time: the whole, the fetches, and each worker over time."""
-    if charts := [*_split_charts(moment), *_heat(moment)]:
-        yield Fold(label="How does each worker spend its time?", blocks=charts)
-
-
-def _split_charts(moment: Moment) -> Iterator[Block]:
     split = _split(moment)
-    if split is None:
+    if split is None or moment.loader is None:
         return
-    yield workers.stages(split, moment.theme)
+    inline = _is_inline(split)
+    charts: list[Block] = [] if inline else [workers.stages(split, moment.theme)]
     if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
-        yield Note("CPU time per fetch was not measured here.")
+        charts.append(Note("CPU time per fetch was not measured here."))
     else:
-        yield workers.causes(split, moment.theme)
-
-
-def _heat(moment: Moment) -> Iterator[Block]:
-    if moment.loader is not None:
+        charts.append(workers.causes(split, moment.theme))
+    if not inline:
         fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
-        yield workers.heat(fetches, moment.theme)
+        charts.append(workers.heat(fetches, moment.theme))
+    yield Fold(label="What limits a fetch?" if inline else "How does each worker spend its time?", blocks=charts)
+
+
+def _is_inline(split: pd.DataFrame) -> bool:
+    return bool((split["worker"] == INLINE_WORKER).all())
 
 
 def _waits(moment: Moment) -> Iterator[Block]:
@@ -206,7 +202,7 @@ def _waits(moment: Moment) -> Iterator[Block]:
         yield Note("No batch was yielded to the training loop in this window.")
         return
     split = _split(moment)
-    inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
+    inline = split is not None and _is_inline(split)
     queue = queries.queue_lines(moment.snapshot, moment.span, loader)
     yield workers.waits(waits, queue, moment.theme, inline=inline)
 

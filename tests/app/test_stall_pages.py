@@ -114,9 +114,14 @@ def test_run_with_few_batches_explains_missing_figures(monkeypatch, few_batches_
     assert "No worker can be named yet" in page
 
 
-def test_inline_loading_explains_the_missing_timeline(monkeypatch, homes):
+def test_inline_loading_has_no_charts_of_workers(monkeypatch, homes):
     at = open_view(monkeypatch, homes["inline"], "worker_stalls")
-    assert "No worker is waited for: the training process makes its batches itself" in texts(at)
+    said = texts(at)
+    assert "batches are made inline, in the training process (num_workers = 0)" in said
+    assert "**How long does training wait for a batch?**" in said
+    for title in ("Which worker makes training wait?", "What does each worker do", "Which worker is slow"):
+        assert title not in said
+    assert at.dataframe[0].value["Fetch p50"].tolist() != ["—"]
 
 
 def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
