@@ -158,7 +158,7 @@ def assert_same(found, expected):
     waits, raw = (each["waits"].set_index("elapsed_seconds") for each in (tables, raw_tables))
     bucket_seconds = waits.index.to_series().diff().max()
     assert waits["longest_ms"].idxmax() == pytest.approx(raw["longest_ms"].idxmax(), abs=bucket_seconds)
-    assert waits["median_ms"].median() == pytest.approx(raw["median_ms"].median(), rel=0.1)
+    assert waits["median_ms"].median() == pytest.approx(raw["median_ms"].median(), rel=0.25)  # two values each
     for name, summed, highest in (
         ("steps", "n", "slowest_ms"),
         ("heat", "n", "fetch_ms"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from collector.store.queries.lines import LINE_BUCKETS, Lines, rollup_lines
+from collector.store.queries.lines import Lines, rollup_lines
 from collector.store.queries.spans import (
     GRID_BUCKETS,
     GRID_STEP_NS,
@@ -152,7 +152,7 @@ def batch_waits(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
 def queue_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
     """Return lines over the batches yielded: how many were parked, ready and outstanding."""
     columns = ("parked_count", "ready_count", "outstanding_count")
-    source, width = bucket_source(snapshot, within, "batch", LINE_BUCKETS // 2)
+    source, width = bucket_source(snapshot, within, "batch", MOST_GROUPS)
     where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
     by_column = rollup_lines(snapshot, within, source, columns, where=where, series="''", width=width)
     return {name.rpartition("_")[0]: lines for name, lines in by_column.items()}
