@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -103,12 +103,14 @@ class Findings:
 
     Attributes:
         findings: the findings.
-        leads_away: the links lead to the page that shows the evidence, not to this one.
+        page: path of the page that they are on; the link of a finding leads to the page that shows its evidence.
+        params: the parameters of an address that select the run and its part, for a link opened in a new tab.
 
     """
 
     findings: Sequence[Finding]
-    leads_away: bool = False
+    page: str = ""
+    params: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,15 @@ class Widget:
     initial: Callable[[], Sequence[Block]]
 
 
-Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Blocks that are folded away until a reader asks for them: they keep a page short, above all on a phone."""
+
+    label: str
+    blocks: Sequence[Block]
+
+
+Block = Chart | Metrics | Table | Facts | Note | Findings | Listing | Widget | Fold
 
 
 def draw(block: Block, key: str) -> None:
@@ -176,6 +186,10 @@ def draw(block: Block, key: str) -> None:
                 st.code(block.lines, language=None, wrap_lines=True)
         case Widget():
             st.fragment(block.draw)(key)
+        case Fold():
+            with st.expander(plain(block.label), icon=":material/bar_chart:"):
+                for place, inner in enumerate(block.blocks):
+                    draw(inner, f"{key}-{place}")
 
 
 def sheet(table: pd.DataFrame) -> str:
@@ -288,10 +302,11 @@ def _draw_finding(finding: Finding, block: Findings) -> None:
 def _draw_link(finding: Finding, block: Findings) -> None:
     """Draw the link to the evidence: its page, and the time that the charts zoom to."""
     page, window = evidence_page(finding), finding.window_seconds
-    if not (block.leads_away or window):
+    is_here = page.path == block.page
+    if is_here and not window:
         return
-    words = f"See {page.title}" if block.leads_away else "Show it in the charts"
-    params = {}
+    words = "Show it in the charts" if is_here else f"See {page.title}"
+    params = dict(block.params)
     if window:
         params[FOCUS] = "{:.0f}-{:.0f}".format(*window)
         words += ": {:.0f} to {:.0f} s".format(*window)

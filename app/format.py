@@ -7,6 +7,8 @@ from datetime import UTC, datetime, tzinfo
 
 GIB = 2**30
 MIB = 2**20
+#: Units of an age, and their lengths in seconds.
+_AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 #: Code, which stays as it is; an address, which becomes code, since Markdown makes it a link even if it is escaped;
 #: or a sign with a meaning in Markdown or in Streamlit's directives, which is escaped.
 _MARKUP = re.compile(
@@ -25,6 +27,17 @@ def byte_axis(top_bytes: float) -> tuple[int, str]:
 def clock(wall_ns: int, zone: tzinfo = UTC) -> str:
     """Return wall time as hh:mm:ss in a time zone."""
     return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%H:%M:%S")
+
+
+def date(wall_ns: int, zone: tzinfo = UTC) -> str:
+    """Return wall time as date and time of day in a time zone."""
+    return datetime.fromtimestamp(wall_ns / 1e9, zone).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def ago(seconds: float) -> str:
+    """Return an age in whole numbers of its largest unit: `12 s ago`, `3 h ago`, `40 d ago`."""
+    name, length = next(unit for unit in _AGES if seconds >= unit[1] or unit is _AGES[-1])
+    return f"{max(seconds, 0) // length:.0f} {name} ago"
 
 
 def first_line(error: BaseException) -> str:

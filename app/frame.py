@@ -19,6 +19,8 @@ from app.runtime.visitors import may_enter, runs_or_reason
 from collector.store import LATEST, Run, is_trial, own_first, queries
 from training_harness.layout import home_path
 
+#: Keys of the controls whose values are in the address.
+_CONTROLS = ("run", "rank", "window", "x")
 #: Runs that can be compared with the chosen one, at most.
 MAX_OTHERS = 3
 #: Streamlit leaves a hand's breadth empty above a page, and on a phone wide margins beside it.
@@ -55,6 +57,7 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
     runs = own_first(runs_or_reason(home))
     if not runs:
         return None
+    _settle_address()
     requested = st.query_params.get("run", LATEST)
     if requested != LATEST and all(run.run_id != requested for run in runs):
         words = f"No run {requested} in {home}: it may be deleted, or in another home. The newest one is shown."
@@ -97,6 +100,16 @@ def _select(home: Path, *, compares: bool) -> Selection | None:
         others=others,
         focus=focus,
     )
+
+
+def _settle_address() -> None:
+    """Write the value of each control into the address once.
+
+    A finding's link has all of them, since it may be opened in a new tab. Streamlit repeats them if it is clicked.
+    """
+    for name in _CONTROLS:
+        if name in st.query_params and name in st.session_state:
+            st.session_state[name] = st.session_state[name]
 
 
 def _drop_focus() -> None:

@@ -18,6 +18,7 @@ from app.blocks import (
     Block,
     Facts,
     Findings,
+    Fold,
     Listing,
     Metrics,
     Note,
@@ -154,6 +155,9 @@ def _block(block: Block) -> Iterator[str]:
                 yield _finding(finding, has_summary=place > 0 or finding.severity == "info")
         case Widget():
             for inner in block.initial():
+                yield from _block(inner)
+        case Fold():
+            for inner in block.blocks:
                 yield from _block(inner)
 
 

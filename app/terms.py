@@ -16,8 +16,23 @@ TERMS = {
     "private dirty": "written pages that only this process has: the memory that is freed when it ends",
     "RSS": "resident set size: all pages that a process has in memory; pages that are shared count in each process",
     "anonymous": "memory without a file behind it: the kernel cannot drop it, as it can drop page cache",
-    "parked": "batches that have arrived before their turn and wait for an earlier one",
+    "data wait": "time that training spends in the DataLoader's `__next__`, waiting for its next batch",
+    "fetch": "making one batch: `__getitem__` of its samples, then collate",
+    "collate": "joining samples into one batch",
+    "stage": "a part of a fetch, such as decoding",
+    "transfer": "moving a batch from its worker to the training process",
+    "prefetch factor": "number of batches that each worker makes ahead of training",
+    "in order": "batches reach training in the order of the sampler, so a late one delays those after it",
     "outstanding": "batches requested from the workers and not yet received",
+    "ready": "batches in the queue, which training can take at once",
+    "parked": "batches that have arrived before their turn and wait for an earlier one",
+    "head of line": "waiting for one batch while a later one was parked",
+    "round": "as many batches in a row as there are workers, one from each",
+    "straggler": "a sample, worker or rank that takes much longer than the others",
+    "stall": "a wait for a batch that was not made in time",
+    "exposed stall": "the wait, divided by what the awaited worker did meanwhile",
+    "worker idle": "time a worker had no batch to make",
+    "blocked": "time a thread waited for I/O, a lock or a sleep",
     "run queue": "time a thread was ready to run but had no CPU core",
 }
 
@@ -35,6 +50,11 @@ def explain_terms(text: str) -> str | None:
     explanations = [
         f"[**{term}**]({PATH}#{anchor(term)}): {meaning}"
         for term, meaning in TERMS.items()
-        if re.search(rf"\b{re.escape(term)}\b", text)
+        if _has_term(text, term)
     ]
     return "\n\n".join(explanations) or None
+
+
+def _has_term(text: str, term: str) -> bool:
+    words = re.escape(term).replace(r"\ ", "[ _]")  # settings have `_` between their words
+    return re.search(rf"\b{words}\b", text) is not None

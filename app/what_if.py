@@ -12,7 +12,7 @@ from app.figures import what_if as figures
 from app.figures.base import Chart
 from app.theme import Theme
 from collector.diagnosis.tuning import Forecast, Option, Setting, option_text
-from collector.units import number, percent, size
+from collector.units import is_known, number, percent, size
 
 _QUESTION = "What would other settings give?"
 _MIN_PREFETCH_RANGE = 8
@@ -106,6 +106,7 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     rates = [rate * per_batch for rate in (chosen.batches_per_second, chosen.low, chosen.high)]
     now = f"Now {number(outlook.measured.batches_per_second * per_batch)} {unit}."
     fits = "" if chosen.fits else " It does not fit into the free memory."
+    full = f"; up to {size(chosen.most_bytes)} while training pauses" if is_known(chosen.most_bytes) else ""
     return [
         Metric(f"Throughput{of}", f"{number(rates[0])} {unit}", now),
         Metric("90 % interval", f"{number(rates[1])} to {number(rates[2])} {unit}", "Of the throughput"),
@@ -118,9 +119,7 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
         Metric(
             "Host memory",
             size(chosen.memory_bytes),
-            f"Training process, workers and the batches that wait while it trains; now "
-            f"{size(own.memory_bytes)}. Up to {size(chosen.most_bytes)} when the training pauses and "
-            f"{chosen.setting.in_flight + 1} batches are there.{fits}",
+            f"Training process, workers and the batches in memory{full}. Now {size(own.memory_bytes)}.{fits}",
         ),
     ]
 

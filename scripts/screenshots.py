@@ -43,7 +43,7 @@ ARGUMENTS = (
 #: JavaScript: true once the status line of a view stands, with the sentence that answers its question below it.
 ANSWERED = (
     "[...document.querySelectorAll('[data-testid=stCaptionContainer]')]"
-    ".some(each => each.textContent.includes('data as of'))"
+    ".some(each => /data as of|ended/.test(each.textContent))"
 )
 #: JavaScript: true once nothing runs on the server for the page.
 RESTS = "document.querySelector('.stApp')?.dataset.testScriptState === 'notRunning'"

@@ -27,6 +27,8 @@ _LABEL_HEIGHT = 19
 #: Shares of the width of the narrowest figures: a letter of a tick's label, and the left edge, where an epoch that
 #: begins separates nothing.
 _LETTER_RATIO, _EDGE_RATIO = 0.016, 0.01
+#: Time around a focus that a zoomed chart shows, as a share of the focus, on each side.
+ZOOM_MARGIN = 0.5
 #: Distance of a finding's mark from the last sample, at most: in units of x, or as a share of the width if that is
 #: more. An error may come after the last sample, since PSS is read only every few ticks.
 _BEYOND, _BEYOND_RATIO = 5.0, 0.05
@@ -148,7 +150,7 @@ def add_marks(
 def zoom(
     chart: TimeChart, begin_seconds: float, end_seconds: float, theme: Theme, clock: pd.DataFrame
 ) -> TimeChart:
-    """Shade a time in a chart over elapsed seconds or steps, in place, and show it with as much around it.
+    """Shade a time in a chart over elapsed seconds or steps, in place, and show it with some time around it.
 
     A chart without a point in it stays as it is.
     """
@@ -156,7 +158,7 @@ def zoom(
     x = _positions(chart)
     if not ((x >= begin) & (x <= end)).any():
         return chart
-    layout, margin = chart.figure.layout, (end - begin) / 2
+    layout, margin = chart.figure.layout, ZOOM_MARGIN * (end - begin)
     layout.xaxis.range = [max(begin - margin, float(np.nanmin(x))), min(end + margin, float(np.nanmax(x)))]
     ends = {"x0": float(begin), "x1": float(end), "y0": 0, "y1": 1}
     shade = {"type": "rect", "xref": "x", "yref": "y domain", **ends, "layer": "below", "line": {"width": 0}}

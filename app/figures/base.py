@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
 from app.theme import Theme
@@ -135,6 +136,15 @@ def line(name: str, x: Any, y: Any, colour: str, unit: str, **attributes: Any) -
         hovertemplate=f"%{{y:,.4~g}} {unit}",
         **attributes,
     )
+
+
+def median_band(name: str, x: Any, groups: pd.DataFrame, colour: str, **attributes: Any) -> Iterator[Trace]:
+    """Yield the median of groups (n, median_ms, p95_ms) as a line, and a band up to their 95th percentile."""
+    median = line(f"{name}median", x, groups["median_ms"], colour, "ms", **attributes)
+    n = {"customdata": groups["n"].to_numpy(), "hovertemplate": "%{y:,.4~g} ms (n = %{customdata:,})"}
+    yield median | n
+    band = {"fill": "tonexty", "fillcolor": faint(colour, 0.25), "line": {"width": 0.8}}
+    yield line(f"{name}95th percentile", x, groups["p95_ms"], faint(colour), "ms", **attributes | band)
 
 
 def area(name: str, x: Any, y: Any, colour: str, unit: str) -> Trace:

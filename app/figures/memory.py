@@ -57,13 +57,14 @@ def by_role(
     colours = {"main": theme.main, "worker": theme.worker, "other": theme.other}
     layers = [(ROLE_WORDS[role], totals[role] / scale, colours[role]) for role in roles]
     figure.add_traces(list(stack(totals["elapsed_seconds"], layers, unit)))
-    caption = f"{word} summed over processes: last {size(last)}, peak {size(peak)} of {len(totals):,} moments"
-    caption += f", without {lacking}, of which no {word} was read." if lacking else "."
+    now = f", last {size(last)}" if last else ""  # at the end of a run every process is gone
+    caption = f"Peak {size(peak)}{now}: {word} of all processes together (n = {len(totals):,})."
+    caption += f" Without {lacking}, whose {word} was not read." if lacking else ""
     if metric == "rss_bytes":
         caption += " PSS could not be read: RSS counts shared pages once per process, so the sum is too high."
     if capacity_bytes is not None and is_known(capacity_bytes):
         name = f"{capacity_name[:1].upper()}{capacity_name[1:]}"
-        caption += f" {name}: {size(capacity_bytes)}, peak is {percent(peak / capacity_bytes)} of it."
+        caption += f" {name}: {size(capacity_bytes)}, the peak is {percent(peak / capacity_bytes)} of it."
         if peak * 3 > capacity_bytes:
             limit(figure, capacity_bytes / scale, f"{capacity_name} {size(capacity_bytes)}", theme)
     return TimeChart(title=title, figure=figure, caption=caption)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 
 import pandas as pd
 
@@ -15,8 +16,8 @@ from app.figures.base import (
     Trace,
     area,
     blank,
-    faint,
-    line,
+    marks,
+    median_band,
     over_time,
 )
 from app.figures.samples import sample_line
@@ -36,27 +37,34 @@ _OF_EACH: dict[Axis, tuple[str, str]] = {
     "elapsed": ("elapsed in each run (s)", HOVER_SECONDS),
     "step": ("step of each run", "%{x}"),
 }
-#: Opacity of a band in hexadecimal, a fifth: the lines of other runs are visible through it.
-_BAND_ALPHA = "33"
 
 
 def split(steps: pd.DataFrame, theme: Theme) -> TimeChart:
-    """Draw step time over steps (`queries.steps`), with data wait below and the rest above."""
+    """Draw step time over steps (`queries.steps`), with data wait below.
+
+    Single steps are points; groups of steps are a line of medians and a band up to the 95th percentile.
+    """
     figure = over_time(theme, y_title="time per step (ms)", axis="step")
     count, most = int(steps["n"].sum()), int(steps["n"].max())
     mean_ms, wait_ratio = mean_and_wait(steps)
     if wait_ratio is None:
-        title, rest = "How long does a step take?", "step"
+        title = "How long does a step take?"
         caption = f"{quantity(mean_ms, 'ms')} on average of {count:,} steps. No DataLoader was seen in them."
     else:
-        title, rest = "How much of a step is waiting for data?", "rest of the step"
+        title = "How much of a step is waiting for data?"
         caption = f"{percent(wait_ratio)} of the time in {count:,} steps is data wait."
-        figure.add_trace(area("data wait", steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
-    figure.add_trace(area(rest, steps["step"], steps["rest_ms"], theme.latency, "ms"))
+        name = "data wait, mean" if most > 1 else "data wait"
+        figure.add_trace(area(name, steps["step"], steps["wait_ms"].fillna(0), theme.wait, "ms"))
     if most > 1:
-        style = {"width": 1, "dash": "dot"}
-        figure.add_trace(line("slowest step", steps["step"], steps["slowest_ms"], theme.quiet, "ms", line=style))
-        caption += f" Each point is the mean of up to {most:,} steps, the dotted line the slowest of them."
+        figure.add_traces(list(median_band("step, ", steps["step"], steps, theme.latency)))
+        slowest = steps.iloc[int(steps["slowest_ms"].to_numpy().argmax())]
+        caption += (
+            f" Line and band: median and 95th percentile of up to {most:,} steps. "
+            f"Slowest: {quantity(slowest['slowest_ms'], 'ms')}, {_about(slowest['step'])}."
+        )
+    else:
+        hover = "%{y:,.4~g} ms"
+        figure.add_trace(marks("step", steps["step"], steps["median_ms"], theme.latency, "circle", 5, hover))
     if (bound := bound_ms([steps])) is not None:
         figure.update_yaxes(range=[0, bound])
         caption += f" The axis is cut at {quantity(bound, 'ms')}. Above it: {above(steps, bound)}."
@@ -76,7 +84,7 @@ def bound_ms(runs: Iterable[pd.DataFrame]) -> float | None:
     It is cut if a few slow steps, mostly the first, would press the others flat. No run loses more than a handful
     of points.
     """
-    tops = [steps["slowest_ms"] for steps in runs]
+    tops = [steps["p95_ms"] for steps in runs]
     rest = max(
         float(top.nlargest(_MAX_CUT_POINTS + 1).iloc[-1] if len(top) >= _MIN_POINTS_TO_CUT else top.max())
         for top in tops
@@ -90,10 +98,10 @@ def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
 
     Empty if there is none.
     """
-    over = steps[steps["slowest_ms"] > bound]
+    over = steps[steps["p95_ms"] > bound]
     names = [
-        f"{quantity(slowest, 'ms')}, {after_steps(step) if count == 1 else _about(step)}"
-        for step, count, slowest in over[["step", "n", "slowest_ms"]].itertuples(index=False)
+        f"{quantity(value, 'ms')}, {after_steps(step) if count == 1 else _about(step)}"
+        for step, count, value in over[["step", "n", "p95_ms"]].itertuples(index=False)
     ]
     return f"{len(over):,} of {len(steps):,} points{of} ({'; '.join(names)})" if names else ""
 
@@ -113,9 +121,7 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) ->
     caption = f"{'; '.join(_in_words(name, steps) for name, steps in runs.items())}."
     most = max(int(steps["n"].max()) for steps in runs.values())
     if most > 1:
-        caption += (
-            f" Each line is the mean of up to {most:,} steps, and the band above it reaches to the slowest of them."
-        )
+        caption += f" Line and band: median and 95th percentile of up to {most:,} steps."
     if (bound := bound_ms(runs.values())) is not None:
         figure.update_yaxes(range=[0, bound])
         points = [words for name, steps in runs.items() if (words := above(steps, bound, of=f" of {name}"))]
@@ -124,13 +130,11 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) ->
 
 
 def _step_traces(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterator[Trace]:
-    """Yield the line of means, and a band up to the slowest step if points stand for several steps."""
-    mean = steps["wait_ms"].fillna(0) + steps["rest_ms"]
-    yield line(name, steps["x"], mean, colour, "ms", line={"dash": dash}, legendgroup=name)
+    """Yield the line of a run, with a band if its points stand for several steps."""
+    median, band = median_band(f"{name}, ", steps["x"], steps, colour, line={"dash": dash}, legendgroup=name)
+    yield median | {"name": escape(name, quote=False)}
     if int(steps["n"].max()) > 1:
-        band = {"fill": "tonexty", "fillcolor": f"{colour}{_BAND_ALPHA}", "line": {"width": 1}}
-        of_run = {"legendgroup": name, "showlegend": False}
-        yield line(f"{name}, slowest", steps["x"], steps["slowest_ms"], faint(colour), "ms", **band, **of_run)
+        yield band | {"showlegend": False}
 
 
 def _in_words(name: str, steps: pd.DataFrame) -> str:

@@ -21,10 +21,10 @@ from app.figures.base import (
     blank,
     line,
     marks,
+    median_band,
     name_rows,
     over_time,
     pattern,
-    sampled,
 )
 from app.theme import Theme
 from collector import report
@@ -143,13 +143,13 @@ def _heat_hover(x: str) -> str:
     return f"worker %{{y}}, {x}: %{{z:,.4~g}} ms<extra></extra>"
 
 
-def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeChart:
-    """Draw the wait for each batch and, below it, how many batches were parked, ready or outstanding then.
+def waits(batches: pd.DataFrame, queue: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeChart:
+    """Draw the wait for batches (`queries.batch_waits`) and, below it, how many were parked, ready or outstanding.
 
     A loader without workers has no queue, so its chart has no lower part.
     """
-    counts = {name: lines.points for name, lines in batches.items() if name in _QUEUE and len(lines.points)}
-    figure = over_time(theme, y_title="wait (ms)", height=440 if counts else 300)
+    counts = {name: lines.points for name, lines in queue.items() if len(lines.points)}
+    figure = over_time(theme, y_title="wait (ms)", height=340 if counts else 260)
     if counts:  # two plots share one axis of time
         lower = {"title": axis_title("batches (count)"), "rangemode": "tozero", "automargin": True}
         figure.update_layout(
@@ -157,21 +157,25 @@ def waits(batches: Mapping[str, Lines], theme: Theme, *, inline: bool) -> TimeCh
             yaxis={"domain": [0.46, 1]},
             yaxis2={**lower, **axis_style(theme), "domain": [0, 0.38]},
         )
-    wait = batches["wait"]
-    figure.add_trace(line("wait", wait.points["elapsed_seconds"], wait.points["value"], theme.wait, "ms"))
+    x, most = batches["elapsed_seconds"], int(batches["n"].max())
+    if most > 1:
+        figure.add_traces(list(median_band("wait, ", x, batches, theme.wait)))
+    else:
+        figure.add_trace(marks("wait", x, batches["median_ms"], theme.wait, "circle", 5, "%{y:,.4~g} ms"))
     for name, points in counts.items():
         (colour, dash), x, y = _QUEUE[name], points["elapsed_seconds"], points["value"]
         figure.add_trace(line(name, x, y, getattr(theme, colour), "batches", line={"dash": dash}, yaxis="y2"))
-    caption = f"Longest wait {quantity(wait.points['value'].max(), 'ms')} over {wait.samples_count:,} batches."
+    caption = f"Longest wait {quantity(batches['longest_ms'].max(), 'ms')} over {batches['n'].sum():,} batches."
+    if most > 1:
+        caption += f" Line and band: median and 95th percentile of up to {most:,} batches."
     if inline:
         caption += " Batches are made inline: the wait is the time to make one."
     if counts:
         caption += (
             " Parked: arrived before their turn. Ready: in the queue. Outstanding: requested, not yet received."
         )
-    if sampled(wait):
-        caption += f" Drawn as {sampled(wait)}."
-    title = "How long does training wait for a batch, and how many were ready?"
+    title = "How long does training wait for a batch"
+    title += ", and how many were ready?" if counts else "?"
     return TimeChart(title=title, figure=figure, caption=caption)
 
 
@@ -259,7 +263,7 @@ def lanes(shown: Lanes, theme: Theme, *, begin_seconds: float) -> Chart:
 
 def waits_by_position(table: pd.DataFrame, theme: Theme) -> Chart:
     """Draw the waits by position in the round: the training waits for the worker of a position that stands out."""
-    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=440)
+    figure = blank(theme, x_title="position in the round: worker (id)", y_title="wait (ms)", height=340)
     labels = [
         str(position) if position == worker else f"{position}: worker {worker}"
         for position, worker in zip(table["position"], table["worker"], strict=True)

@@ -14,9 +14,9 @@ from streamlit.delta_generator import DeltaGenerator
 
 from app.blocks import Block, draw
 from app.figures.base import Chart
-from app.format import clock, plain
+from app.format import ago, clock, date, plain
 from app.runtime.verdicts import VerdictState
-from collector.store import queries
+from collector.store import Run, queries
 from collector.store.queries import Extent
 from collector.units import MISSING, duration
 
@@ -102,7 +102,7 @@ class Drawing:
 
     view: str
     status: str
-    run_id: str
+    run: Run
     live: bool
     has_timer: bool
     _problems: DeltaGenerator | None = None
@@ -115,9 +115,10 @@ class Drawing:
                 st.rerun()  # with the timer: the files of a finished run changed while it was read
             self._problems = self._draw_top(content)
         why_not = content.verdict.why_not
-        for row in content.rows[self._rows_count :]:
+        for whole_row in content.rows[self._rows_count :]:
+            row = [(name, blocks) for name, blocks in whole_row if blocks]  # a panel without blocks leaves no hole
             _let_paint(row)
-            columns = st.columns(len(row)) if len(row) > 1 else [st.container()]
+            columns = st.columns(len(row)) if len(row) > 1 else [st.container() for _ in row]
             for (name, blocks), column in zip(row, columns, strict=True):
                 with column:
                     _draw_panel(self.view, name, "as above" if blocks == why_not else blocks)
@@ -128,7 +129,7 @@ class Drawing:
         self._draw_status(content)
         problems = st.container()
         if why_not := content.verdict.why_not:
-            draw_failure(f"No verdict: {why_not}", self.run_id)
+            draw_failure(f"No verdict: {why_not}", self.run.run_id)
         if content.is_pending:
             st.caption(":material/hourglass_top: The verdict is being computed. The figures below are current.")
         if content.answer:
@@ -154,8 +155,12 @@ class Drawing:
             state = "stale"
         icon, colour, word = _CHIPS[state]
         newest_ns = content.now_ns if running or reach is None else reach.newest_ns
-        as_of = queries.wall_ns(content.manifest, newest_ns)
-        words = [f"data as of {clock(as_of, viewer_zone()) if as_of is not None else MISSING}"]
+        as_of, dates = queries.wall_ns(content.manifest, newest_ns), None
+        if running or reach is None or as_of is None:
+            words = [f"data as of {clock(as_of, viewer_zone()) if as_of is not None else MISSING}"]
+        else:
+            words = [self.run.name, f"ended {ago(time.time() - as_of / 1e9)}"]
+            dates = _dates(content.manifest, reach)
         if reach is not None:
             words.append(f"{reach.records_count:,} samples")
         if running and age_seconds is not None:
@@ -165,13 +170,13 @@ class Drawing:
         with st.container(horizontal=True, vertical_alignment="center"):
             badge = f"{word} {duration(age_seconds)}" if state == "stale" else word
             st.badge(badge, icon=icon, color=colour)  # type: ignore[arg-type]
-            st.caption(" · ".join(words), width="content")
+            st.caption(plain(" · ".join(words)), width="content", help=dates)
             if running and not self.live:
                 st.caption("Switch Live on to follow the run again.", width="content")
             say, command = _NEXT[state]
             with st.popover("Terminal", icon=":material/terminal:", type="tertiary"):
                 st.caption(say)
-                st.code(command.format(run=shlex.quote(self.run_id)), language="bash", wrap_lines=True)
+                st.code(command.format(run=shlex.quote(self.run.run_id)), language="bash", wrap_lines=True)
 
     def finish(self, content: ViewContent) -> None:
         """Draw the read problems, which the last row may add to."""
@@ -180,6 +185,13 @@ class Drawing:
             _draw_problems(content.problems)
             if content.reach is None and not content.problems:
                 _draw_no_records(self.status)
+
+
+def _dates(manifest: Mapping[str, Any], reach: Extent) -> str:
+    """Return when the first and the last record of a run were made, in the visitor's time zone."""
+    zone = viewer_zone()
+    first, last = (queries.wall_ns(manifest, time_ns) for time_ns in (reach.first_ns, reach.newest_ns))
+    return f"{date(first, zone)} to {date(last, zone)} ({zone.key})" if first and last else MISSING
 
 
 def _let_paint(row: Row) -> None:

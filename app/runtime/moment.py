@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Table, evidence_page, needs_attention
-from app.figures.axis import Mark, add_marks, convert_axis, scale_elapsed, zoom
+from app.blocks import Block, Findings, Fold, Table, evidence_page, needs_attention
+from app.figures.axis import ZOOM_MARGIN, Mark, add_marks, convert_axis, scale_elapsed, zoom
 from app.figures.base import Axis, Chart, TimeChart
 from app.figures.devices import device_names
 from app.format import first_line
@@ -56,7 +56,8 @@ class Selection:
 class Moment:
     """The input of every panel: one run at one moment, and the runs that it is compared with.
 
-    `findings` are those of the view.
+    `findings` are those of the view, whose path is `page`. `params` are the parameters of an address that select
+    the same on any page.
     """
 
     run: Run
@@ -70,7 +71,9 @@ class Moment:
     axis: Axis
     loaders: tuple[int, ...]
     loader: int | None
+    page: str
     address: Callable[[Page], str]
+    params: Mapping[str, str]
     focus: tuple[float, float] | None = None
     others: tuple[Moment, ...] = ()
     _values: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -94,6 +97,16 @@ class Moment:
     def is_running(self) -> bool:
         """True if the verdict says that the run goes on."""
         return self.verdict is not None and self.verdict.status == "running"
+
+    def zoomed(self, read: Callable[[Span], pd.DataFrame]) -> pd.DataFrame:
+        """Return a table of what charts show: of the time that they zoom to, unless it has no row there."""
+        if self.focus is None:
+            return read(self.span)
+        begin, end = (self.span.origin_ns + round(seconds * 1e9) for seconds in self.focus)
+        margin = round(ZOOM_MARGIN * (end - begin))
+        from_ns, to_ns = max(self.span.from_ns, begin - margin), min(self.span.to_ns, end + margin)
+        near = read(replace(self.span, from_ns=from_ns, to_ns=max(from_ns, to_ns)))
+        return near if len(near) else read(self.span)
 
     def table(self, name: str, caption: str, columns: Any) -> Table:
         """Return a table of columns of texts, or of rows, which is downloaded under the run's name and its own."""
@@ -141,7 +154,7 @@ class View:
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None:
-        yield Findings(findings=moment.findings)
+        yield Findings(findings=moment.findings, page=moment.page, params=moment.params)
 
 
 #: The findings of the view.
@@ -190,20 +203,27 @@ def moment_of(
         axis=selection.axis,
         loaders=tuple(loaders),
         loader=loader if loader in loaders else loaders[0] if loaders else None,
+        page=view.name,
         address=lambda page: "" if page.path == view.name else address(page),
+        params=params_of(selection),
         focus=selection.focus,
     )
 
 
 def address_of(selection: Selection, page: Page) -> str:
     """Return the address of a page for the same selection, relative to any other page. The page is live there."""
+    return f"{page.path}?{urlencode(params_of(selection))}"
+
+
+def params_of(selection: Selection) -> dict[str, str]:
+    """Return the parameters of an address for the same selection, without the defaults."""
     params = {
         "run": selection.run.run_id,
         "rank": selection.rank,
         "window": None if selection.window == "run" else WINDOW_WORDS[selection.window],
         "x": None if selection.axis == "elapsed" else selection.axis,
     }
-    return f"{page.path}?{urlencode({name: value for name, value in params.items() if value is not None})}"
+    return {name: str(value) for name, value in params.items() if value is not None}
 
 
 def build(panel: Panel, moment: Moment) -> list[Block] | str:
@@ -226,6 +246,8 @@ def answer_of(view: View, moment: Moment) -> str:
 
 def _finish(block: Block, moment: Moment) -> Block:
     """Convert a chart over time to the selected axis, and add marks and the unit of elapsed time."""
+    if isinstance(block, Fold):
+        return replace(block, blocks=[_finish(inner, moment) for inner in block.blocks])
     if isinstance(block, Chart):
         focus = [] if moment.focus is None else [str(moment.focus)]
         block.keep_view(" ".join([*(run.run_id for run in (moment, *moment.others)), *focus]))

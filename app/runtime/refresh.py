@@ -109,7 +109,7 @@ def _refresh(view: View, selection: Selection, live: bool, was_pending: bool) ->
         must_read = not was_live or content.is_due
     else:
         must_read = status != "running" and not is_pending
-    drawing = Drawing(view=view.name, status=status, run_id=run.run_id, live=live, has_timer=live or was_pending)
+    drawing = Drawing(view=view.name, status=status, run=run, live=live, has_timer=live or was_pending)
     if must_read:
         build_after = partial(_build_content, view, selection, theme, loader)
         try:

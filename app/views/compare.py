@@ -52,9 +52,8 @@ def _deltas(moment: Moment) -> Iterator[Block]:
         columns[run.run_id] = [report.words(measured[name], first[name]) for name in first]
     table = pd.DataFrame({"Figure": [measure.label for measure in first.values()], **columns})
     caption = (
-        f"In brackets: difference from the baseline {baseline.run_id}, and n, the steps or batches in the chosen "
-        "window. Data wait, peaks, steps and duration are over the whole run; there n counts the steps of all "
-        "ranks, or samples of processes (host memory) and hosts (/dev/shm)."
+        f"In brackets: difference from the baseline {baseline.run_id}, and n, the number of steps, batches or "
+        "samples. Step times and rates are over the chosen window, the others over the whole run."
     )
     yield moment.table("compared", caption, table[(table[list(columns)] != MISSING).any(axis=1)])
 

@@ -26,7 +26,7 @@ NO_GPU = Note(
 
 def _findings(moment: Moment) -> Iterator[Block]:
     if moment.verdict is not None and gpus(moment):
-        yield Findings(findings=moment.findings)
+        yield Findings(findings=moment.findings, page=moment.page, params=moment.params)
 
 
 def _account(moment: Moment, gpu: Gpu) -> Iterator[Block]:

@@ -73,8 +73,8 @@ def _table(moment: Moment) -> Iterator[Block]:
     rows = rows.sort_values("slope", ascending=False, na_position="last").head(50)
     slopes = zip(rows["slope"], rows["by_rss"], strict=True)
     caption = (
-        f"Slope: least squares over private dirty {_slope_window(moment)}. Fewer than {MIN_POINTS} samples: RSS, "
-        f"marked as such, or {MISSING} if RSS has no more. Other columns: last values in the window."
+        f"Slope: least squares over n samples of private dirty {_slope_window(moment)}. With fewer than "
+        f"{MIN_POINTS} samples it is that of RSS, marked (RSS), or {MISSING}. Other columns: last values."
     )
     yield moment.table(
         "processes",

@@ -195,7 +195,8 @@ def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
         how = "training ended" if finding.severity == "critical" else "error caught"
         return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
     if finding and finding.eta:
-        return f"in {report.eta(finding.eta).partition(' (')[0]}"  # the finding has the rest
+        time_left = report.eta(finding.eta).partition(" (")[0]  # the finding has the rest
+        return f"in {time_left}" if moment.is_running else f"not met: {time_left} were left"
     return "not forecast" if moment.verdict and not finding and is_known(capacity) else MISSING
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
-from app.blocks import Block, Findings, Metric, Metrics, Note, answer, workers_reporting
+from app.blocks import Block, Metric, Metrics, Note, answer, workers_reporting
 from app.figures import devices, memory, steps
-from app.runtime.moment import Moment, Panel, View
+from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.shared_panels import NO_PROCESS
 from collector import report
@@ -29,11 +30,6 @@ def _answer(moment: Moment) -> str:
     is_calm = all(finding.is_healthy for finding in moment.findings)
     calm = "Nothing needs attention" if is_calm else "No warnings, and what is worth knowing below"
     return answer(moment.findings, f"{calm}{' so far' if moment.is_running else ''}.")
-
-
-def _headline(moment: Moment) -> Iterator[Block]:
-    if moment.verdict is not None:
-        yield Findings(findings=moment.findings, leads_away=True)
 
 
 def _checks(moment: Moment) -> Iterator[Block]:
@@ -85,7 +81,7 @@ def _host_memory(moment: Moment) -> Iterator[Block]:
 
 
 def _step_time(moment: Moment) -> Iterator[Block]:
-    table = queries.steps(moment.snapshot, moment.span)
+    table = moment.zoomed(lambda span: queries.steps(moment.snapshot, span))
     if table.empty:
         yield Note("No step in this window, so there is no step time to split.")
         return
@@ -118,7 +114,8 @@ def _roles(moment: Moment) -> Iterator[Block]:
         "As drawn above. Each is highest at its own time.",
         {
             "Processes": by_role.columns,
-            f"{word}, last": [size(value) for value in by_role.iloc[-1]],
+            # at the end of a run every process is gone
+            **({f"{word}, last": [size(value) for value in by_role.iloc[-1]]} if moment.is_running else {}),
             f"{word}, highest": [size(value) for value in by_role.max()],
         },
     )
@@ -167,7 +164,7 @@ def _steps(moment: Moment, newest: float) -> Metric:
     if moment.verdict is not None and not moment.is_running:
         count = moment.verdict.steps
     unit = _STEP_UNITS.get((moment.verdict.step_unit if moment.verdict else None) or "", "Optimizer steps")
-    return Metric("Steps", number(count), f"{unit} so far, of one rank")
+    return Metric("Steps", number(count), f"{unit} of one rank")
 
 
 def _throughput(moment: Moment) -> Metric:
@@ -193,7 +190,7 @@ def _data_wait(moment: Moment) -> Metric:
         computing = "" if outside["cpu_ratio"] is None else f", {percent(outside['cpu_ratio'])} of it computing"
         words = f"Share of step time outside forward, backward and optimizer{computing}; no DataLoader was seen"
         return Metric("Outside the step", percent(outside["ratio"]), words)
-    words = "Share of the loop's time, whole run"
+    words = "Share of its time that training waits for the next batch, over the whole run"
     return Metric("Data wait", percent(ratio), words)
 
 
@@ -206,19 +203,18 @@ def _limit_words(limit: Mapping[str, Any]) -> str:
 
 
 def _host_peak(moment: Moment) -> Metric:
-    peak = moment.verdict.summary["peak"]["run_pss_bytes"] if moment.verdict else None
     tightest = queries.tightest_limit(moment.snapshot) or {}
-    capacity, where = tightest.get("capacity_bytes"), "of the run"
-    if _hosts_count(moment) > 1:  # the limit is per host, so a sum over hosts has none
-        host = tightest["host"]
-        by_role = queries.memory_by_role(moment.snapshot, moment.whole, "pss_bytes", host)
-        peak, where = by_role.drop(columns="elapsed_seconds").sum(axis=1).max(), f"on {host}"
+    # The limit is per host, so a sum over hosts has none.
+    capacity, host = tightest.get("capacity_bytes"), tightest["host"] if _hosts_count(moment) > 1 else None
+    all_ranks = replace(moment.whole, rank=None)
+    by_role = queries.memory_by_role(moment.snapshot, all_ranks, "pss_bytes", host).drop(columns="elapsed_seconds")
+    peak, where = by_role.sum(axis=1, min_count=1).max(), "of the run" if host is None else f"on {host}"
     share = f" ({percent(peak / capacity)})" if is_known(peak) and capacity else ""
     return Metric(
         "Peak host memory (PSS)",
         f"{size(peak)}{share}",
-        f"PSS of the training's processes {where} together, whole run, against the {_limit_words(tightest)} of "
-        f"{size(capacity)}. PSS counts a page that n processes share as 1/n in each, so it adds up",
+        f"Highest PSS of all processes {where} together, over the whole run, and its share of the "
+        f"{_limit_words(tightest)} ({size(capacity)}). PSS counts shared pages once",
     )
 
 
@@ -243,7 +239,7 @@ VIEW = View(
     question="Is this run healthy, and if not, what should change first?",
     answer=_answer,
     rows=(
-        (Panel("Findings", _headline),),
+        (FINDINGS,),
         (Panel("Key figures", _key_figures),),
         (Panel("Decisive chart", _decisive_chart),),
         (Panel("Second chart", _second_chart, turn=1),),

@@ -7,16 +7,16 @@ from functools import partial
 
 import pandas as pd
 
-from app.blocks import Block, Metric, Metrics, Note, Widget, answer
+from app.blocks import Block, Fold, Metric, Metrics, Note, Widget, answer
 from app.figures import awaited, workers
 from app.runtime.loading import Recent, recent
 from app.runtime.moment import FINDINGS, Moment, Panel, View
 from app.runtime.refresh import show
 from app.what_if import initial_blocks, what_if
 from collector import report
-from collector.diagnosis.loading import heaviest_lines, lanes, waits_by_position
+from collector.diagnosis.loading import AwaitedTime, lanes, waits_by_position
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import KINDS, Finding, Locus
+from collector.findings import KINDS, Finding, Locus, WaitingLine
 from collector.store import queries
 from collector.store.queries import EXACT_QUANTILE_ROWS
 from collector.units import MISSING, duration, number, percent, quantity
@@ -78,7 +78,7 @@ def _key_figures(moment: Moment) -> Iterator[Block]:
             f"{duration(seen.wait_seconds)} over {_batches(recent_loop)}. The Overview has it over the whole run",
         ),
         Metric(
-            "Mostly for",
+            "Waits mostly for",
             f"{report.part(most)} {percent(seconds / waited)}",
             "What the worker of the awaited batch was doing; Pipeline stages shows the full split",
         ),
@@ -103,14 +103,12 @@ def _wait_lanes(moment: Moment) -> Iterator[Block]:
 
 
 def _waits_by_round_position(moment: Moment) -> Iterator[Block]:
-    """Draw the waits by position in the round; say why if there are none, so that the row has no hole."""
+    """Draw the waits by position in the round; say why if there are none."""
     recent_loop = recent(moment)
-    if recent_loop is None:
+    if recent_loop is None or not recent_loop.seen.loop.num_workers:
         return
     loop = recent_loop.seen.loop
-    if not loop.num_workers:
-        yield Note("No worker is waited for: the training process makes its batches itself (num_workers = 0).")
-    elif len(table := waits_by_position(recent_loop.seen)):
+    if len(table := waits_by_position(recent_loop.seen)):
         yield workers.waits_by_position(table, moment.theme)
     else:
         text = (
@@ -128,8 +126,9 @@ def _lines(moment: Moment) -> Iterator[Block]:
     if found:
         yield awaited.flame_graph(found[0], moment.theme)
         if awaited.has_stages(found[0]):
-            yield awaited.flame_graph(found[0], moment.theme, by_stage=True)
-        lines = heaviest_lines(found[0], moment.manifest.get("cwd"))
+            by_stage = awaited.flame_graph(found[0], moment.theme, by_stage=True)
+            yield Fold(label="The same lines, by stage", blocks=[by_stage])
+        lines = _lines_of(found[0], moment.all_findings)
         yield moment.table(
             "lines",
             f"Largest lines: shares of {report.samples(found[0])}.",
@@ -151,6 +150,12 @@ def _lines(moment: Moment) -> Iterator[Block]:
         )
 
 
+def _lines_of(awaited: AwaitedTime, findings: Sequence[Finding]) -> Sequence[WaitingLine]:
+    """Return the lines that the finding about this time names."""
+    place = (awaited.kind, awaited.locus)
+    return next((finding.waits_in for finding in findings if (finding.kind, finding.locus) == place), ())
+
+
 def _is_at(where: Locus, loader: int | None, rank: int | None) -> bool:
     return where.loader in (None, loader) and (rank is None or where.rank in (None, rank))
 
@@ -170,39 +175,38 @@ def _other_settings(moment: Moment) -> Iterator[Block]:
     )
 
 
-def _stages(moment: Moment) -> Iterator[Block]:
+def _time_of_workers(moment: Moment) -> Iterator[Block]:
+    """Fold away how the workers spend their time: the whole, the fetches, and each worker over time."""
     split = _split(moment)
-    if split is not None:
-        yield workers.stages(split, moment.theme)
-
-
-def _causes(moment: Moment) -> Iterator[Block]:
-    split = _split(moment)
-    if split is None:
+    if split is None or moment.loader is None:
         return
+    inline = _is_inline(split)
+    charts: list[Block] = [] if inline else [workers.stages(split, moment.theme)]
     if split[["cpu_ms", "run_queue_ms", "blocked_ms"]].isna().all(axis=None):
-        yield Note("CPU time per fetch was not measured here.")
-        return
-    yield workers.causes(split, moment.theme)
+        charts.append(Note("CPU time per fetch was not measured here."))
+    else:
+        charts.append(workers.causes(split, moment.theme))
+    if not inline:
+        fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
+        charts.append(workers.heat(fetches, moment.theme))
+    yield Fold(label="What limits a fetch?" if inline else "How does each worker spend its time?", blocks=charts)
 
 
-def _heat(moment: Moment) -> Iterator[Block]:
-    if moment.loader is None:
-        return
-    fetches = queries.fetch_heat(moment.snapshot, moment.span, moment.loader)
-    yield workers.heat(fetches, moment.theme)
+def _is_inline(split: pd.DataFrame) -> bool:
+    return bool((split["worker"] == INLINE_WORKER).all())
 
 
 def _waits(moment: Moment) -> Iterator[Block]:
-    if moment.loader is None:
+    if (loader := moment.loader) is None:
         return
-    batches = queries.batch_lines(moment.snapshot, moment.span, moment.loader)
-    if batches["wait"].points.empty:
+    waits = moment.zoomed(lambda span: queries.batch_waits(moment.snapshot, span, loader))
+    if waits.empty:
         yield Note("No batch was yielded to the training loop in this window.")
         return
     split = _split(moment)
-    inline = split is not None and bool((split["worker"] == INLINE_WORKER).all())
-    yield workers.waits(batches, moment.theme, inline=inline)
+    inline = split is not None and _is_inline(split)
+    queue = queries.queue_lines(moment.snapshot, moment.span, loader)
+    yield workers.waits(waits, queue, moment.theme, inline=inline)
 
 
 def _table(moment: Moment) -> Iterator[Block]:
@@ -285,9 +289,8 @@ VIEW = View(
         (Panel("Lines", _lines),),
         (Panel("Lanes", _wait_lanes),),
         (Panel("Fold", _waits_by_round_position), Panel("Waits", _waits, turn=1)),
-        (Panel("Worker time", _stages, turn=1), Panel("Fetch time", _causes, turn=1)),
-        (Panel("Fetch time by worker", _heat, turn=1),),
         (Panel("Other settings", _other_settings),),
+        (Panel("Time of workers", _time_of_workers, turn=1),),
         (Panel("Workers", _table, turn=1),),
     ),
 )

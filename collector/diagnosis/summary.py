@@ -18,6 +18,7 @@ from collector.diagnosis.run.columns import (
     floats,
     last,
     median,
+    origin_ns,
     peak,
     written,
 )
@@ -26,6 +27,7 @@ from collector.diagnosis.run.lifecycle import Status, lifecycle_of
 from collector.diagnosis.run.tables import RunTables, step_units
 from collector.diagnosis.statistics.growth import Floats
 from collector.diagnosis.tuning.stage_speedup import WaitSummary, wait_summaries
+from collector.store import queries
 from collector.units import is_known
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER, STEP_UNITS, UNIT_OPTIMIZER
 
@@ -219,7 +221,7 @@ def _peaks(tables: RunTables) -> Peaks:
         "host_used_bytes": _finite_or_none(peak(used)),
         "cgroup_demand_bytes": _finite_or_none(peak(demand)),
         "shm_used_bytes": _peak(host, "shm_used_bytes"),
-        "run_pss_bytes": _peak_sum(process[roles != ROLE_COLLECTOR], "pss_bytes"),
+        "run_pss_bytes": _finite_or_none(peak(_memory_over_time(tables).to_numpy())),
         "main_rss_bytes": _peak(mains, "rss_bytes"),
         "main_private_dirty_bytes": _peak(mains, "private_dirty_bytes"),
         "worker_rss_bytes": _peak(workers, "rss_bytes"),
@@ -254,8 +256,7 @@ def machine_of(tables: RunTables) -> Machine:
 
 def memory_curve(tables: RunTables, points_count: int) -> list[float]:
     """Return the PSS of the training's processes together, in bytes: the peak of each equal stretch of the run."""
-    process = tables.stream("process")
-    total = _sum_over_time(process[floats(process, "role") != ROLE_COLLECTOR], "pss_bytes")
+    total = _memory_over_time(tables)
     total = total[total > 0]  # at the end, every process is gone
     if len(total) < 2:
         return []
@@ -264,26 +265,30 @@ def memory_curve(tables: RunTables, points_count: int) -> list[float]:
     return [float(value) for value in total.groupby(stretch).max()]
 
 
-def _peak_sum(process: pd.DataFrame, column: str) -> float | None:
-    """Return the highest sum over the processes."""
-    total = _sum_over_time(process, column)
-    return float(total.max()) if len(total) else None
+def _memory_over_time(tables: RunTables) -> pd.Series:
+    """Return the PSS of the training's processes together (bytes), as pages draw it; empty if not read."""
+    return tables.once("memory over time", lambda: _sum_pss(tables))
 
 
-def _sum_over_time(process: pd.DataFrame, column: str) -> pd.Series:
-    """Return time (ns) -> sum over the processes. Each counts with its last reading until the next one or its end.
-
-    Readings are rationed, so those of one tick alone do not add up to the run. Empty if nothing was read.
-    """
-    ended = floats(process, "alive") == 0
-    rows = process.assign(value=np.where(ended, 0.0, floats(process, column)))
-    rows = rows[np.isfinite(rows["value"])]
-    if not (rows["value"] > 0).any():
+def _sum_pss(tables: RunTables) -> pd.Series:
+    process = tables.stream("process")
+    samples = pd.DataFrame(
+        {
+            "process": process.groupby(PROCESS, dropna=False).ngroup(),
+            "time_ns": process["time_ns"],
+            "role": floats(process, "role"),
+            "v": floats(process, "pss_bytes"),
+            "alive": floats(process, "alive"),
+        }
+    )
+    samples["role"] = samples.groupby("process")["role"].transform("last")
+    samples = samples[samples["role"].notna() & (samples["role"] != ROLE_COLLECTOR)].astype({"role": "int64"})
+    if samples["v"].isna().all():
         return pd.Series(dtype=float)
-    per_process = rows.groupby(PROCESS, dropna=False)["value"]
-    changes = rows["value"] - per_process.shift().fillna(0.0)
-    total: pd.Series = changes.groupby(rows["time_ns"]).sum().cumsum()
-    return total
+    totals = [total for name in queries.PULSE_STREAMS if (total := tables.totals.get(name)) and total.rows_count]
+    firsts = [*(total.first_ns or 0 for total in totals), samples["time_ns"].min()]
+    lasts = [*(total.last_ns or 0 for total in totals), samples["time_ns"].max()]
+    return queries.sum_processes(samples, int(min(*firsts, origin_ns(tables))), int(max(lasts)))
 
 
 def _throughput(tables: RunTables) -> Throughput:

@@ -114,9 +114,14 @@ def test_run_with_few_batches_explains_missing_figures(monkeypatch, few_batches_
     assert "No worker can be named yet" in page
 
 
-def test_inline_loading_explains_the_missing_timeline(monkeypatch, homes):
+def test_inline_loading_has_no_charts_of_workers(monkeypatch, homes):
     at = open_view(monkeypatch, homes["inline"], "worker_stalls")
-    assert "No worker is waited for: the training process makes its batches itself" in texts(at)
+    said = texts(at)
+    assert "batches are made inline, in the training process (num_workers = 0)" in said
+    assert "**How long does training wait for a batch?**" in said
+    for title in ("Which worker makes training wait?", "What does each worker do", "Which worker is slow"):
+        assert title not in said
+    assert at.dataframe[0].value["Fetch p50"].tolist() != ["—"]
 
 
 def test_forecast_uses_one_unit_and_names_the_sliders_start(monkeypatch, homes):
@@ -239,10 +244,10 @@ def lines_of(script):
     page = SimpleNamespace(
         verdict=verdict,
         findings=verdict.findings,
+        all_findings=verdict.findings,
         loader=0,
         span=SimpleNamespace(rank=None),
         theme=LIGHT,
-        manifest={"cwd": "/home/me"},
         table=lambda name, caption, columns: (caption, columns),
     )
     return list(worker_stalls._lines(page))
@@ -260,9 +265,12 @@ def test_page_draws_the_stacks_of_the_awaited_time_and_lists_the_lines():
     script = slow_run()
     times = [script.now_seconds - 4 + moment / 20 for moment in range(60)]
     stacks = {MAIN[1]: [[wait]] * 60, 1000: [[sleep, fetch]] * 60, 1001: [[sleep, fetch]] * 60}
-    chart, (caption, columns) = lines_of(add_series(script, times, stacks))
+    script = add_series(script, times, stacks)
+    chart, (caption, columns) = lines_of(script)
+    (named,) = [finding.waits_in for finding in diagnose(finish(script).tables()).findings if finding.waits_in]
     assert "load  data.py:57" in chart.figure.data[0].labels
-    assert columns["Line"] == ["data.py:57, in load"]
+    assert columns["Line"] == [line.site for line in named]
+    assert columns["Source"] == ["time.sleep(0.1)"]
     assert columns["Share"] == ["100%"]
     assert "samples of stacks" in caption
 

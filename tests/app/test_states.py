@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -21,6 +22,7 @@ import streamlit as st
 from dashboard_pages import checked_figures, figures, open_view, run_of, texts, walk
 
 from app.blocks import sheet
+from app.format import ago
 from app.runtime import drawing, refresh, verdicts
 from app.runtime.visitors import is_expected
 from collector.diagnosis.verdict import diagnose
@@ -143,7 +145,7 @@ def test_every_view_shows_the_state_and_the_next_command(monkeypatch, tmp_path, 
             checked_figures(at, view)
             assert all(chart.proto.alt for chart in at.get("plotly_chart"))
             assert at.header[0].value.endswith("?")
-            assert "data as of" in said
+            assert "data as of" in said or re.search(r"ended \d+ (s|min|h|d) ago", said)
         elif state.shows is False:
             assert not figures(at), view
 
@@ -270,6 +272,21 @@ def test_old_verdict_shows_its_age(monkeypatch, tmp_path):
     assert "verdict" not in open_view(monkeypatch, tmp_path, "overview").caption[0].value
     monkeypatch.setattr("app.runtime.drawing.OLD_SECONDS", 0)
     assert " old" in open_view(monkeypatch, tmp_path, "overview").caption[0].value.rpartition("verdict")[2]
+
+
+def test_ended_run_shows_its_name_its_age_and_its_dates(monkeypatch, homes):
+    line = open_view(monkeypatch, homes["healthy"], "overview").caption[0]
+    assert re.fullmatch(r"healthy · ended \d+ (s|min|h) ago · [\d,]+ samples", line.value)
+    day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf"{day} to {day} \(UTC\)", line.proto.help)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-1, "0 s ago"), (59.9, "59 s ago"), (3 * 3600 + 1800, "3 h ago"), (40 * 86400, "40 d ago")],
+)
+def test_age_is_in_its_largest_unit(seconds, words):
+    assert ago(seconds) == words
 
 
 def test_paused_page_does_not_change(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from urllib.parse import parse_qs
 
 import make_run as runs
 import pytest
@@ -273,6 +274,30 @@ def test_address_of_a_run_that_is_gone_says_so_and_shows_the_newest(monkeypatch,
     assert run_of(homes["killed"]).name in at.selectbox(key="run").options[0]
 
 
+def test_link_of_a_finding_names_the_run_and_its_part(monkeypatch, homes):
+    run_id = run_of(homes["killed"]).name
+    selected = {"window": "last 500 steps", "x": "step"}
+    at = open_view(monkeypatch, homes["killed"], "overview", **selected)
+    links = [parse_qs(link.proto.query_string) for link in at.get("page_link")]
+    assert links
+    for query in links:
+        query.pop("focus", None)
+        assert query == {"run": [run_id], "window": ["last 500 steps"], "x": ["step"]}
+
+
+def test_charts_show_single_steps_and_batches_of_a_short_focus(monkeypatch, homes):
+    kinds = {}
+    for words in ("", "20-30"):
+        query = {"focus": words} if words else {}
+        overview = open_view(monkeypatch, homes["killed"], "overview", **query)
+        stalls = open_view(monkeypatch, homes["killed"], "worker_stalls", **query)
+        kinds[words] = {name for at in (overview, stalls) for each in figures(at) for name in trace_names(each)}
+    groups = {"step, median", "step, 95th percentile", "wait, median", "wait, 95th percentile"}
+    assert groups <= kinds[""]
+    assert {"step", "wait"} <= kinds["20-30"]
+    assert not groups & kinds["20-30"]
+
+
 def shades(at):
     """Return begin and end of the times that are shaded in the first chart."""
     shapes = figures(at)[0]["layout"].get("shapes", [])
@@ -323,7 +348,7 @@ def test_compare_page_shows_figures_and_settings_of_each_run(monkeypatch, tmp_pa
     allocated = recorded("leak-to-the-end").streams["device_memory"]["allocated_peak_bytes"]
     assert table.loc["Peak GPU allocated", cuda].startswith(size(allocated.max()))
     assert settings.loc["loader 0: num workers"].tolist() == ["4", "2", "2", "0"]
-    lines = [name for name in trace_names(figures(at)[0]) if not name.endswith(", slowest")]
+    lines = [name for name in trace_names(figures(at)[0]) if not name.endswith(", 95th percentile")]
     assert lines == [before, newest, oldest, cuda]
     assert not at.exception
 

@@ -9,7 +9,7 @@ from collector.diagnosis.loading.wait_breakdown import (
     cost_per_stage,
     recent_loops,
 )
-from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame, heaviest_lines, stage_of
+from collector.diagnosis.loading.waiting_lines import AwaitedTime, SourceFrame, stage_of
 from collector.diagnosis.loading.worker_lanes import Lanes, lanes, waits_by_position
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "WaitBreakdown",
     "break_down_waits",
     "cost_per_stage",
-    "heaviest_lines",
     "lanes",
     "longest_waiting_rank",
     "loops",

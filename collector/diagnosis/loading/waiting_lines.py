@@ -106,10 +106,10 @@ def awaited_time(finding: Finding, tables: RunTables) -> AwaitedTime | None:
 
 def add_waiting_lines(finding: Finding, awaited: AwaitedTime | None, cwd: str | None) -> Finding:
     """Return the finding with the lines behind it; paths below `cwd`, the directory of the run, are relative."""
-    return finding if awaited is None else replace(finding, waits_in=heaviest_lines(awaited, cwd))
+    return finding if awaited is None else replace(finding, waits_in=_heaviest_lines(awaited, cwd))
 
 
-def heaviest_lines(awaited: AwaitedTime, cwd: str | None = None) -> tuple[WaitingLine, ...]:
+def _heaviest_lines(awaited: AwaitedTime, cwd: str | None) -> tuple[WaitingLine, ...]:
     """Return the lines with the largest shares of the awaited time, the largest first."""
     by_line: dict[SourceFrame, Counter[Frames]] = {}
     for stack, count in awaited.stacks.items():

@@ -11,7 +11,7 @@ import functools
 import re
 import tempfile
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,13 +263,22 @@ class Snapshot:
     def _rollups(self, name: str, *, may_be_stored: bool) -> str:
         """Return SQL for a rollup: stored rollups if they may serve, and every other row as a rollup of itself."""
         rollup, whole = tables.ROLLUPS[name], self._reach(name)
-        stored = None
         if may_be_stored and self._uses_rollups and whole.rows_count > tables.ROWS_WITHOUT_ROLLUPS:
-            stored = self._find_rollups(name)
+            # A lake of an older Tidegauge may lack the table, or a column of it.
+            with suppress(duckdb.CatalogException, duckdb.BinderException):
+                if stored := self._stored_rollups(name, whole):
+                    return stored
+        self._add_view(name)
+        return rollup.row_sql(f'"{name}"', sample_every=tables.sample_every(whole.rows_count))
+
+    def _stored_rollups(self, name: str, whole: tables.Reach) -> str:
+        """Return SQL for the stored rollups and the rows that they lack; empty if there are none."""
+        rollup = tables.ROLLUPS[name]
+        if self._session is None or self._stored.isdisjoint(rollup.stream_columns):
+            return ""
+        stored = tables.find_rollups(self._session.ask, lake.LAKE, name)
         if stored is None:
-            self._add_view(name)
-            return rollup.row_sql(f'"{name}"', sample_every=tables.sample_every(whole.rows_count))
-        assert self._session is not None
+            return ""
         thin_by = max(1, whole.rows_count // tables.EXACT_QUANTILE_ROWS)
         sample_every = thin_by * SAMPLE_EVERY
         older_sql = rollup.merge_sql(stored.rollups, stored.until_ns - stored.first_ns, thin_by=thin_by)
@@ -280,14 +289,6 @@ class Snapshot:
         rollups = f"SELECT * REPLACE (time_ns + 0 AS time_ns) FROM rollups_{name}"
         tail = rollup.union_sql(lambda stream: f"tail_{stream}")  # `_reach` has registered them
         return f"{rollups} UNION ALL BY NAME {rollup.row_sql(tail, sample_every=sample_every)}"
-
-    def _find_rollups(self, name: str) -> tables.StoredRollups | None:
-        if self._session is None or self._stored.isdisjoint(tables.ROLLUPS[name].stream_columns):
-            return None
-        try:
-            return tables.find_rollups(self._session.ask, lake.LAKE, name)
-        except duckdb.CatalogException:  # a lake of an older Tidegauge
-            return None
 
     def _disable_rollups(self) -> bool:
         """Begin again without rollups, since their files may be the damaged ones; False if none were in use."""

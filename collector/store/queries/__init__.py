@@ -4,9 +4,10 @@ from collector.store.queries.collector_health import agent_summary, collector_li
 from collector.store.queries.gpu_memory import cache_flushes, cuda_errors, device_grid, device_lines, devices
 from collector.store.queries.lines import Lines
 from collector.store.queries.loading import (
-    batch_lines,
+    batch_waits,
     fetch_heat,
     loaders,
+    queue_lines,
     starts,
     throughput,
     used_loaders,
@@ -22,10 +23,12 @@ from collector.store.queries.process_memory import (
     process_lines,
     process_metric,
     processes,
+    sum_processes,
     tightest_limit,
     training,
 )
 from collector.store.queries.spans import (
+    PULSE_STREAMS,
     WINDOWS,
     Extent,
     Memo,
@@ -43,6 +46,7 @@ from collector.store.rollups.tables import EXACT_QUANTILE_ROWS
 
 __all__ = [
     "EXACT_QUANTILE_ROWS",
+    "PULSE_STREAMS",
     "WINDOWS",
     "Extent",
     "Lines",
@@ -51,7 +55,7 @@ __all__ = [
     "Span",
     "Window",
     "agent_summary",
-    "batch_lines",
+    "batch_waits",
     "cache_flushes",
     "collector_lines",
     "cuda_errors",
@@ -72,6 +76,7 @@ __all__ = [
     "process_lines",
     "process_metric",
     "processes",
+    "queue_lines",
     "rank_steps",
     "span",
     "starts",
@@ -80,6 +85,7 @@ __all__ = [
     "step_summary",
     "steps",
     "steps_elapsed",
+    "sum_processes",
     "throughput",
     "tightest_limit",
     "training",

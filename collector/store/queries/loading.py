@@ -7,18 +7,23 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from collector.store.queries.lines import LINE_BUCKETS, Lines, rollup_lines
+from collector.store.queries.lines import Lines, rollup_lines
 from collector.store.queries.spans import (
     GRID_BUCKETS,
     GRID_STEP_NS,
     IN_SPAN,
+    MOST_GROUPS,
+    MOST_SINGLE,
     Queryable,
     Span,
     bucket_source,
     quantile_function,
     quantile_source,
     rollup_view,
+    with_quantiles,
+    with_values,
 )
+from collector.store.rollups.tables import ROW_VIEW
 
 #: Times of a fetch: idle before it, its two parts, and how its thread spent them.
 _FETCH_TIMES = ("idle_ms", "getitem_ms", "collate_ms", "cpu_ms", "run_queue_ms", "blocked_ms")
@@ -115,11 +120,39 @@ def _fetch_buckets(snapshot: Queryable, within: Span, loader: int) -> pd.DataFra
     )
 
 
-def batch_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
-    """Return lines over the batches yielded: wait (ms), and batches parked, ready and outstanding."""
-    columns = ("wait_ns", "parked_count", "ready_count", "outstanding_count")
-    source, width = bucket_source(snapshot, within, "batch", LINE_BUCKETS // 2)
+def batch_waits(snapshot: Queryable, within: Span, loader: int) -> pd.DataFrame:
+    """Return the wait for each batch yielded, or for groups of batches if there are many.
+
+    Returns:
+        elapsed_seconds, n, and median_ms, p95_ms and longest_ms of the wait.
+
+    """
+    source, width = bucket_source(snapshot, within, "batch", MOST_GROUPS)
+    yielded = f"{IN_SPAN} AND loader = {loader:d} AND wait_ns_n > 0"
+    count = snapshot.query(f"SELECT sum(n)::BIGINT n FROM {source} WHERE {yielded}", within.params)["n"].iloc[0]
+    if pd.isna(count) or count <= MOST_SINGLE:
+        source, width = f"batch{ROW_VIEW}", 1
+    group = f"(time_ns - $from_ns) // {width} AS place"
+    grouped = f"{yielded} GROUP BY place ORDER BY place"
+    table = snapshot.query(
+        f"SELECT {group}, avg(time_ns)::BIGINT time_ns, sum(wait_ns_n)::BIGINT n, "
+        f"max(wait_ns_high) / 1e6 longest_ms FROM {source} WHERE {grouped}",
+        within.params,
+    )
+    quantiles = snapshot.query(
+        f"SELECT {group}, quantile_cont(value / 1e6, [0.5, 0.95]) q FROM {with_values(source, 'wait_ns_high')} "
+        f"WHERE {grouped}",
+        within.params,
+    )
+    table = with_quantiles(table, quantiles, "longest_ms").drop(columns="place")
+    table["elapsed_seconds"] = within.elapsed(table.pop("time_ns"))
+    return table
+
+
+def queue_lines(snapshot: Queryable, within: Span, loader: int) -> dict[str, Lines]:
+    """Return lines over the batches yielded: how many were parked, ready and outstanding."""
+    columns = ("parked_count", "ready_count", "outstanding_count")
+    source, width = bucket_source(snapshot, within, "batch", MOST_GROUPS)
     where = f"loader = {loader:d} AND ($rank IS NULL OR rank = $rank)"
     by_column = rollup_lines(snapshot, within, source, columns, where=where, series="''", width=width)
-    by_column["wait_ns"].points["value"] /= 1e6
     return {name.rpartition("_")[0]: lines for name, lines in by_column.items()}

@@ -69,16 +69,36 @@ def memory_by_role(snapshot: Queryable, within: Span, metric: str, host: str | N
     width = max(width, GRID_STEP_NS)
     table = snapshot.query(
         f"SELECT {_PROCESS_KEY}, ((time_ns - $from_ns) // {width})::INTEGER bucket, max({metric}_high)::DOUBLE v, "
-        f"min(alive_low) alive FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
+        f"arg_max(time_ns + {metric}_high_after_ns, {metric}_high) - $from_ns AS at_ns, "
+        f"min(time_ns) - $from_ns AS first_ns, min(alive_low) alive "
+        f"FROM {source} WHERE time_ns BETWEEN $from_ns AND $to_ns "
         "AND ($host IS NULL OR host = $host) GROUP BY ALL ORDER BY bucket",
         {**only(within.params, "from_ns", "to_ns"), "host": host},
     )
-    table = table.merge(_places(snapshot, within)[["process", "role"]], on="process")
-    count = 0 if table.empty else int(table["bucket"].max()) + 1
-    totals = _sum_by_role(table, count, CARRY_NS // width + 1)
-    elapsed = (within.from_ns + np.arange(count) * width - within.origin_ns) / 1e9
-    grid = pd.DataFrame({"elapsed_seconds": elapsed, **{role: totals[role] for role in ROLES if role in totals}})
-    return grid.iloc[np.unique(table["bucket"])].reset_index(drop=True)
+    totals = _sum_by_role(table.merge(_places(snapshot, within)[["process", "role"]], on="process"), width)
+    elapsed = (within.from_ns + totals.index.to_numpy() * width - within.origin_ns) / 1e9
+    totals.insert(0, "elapsed_seconds", elapsed)
+    return totals.reset_index(drop=True)
+
+
+def sum_processes(samples: pd.DataFrame, from_ns: int, to_ns: int) -> pd.Series:
+    """Return the sum of a metric over processes in each bucket of a grid, as `memory_by_role` has it.
+
+    Args:
+        samples: in order of time: process, role, time_ns, v (the metric, NaN where it was not read), alive.
+        from_ns: begin of the grid.
+        to_ns: end of the grid.
+
+    """
+    width = max((to_ns - from_ns) // GRID_BUCKETS + 1, GRID_STEP_NS)
+    after_ns = samples["time_ns"].astype("int64") - from_ns
+    rows = samples.assign(bucket=after_ns // width, first_ns=after_ns)
+    by_bucket = rows.groupby(["bucket", "process"])
+    table = by_bucket.agg(
+        v=("v", "max"), first_ns=("first_ns", "min"), alive=("alive", "min"), role=("role", "last")
+    )
+    highest = rows.dropna(subset="v").sort_values("v").groupby(["bucket", "process"])["first_ns"].last()
+    return _sum_by_role(table.assign(at_ns=highest).reset_index(), width).sum(axis=1)
 
 
 def processes(snapshot: Queryable, within: Span, *, fewest: int | None = 2) -> pd.DataFrame:
@@ -263,25 +283,43 @@ def open_files(snapshot: Queryable) -> pd.DataFrame:
     )
 
 
-def _sum_by_role(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return, by role, the sum over its processes in each of `count` buckets.
+def _starts(rows: Any, measured: pd.DataFrame, width: int) -> pd.DataFrame:
+    """Return by process, in order of time, first_ns and the bucket from which it counts.
 
-    `table` has one row per process and bucket with a sample, in order of the buckets. A process counts with its
-    first value from its first sample on, then with each value until the next one, or until its end. Without an end
-    it counts for `carry` buckets after its last sample. A process that starts shares pages of others: from then on
-    these count with their next value.
+    That is the next one if another process was read before it started, in the same bucket.
     """
+    starts: pd.DataFrame = rows.agg({"first_ns": "min", "bucket": "max"}).sort_values("first_ns")
+    first_bucket = starts["first_ns"] // width
+    first_reading = first_bucket.map(measured.groupby("bucket")["at_ns"].min())
+    later = first_bucket + (first_reading < starts["first_ns"])
+    starts["bucket"] = later.clip(upper=starts["bucket"])
+    return starts
+
+
+def _sum_by_role(table: pd.DataFrame, width: int) -> pd.DataFrame:
+    """Return, by role, the sum over its processes in each bucket in which one was sampled.
+
+    A process counts with its first value from its first sample on, then with each value until the next one, or
+    until its end. Without an end it counts for `CARRY_NS` after its last sample. A process that starts shares pages
+    of others: from then on these count with their next value.
+
+    Args:
+        table: one row per process and bucket with a sample, in order of the buckets: process, role, bucket, v (the
+            value), at_ns (its time since the begin of the grid), first_ns (time of the first sample), alive.
+        width: of a bucket (ns).
+
+    """
+    count = 0 if table.empty else int(table["bucket"].max()) + 1
     rows = table.groupby("process")
-    starts = np.unique(rows["bucket"].min())
-    ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, carry)
+    ends = rows["bucket"].max() + np.where(rows["alive"].min() == 0, 0, CARRY_NS // width + 1)
     # smaps are read later than the rest: a process was there before its first value.
     measured = table.dropna(subset="v")
-    before = measured.groupby("process")["bucket"].shift()
-    next_start = np.append(starts, count)[np.searchsorted(starts, before.fillna(-1), side="right")]
+    starts = _starts(rows, measured, width)
+    before = measured.groupby("process")["at_ns"].shift()
+    places = np.searchsorted(starts["first_ns"], before.fillna(-1), side="right")
+    next_start = np.append(starts["bucket"], count)[places]
     begins = (
-        measured["bucket"]
-        .clip(upper=next_start)
-        .where(before.notna(), measured["process"].map(rows["bucket"].min()))
+        measured["bucket"].clip(upper=next_start).where(before.notna(), measured["process"].map(starts["bucket"]))
     )
     at_least = measured["process"].map(ends).clip(lower=measured["bucket"] + 1)
     stops = begins.groupby(measured["process"]).shift(-1).fillna(at_least).clip(upper=count)
@@ -292,4 +330,6 @@ def _sum_by_role(table: pd.DataFrame, count: int, carry: int) -> dict[str, np.nd
             for buckets in (begins, stops)
         )
         totals[ROLES[int(str(role))]] = (increase - decrease).cumsum()[:count]
-    return totals
+    return pd.DataFrame({role: totals[role] for role in ROLES if role in totals}, range(count)).iloc[
+        np.unique(table["bucket"])
+    ]

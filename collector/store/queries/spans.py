@@ -7,6 +7,7 @@ a few thousand points at most before pandas gets it. Times are seconds since the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,6 +27,9 @@ GRID_BUCKETS = 400
 _FEWEST_BUCKETS = 40
 #: Smallest step of a grid: a grid finer than the fastest sampling would have holes.
 GRID_STEP_NS = 500_000_000
+#: Steps or batches that a figure shows one by one, at most. Above it they are in groups, this number at most: more
+#: points become a mesh on a screen.
+MOST_SINGLE, MOST_GROUPS = 300, 100
 #: SQL: the row or rollup is in the span.
 IN_SPAN = "time_ns BETWEEN $from_ns AND $to_ns AND ($rank IS NULL OR rank = $rank)"
 
@@ -162,6 +166,27 @@ def bucket_source(snapshot: Queryable, within: Span, stream: str, buckets: int) 
             return f"{stream}{tables.ROW_VIEW}", width
         width = rollup_ns * 5 // 4  # a rollup is placed at its first row: a bucket of its width may get none
     return rollup_view(within, stream), width
+
+
+def with_values(source: str, of_row: str) -> str:
+    """Return SQL for the rows of `source` (of `bucket_source`), each with a `value` to take quantiles of.
+
+    That is the column `of_row` where rows are read, and each value in the sample of rollups.
+    """
+    value = of_row if source.endswith(tables.ROW_VIEW) else "unnest(sample)"
+    return f"(SELECT *, {value} AS value FROM {source})"
+
+
+def with_quantiles(table: pd.DataFrame, quantiles: pd.DataFrame, highest: str) -> pd.DataFrame:
+    """Return a table of groups with median_ms and p95_ms from `quantiles`: place and q, a pair of values in ms.
+
+    A group without a value in the sample has its highest one.
+    """
+    pairs = dict(zip(quantiles["place"], quantiles["q"], strict=True))
+    for name, position in (("median_ms", 0), ("p95_ms", 1)):
+        values = [pairs[place][position] if place in pairs else math.nan for place in table["place"]]
+        table[name] = pd.Series(values, table.index, dtype=float).fillna(table[highest])
+    return table
 
 
 def quantile_source(within: Span, stream: str, where: str, rows_count: int) -> str:

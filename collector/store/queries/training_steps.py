@@ -7,39 +7,49 @@ import pandas as pd
 from collector.store.queries.spans import (
     GRID_BUCKETS,
     IN_SPAN,
+    MOST_GROUPS,
+    MOST_SINGLE,
     Queryable,
     Span,
     bucket_source,
     quantile_function,
     quantile_source,
     rollup_view,
+    with_quantiles,
+    with_values,
 )
 
-#: Groups of steps, at most: more points than this become a mesh on a screen.
-_STEP_GROUPS = 100
 #: Number of newest steps whose median gives the samples of a step.
 _NEWEST_STEPS = 100
 
 
 def steps(snapshot: Queryable, within: Span) -> pd.DataFrame:
-    """Return step time by step, divided into waiting for data and the rest.
+    """Return step time step by step, or in groups of steps if there are many.
 
     Returns:
-        step (first of its group), n, wait_ms (NaN where no wait for a DataLoader is recorded) and rest_ms
-        (means), slowest_ms.
+        step (first of its group), n, the means wait_ms (waiting for data; NaN where no wait for a DataLoader is
+        recorded) and rest_ms, and median_ms, p95_ms and slowest_ms of the whole step.
 
     """
     source, _ = bucket_source(snapshot, within, "step", 2 * GRID_BUCKETS)
-    timed = f"FROM {source} WHERE timed_n > 0 AND {IN_SPAN}"
     reach = rank_steps(snapshot, within)
     low = 0 if reach["low"].isna().all() else int(reach["low"].min())
-    width = 1 if reach.empty else (int(reach["step"].max()) - low) // _STEP_GROUPS + 1
-    return snapshot.query(
-        "SELECT min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
+    count = 0 if reach.empty else int(reach["step"].max()) - low + 1
+    width = 1 if count <= MOST_SINGLE else count // MOST_GROUPS + 1
+    group = f"(timed_step_low - {low}) // {width} AS place"
+    timed = f"timed_n > 0 AND {IN_SPAN} GROUP BY place ORDER BY place"
+    table = snapshot.query(
+        f"SELECT {group}, min(timed_step_low) AS step, sum(timed_n)::BIGINT n, "
         "sum(wait_ns) / sum(timed_n) / 1e6 wait_ms, sum(rest_ns) / sum(timed_n) / 1e6 rest_ms, "
-        f"max(slowest_ns) / 1e6 slowest_ms {timed} GROUP BY (timed_step_low - {low}) // {width} ORDER BY 1",
+        f"max(slowest_ns) / 1e6 slowest_ms FROM {source} WHERE {timed}",
         within.params,
     )
+    quantiles = snapshot.query(
+        f"SELECT {group}, quantile_cont(value / 1e6, [0.5, 0.95]) q FROM {with_values(source, 'slowest_ns')} "
+        f"WHERE {timed}",
+        within.params,
+    )
+    return with_quantiles(table, quantiles, "slowest_ms").drop(columns="place")
 
 
 def step_samples(snapshot: Queryable, within: Span) -> float | None:

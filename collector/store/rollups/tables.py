@@ -64,6 +64,7 @@ _STREAM_ROLLUPS = (
             total("samples_count"),
             aggregate("samples_count_first", "first", "samples_count"),
         ),
+        sample="wait_ns",
         most_buckets=500,
     ),
     Rollup(
@@ -73,7 +74,7 @@ _STREAM_ROLLUPS = (
             *map(total, ("idle_ns", "getitem_ns", "collate_ns", "cpu_ns", "run_queue_ns", "blocked_ns")),
             aggregate("longest_ns", "max", "getitem_ns + coalesce(collate_ns, 0)"),
         ),
-        sample="getitem_ns + collate_ns",
+        sample="getitem_ns + coalesce(collate_ns, 0)",
         most_buckets=200,
         width_ns=WIDE_ROLLUP_NS,
     ),

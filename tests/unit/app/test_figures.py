@@ -68,11 +68,12 @@ def _places(**more):
 @functools.cache
 def _charts():
     table = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "main": [1.0 * GIB] * 2, "worker": [2.0 * GIB, 3.0 * GIB]})
-    step = pd.DataFrame(
-        {"step": [0, 1], "n": [1, 1], "wait_ms": [1.0, 2.0], "rest_ms": [9.0, 8.0], "slowest_ms": 10.0}
+    step = pd.DataFrame({"step": [0, 1], "n": [1, 1], "wait_ms": [1.0, 2.0], "rest_ms": [9.0, 8.0]}).assign(
+        median_ms=10.0, p95_ms=10.0, slowest_ms=10.0
     )
     heat = pd.DataFrame({"rank": np.nan, "worker": [0, 1], "elapsed_seconds": 0.0, "fetch_ms": [1.0, 2.0], "n": 1})
-    queue = {name: _lines([1.0, 2.0]) for name in ("wait", "parked", "ready", "outstanding")}
+    queue = {name: _lines([1.0, 2.0]) for name in ("parked", "ready", "outstanding")}
+    wait = pd.DataFrame({"elapsed_seconds": [0.0, 1.0], "n": 1, "median_ms": 2.0, "p95_ms": 2.0, "longest_ms": 2.0})
     fold = pd.DataFrame({"position": [0, 1], "worker": [0, 2], "n": 9, "mean_ms": [1.0, 40.0], "p95_ms": 50.0})
     costs = pd.DataFrame({"stage": ["decode", "other"], "batch_ms": [30.0, 2.0], "cpu_ratio": [0.9, np.nan]})
     return {
@@ -104,7 +105,7 @@ def _charts():
         "stages": workers.stages(_split(), LIGHT),
         "causes": workers.causes(_split(), LIGHT),
         "heat": workers.heat(heat, LIGHT),
-        "waits": workers.waits(queue, LIGHT, inline=False),
+        "waits": workers.waits(wait, queue, LIGHT, inline=False),
     }
 
 
@@ -170,7 +171,7 @@ def test_every_caption_has_a_sample_count():
 def test_traces_have_the_terms_of_the_glossary():
     named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
     assert named["by role"] == ["main", "workers"]
-    assert named["steps"] == ["data wait", "rest of the step"]
+    assert named["steps"] == ["data wait", "step"]
     assert named["stages"] == ["worker idle", "__getitem__", "collate"]
     assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
     assert sorted(named["waits"]) == ["outstanding", "parked", "ready", "wait"]
@@ -292,8 +293,9 @@ def test_caption_says_that_a_line_is_thinned():
 
 
 def test_slow_first_step_does_not_stretch_the_axis():
-    table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0, "slowest_ms": 10.0})
-    table.loc[0, ["rest_ms", "slowest_ms"]] = 3000.0
+    table = pd.DataFrame({"step": range(50), "n": 1, "wait_ms": 1.0, "rest_ms": 9.0})
+    table = table.assign(median_ms=10.0, p95_ms=10.0, slowest_ms=10.0)
+    table.loc[0, ["rest_ms", "median_ms", "p95_ms", "slowest_ms"]] = 3000.0
     chart = steps.split(table, LIGHT)
     assert chart.figure.layout.yaxis.range[1] < 100
     assert "3 s, in the first step" in chart.caption
@@ -303,10 +305,21 @@ def test_inline_loading_is_called_inline_and_has_no_queue():
     split = _split().iloc[:1].assign(worker=-1)
     assert list(workers.stages(split, LIGHT).figure.data[0].y) == ["inline"]
     empty = _lines([])
-    queue = {"wait": _lines([1.0]), "parked": empty, "ready": empty, "outstanding": empty}
-    chart = workers.waits(queue, LIGHT, inline=True)
+    queue = {"parked": empty, "ready": empty, "outstanding": empty}
+    waits = pd.DataFrame({"elapsed_seconds": [0.0], "n": 1, "median_ms": 1.0, "p95_ms": 1.0, "longest_ms": 1.0})
+    chart = workers.waits(waits, queue, LIGHT, inline=True)
     assert len(chart.figure.data) == 1
     assert "inline" in chart.caption
+
+
+def test_waits_of_many_batches_are_a_line_with_a_band_and_the_number_of_batches():
+    groups = {"elapsed_seconds": [0.0, 9.0], "n": 40, "median_ms": 2.0, "p95_ms": [5.0, 6.0], "longest_ms": 80.0}
+    chart = workers.waits(pd.DataFrame(groups), {}, LIGHT, inline=False)
+    median, band = chart.figure.data
+    assert (median.name, band.name) == ("wait, median", "wait, 95th percentile")
+    assert (list(median.customdata), "n = " in median.hovertemplate) == ([40, 40], True)
+    assert (band.fill, list(band.y)) == ("tonexty", [5, 6])
+    assert "Longest wait 80 ms over 80 batches." in chart.caption
 
 
 def test_no_trace_exceeds_the_point_budget():

@@ -9,10 +9,11 @@ from app.theme import DARK, LIGHT
 
 
 def _steps(count=400, *, slow=(), slow_ms=1000.0, n=1, mean_ms=10.0):
-    """Steps of 10 ms; those at the places in `slow` are slower, one in a group of n."""
+    """Steps of 10 ms; those at the places in `slow` are slower, a few in a group of n."""
     table = pd.DataFrame({"step": np.arange(count) * n, "n": n, "wait_ms": 0.1 * mean_ms, "rest_ms": 0.9 * mean_ms})
-    table["slowest_ms"] = 1.2 * mean_ms if n > 1 else mean_ms
-    table.loc[list(slow), "slowest_ms"] = slow_ms
+    table["median_ms"], table["p95_ms"] = mean_ms, 1.2 * mean_ms if n > 1 else mean_ms
+    table.loc[list(slow), ["p95_ms"] if n > 1 else ["median_ms", "p95_ms"]] = slow_ms
+    table["slowest_ms"] = table["p95_ms"]
     table.loc[list(slow), "wait_ms"] = (slow_ms + (n - 1) * mean_ms) / n - 0.9 * mean_ms
     return table.assign(x=table["step"] * 0.1)
 
@@ -25,16 +26,12 @@ def _highest_value(figure):
     return max(float(np.nanmax(trace.y)) for trace in figure.data)
 
 
-def _stack_height(figure):
-    return float(np.max(np.add(figure.data[0].y, figure.data[1].y)))
-
-
 @pytest.mark.parametrize("n", [1, 12])
 def test_axis_is_not_cut_for_many_slow_steps(n):
     slow = _steps(slow=range(0, 380, 20), n=n)
     chart = steps.split(slow, LIGHT)
     assert chart.figure.layout.yaxis.range is None
-    assert max(_stack_height(chart.figure), _highest_value(chart.figure)) == pytest.approx(1000)
+    assert _highest_value(chart.figure) == pytest.approx(1000)
     assert "cut" not in chart.caption
     chart = _compare(hung=slow, calm=_steps(n=n))
     assert chart.figure.layout.yaxis.range is None
@@ -54,7 +51,10 @@ def test_caption_names_each_point_above_the_axis():
 def test_point_of_several_steps_has_an_approximate_step():
     chart = steps.split(_steps(slow=(1,), n=12), LIGHT)
     assert chart.figure.layout.yaxis.range == (0, 15)
-    assert "mean of up to 12 steps, the dotted line the slowest of them" in chart.caption
+    assert (
+        "Line and band: median and 95th percentile of up to 12 steps. Slowest: 1 s, after about 12 steps."
+        in chart.caption
+    )
     assert "Above it: 1 of 400 points (1 s, after about 12 steps)." in chart.caption
 
 
@@ -79,22 +79,40 @@ def test_axis_is_not_cut_if_a_short_run_is_slow():
     assert chart.figure.layout.yaxis.range is None
 
 
-def test_band_reaches_from_the_mean_to_the_slowest_step():
+def test_band_reaches_from_the_median_to_the_95th_percentile():
     chart = _compare(a=_steps(slow=range(50, 90), n=12), b=_steps(n=12))
-    mean, band, *_ = chart.figure.data
-    assert [trace.name for trace in chart.figure.data] == ["a", "a, slowest", "b", "b, slowest"]
-    assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", mean.legendgroup, False)
-    assert mean.line.color == DARK.series[0]
-    assert band.fillcolor != mean.line.color
+    median, band, *_ = chart.figure.data
+    assert [trace.name for trace in chart.figure.data] == [
+        "a",
+        "a, 95th percentile",
+        "b",
+        "b, 95th percentile",
+    ]
+    assert (band.fill, band.legendgroup, band.showlegend) == ("tonexty", median.legendgroup, False)
+    assert median.line.color == DARK.series[0]
+    assert band.fillcolor != median.line.color
     assert list(band.y[50:90]) == [1000] * 40
-    assert (mean.y <= band.y).all()
-    assert "the mean of up to 12 steps, and the band above it reaches to the slowest of them" in chart.caption
+    assert list(median.y) == [10] * 400
+    assert list(median.customdata) == [12] * 400
+    assert "Line and band: median and 95th percentile of up to 12 steps." in chart.caption
+
+
+def test_each_of_few_steps_is_a_point_and_groups_are_a_line_with_a_band():
+    wait, step = steps.split(_steps(count=40), LIGHT).figure.data
+    assert (wait.name, step.name, step.mode) == ("data wait", "step", "markers")
+    wait, median, band = steps.split(_steps(count=40, n=12), LIGHT).figure.data
+    assert [each.name for each in (wait, median, band)] == [
+        "data wait, mean",
+        "step, median",
+        "step, 95th percentile",
+    ]
+    assert (median.mode, band.fill) == ("lines", "tonexty")
 
 
 def test_no_band_is_drawn_if_each_step_is_a_point():
     chart = _compare(a=_steps(), b=_steps())
     assert [trace.name for trace in chart.figure.data] == ["a", "b"]
-    assert "mean of up to" not in chart.caption
+    assert "Line and band" not in chart.caption
     assert "a: mean 10 ms, 10% of it data wait, slowest 10 ms (n = 400)" in chart.caption
 
 

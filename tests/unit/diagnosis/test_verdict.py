@@ -11,7 +11,7 @@ from simulated_runs import MAIN, START_SECONDS, Script, finish, jittered, sample
 from collector.diagnosis import verdict as verdict_module
 from collector.diagnosis.verdict import diagnose
 from collector.findings import as_json, from_json
-from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
 
 def test_empty_live_run_has_no_findings():
@@ -212,3 +212,17 @@ def test_pss_of_different_ticks_adds_up_while_processes_live():
     summary = diagnose(script.tables()).summary
     assert summary["peak"]["run_pss_bytes"] == 40 + 170
     assert summary["overhead"]["collector_private_dirty_bytes"] == 9
+
+
+@pytest.mark.parametrize(("before", "highest"), [(240.0, 240), (200.0, 110 + 100)])
+def test_pages_that_a_fork_shares_count_once_in_the_peak(before, highest):
+    nan = np.nan
+    script = Script()
+    for key, role, seconds, pss in (
+        (("node", 1, 1), ROLE_MAIN, [0.0, 0.3, 1.0, 2.0], [before, nan, 110.0, nan]),
+        (("node", 2, 2), ROLE_WORKER, [0.3, 1.0, 2.0], [nan, nan, 100.0]),  # forked just after main was read
+    ):
+        times = [START_SECONDS + second for second in seconds]
+        none = [nan] * len(times)
+        sample_process(script, times, key, role, private=none, rss=none, pss_bytes=pss)
+    assert diagnose(script.tables()).summary["peak"]["run_pss_bytes"] == highest

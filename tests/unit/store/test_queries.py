@@ -141,6 +141,36 @@ def test_split_of_steps_adds_up_to_their_duration(open_span):
     assert ((table["wait_ms"] + table["rest_ms"]) <= table["slowest_ms"] + 1e-9).all()
 
 
+def test_many_steps_are_groups_with_quantiles_and_few_are_single(open_span):
+    snapshot, within = open_span("copy-on-read")
+    took = snapshot.query("SELECT duration_ns / 1e6 AS ms FROM step WHERE duration_ns IS NOT NULL ORDER BY step")[
+        "ms"
+    ]
+    groups = training_steps.steps(snapshot, within)
+    assert len(groups) <= spans.MOST_GROUPS < groups["n"].sum() == len(took)
+    first = took[: int(groups["n"].iloc[0])]
+    found = groups[["median_ms", "p95_ms", "slowest_ms"]].iloc[0].tolist()
+    assert found == pytest.approx([first.quantile(0.5), first.quantile(0.95), first.max()])
+    near = replace(within, from_ns=within.to_ns - 20 * 10**9)
+    single = training_steps.steps(snapshot, near)
+    assert set(single["n"]) == {1}
+    assert single["median_ms"].tolist() == pytest.approx(took[-len(single) :].tolist())
+    assert single["median_ms"].equals(single["p95_ms"])
+
+
+def test_many_batches_are_groups_with_quantiles_and_few_are_single(open_span):
+    snapshot, within = open_span("copy-on-read")
+    waited = snapshot.query("SELECT wait_ns / 1e6 AS ms FROM batch ORDER BY time_ns")["ms"]
+    groups = loading.batch_waits(snapshot, within, 0)
+    assert len(groups) <= spans.MOST_GROUPS + 1 < groups["n"].sum() == len(waited)
+    first = waited[: int(groups["n"].iloc[0])]
+    found = groups[["median_ms", "p95_ms", "longest_ms"]].iloc[0].tolist()
+    assert found == pytest.approx([first.quantile(0.5), first.quantile(0.95), first.max()])
+    single = loading.batch_waits(snapshot, replace(within, from_ns=within.to_ns - 20 * 10**9), 0)
+    assert set(single["n"]) == {1}
+    assert single["median_ms"].tolist() == pytest.approx(waited[-len(single) :].tolist())
+
+
 def test_memory_by_role_sums_the_last_samples_of_processes(open_span):
     snapshot, within = open_span("slow-worker")
     table = process_memory.memory_by_role(snapshot, within, "pss_bytes")
@@ -162,7 +192,7 @@ def test_process_counts_from_its_first_sample_before_smaps(tmp_path):
 
         class Late:
             def query(self, sql, params=None):
-                return snapshot.query(sql.replace("pss_bytes_high", late), params)
+                return snapshot.query(sql.replace("pss_bytes_high)", f"{late})"), params)
 
         table = process_memory.memory_by_role(Late(), within, "pss_bytes")
     assert (table["main"] > 0).all()
