@@ -218,7 +218,8 @@ def _as_json(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[Row]) -> None:
-    show_trials(_COLUMNS, map(_cells, rows), names="left")
+    if any(row.measured for row in rows):
+        show_trials(_COLUMNS, map(_cells, rows), names="left")
     if any(row.predicted and (row.predicted.if_shared or row.predicted.if_apart) for row in rows):
         click.echo("or: prediction with the opposite assumption about shared waits")
     for row in rows:

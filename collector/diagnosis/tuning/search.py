@@ -92,16 +92,15 @@ def nearby_settings(own: Setting, cores: float) -> list[Setting]:
 
 
 def _may_gain(candidate: Candidate, outcomes: Sequence[Outcome]) -> bool:
-    """Return False if a setting was tried, or is known or predicted to be no faster, or not to fit."""
+    """Return False if a setting was tried, needs memory that ran out, or lies in a direction without gains."""
     own, setting = outcomes[0].setting, candidate.setting
     if any(outcome.setting == setting or _needs_no_less(setting, outcome) for outcome in outcomes):
         return False
     direction, gains = _direction(setting, own), _gains(outcomes)
     if direction and (-direction, True) in gains:
         return False
-    if [has_gained for way, has_gained in gains if way == direction][-_MISSES:] == [False] * _MISSES:
-        return False
-    return candidate.predicted is None or _highest(candidate.predicted) >= _fastest(outcomes)
+    recent = [has_gained for way, has_gained in gains if way == direction][-_MISSES:]
+    return recent != [False] * _MISSES
 
 
 def _needs_no_less(setting: Setting, outcome: Outcome) -> bool:
@@ -128,8 +127,3 @@ def _gains(outcomes: Sequence[Outcome]) -> list[tuple[int, bool]]:
 def _fastest(outcomes: Sequence[Outcome]) -> float:
     rates = [outcome.batches_per_second for outcome in outcomes]
     return max(filter(math.isfinite, rates), default=0.0)
-
-
-def _highest(option: Option) -> float:
-    """Return the highest throughput that the prediction does not rule out."""
-    return max(rate.high for rate in (option, option.if_shared, option.if_apart) if rate is not None)

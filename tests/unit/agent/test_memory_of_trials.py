@@ -1,4 +1,4 @@
-"""How memory ran out in a trial of `tidegauge tune`, by the recorded runs of real deaths."""
+"""Trials of `tidegauge tune` that ran out of memory, by the recorded runs of real deaths."""
 
 import pytest
 

@@ -13,14 +13,14 @@ def setting(workers, prefetch=2):
     return Setting(num_workers=workers, prefetch_factor=prefetch)
 
 
-def predicted(workers, rate, *, prefetch=2, shared=None):
-    one = setting(workers, prefetch)
+def predicted(workers, rate):
+    one = setting(workers)
     interval = {"batches_per_second": rate, "low": 0.9 * rate, "high": 1.1 * rate}
     return Candidate(
         setting=one,
         predicted=Option(
             setting=one,
-            if_shared=shared,
+            if_shared=None,
             if_apart=None,
             wait_ratio=0,
             memory_bytes=1,
@@ -72,17 +72,11 @@ def test_a_setting_that_does_not_fit_rules_out_larger_ones():
     assert tried(unpredicted(setting(8), 64), setting(8), rate) == [4, 2, 1, 0]
 
 
-def test_predictions_lead_and_rule_out_what_they_do_not_allow_to_gain():
-    plan = Plan(candidates=(predicted(4, 40), predicted(3, 38), predicted(2, 20), predicted(8, 41)))
-    assert tried(plan, setting(1), lambda one: {1: 10, 4: 36, 3: 30, 8: 37}[one.num_workers]) == [4, 3, 8]
-    # The prediction was wrong: nothing gains, and after two trials no further number of workers is tried.
-    assert tried(plan, setting(1), lambda one: 10) == [4, 3]
-
-
-def test_the_prediction_with_the_other_assumption_may_make_a_trial_worth_it():
-    shared = predicted(4, 12, shared=predicted(4, 30).predicted)
-    assert tried(Plan(candidates=(shared,)), setting(1), lambda one: 20) == [4]
-    assert tried(Plan(candidates=(predicted(4, 12),)), setting(1), lambda one: 20) == []
+def test_predictions_give_the_order_and_measured_gains_the_end():
+    plan = Plan(candidates=(predicted(4, 40), predicted(3, 38), predicted(8, 41), predicted(1, 20)))
+    assert tried(plan, setting(2), lambda one: {2: 20, 4: 36, 3: 30, 8: 37}[one.num_workers]) == [4, 3, 8]
+    # The prediction was wrong: more workers gain nothing, so after two trials fewer are tried.
+    assert tried(plan, setting(2), lambda one: 10) == [4, 3, 1]
 
 
 def test_a_run_too_short_for_a_prediction_is_tried_from_its_own_setting():
