@@ -28,7 +28,11 @@ _STYLE = """<style>
 .stMainBlockContainer { padding: 4rem 3rem 3rem; }
 .stMainBlockContainer h2 { padding: 0; }
 .stMainBlockContainer table :is(th, td) { padding: 0.2rem 0.6rem; }
-@media (max-width: 640px) { .stMainBlockContainer { padding: 4rem 0.75rem 2rem; } }
+@media (max-width: 640px) {
+  .stMainBlockContainer { padding: 4rem 0.75rem 2rem; }
+  .stMainBlockContainer [data-testid=stMetric] { padding: 0.4rem 0.6rem; }
+  .stMainBlockContainer [data-testid=stMetricValue] { font-size: 1.2rem; }
+}
 </style>"""
 LIVE_HELP = "Refresh while the run is active. Zooming into a chart switches this off"
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import streamlit as st
 
-from app.blocks import Block, Metric, Metrics, Note, draw
+from app.blocks import Block, Fold, Metric, Metrics, Note, draw
 from app.figures import what_if as figures
 from app.figures.base import Chart
 from app.theme import Theme
@@ -40,11 +40,8 @@ def what_if(key: str, outlook: Forecast, theme: Theme, *, of: str, revision: str
     chosen = Setting(num_workers=workers, prefetch_factor=prefetch, in_order=in_order)
     metrics, by_workers, front = _predicted(outlook, chosen, most, theme, of, revision)
     draw(metrics, f"{key}-figures")
-    left, right = st.columns(2)
-    with left:
-        draw(by_workers, f"{key}-by-workers")
-    with right:
-        draw(front, f"{key}-front")
+    draw(by_workers, f"{key}-by-workers")
+    draw(Fold(label="Which settings wait least for their memory?", blocks=[front]), f"{key}-front")
 
 
 def initial_blocks(outlook: Forecast, theme: Theme, *, of: str, revision: str) -> list[Block]:

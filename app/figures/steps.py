@@ -32,6 +32,8 @@ _MIN_POINTS_TO_CUT = 20
 #: Multiples of the slowest step that is not cut off: the axis is cut if a step exceeds the first, and then ends at
 #: the second.
 _CUT_FACTOR, _BOUND_FACTOR = 4, 1.25
+#: Dash of a run's line -> symbol of its points.
+_SYMBOLS = dict(zip(DASHES, ("circle", "diamond", "cross", "square"), strict=True))
 #: The x axes of a comparison, in which each run has its own clock: title, and x on hover.
 _OF_EACH: dict[Axis, tuple[str, str]] = {
     "elapsed": ("elapsed in each run (s)", HOVER_SECONDS),
@@ -130,11 +132,14 @@ def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) ->
 
 
 def _step_traces(name: str, steps: pd.DataFrame, colour: str, dash: str) -> Iterator[Trace]:
-    """Yield the line of a run, with a band if its points stand for several steps."""
+    """Yield the points of a run, or a line with a band if they stand for several steps."""
+    shown_name = escape(name, quote=False)
+    if int(steps["n"].max()) == 1:
+        yield marks(shown_name, steps["x"], steps["median_ms"], colour, _SYMBOLS[dash], 4, "%{y:,.4~g} ms")
+        return
     median, band = median_band(f"{name}, ", steps["x"], steps, colour, line={"dash": dash}, legendgroup=name)
-    yield median | {"name": escape(name, quote=False)}
-    if int(steps["n"].max()) > 1:
-        yield band | {"showlegend": False}
+    yield median | {"name": shown_name}
+    yield band | {"showlegend": False}
 
 
 def _in_words(name: str, steps: pd.DataFrame) -> str:

@@ -43,7 +43,7 @@ def test_report_has_the_figures_and_text_of_every_view(html):
         "How near is GPU 0 to its limit?",
         "Which process grows, and since when?",
         "What takes the memory of GPU 0?",
-        "What does each worker do with its time?",
+        "Are fetches short of CPU, of cores, or of I/O?",
         "How much host memory did each process hold in the last minute?",
         "Does the collector keep up?",
     ):
