@@ -38,6 +38,7 @@ _LABELS = {
     "straggler_wait_ratio": "starved time at stragglers",
     "straggler_batches": "slowest batches",
     "made_before_asked_ratio": "batches made before the loop needed them",
+    "sampler_start_seconds": "time until the sampler's first index",
     "refill_seconds": "refill per epoch",
     "startup_wait_seconds": "wait for starting workers per epoch",
     "largest_share_ratio": "largest share of a worker / even share",

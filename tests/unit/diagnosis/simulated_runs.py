@@ -132,6 +132,7 @@ def simulate(
     start_method="fork",
     begin=START_SECONDS,
     startup=0.0,
+    drawing=0.0,
     gap=0.5,
     collate_share=0.1,
     shards=None,
@@ -146,6 +147,7 @@ def simulate(
         consumer: (generator, k) -> seconds of the loop after batch k.
         begin: when the loader is first used, seconds.
         startup: seconds from the start of new workers until they wait for work.
+        drawing: seconds of the sampler until its first index, in each epoch of a loader with workers.
         gap: between epochs, seconds.
         collate_share: of a fetch.
         shards: of an iterable dataset: batches by worker.
@@ -187,8 +189,9 @@ def simulate(
         if workers:
             ready = now + (startup if begins else 0.0)
             turns = _turns(shards or [batches] * workers)
+            asked = now + drawing
             yields, fetches = _parallel(
-                generator, now, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn
+                generator, asked, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn
             )
         else:
             yields, fetches = _inline(generator, now, service, consumer, batches)
