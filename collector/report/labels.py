@@ -39,6 +39,7 @@ _LABELS = {
     "straggler_batches": "slowest batches",
     "made_before_asked_ratio": "batches made before the loop needed them",
     "sampler_start_seconds": "time until the sampler's first index",
+    "first_batch_excess_seconds": "first batch of an epoch, beyond the others",
     "refill_seconds": "refill per epoch",
     "startup_wait_seconds": "wait for starting workers per epoch",
     "largest_share_ratio": "largest share of a worker / even share",

@@ -36,7 +36,7 @@ class _Start(NamedTuple):
 
 
 def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
-    """Return the recent epochs of a loop with workers whose first batch is recorded, in order of time.
+    """Return the recent epochs of a loop whose first batch is recorded, in order of time.
 
     Returns:
         first_ns: time of the first batch; the other columns are in seconds.
@@ -110,6 +110,8 @@ def _starts(tables: RunTables, loop: Loop) -> dict[int, list[_Start]]:
 
 def _usual_ns(loop: Loop, steady: Pace | None) -> float:
     """Return the ns that the loop starves per batch in the steady state: as measured, or by the workers' pace."""
+    if not loop.num_workers:
+        return 0.0 if steady is None else steady.starved * SECOND_NS
     gaps = np.diff(floats(loop.batches, "time_ns"), prepend=np.nan) - floats(loop.batches, "wait_ns")
     gaps[np.diff(floats(loop.batches, "epoch"), prepend=np.nan) != 0] = np.nan
     allowed = mean(fetch_ns(loop.fetches)) / loop.num_workers - np.nan_to_num(median(gaps))
@@ -196,12 +198,6 @@ def sampler_at_epochs(starts: EpochStarts) -> Finding:
     setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
     facts = starts.facts
     facts["locus"] = loop_locus(starts.tables, loop, "main")
-    advice = Advice(
-        text="Make the start of the sampler (or batch_sampler) cheap: keep lengths and orders from epoch to epoch "
-        "instead of computing them again, permute arrays instead of Python objects, or yield the first indices "
-        "before all are known",
-        expected=f"up to {each} less per epoch; more workers do not help",
-    )
     return Finding(
         kind="sampler-bound",
         summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
@@ -211,8 +207,40 @@ def sampler_at_epochs(starts: EpochStarts) -> Finding:
         evidence=starts.loss.evidence(
             sampler_start_seconds=starts.mean("sampler"), epoch_seconds=starts.mean("seconds")
         ),
-        advice=(advice,),
+        advice=(_cheap_start(each),),
         **facts,
+    )
+
+
+def first_batch_of_epochs(starts: EpochStarts) -> Finding:
+    """Return a finding for a training process that takes long to make the first batch of each epoch."""
+    loop, longer = starts.loop, duration(starts.mean("refill"))
+    setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
+    facts = starts.facts
+    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    begins = "the iterable dataset begins"
+    if not setting.get("iterable"):
+        begins = (
+            f"its sampler ({setting.get('sampler') or 'or batch sampler'}) begins, or the first samples are read"
+        )
+    return Finding(
+        kind="inline-loading",
+        summary=f"The first batch of each epoch of loader {loop.loader} takes {longer} longer than the others, as "
+        f"{begins}: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
+        f"{percent(starts.loss.ratio)} of the run. The training process makes its batches itself (num_workers=0).",
+        evidence=starts.loss.evidence(
+            first_batch_excess_seconds=starts.mean("refill"), epoch_seconds=starts.mean("seconds")
+        ),
+        advice=(_cheap_start(longer),),
+        **facts,
+    )
+
+
+def _cheap_start(each: str) -> Advice:
+    return Advice(
+        text="Make the start of an epoch cheap: keep lengths, orders and file lists from epoch to epoch instead "
+        "of computing them again, permute arrays instead of Python objects, or yield before all are known",
+        expected=f"up to {each} less per epoch; more workers do not help",
     )
 
 

@@ -21,6 +21,7 @@ from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
 from collector.diagnosis.stalls.epoch_start import (
     epoch_refill,
+    first_batch_of_epochs,
     passes,
     sampler_at_epochs,
     startup_of_short_run,
@@ -178,15 +179,18 @@ def _hand_overs(case: LoadingCase) -> list[Finding]:
 
 def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
     """Find time that this loop loses at the starts of epochs, the most expensive first."""
-    if not loop.num_workers:
+    if not loop.num_workers and steady is None:
         return []
     epochs = passes(tables, loop, steady)
     later, epochs_count = epochs.iloc[1:], len(np.unique(floats(loop.batches, "epoch"))) - 1
     costs: list[tuple[float, Finding]] = []
-    for finding_of, column, least, rows in (
+    causes = (
         (worker_startup, "startup", _MIN_STARTS, later[later["ready"].notna()]),
         (sampler_at_epochs, "sampler", _MIN_STARTS, later),
         (epoch_refill, "refill", MIN_PASSES, later),
+    )
+    for finding_of, column, least, rows in (
+        causes if loop.num_workers else ((first_batch_of_epochs, "refill", _MIN_STARTS, later),)
     ):
         seconds = floats(rows, column)
         if len(rows) >= least and _is_certain(seconds):

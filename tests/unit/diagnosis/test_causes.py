@@ -133,6 +133,16 @@ def test_sampler_that_draws_an_epoch_at_its_start_is_found(persistent, kinds):
     assert loading_findings(simulate(**run))[0] == kinds
 
 
+@pytest.mark.parametrize("iterable", [False, True])
+def test_slow_first_batch_of_each_epoch_is_found_without_workers(iterable):
+    run = STEADY | {"workers": 0, "service": jittered(0.001), "batches": 100, "epochs": 5, "iterable": iterable}
+    kinds, found = loading_findings(simulate(sampler="BySize", drawing=3.0, **run))
+    assert kinds == [("inline-loading", "warning")]
+    assert found["inline-loading"].value_of("first_batch_excess_seconds") == pytest.approx(3.0, abs=0.02)
+    assert ("BySize" in found["inline-loading"].summary) != iterable
+    assert loading_findings(simulate(drawing=0.1, **run))[0] == []
+
+
 def test_workers_still_busy_with_an_epoch_that_was_left_are_no_slow_sampler():
     script = simulate(drawing=3.0, **STEADY | {"batches": 100, "epochs": 5})
     for part in script.parts["fetch"]:
