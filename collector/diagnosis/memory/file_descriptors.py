@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -32,10 +33,12 @@ from collector.diagnosis.memory.leak import (
     young_finding,
 )
 from collector.diagnosis.run.columns import (
+    PROCESS,
     SECOND_NS,
     by_process,
     floats,
     iterates,
+    key_of,
     last,
     sampled_on,
     seconds,
@@ -47,15 +50,18 @@ from collector.diagnosis.run.columns import (
     with_early_samples,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact, sentence, worker_locus
+from collector.diagnosis.run.processes import fact, last_bytes, sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus
 from collector.store import ProcessKey
+from collector.units import size
 from training_harness.records import ROLE_WORKER
 
 #: A rise below one descriptor per block of a trend is a few single events.
 _NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
+#: Descriptors of a worker in its training process, at least: both ends of its queue of indices, and its sentinel.
+_FILES_OF_WORKER = 3
 #: Shared memory per descriptor of a tensor that a worker handed over: at least one page.
 _SHARED_BYTES = 4096
 
@@ -140,9 +146,15 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
         )
         yield used_ratio, brief
         return
+    kept = _kept_workers(tables, process, trend)
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
+    words: dict[str, object] = {"process": name}
+    if len(kept):
+        held = sum(last_bytes(tables, key) for key in kept)
+        resource, words = resources.OPEN_WORKERS, words | {"workers": len(kept), "held": size(held)}
+        witnesses = (*witnesses, fact("kept_workers_count", len(kept), "last samples"))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
-    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, process=name)
+    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
     course = Course(what=what, resource=resource, use=use, growth=trend, limit=bound)
     if used_ratio and course.is_relevant:
@@ -172,11 +184,60 @@ def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np
 
 
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
-    """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns."""
+    """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns.
+
+    The life of a worker ends as a later iterator of its loader has workers.
+    """
+    lives = _seen_alive(tables, host)
+    replaced = (
+        lives.index.get_level_values("process_pid").map(_replaced_ns(tables, host)).to_numpy(dtype=np.float64)
+    )
+    return np.sort(floats(lives, "min")), np.sort(np.fmin(floats(lives, "max"), replaced))
+
+
+def _seen_alive(tables: RunTables, host: str) -> pd.DataFrame:
     rows = sampled_on(tables, host)
     rows = rows.assign(alive_ns=floats(rows, "time_ns") - (floats(rows, "alive") == 0))
-    lives = rows.groupby(["process_pid", "process_start_ticks"])["alive_ns"].agg(["min", "max"])
-    return np.sort(floats(lives, "min")), np.sort(floats(lives, "max"))
+    lives: pd.DataFrame = rows.groupby(PROCESS[1:])["alive_ns"].agg(["min", "max"])
+    return lives
+
+
+def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -> dict[int, float]:
+    """Return the time at which a later iterator of its loader had workers, by pid of the worker.
+
+    Args:
+        tables: the run.
+        host: the host of the workers.
+        main: the training process of the workers; None for all.
+
+    """
+    settings, replaced = loader_settings(tables), dict[int, float]()
+    newest: dict[tuple[ProcessKey, int], list[int]] = {}
+    one_loop: dict[ProcessKey, dict[int, int]] = {}
+    for event in tables.events_of("epoch-start"):
+        key, loader = key_of(event), whole(event.get("loader"))
+        if key is None or loader is None or key[0] != host or main not in (None, key):
+            continue
+        if key not in one_loop:
+            one_loop[key] = recreated_loaders(tables, settings, key)
+        place = key, one_loop[key].get(loader, loader)
+        pids = [pid for pid in map(whole, event.get("worker_pids") or ()) if pid is not None]
+        replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
+        newest[place] = pids
+    return replaced
+
+
+def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> list[ProcessKey]:
+    """Return the living workers of iterators that a training process keeps, if they explain its growth."""
+    host = process.key[0]
+    lives, replaced = _seen_alive(tables, host), _replaced_ns(tables, host, process.key)
+    end_ns = floats(process.rows, "time_ns")[-1]
+    kept = [
+        (host, int(pid), int(ticks))
+        for pid, ticks, _, last_ns in lives.reset_index().itertuples(index=False)
+        if replaced.get(int(pid), end_ns) < end_ns <= last_ns
+    ]
+    return kept if _FILES_OF_WORKER * len(kept) >= CONFIRMED * trend.rise else []
 
 
 def _witnesses(

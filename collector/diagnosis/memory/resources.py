@@ -310,3 +310,15 @@ _CLONE = Advice(
 )
 #: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
 OPEN_BATCHES = replace(OPEN_FILES, leak_advice=(_CLONE, *_FILES_ADVICE), risk_advice=(_CLONE, *_FILES_ADVICE))
+_END_ITERATORS = Advice(
+    text="Do not keep iterators of a DataLoader, in a list, an attribute or an open generator: take one iterator "
+    "per epoch, and let go of it before the next one is made",
+    expected="the workers of an epoch end with it, and free their memory and descriptors",
+)
+#: Open files of a process that keeps iterators, and with each the pipes of its workers.
+OPEN_WORKERS = replace(
+    OPEN_FILES,
+    grows=f"{OPEN_FILES.grows} {{workers}} workers of earlier iterators still live and hold {{held}}.",
+    leak_advice=(_END_ITERATORS,),
+    risk_advice=(_END_ITERATORS,),
+)
