@@ -95,6 +95,7 @@ _LABELS = {
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
     "fd_per_step": "open files more per step",
+    "kept_workers_count": "workers of earlier iterators",
     "fd_limit_count": "limit of open files",
     # GPU memory
     "allocated_rise_bytes": "growth of allocated memory",
