@@ -50,12 +50,11 @@ from collector.diagnosis.run.columns import (
     with_early_samples,
 )
 from collector.diagnosis.run.lifecycle import lifecycle_of
-from collector.diagnosis.run.processes import fact, last_bytes, sentence, worker_locus
+from collector.diagnosis.run.processes import fact, sentence, worker_locus
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import BLOCK_COUNTS, MIN_POINTS, Floats, Growth
 from collector.findings import Evidence, Finding, Limit, Locus
 from collector.store import ProcessKey
-from collector.units import size
 from training_harness.records import ROLE_WORKER
 
 #: A rise below one descriptor per block of a trend is a few single events.
@@ -149,10 +148,9 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
     kept = _kept_workers(tables, process, trend)
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
     words: dict[str, object] = {"process": name}
-    if len(kept):
-        held = sum(last_bytes(tables, key) for key in kept)
-        resource, words = resources.OPEN_WORKERS, words | {"workers": len(kept), "held": size(held)}
-        witnesses = (*witnesses, fact("kept_workers_count", len(kept), "last samples"))
+    if kept:
+        resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
+        witnesses = (*witnesses, fact("kept_workers_count", kept, "last samples"))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
     yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
@@ -227,17 +225,16 @@ def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -
     return replaced
 
 
-def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> list[ProcessKey]:
-    """Return the living workers of iterators that a training process keeps, if they explain its growth."""
+def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
+    """Return how many workers of kept iterators live, 0 if they do not explain the growth of a training process."""
     host = process.key[0]
     lives, replaced = _seen_alive(tables, host), _replaced_ns(tables, host, process.key)
     end_ns = floats(process.rows, "time_ns")[-1]
-    kept = [
-        (host, int(pid), int(ticks))
-        for pid, ticks, _, last_ns in lives.reset_index().itertuples(index=False)
-        if replaced.get(int(pid), end_ns) < end_ns <= last_ns
-    ]
-    return kept if _FILES_OF_WORKER * len(kept) >= CONFIRMED * trend.rise else []
+    kept = sum(
+        replaced.get(int(pid), end_ns) < end_ns <= last_ns
+        for pid, _, _, last_ns in lives.reset_index().itertuples(index=False)
+    )
+    return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0
 
 
 def _witnesses(

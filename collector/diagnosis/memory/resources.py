@@ -315,10 +315,10 @@ _END_ITERATORS = Advice(
     "per epoch, and let go of it before the next one is made",
     expected="the workers of an epoch end with it, and free their memory and descriptors",
 )
-#: Open files of a process that keeps iterators, and with each the pipes of its workers.
+#: Open files of a process that keeps iterators, and with each its workers, their pipes and their memory.
 OPEN_WORKERS = replace(
     OPEN_FILES,
-    grows=f"{OPEN_FILES.grows} {{workers}} workers of earlier iterators still live and hold {{held}}.",
+    grows=f"{OPEN_FILES.grows} {{workers}} workers of earlier iterators still live.",
     leak_advice=(_END_ITERATORS,),
     risk_advice=(_END_ITERATORS,),
 )

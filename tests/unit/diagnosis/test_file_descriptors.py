@@ -148,7 +148,7 @@ def test_workers_of_iterators_that_are_kept_are_a_leak():
     (leak,) = (finding for finding in findings_of(restarts(are_kept=True)) if finding.kind == "fd-leak")
     assert leak.severity == "warning"
     assert leak.value_of("kept_workers_count") == 34
-    assert "34 workers of earlier iterators still live and hold 1020 MiB" in leak.summary
+    assert "34 workers of earlier iterators still live." in leak.summary
     assert "iterators" in leak.advice[0].text
     assert kinds(restarts(are_kept=False)) == []
 
