@@ -76,6 +76,14 @@ def test_the_time_that_would_tell_does_tell(living):
     assert [f.kind for f in short_run(straight(0.55), seconds=seconds, living=living)] == ["main-heap-leak"]
 
 
+def test_a_run_that_would_tell_is_longer_than_one_with_a_phase_after_its_training():
+    script = simulated(straight(0.55))
+    script.now_seconds = START_SECONDS + 90
+    script.event(START_SECONDS + 89, "command-exit", ("node", 90, 4900), command_pid=MAIN[1], exit_status=0)
+    [found] = [f for f in diagnose(script.tables()).findings if f.rate is not None]
+    assert int(re.search(r"A run of (\d+) s would tell", found.summary)[1]) > 89
+
+
 def test_large_growth_that_began_a_moment_ago_is_information():
     [found] = short_run(straight(6.2, begin=12.0))
 
