@@ -371,6 +371,8 @@ def _loader_leak(
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
         *max(leaks, key=lambda leak: leak[1].rise),
         workers=", ".join(map(str, workers)),
+        subject=f"Worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}",
+        keep="keep" if len(workers) > 1 else "keeps",
         rise=size(sum(trend.rise for trend in trends)),
         slope=size(total.value),
     )

@@ -75,7 +75,7 @@ HEAP_WITHOUT_ITERATIONS = replace(
 )
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
-    grows="Workers {workers} of loader {loader} keep taking memory: {rise} so far, {slope}/s.",
+    grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.",
     leak_advice=(
         Advice(
             text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without "
