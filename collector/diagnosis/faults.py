@@ -10,7 +10,7 @@ from dataclasses import replace
 from collector.findings import Fault, Finding
 
 _KINDS: dict[Fault, str] = {
-    "your code": "main-heap-leak worker-heap-leak copy-on-read-growth gpu-tensor-leak fd-leak shm-leak "
+    "your code": "main-heap-leak worker-heap-leak copy-on-read-growth gpu-tensor-leak fd-leak "
     "straggler-samples collate-bound copy-bound sampler-bound shard-skew main-thread-pause "
     "caught-errors",
     "your settings": "worker-startup epoch-refill idle-workers pin-bound gpu-fragmentation",

@@ -38,6 +38,8 @@ _LABELS = {
     "straggler_wait_ratio": "starved time at stragglers",
     "straggler_batches": "slowest batches",
     "made_before_asked_ratio": "batches made before the loop needed them",
+    "sampler_start_seconds": "time until the sampler's first index",
+    "first_batch_excess_seconds": "first batch of an epoch, beyond the others",
     "refill_seconds": "refill per epoch",
     "startup_wait_seconds": "wait for starting workers per epoch",
     "largest_share_ratio": "largest share of a worker / even share",
@@ -93,6 +95,7 @@ _LABELS = {
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
     "fd_per_step": "open files more per step",
+    "kept_workers_count": "workers of earlier iterators",
     "fd_limit_count": "limit of open files",
     # GPU memory
     "allocated_rise_bytes": "growth of allocated memory",

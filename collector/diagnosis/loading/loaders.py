@@ -22,6 +22,8 @@ from training_harness.records import INLINE_WORKER
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
+#: Share of a loop's waits that the steps of its process contain at least, if the thread that steps iterates it.
+_SHARE_IN_STEPS = 0.5
 _MOST_EPOCHS = 1e6  # more than one loader ever makes
 
 
@@ -128,6 +130,22 @@ def _join_loaders(rows: pd.DataFrame, last_loader: Mapping[int, int]) -> pd.Data
     loader = floats(rows, "loader")
     joined = pd.Series(loader).map(last_loader).fillna(pd.Series(loader)).to_numpy()
     return rows.assign(loader=joined, epoch=floats(rows, "epoch") + _MOST_EPOCHS * loader)
+
+
+def loads_ahead(tables: RunTables, loop: Loop) -> bool:
+    """Return whether another thread than the one that steps the optimizer iterates a loop.
+
+    The waits of a loop are part of the steps of its own thread. Those of a thread that loads ahead, and hands the
+    batches over in a queue of its own, are not.
+    """
+    steps = written(tables, "step", loop.main)
+    ends, waits = floats(steps, "time_ns"), floats(steps, "data_wait_ns")
+    if not np.isfinite(waits[1:]).any():
+        return False
+    times = floats(loop.batches, "time_ns")
+    in_steps = (times > ends[0]) & (times <= ends[-1])
+    loop_ns = float(np.nansum(floats(loop.batches, "wait_ns")[in_steps]))
+    return float(np.nansum(waits[1:][ends[1:] > times[0]])) < _SHARE_IN_STEPS * loop_ns
 
 
 def worker_slots(tables: RunTables) -> dict[tuple[str, int], tuple[ProcessKey, int, int]]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from collector.diagnosis.loading.loaders import loader_settings, recreated_loaders
 from collector.diagnosis.memory import resources
 from collector.diagnosis.memory.exhaustion import (
     FULL_RATIO,
@@ -32,10 +33,12 @@ from collector.diagnosis.memory.leak import (
     young_finding,
 )
 from collector.diagnosis.run.columns import (
+    PROCESS,
     SECOND_NS,
     by_process,
     floats,
     iterates,
+    key_of,
     last,
     sampled_on,
     seconds,
@@ -56,6 +59,8 @@ from training_harness.records import ROLE_WORKER
 
 #: A rise below one descriptor per block of a trend is a few single events.
 _NEGLIGIBLE_COUNT = BLOCK_COUNTS[0]
+#: Descriptors of a worker in its training process, at least: both ends of its queue of indices, and its sentinel.
+_FILES_OF_WORKER = 3
 #: Shared memory per descriptor of a tensor that a worker handed over: at least one page.
 _SHARED_BYTES = 4096
 
@@ -140,9 +145,14 @@ def _judge(tables: RunTables, process: _Process) -> Iterator[tuple[float, Findin
         )
         yield used_ratio, brief
         return
+    kept = _kept_workers(tables, process, trend)
     resource = resources.OPEN_BATCHES if is_batches else resources.OPEN_FILES
+    words: dict[str, object] = {"process": name}
+    if kept:
+        resource, words = resources.OPEN_WORKERS, words | {"workers": kept}
+        witnesses = (*witnesses, fact("kept_workers_count", kept, "last samples"))
     iterating = process.is_worker or iterates(tables, process.key) or bool(lifecycle_of(tables).watched)
-    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, process=name)
+    yield used_ratio, leak_finding(tables, resource, usual, trend, witnesses, iterates=iterating, **words)
     what = f"Room for open files in {process.name}"
     course = Course(what=what, resource=resource, use=use, growth=trend, limit=bound)
     if used_ratio and course.is_relevant:
@@ -172,11 +182,59 @@ def _has_usual_processes(tables: RunTables, process: _Process) -> npt.NDArray[np
 
 
 def _lives(tables: RunTables, host: str) -> tuple[Floats, Floats]:
-    """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns."""
+    """Return the times at which processes of the run were first, and last, seen alive; each sorted, in ns.
+
+    The life of a worker ends as a later iterator of its loader has workers.
+    """
+    lives = _seen_alive(tables, host)
+    replaced = (
+        lives.index.get_level_values("process_pid").map(_replaced_ns(tables, host)).to_numpy(dtype=np.float64)
+    )
+    return np.sort(floats(lives, "min")), np.sort(np.fmin(floats(lives, "max"), replaced))
+
+
+def _seen_alive(tables: RunTables, host: str) -> pd.DataFrame:
     rows = sampled_on(tables, host)
     rows = rows.assign(alive_ns=floats(rows, "time_ns") - (floats(rows, "alive") == 0))
-    lives = rows.groupby(["process_pid", "process_start_ticks"])["alive_ns"].agg(["min", "max"])
-    return np.sort(floats(lives, "min")), np.sort(floats(lives, "max"))
+    lives: pd.DataFrame = rows.groupby(PROCESS[1:])["alive_ns"].agg(["min", "max"])
+    return lives
+
+
+def _replaced_ns(tables: RunTables, host: str, main: ProcessKey | None = None) -> dict[int, float]:
+    """Return the time at which a later iterator of its loader had workers, by pid of the worker.
+
+    Args:
+        tables: the run.
+        host: the host of the workers.
+        main: the training process of the workers; None for all.
+
+    """
+    settings, replaced = loader_settings(tables), dict[int, float]()
+    newest: dict[tuple[ProcessKey, int], list[int]] = {}
+    one_loop: dict[ProcessKey, dict[int, int]] = {}
+    for event in tables.events_of("epoch-start"):
+        key, loader = key_of(event), whole(event.get("loader"))
+        if key is None or loader is None or key[0] != host or main not in (None, key):
+            continue
+        if key not in one_loop:
+            one_loop[key] = recreated_loaders(tables, settings, key)
+        place = key, one_loop[key].get(loader, loader)
+        pids = [pid for pid in map(whole, event.get("worker_pids") or ()) if pid is not None]
+        replaced |= {pid: float(event["time_ns"]) for pid in newest.get(place, ()) if pid not in pids}
+        newest[place] = pids
+    return replaced
+
+
+def _kept_workers(tables: RunTables, process: _Process, trend: Growth) -> int:
+    """Return how many workers of kept iterators live, 0 if they do not explain the growth of a training process."""
+    host = process.key[0]
+    lives, replaced = _seen_alive(tables, host), _replaced_ns(tables, host, process.key)
+    end_ns = floats(process.rows, "time_ns")[-1]
+    kept = sum(
+        replaced.get(int(pid), end_ns) < end_ns <= last_ns
+        for pid, _, _, last_ns in lives.reset_index().itertuples(index=False)
+    )
+    return kept if _FILES_OF_WORKER * kept >= CONFIRMED * trend.rise else 0
 
 
 def _witnesses(

@@ -390,6 +390,8 @@ def _loader_leak(
         trend,
         witnesses,
         workers=", ".join(map(str, workers)),
+        subject=f"Worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}",
+        keep="keep" if len(workers) > 1 else "keeps",
         rise=size(sum(trend.rise for trend in trends)),
         slope=size(total.value),
     )

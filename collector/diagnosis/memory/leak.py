@@ -29,6 +29,7 @@ from collector.diagnosis.run.columns import (
     training_end_ns,
     window_text,
 )
+from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats, Growth, growth
@@ -300,7 +301,9 @@ def young_finding(
     missing = max(_MOMENT_SECONDS, negligible / (_MEASURED_RATIO * trend.slope)) - lasted
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
-        more = f"A run of {_rounded(end - origin_ns(tables) / SECOND_NS + missing)} would tell."
+        # The run has other phases too, before the training and after it.
+        lasted_in_all = lifecycle_of(tables).wall_seconds or end - origin_ns(tables) / SECOND_NS
+        more = f"A run of {_rounded(lasted_in_all + missing)} would tell."
     slope, rise = (
         (size(trend.slope), size(trend.rise)) if unit == "bytes" else (number(trend.slope), count(trend.rise))
     )

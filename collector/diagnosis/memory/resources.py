@@ -50,7 +50,7 @@ class Resource:
         return tuple(replace(item, expected=item.expected.format(**words)) for item in self.leak_advice)
 
 
-_READ_TOO_SELDOM = "{grows} Its private memory was read too seldom to confirm a leak."
+_READ_TOO_SELDOM = "{grows} Private memory was read too seldom to confirm a leak."
 HEAP = Resource(
     leak="main-heap-leak",
     is_of_objects=True,
@@ -77,8 +77,8 @@ HEAP_WITHOUT_ITERATIONS = replace(
 )
 WORKER_HEAP = Resource(
     leak="worker-heap-leak",
-    grows="Workers {workers} of loader {loader} keep taking memory: {rise} so far, {slope}/s.",
-    unconfirmed=_READ_TOO_SELDOM.replace("Its", "Their"),
+    grows="{subject} of loader {loader} {keep} taking memory: {rise} so far, {slope}/s.",
+    unconfirmed=_READ_TOO_SELDOM,
     leak_advice=(
         Advice(
             text="Look for a cache in the dataset (`__getitem__` that stores what it read, lru_cache without "
@@ -320,4 +320,16 @@ OPEN_BATCHES = replace(
     "far, {slope}/s.",
     leak_advice=(_CLONE, *_FILES_ADVICE),
     risk_advice=(_CLONE, *_FILES_ADVICE),
+)
+_END_ITERATORS = Advice(
+    text="Do not keep iterators of a DataLoader, in a list, an attribute or an open generator: take one iterator "
+    "per epoch, and let go of it before the next one is made",
+    expected="the workers of an epoch end with it, and free their memory and descriptors",
+)
+#: Open files of a process that keeps iterators, and with each its workers, their pipes and their memory.
+OPEN_WORKERS = replace(
+    OPEN_FILES,
+    grows=f"{OPEN_FILES.grows} {{workers}} workers of earlier iterators still live.",
+    leak_advice=(_END_ITERATORS,),
+    risk_advice=(_END_ITERATORS,),
 )

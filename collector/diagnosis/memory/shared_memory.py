@@ -120,7 +120,7 @@ def _on_host(tables: RunTables, host: str) -> list[Finding]:
     findings = []
     if is_of_run or not (witnesses and has_cgroup):  # growth that the run's cgroup does not show is another job's
         leak = leak_finding(tables, SHARED_MEMORY, *(part or (use, trend, witnesses)), remark=remark)
-        findings = [leak if is_of_run else replace(leak, confidence=0.75)]
+        findings = [replace(leak, fault="your code") if is_of_run else replace(leak, confidence=0.75)]
     limit = Limit(name="/dev/shm", value=memory.total, unit="bytes")
     course = Course(what="/dev/shm", resource=SHARED_MEMORY, use=use, growth=trend, limit=limit)
     if witnesses and course.is_relevant:

@@ -13,18 +13,17 @@ from collector.diagnosis.loading.worker_limit import worker_limit
 from collector.diagnosis.run.columns import floats, step_at
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.advice import advise_fetches, advise_inline, fault_of_fetches
-from collector.diagnosis.stalls.case import EpochStarts, LoadingCase, loop_locus
+from collector.diagnosis.stalls.case import LoadingCase, loop_locus
 from collector.diagnosis.stalls.cost import Loss, confidence
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS, HandOver
 from collector.diagnosis.stalls.shard_skew import ShardSkew
 from collector.diagnosis.tuning.what_if import Forecast, forecast
 from collector.findings import Advice, Evidence, Finding, Locus, measurements
-from collector.units import count, duration, number, percent
+from collector.units import duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
 _LISTED_BATCHES = 50
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
-_HOUR_SECONDS = 3600.0
 
 
 def too_short(tables: RunTables, loop: Loop, missing: str, steady_batches: int) -> Finding:
@@ -376,84 +375,6 @@ def copy_or_pin_bound(case: LoadingCase, waits: HandOver) -> Finding:
             ),
             *finding.advice,
         ),
-    )
-
-
-def worker_startup(starts: EpochStarts) -> Finding:
-    """Return a finding for workers that start again in each epoch."""
-    startup, batches = duration(starts.mean("startup")), starts.usual_batches
-    again = "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
-    keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
-    advice = Advice(
-        text=keep if batches <= 1 else again,
-        expected=f"the workers start once: about {startup} less per epoch",
-        effect="changes memory",
-    )
-    return Finding(
-        kind="worker-startup",
-        summary=f"Starting the workers of loader {starts.loop.loader} again for each epoch costs "
-        f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
-        f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
-        evidence=starts.loss.evidence(
-            worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
-        ),
-        advice=(advice,),
-        **starts.facts,
-    )
-
-
-def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
-    """Return what starting the workers cost a run too short to show that it recurs, and would cost a longer one."""
-    loss, starts_count, epoch_seconds = starts.loss, len(starts.passes), starts.mean("seconds")
-    facts = starts.facts
-    facts["severity"] = "info"
-    per_start = loss.seconds / starts_count
-    advice = Advice(
-        text="In runs of many epochs, set persistent_workers=True",
-        expected=f"the workers start once: about {duration(per_start)} less in each epoch after the first",
-        effect="changes memory",
-    )
-    if workers_stay:
-        longer = "The epochs after it kept their workers, so a longer run pays no more."
-    elif starts_count > 1:
-        share = per_start / max(per_start + epoch_seconds, 1e-9)
-        longer = f"A longer run pays it in each epoch: {percent(share)} of the time at this epoch length."
-    else:
-        share = per_start / (per_start + _HOUR_SECONDS)
-        longer = f"It comes once in an epoch: {percent(share)} of an epoch that lasts an hour."
-    return Finding(
-        kind="worker-startup",
-        summary=f"Starting the workers of loader {starts.loop.loader} took {duration(loss.seconds)} of this short "
-        f"run, {percent(loss.ratio)}: {count(starts_count)} {'start' if starts_count == 1 else 'starts'}, "
-        f"{duration(per_start)} each. {longer}",
-        evidence=loss.evidence(startup_wait_seconds=per_start, epoch_seconds=epoch_seconds),
-        advice=() if workers_stay else (advice,),
-        **facts,
-    )
-
-
-def epoch_refill(starts: EpochStarts) -> Finding:
-    """Return a finding for epochs that begin with empty queues."""
-    refill, batches = duration(starts.mean("refill")), starts.usual_batches
-    advice = Advice(
-        text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
-        "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
-        expected=f"about {refill} less for each epoch that is saved",
-        effect="changes results",
-    )
-    return Finding(
-        kind="epoch-refill",
-        summary=f"Each epoch of loader {starts.loop.loader} begins with empty queues: that costs {refill} for each "
-        f"of {len(starts.passes)} epochs after the first ({count(batches)} batches each), "
-        f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
-        "the end of an epoch.",
-        evidence=starts.loss.evidence(
-            refill_seconds=starts.mean("refill"),
-            first_fetch_seconds=starts.mean("first_fetch"),
-            batches_per_epoch_count=batches,
-        ),
-        advice=(advice,),
-        **starts.facts,
     )
 
 

@@ -1,4 +1,4 @@
-"""Cost of the beginnings of epochs: starting workers, and filling empty queues.
+"""Cost of the beginnings of epochs: starting workers, a sampler that draws the epoch, and filling empty queues.
 
 Prefetching never crosses the end of an epoch, so each epoch pays for its own start. Only the starts after the first
 one count: the first start of a run can't be saved.
@@ -13,11 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop
+from collector.diagnosis.loading.loaders import Loop, loader_settings
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, median, whole
 from collector.diagnosis.run.tables import RunTables
+from collector.diagnosis.stalls.case import EpochStarts, loop_locus
+from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
+from collector.findings import Advice, Finding
+from collector.units import count, duration, percent
 
+_HOUR_SECONDS = 3600.0
 #: Newest epochs that are measured; earlier ones are assumed to cost the same.
 RECENT_EPOCHS = 1000
 
@@ -31,12 +36,14 @@ class _Start(NamedTuple):
 
 
 def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
-    """Return the recent epochs of a loop with workers whose first batch is recorded, in order of time.
+    """Return the recent epochs of a loop whose first batch is recorded, in order of time.
 
     Returns:
         first_ns: time of the first batch; the other columns are in seconds.
         startup: wait of the loop for its workers to start, 0 if they stayed from the epoch before.
         ready: time until the worker of the first batch was ready, by its own clock; NaN if it stayed.
+        sampler: time in which the loop made the first indices while every worker waited for one, beyond what
+            sending them may cost.
         refill: starving at the first batches, without `startup` and the usual starving.
         first_fetch: time of the worker for the first batch.
         batches: number of batches yielded.
@@ -53,6 +60,8 @@ def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
     ramps = np.flatnonzero(index < loop.ramp)
     first = fetches[floats(fetches, "index") == 0]
     first_fetches = dict(zip(first["epoch"], zip(fetch_ns(first), first["pid"], strict=True), strict=True))
+    idle_ns = fetches[~fetches.duplicated(["epoch", "pid"])].groupby("epoch")["idle_ns"].min().to_dict()
+    sending_ns = loop.ramp * HAND_OVER_SECONDS * SECOND_NS
     starts, usual_ns = _starts(tables, loop), _usual_ns(loop, steady)
     rows = []
     epochs = batches["epoch"].iloc[ramps]
@@ -61,20 +70,23 @@ def passes(tables: RunTables, loop: Loop, steady: Pace | None) -> pd.DataFrame:
         if epoch not in first_fetches or index[ramp[0]] != 0:
             continue
         first_ns, (first_fetch_ns, pid) = times[ramp[0]], first_fetches[epoch]
-        startup_ns, ready_ns, waited_ns = _startup(starts.get(int(pid), []), first_ns, waits[ramp[0]])
+        start = _start_before(starts.get(int(pid), []), first_ns)
+        startup_ns, ready_ns, waited_ns = _startup(start, first_ns, waits[ramp[0]])
+        drawing_ns = min(idle_ns[epoch], first_ns - waits[ramp[0]] - start.created_ns) if start else 0.0
         refill_ns = max(0.0, float(np.nansum(starved[ramp])) - waited_ns - len(ramp) * usual_ns)
         rows.append(
             {
                 "first_ns": float(first_ns),
                 "startup": startup_ns / SECOND_NS,
                 "ready": ready_ns / SECOND_NS,
+                "sampler": max(0.0, np.nan_to_num(drawing_ns) - sending_ns) / SECOND_NS,
                 "refill": refill_ns / SECOND_NS,
                 "first_fetch": float(first_fetch_ns) / SECOND_NS,
                 "batches": counts[epoch],
                 "seconds": float(ends[epoch] - first_ns) / SECOND_NS,
             }
         )
-    columns = ["first_ns", "startup", "ready", "refill", "first_fetch", "batches", "seconds"]
+    columns = ["first_ns", "startup", "ready", "sampler", "refill", "first_fetch", "batches", "seconds"]
     return pd.DataFrame(rows, columns=columns).sort_values("first_ns", kind="stable")
 
 
@@ -98,25 +110,160 @@ def _starts(tables: RunTables, loop: Loop) -> dict[int, list[_Start]]:
 
 def _usual_ns(loop: Loop, steady: Pace | None) -> float:
     """Return the ns that the loop starves per batch in the steady state: as measured, or by the workers' pace."""
+    if not loop.num_workers:
+        return 0.0 if steady is None else steady.starved * SECOND_NS
     gaps = np.diff(floats(loop.batches, "time_ns"), prepend=np.nan) - floats(loop.batches, "wait_ns")
     gaps[np.diff(floats(loop.batches, "epoch"), prepend=np.nan) != 0] = np.nan
     allowed = mean(fetch_ns(loop.fetches)) / loop.num_workers - np.nan_to_num(median(gaps))
     return float(np.nanmax([0.0, allowed, 0.0 if steady is None else steady.starved * SECOND_NS]))
 
 
-def _startup(starts: list[_Start], first_ns: float, wait_ns: float) -> tuple[float, float, float]:
+def _start_before(starts: list[_Start], first_ns: float) -> _Start | None:
+    before_count = bisect_right(starts, first_ns, key=lambda start: start.created_ns)
+    return starts[before_count - 1] if before_count else None
+
+
+def _startup(start: _Start | None, first_ns: float, wait_ns: float) -> tuple[float, float, float]:
     """Return the ns that an epoch lost to starting workers, until its first worker was ready, and the loop waited.
 
     Args:
-        starts: the starts of the worker of the first batch, in order of time.
+        start: the start of the epoch, by the worker of its first batch.
         first_ns: time of the first batch.
         wait_ns: wait for the first batch.
 
     """
-    before_count = bisect_right(starts, first_ns, key=lambda start: start.created_ns)
-    start = starts[before_count - 1] if before_count else None
     if start is None or not start.begun_ns <= start.ready_ns <= first_ns:
         return 0.0, math.nan, 0.0
     ready_ns = start.ready_ns - start.begun_ns
     waited_ns = float(np.clip(start.ready_ns - (first_ns - wait_ns), 0.0, wait_ns))
     return min(ready_ns, max(0.0, start.created_ns - start.begun_ns) + waited_ns), ready_ns, waited_ns
+
+
+def worker_startup(starts: EpochStarts) -> Finding:
+    """Return a finding for workers that start again in each epoch."""
+    startup, batches = duration(starts.mean("startup")), starts.usual_batches
+    again = "Set persistent_workers=True, and make the DataLoader once, not in each epoch"
+    keep = "Make the iterator once and keep it, instead of next(iter(loader)) for each batch"
+    advice = Advice(
+        text=keep if batches <= 1 else again,
+        expected=f"the workers start once: about {startup} less per epoch",
+        effect="changes memory",
+    )
+    return Finding(
+        kind="worker-startup",
+        summary=f"Starting the workers of loader {starts.loop.loader} again for each epoch costs "
+        f"{percent(starts.loss.ratio)} of the run: {startup} for each of {len(starts.passes)} epochs after the "
+        f"first ({count(batches)} batches each), {duration(starts.loss.seconds)} in all.",
+        evidence=starts.loss.evidence(
+            worker_ready_seconds=starts.mean("ready"), startup_wait_seconds=starts.mean("startup")
+        ),
+        advice=(advice,),
+        **starts.facts,
+    )
+
+
+def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
+    """Return what starting the workers cost a run too short to show that it recurs, and would cost a longer one."""
+    loss, starts_count, epoch_seconds = starts.loss, len(starts.passes), starts.mean("seconds")
+    facts = starts.facts
+    facts["severity"] = "info"
+    per_start = loss.seconds / starts_count
+    advice = Advice(
+        text="In runs of many epochs, set persistent_workers=True",
+        expected=f"the workers start once: about {duration(per_start)} less in each epoch after the first",
+        effect="changes memory",
+    )
+    if workers_stay:
+        longer = "The epochs after it kept their workers, so a longer run pays no more."
+    elif starts_count > 1:
+        share = per_start / max(per_start + epoch_seconds, 1e-9)
+        longer = f"A longer run pays it in each epoch: {percent(share)} of the time at this epoch length."
+    else:
+        share = per_start / (per_start + _HOUR_SECONDS)
+        longer = f"It comes once in an epoch: {percent(share)} of an epoch that lasts an hour."
+    return Finding(
+        kind="worker-startup",
+        summary=f"Starting the workers of loader {starts.loop.loader} took {duration(loss.seconds)} of this short "
+        f"run, {percent(loss.ratio)}: {count(starts_count)} {'start' if starts_count == 1 else 'starts'}, "
+        f"{duration(per_start)} each. {longer}",
+        evidence=loss.evidence(startup_wait_seconds=per_start, epoch_seconds=epoch_seconds),
+        advice=() if workers_stay else (advice,),
+        **facts,
+    )
+
+
+def sampler_at_epochs(starts: EpochStarts) -> Finding:
+    """Return a finding for a sampler that is slow to give its first index, while the workers wait for it."""
+    loop, each = starts.loop, duration(starts.mean("sampler"))
+    setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
+    facts = starts.facts
+    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    return Finding(
+        kind="sampler-bound",
+        summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
+        f"({setting.get('sampler') or 'sampler'} or the batch sampler of loader {loop.loader}), while the workers "
+        f"wait for it: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
+        f"{percent(starts.loss.ratio)} of the run.",
+        evidence=starts.loss.evidence(
+            sampler_start_seconds=starts.mean("sampler"), epoch_seconds=starts.mean("seconds")
+        ),
+        advice=(_cheap_start(each),),
+        **facts,
+    )
+
+
+def first_batch_of_epochs(starts: EpochStarts) -> Finding:
+    """Return a finding for a training process that takes long to make the first batch of each epoch."""
+    loop, longer = starts.loop, duration(starts.mean("refill"))
+    setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
+    facts = starts.facts
+    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    begins = "the iterable dataset begins"
+    if not setting.get("iterable"):
+        begins = (
+            f"its sampler ({setting.get('sampler') or 'or batch sampler'}) begins, or the first samples are read"
+        )
+    return Finding(
+        kind="inline-loading",
+        summary=f"The first batch of each epoch of loader {loop.loader} takes {longer} longer than the others, as "
+        f"{begins}: {duration(starts.loss.seconds)} in {len(starts.passes)} epochs after the first, "
+        f"{percent(starts.loss.ratio)} of the run. The training process makes its batches itself (num_workers=0).",
+        evidence=starts.loss.evidence(
+            first_batch_excess_seconds=starts.mean("refill"), epoch_seconds=starts.mean("seconds")
+        ),
+        advice=(_cheap_start(longer),),
+        **facts,
+    )
+
+
+def _cheap_start(each: str) -> Advice:
+    return Advice(
+        text="Make the start of an epoch cheap: keep lengths, orders and file lists from epoch to epoch instead "
+        "of computing them again, permute arrays instead of Python objects, or yield before all are known",
+        expected=f"up to {each} less per epoch; more workers do not help",
+    )
+
+
+def epoch_refill(starts: EpochStarts) -> Finding:
+    """Return a finding for epochs that begin with empty queues."""
+    refill, batches = duration(starts.mean("refill")), starts.usual_batches
+    advice = Advice(
+        text="Make epochs longer: let one pass of the sampler cover the dataset several times, as "
+        "RandomSampler(dataset, replacement=True, num_samples=k * len(dataset)) does",
+        expected=f"about {refill} less for each epoch that is saved",
+        effect="changes results",
+    )
+    return Finding(
+        kind="epoch-refill",
+        summary=f"Each epoch of loader {starts.loop.loader} begins with empty queues: that costs {refill} for each "
+        f"of {len(starts.passes)} epochs after the first ({count(batches)} batches each), "
+        f"{duration(starts.loss.seconds)} or {percent(starts.loss.ratio)} of the run. Prefetching does not cross "
+        "the end of an epoch.",
+        evidence=starts.loss.evidence(
+            refill_seconds=starts.mean("refill"),
+            first_fetch_seconds=starts.mean("first_fetch"),
+            batches_per_epoch_count=batches,
+        ),
+        advice=(advice,),
+        **starts.facts,
+    )

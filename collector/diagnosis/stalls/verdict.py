@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from collector.diagnosis.loading.core_waits import core_waits
-from collector.diagnosis.loading.loaders import Loop, loader_settings, loops
+from collector.diagnosis.loading.loaders import Loop, loader_settings, loads_ahead, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
@@ -20,7 +20,14 @@ from collector.diagnosis.stalls import catalogue
 from collector.diagnosis.stalls.case import MIN_PASSES, EpochStarts, LoadingCase
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO, Loss
 from collector.diagnosis.stalls.cpu_contention import find_contention, is_contention
-from collector.diagnosis.stalls.epoch_start import passes
+from collector.diagnosis.stalls.epoch_start import (
+    epoch_refill,
+    first_batch_of_epochs,
+    passes,
+    sampler_at_epochs,
+    startup_of_short_run,
+    worker_startup,
+)
 from collector.diagnosis.stalls.hand_over import hand_over
 from collector.diagnosis.stalls.shard_skew import idle_workers, idle_workers_finding, shard_skew
 from collector.diagnosis.statistics.growth import Floats
@@ -109,6 +116,12 @@ def _judge(case: LoadingCase, *, healthy: bool) -> list[Finding]:
         if is_transfer:
             return [*contention, catalogue.slow_transfer(case)]
         return contention or [catalogue.compute_bound(case)]
+    if loads_ahead(case.tables, case.loop):
+        missing = (
+            "a thread of the training process iterates it ahead of the thread that trains, and the time that the "
+            "training waits for that thread is not recorded"
+        )
+        return [catalogue.no_cause(case, missing)]
     explained = sum(finding.value_of("lost_seconds") or 0.0 for finding in skews)
     if explained >= _MAIN_CAUSE * steady.starved * steady.batches:
         return others
@@ -169,14 +182,18 @@ def _hand_overs(case: LoadingCase) -> list[Finding]:
 
 def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Finding]:
     """Find time that this loop loses at the starts of epochs, the most expensive first."""
-    if not loop.num_workers:
+    if not loop.num_workers and steady is None:
         return []
     epochs = passes(tables, loop, steady)
     later, epochs_count = epochs.iloc[1:], len(np.unique(floats(loop.batches, "epoch"))) - 1
     costs: list[tuple[float, Finding]] = []
+    causes = (
+        (worker_startup, "startup", _MIN_STARTS, later[later["ready"].notna()]),
+        (sampler_at_epochs, "sampler", _MIN_STARTS, later),
+        (epoch_refill, "refill", MIN_PASSES, later),
+    )
     for finding_of, column, least, rows in (
-        (catalogue.worker_startup, "startup", _MIN_STARTS, later[later["ready"].notna()]),
-        (catalogue.epoch_refill, "refill", MIN_PASSES, later),
+        causes if loop.num_workers else ((first_batch_of_epochs, "refill", _MIN_STARTS, later),)
     ):
         seconds = floats(rows, column)
         if len(rows) >= least and _is_certain(seconds):
@@ -188,7 +205,7 @@ def _epoch_costs(tables: RunTables, loop: Loop, steady: Pace | None) -> list[Fin
         starts = EpochStarts.of(tables, loop, starting, sum(starting["startup"]))
         if starts.loss.ratio >= LEAST_LOST_RATIO:
             workers_stay = len(epochs) > len(starting) == 1
-            finding = catalogue.startup_of_short_run(starts, workers_stay=workers_stay)
+            finding = startup_of_short_run(starts, workers_stay=workers_stay)
             costs.append((starts.loss.ratio, finding))
     return [finding for _, finding in sorted(costs, key=lambda ranked: -ranked[0])]
 

@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from collector.diagnosis.loading.loaders import loads_ahead
 from collector.diagnosis.loading.wait_breakdown import WaitBreakdown, wait_breakdowns
 from collector.diagnosis.run.columns import SECOND_NS
 from collector.diagnosis.run.tables import RunTables
@@ -90,8 +91,12 @@ def speed_ups(tables: RunTables, breakdown: WaitBreakdown) -> dict[str, SpeedUp]
 
 
 def wait_summaries(tables: RunTables) -> list[WaitSummary]:
-    """Return the waits of each loop in plain values, the loop that waited longest first."""
-    breakdowns = sorted(wait_breakdowns(tables), key=lambda breakdown: -breakdown.wait_seconds)
+    """Return the waits of each loop in plain values, the loop that waited longest first.
+
+    Loops that a thread of their own iterates are left out: that thread waits, not the training.
+    """
+    breakdowns = [one for one in wait_breakdowns(tables) if not loads_ahead(tables, one.loop)]
+    breakdowns.sort(key=lambda breakdown: -breakdown.wait_seconds)
     return [summarize_waits(tables, breakdown) for breakdown in breakdowns]
 
 

@@ -132,6 +132,7 @@ def simulate(
     start_method="fork",
     begin=START_SECONDS,
     startup=0.0,
+    drawing=0.0,
     gap=0.5,
     collate_share=0.1,
     shards=None,
@@ -146,6 +147,7 @@ def simulate(
         consumer: (generator, k) -> seconds of the loop after batch k.
         begin: when the loader is first used, seconds.
         startup: seconds from the start of new workers until they wait for work.
+        drawing: seconds of the sampler until its first index, in each epoch.
         gap: between epochs, seconds.
         collate_share: of a fetch.
         shards: of an iterable dataset: batches by worker.
@@ -187,11 +189,12 @@ def simulate(
         if workers:
             ready = now + (startup if begins else 0.0)
             turns = _turns(shards or [batches] * workers)
+            asked = now + drawing
             yields, fetches = _parallel(
-                generator, now, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn
+                generator, asked, ready, workers, prefetch, service, consumer, batches, in_order, turns, in_turn
             )
         else:
-            yields, fetches = _inline(generator, now, service, consumer, batches)
+            yields, fetches = _inline(generator, now, service, consumer, batches, drawing)
         rows, steps = [], []
         for time, wait, index, worker, work in yields:
             rows.append(
@@ -294,10 +297,10 @@ def _parallel(generator, begin, ready, workers, prefetch, service, consumer, bat
     return yields, fetches
 
 
-def _inline(generator, begin, service, consumer, batches):
+def _inline(generator, begin, service, consumer, batches, drawing):
     at, yields, fetches = begin, [], []
     for k in range(batches):
-        cost, work = service(generator, -1, k), consumer(generator, k)
+        cost, work = service(generator, -1, k) + (0.0 if k else drawing), consumer(generator, k)
         fetches.append((at + cost, k, None, -1, cost))
         yields.append((at + cost, cost, k, -1, work))
         at += cost + work

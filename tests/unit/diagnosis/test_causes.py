@@ -121,6 +121,57 @@ def test_worker_startup_per_epoch_is_a_warning_unless_persistent(epochs):
     assert found["worker-startup"].advice == ()
 
 
+@pytest.mark.parametrize(("persistent", "kinds"), [(True, []), (False, [("worker-startup", "warning")])])
+def test_sampler_that_draws_an_epoch_at_its_start_is_found(persistent, kinds):
+    run = STEADY | {"batches": 100, "epochs": 5, "persistent": persistent, "startup": 0.0 if persistent else 1.0}
+    seen, found = loading_findings(simulate(sampler="BySize", drawing=3.0, **run))
+    assert ("sampler-bound", "warning") in seen
+    # Indices that are late for workers that are not ready yet cost nothing.
+    late = 3.0 if persistent else 2.0
+    assert found["sampler-bound"].value_of("sampler_start_seconds") == pytest.approx(late, abs=0.02)
+    assert "BySize or the batch sampler of loader 0" in found["sampler-bound"].summary
+    assert loading_findings(simulate(**run))[0] == kinds
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+def test_slow_first_batch_of_each_epoch_is_found_without_workers(iterable):
+    run = STEADY | {"workers": 0, "service": jittered(0.001), "batches": 100, "epochs": 5, "iterable": iterable}
+    kinds, found = loading_findings(simulate(sampler="BySize", drawing=3.0, **run))
+    assert kinds == [("inline-loading", "warning")]
+    assert found["inline-loading"].value_of("first_batch_excess_seconds") == pytest.approx(3.0, abs=0.02)
+    assert ("BySize" in found["inline-loading"].summary) != iterable
+    assert loading_findings(simulate(drawing=0.1, **run))[0] == []
+
+
+def test_workers_still_busy_with_an_epoch_that_was_left_are_no_slow_sampler():
+    script = simulate(drawing=3.0, **STEADY | {"batches": 100, "epochs": 5})
+    for part in script.parts["fetch"]:
+        busy = part["worker"] == 3
+        part.loc[busy, "idle_ns"] = part.loc[busy, "idle_ns"].clip(upper=1e6)
+    assert "sampler-bound" not in loading_findings(script)[1]
+
+
+@pytest.mark.parametrize(("workers", "fetch"), [(0, 0.03), (2, 0.1)])
+def test_waits_of_a_thread_that_loads_ahead_are_not_taken_for_the_trainings(workers, fetch):
+    run = {
+        "workers": workers,
+        "prefetch": 2,
+        "service": jittered(fetch),
+        "consumer": jittered(0.02),
+        "batches": 300,
+    }
+    (found,) = find_stalls(simulate(**run).tables())
+    assert (found.kind, found.severity) == ("workers-too-slow" if workers else "inline-loading", "warning")
+    script = simulate(**run)
+    for part in script.parts["step"]:
+        part["data_wait_ns"] = 0
+    verdict = diagnose(finish(script).tables())
+    (found,) = (finding for finding in verdict.findings if finding.locus.loader == 0)
+    assert (found.kind, found.severity) == ("cannot-tell", "info")
+    assert verdict.summary["exposed_stall"] == []
+    assert "ahead of the thread that trains" in found.summary
+
+
 def test_short_epochs_have_an_epoch_refill_finding():
     run = STEADY | {"service": jittered(0.06), "consumer": jittered(0.02), "gap": 0.01}
     kinds, found = loading_findings(simulate(**run | {"batches": 8, "epochs": 40}))

@@ -117,6 +117,42 @@ def sweep(leaked):
     return script
 
 
+def restarts(*, are_kept):
+    """Two workers in each of 18 epochs, three descriptors each; they live on while their iterator is kept."""
+    script = simulate(
+        workers=2,
+        prefetch=2,
+        service=jittered(0.2),
+        consumer=jittered(0.25),
+        batches=10,
+        epochs=18,
+        persistent=False,
+    )
+    starts = [event for event in script.events if event["kind"] == "epoch-start"]
+    begins = [event["time_ns"] / 1e9 for event in starts]
+    living = np.searchsorted(begins, SECONDS, side="right") if are_kept else np.ones(COUNT)
+    held = {"private": np.full(COUNT, 300 * MIB), "rss": np.full(COUNT, 300 * MIB)}
+    opened = {"fd_count": FLAT + 6 * living, "fd_limit_count": np.full(COUNT, 1024.0)}
+    sample_process(script, SECONDS, MAIN, ROLE_MAIN, **held, **opened)
+    for begin, end, event in zip(begins, [*begins[1:], np.inf], starts, strict=True):
+        seconds = SECONDS[(begin <= SECONDS) & (are_kept | (end > SECONDS))]
+        held = np.full(len(seconds), 30 * MIB)
+        for worker, pid in enumerate(event["worker_pids"]):
+            key = ("node", pid, 6000 + pid)
+            slot = {"worker": worker, "loader": 0, "fd_count": np.full(len(seconds), 12.0)}
+            sample_process(script, seconds, key, ROLE_WORKER, private=held, rss=held, **slot)
+    return script
+
+
+def test_workers_of_iterators_that_are_kept_are_a_leak():
+    (leak,) = (finding for finding in findings_of(restarts(are_kept=True)) if finding.kind == "fd-leak")
+    assert leak.severity == "warning"
+    assert leak.value_of("kept_workers_count") == 34
+    assert "34 workers of earlier iterators still live." in leak.summary
+    assert "iterators" in leak.advice[0].text
+    assert kinds(restarts(are_kept=False)) == []
+
+
 def test_descriptors_of_living_workers_are_no_leak():
     assert kinds(sweep(0 * AT)) == []
 

@@ -124,6 +124,7 @@ def test_leak_has_the_rate_of_the_run_if_others_fill_shm_too():
 def test_unmapped_segments_are_found_by_the_kernels_count():
     leak = next(f for f in findings_of(training(shm=10.0 * AT, counted=10.0 * AT)) if f.kind == "shm-leak")
     assert "no process of the run maps it" in leak.summary
+    assert leak.fault is None  # it may be another program's
     assert leak.confidence < 0.9
 
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from simulated_runs import MAIN, MIB, START_SECONDS, jittered, ns, sample_host, sample_process, simulate
+from simulated_runs import MAIN, MIB, START_SECONDS, finish, jittered, ns, sample_host, sample_process, simulate
 
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -74,6 +74,17 @@ def test_the_time_that_would_tell_does_tell(living):
     seconds = int(re.search(pattern, found.summary)[1]) + (20 if living else 0)
 
     assert [f.kind for f in short_run(straight(0.55), seconds=seconds, living=living)] == ["main-heap-leak"]
+
+
+def test_time_after_the_training_is_part_of_the_run_that_would_tell():
+    seconds = []
+    for after in (0, 10):
+        script = simulated(straight(0.55))
+        script.now_seconds += after
+        finish(script)
+        [found] = [f for f in diagnose(script.tables()).findings if f.rate is not None]
+        seconds.append(int(re.search(r"A run of (\d+) s would tell", found.summary)[1]))
+    assert seconds[1] - seconds[0] == pytest.approx(10, abs=5)
 
 
 def test_large_growth_that_began_a_moment_ago_is_information():
