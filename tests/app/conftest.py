@@ -21,8 +21,9 @@ def wait_for_verdicts(monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def scan_packages_once():
     """Let Streamlit look through the installed packages for components once, not for each page."""
+    once = cache(manifest_scanner.scan_component_manifests)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_scanner, "scan_component_manifests", cache(manifest_scanner.scan_component_manifests))
+        patch.setattr(manifest_scanner, "scan_component_manifests", once)
         yield
 
 
