@@ -46,6 +46,13 @@ LONGEST_FIRST = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test that runs alone if only those are asked for: to import all takes 10 s."""
+    if config.option.markexpr != "alone" or collection_path.suffix != ".py":
+        return None
+    return "pytest.mark.alone" not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
@@ -87,6 +94,19 @@ def tidegauge(home: Path, *words: object, **environ: str) -> subprocess.Complete
     ):
         cli.main()
     return subprocess.CompletedProcess(argv, ended.value.code or 0, output.getvalue(), errors.getvalue())
+
+
+@pytest.fixture
+def under_tidegauge(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command line that starts a command, with the collector in this process; its output is that of both."""
+
+    def run(home: Path, *words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        done = tidegauge(home, *words, **{"OMP_NUM_THREADS": "1", **environ})
+        output, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(done.args, done.returncode, output + done.stdout, errors + done.stderr)
+
+    return run
 
 
 @dataclass(frozen=True)

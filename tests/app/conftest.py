@@ -1,7 +1,10 @@
 """Runs for the views."""
 
+from functools import cache
+
 import make_run as runs
 import pytest
+from streamlit.components.v2 import manifest_scanner
 
 from app.runtime import refresh
 from tests.recorded_runs import unpack
@@ -13,6 +16,15 @@ def wait_for_verdicts(monkeypatch):
     refresh._content_slot.cache_clear()
     monkeypatch.setattr("app.runtime.verdicts.PATIENCE_SECONDS", 120)
     monkeypatch.setattr("app.runtime.drawing.PAINT_SECONDS", 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scan_packages_once():
+    """Let Streamlit look through the installed packages for components once, not for each page."""
+    once = cache(manifest_scanner.scan_component_manifests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest_scanner, "scan_component_manifests", once)
+        yield
 
 
 @pytest.fixture(scope="session")

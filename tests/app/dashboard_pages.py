@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from streamlit.testing.v1 import AppTest
+from streamlit.util import calc_hash
 
 from app.pages import PAGES
 from training_harness import layout
@@ -25,9 +26,9 @@ def open_view(monkeypatch, home, view, **query):
     at = AppTest.from_file(str(ENTRY), default_timeout=30)
     for name, value in query.items():
         at.query_params[name] = value
+    if view != VIEWS[0]:
+        at._page_hash = calc_hash(view.replace("_", "-"))  # switch_page() would need a first page
     at.run()
-    if view != "overview":
-        at.switch_page(f"views/{view}.py").run()
     assert not at.exception, at.exception
     return at
 

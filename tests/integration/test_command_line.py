@@ -26,7 +26,7 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __call__(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("TIDEGAUGE_")}
         return subprocess.run(
             [sys.executable, "-P", "-m", "collector", *map(str, arguments)],
@@ -35,7 +35,7 @@ class Home:
             timeout=120,
             check=False,
             cwd=ROOT,
-            env={**clean, "TIDEGAUGE_HOME": str(self.path), "OMP_NUM_THREADS": "1", **environment},
+            env={**clean, "TIDEGAUGE_HOME": str(self.path), "OMP_NUM_THREADS": "1"},
         )
 
     def ask(self, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -71,7 +71,7 @@ def test_command_keeps_its_stdout_and_card_goes_to_stderr(finished_training):
 
 def test_report_prints_json_for_programs(finished_training):
     home, _ = finished_training
-    done = home("report", "--format", "json")
+    done = home.ask("report", "--format", "json")
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} in the JSON"))
     assert body["schema"] == 1
@@ -102,7 +102,7 @@ def test_report_writes_to_a_file(finished_training, tmp_path):
     assert max(map(len, card.read_text().splitlines())) <= 80
     home.ask("report", "--format", "json", "--output", body)
     assert json.loads(body.read_text())["run"]["steps"] == 150
-    refused = home("report", "--output", tmp_path / "no" / "card.txt")
+    refused = home.ask("report", "--output", tmp_path / "no" / "card.txt")
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
 
@@ -186,33 +186,35 @@ def test_export_and_queries_of_the_docs_page_work(finished_training, tmp_path, m
         ("echo out; kill -9 $$", 137, "killed, signal 9 (SIGKILL)"),
     ],
 )
-def test_exit_status_is_that_of_the_command(home, script, status, said):
-    done = home("run", "--", "sh", "-c", script)
+def test_exit_status_is_that_of_the_command(home, under_tidegauge, script, status, said):
+    done = under_tidegauge(home.path, "run", "--", "sh", "-c", script)
     assert done.returncode == status
     assert done.stdout == "out\n"
     assert said in " ".join(done.stderr.split())
 
 
 def test_missing_command_exits_with_127(home):
-    done = home("run", "--", "no-such-command")
+    done = home.ask("run", "--", "no-such-command")
     assert done.returncode == 127
     assert "no-such-command: command not found" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_options_after_the_command_belong_to_it(home):
-    done = home("run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--name", "x", "--home")
+def test_options_after_the_command_belong_to_it(home, under_tidegauge):
+    done = under_tidegauge(
+        home.path, "run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--name", "x", "--home"
+    )
     assert done.stdout == "['--name', 'x', '--home']\n"
 
 
-def test_disabled_tidegauge_leaves_no_trace(home):
-    done = home("run", "--", "sh", "-c", "exit 5", TIDEGAUGE_DISABLED="1")
+def test_disabled_tidegauge_leaves_no_trace(home, under_tidegauge):
+    done = under_tidegauge(home.path, "run", "--", "sh", "-c", "exit 5", TIDEGAUGE_DISABLED="1")
     assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     assert not home.path.exists()
 
 
-def test_built_in_job_is_recorded(home):
-    done = home("job", "fault", "slow-worker", "--steps", "150")
+def test_built_in_job_is_recorded(home, under_tidegauge):
+    done = under_tidegauge(home.path, "job", "fault", "slow-worker", "--steps", "150")
     assert done.returncode == 0, done.stderr
     assert re.search(r"done: \d+ steps", done.stdout)
     assert "fault-slow-worker" in home.newest.name
@@ -231,14 +233,14 @@ def test_collect_ingests_a_run_without_a_collector(run_attached, home):
         ROOT / TRAINING[1], *TRAINING[2:], run_dir=layout.create_run(home.path, name="alone", argv=[])
     )
     assert recorded.done.returncode == 0, recorded.done.stderr
-    done = home("collect")
+    done = home.ask("collect")
     assert done.returncode == 0, done.stderr
     assert "150 steps" in done.stderr
     assert (home.newest / "lake.sqlite").exists()
 
 
 def test_doctor_hooks_a_real_training(home):
-    done = home("doctor")
+    done = home.ask("doctor")
     assert done.returncode == 0, done.stderr
     words = " ".join(done.stdout.split())
     assert "not measured" not in words

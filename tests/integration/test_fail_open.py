@@ -60,15 +60,6 @@ def losses_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.splitlines()[2]
 
 
-def under_tidegauge(
-    home: Path, *command: str | Path, project: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [TIDEGAUGE, "run", "--home", home, "--", *command], cwd=project, capture_output=True, text=True,
-        env=bare_environment() | ({"PYTHONPATH": str(project)} if project else {}), check=False, timeout=120,
-    )  # fmt: skip
-
-
 def test_any_failing_part_leaves_losses_equal_and_reports_once(bare_run, tmp_path):
     done = subprocess.run(
         [sys.executable, SCRIPT, "sabotage", tmp_path / "runs"], capture_output=True, text=True, timeout=200,
@@ -109,7 +100,11 @@ def assert_the_run_can_be_read(run: Run) -> None:
 
 
 def test_odd_process_behaves_as_without_tidegauge(bare_run, user_project, tmp_path):
-    done = under_tidegauge(tmp_path, sys.executable, SCRIPT, "odd", project=user_project)
+    done = subprocess.run(
+        [TIDEGAUGE, "run", "--home", tmp_path, "--", sys.executable, SCRIPT, "odd"], cwd=user_project,
+        env=bare_environment() | {"PYTHONPATH": str(user_project)}, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
     assert bare_run.returncode == done.returncode == 3, done.stderr
     assert done.stdout.startswith(bare_run.stdout), done.stdout
     assert "the user has a app" in bare_run.stdout
@@ -127,8 +122,8 @@ def test_odd_process_behaves_as_without_tidegauge(bare_run, user_project, tmp_pa
     assert "process-exit" not in kinds
 
 
-def test_isolated_interpreter_trains_unharmed_and_is_recorded(bare_run, tmp_path):
-    done = under_tidegauge(tmp_path, sys.executable, "-I", SCRIPT, "losses")
+def test_isolated_interpreter_trains_unharmed_and_is_recorded(bare_run, tmp_path, under_tidegauge):
+    done = under_tidegauge(tmp_path, "run", "--", sys.executable, "-I", SCRIPT, "losses")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == losses_of(bare_run)
     with read(find_run(tmp_path, "latest")) as snapshot:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from collector.agent.samplers import stack_series
 from tests.conftest import tidegauge
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "slow_lines.py"
@@ -18,15 +19,19 @@ def finding_of(home: Path, kind: str) -> dict:
     return next(finding for finding in findings if finding["kind"] == kind)
 
 
-def run(home: Path, case: str, seconds: int, **environ: str) -> None:
-    command = [sys.executable, "-P", "-m", "collector", "run", "--investigate", "--", sys.executable, str(SCRIPT)]
-    environment = {**os.environ, "TIDEGAUGE_HOME": str(home), **environ}
-    result = subprocess.run([*command, case, str(seconds)], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture
+def run(home, under_tidegauge):
+    """Run a training that waits in this way."""
+
+    def to_its_end(case: str, seconds: int) -> None:
+        done = under_tidegauge(home, "run", "--investigate", "--", sys.executable, SCRIPT, case, seconds)
+        assert done.returncode == 0, done.stderr
+
+    return to_its_end
 
 
-def test_the_line_that_the_training_waits_for_is_named(home):
-    run(home, "sleep", 28)
+def test_the_line_that_the_training_waits_for_is_named(home, run):
+    run("sleep", 28)
     finding = finding_of(home, "workers-too-slow")
     line = finding["waits_in"][0]
     assert line["source"].startswith("time.sleep(0.02)")
@@ -38,14 +43,9 @@ def test_the_line_that_the_training_waits_for_is_named(home):
     assert "time.sleep(0.02)" in text
 
 
-def test_without_py_spy_the_finding_stands_as_before(home, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'collector' in sys.orig_argv:\n"
-        "    from collector.agent.samplers import stack_series\n"
-        "    stack_series.py_spy = lambda: None\n"
-    )
-    run(home, "sleep", 20, PYTHONPATH=str(tmp_path))
+def test_without_py_spy_the_finding_stands_as_before(home, run, monkeypatch):
+    monkeypatch.setattr(stack_series, "py_spy", lambda: None)
+    run("sleep", 20)
     finding = finding_of(home, "workers-too-slow")
     assert "waits_in" not in finding
     assert len(finding["evidence"]) >= 2

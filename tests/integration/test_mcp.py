@@ -5,8 +5,8 @@ import io
 import json
 import sys
 
-import anyio
 import pytest
+from anyio.from_thread import start_blocking_portal
 from mcp import Client, StdioServerParameters
 
 from tests.recorded_runs import unpack
@@ -19,19 +19,19 @@ def home(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ask(home):
-    """Calls a tool; returns its text and whether it is an error."""
+    """Calls a tool of one server; returns its text and whether it is an error."""
+    server = StdioServerParameters(
+        command=sys.executable, args=["-P", "-m", "collector", "mcp", "--home", str(home)]
+    )
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(Client(server)) as client:
 
-    async def call(tool, arguments):
-        server = StdioServerParameters(
-            command=sys.executable, args=["-P", "-m", "collector", "mcp", "--home", str(home)]
-        )
-        async with Client(server) as client:
-            answer = await client.call_tool(tool, arguments)
-        return answer.content[0].text, answer.is_error
+        def call(tool, **arguments):
+            answer = portal.call(client.call_tool, tool, arguments)
+            return answer.content[0].text, answer.is_error
 
-    return lambda tool, **arguments: anyio.run(call, tool, arguments)
+        yield call
 
 
 def test_assistant_finds_the_run_and_its_verdict(ask):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from collector.diagnosis.run.tables import load_tables
 from collector.diagnosis.verdict import diagnose
 from collector.store.lake.reader import read
 from collector.store.runs.run import Run
-from tests.conftest import REPOSITORY, bare_environment
+from tests.conftest import REPOSITORY
 
 SCRIPT = """
 import pickle, sys, threading
@@ -97,46 +96,28 @@ def pictures(tmp_path) -> Path:
     return folder
 
 
-def command_line(home: Path, *arguments: object, library: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "collector", *map(str, arguments)],
-        env=bare_environment() | {"TIDEGAUGE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(library)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=REPOSITORY,
-    )
+@pytest.fixture
+def run(home, under_tidegauge, monkeypatch):
+    """Run a command under Tidegauge, which finds the library."""
+    monkeypatch.chdir(REPOSITORY)
+    return lambda library, *words: under_tidegauge(home, "run", *words, PYTHONPATH=str(library))
 
 
-def test_pipeline_calls_are_counted_per_batch_in_any_loading_mode(home, tmp_path, pictures):
-    script = [sys.executable, tmp_path / "script.py", pictures]
-    done = command_line(
-        home, "run", "--name", "with", "--", *script, "inline", "fork", "spawn", library=tmp_path / "library"
-    )
+def test_pipeline_calls_are_counted_per_batch_in_any_loading_mode(home, tmp_path, pictures, run):
+    script, library = [sys.executable, tmp_path / "script.py", pictures], tmp_path / "library"
+    done = run(library, "--name", "with", "--", *script, "inline", "fork", "spawn")
     assert done.returncode == 0, done.stderr
-    without = command_line(
-        home,
-        "run",
-        "--name",
-        "without",
-        "--no-stages",
-        "--",
-        *script,
-        "inline",
-        "fork",
-        library=tmp_path / "library",
-    )
+    without = run(library, "--name", "without", "--no-stages", "--", *script, "inline", "fork")
     assert without.returncode == 0, without.stderr
     same, names = done.stdout.splitlines()[:2], done.stdout.splitlines()[-1]
     assert same == without.stdout.splitlines()[:2], "the same results"
     assert names == "names of ours: False"
 
-    plain, run = sorted((home / "runs").iterdir(), key=lambda path: "without" not in path.name)
+    plain, staged = sorted((home / "runs").iterdir(), key=lambda path: "without" not in path.name)
     with read(Run(plain)) as snapshot:
         assert snapshot.query("SELECT count(*) n FROM stage")["n"][0] == 0
         assert len(snapshot.query('SELECT * FROM "fetch"')) == 4
-    with read(Run(run)) as snapshot:
+    with read(Run(staged)) as snapshot:
         counted = snapshot.query(
             "SELECT loader, worker, stage, list(DISTINCT calls_count) calls, list(index ORDER BY index) indices, "
             "min(duration_ns) shortest_ns FROM stage WHERE index IS NOT NULL GROUP BY ALL"
@@ -158,16 +139,16 @@ def test_pipeline_calls_are_counted_per_batch_in_any_loading_mode(home, tmp_path
     }
 
 
-def test_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictures):
+def test_images_job_has_a_stage_table_without_an_edit(home, tmp_path, pictures, run):
     job = (sys.executable, "-m", "training_harness.jobs", "images", "--data", pictures.parent, "--epochs", 2,
            "--batch-size", 4, "--num-workers", 1)  # fmt: skip
-    done = command_line(home, "run", "--", *job, library=tmp_path)
+    done = run(tmp_path, "--", *job)
     assert done.returncode == 0, done.stderr
-    (run,) = (home / "runs").iterdir()
-    with read(Run(run)) as snapshot:
+    (recorded,) = map(Run, (home / "runs").iterdir())
+    with read(recorded) as snapshot:
         (waited,) = snapshot.query("SELECT sum(wait_ns) / 1e9 AS seconds FROM batch")["seconds"]
         (fetched,) = snapshot.query('SELECT sum(getitem_ns + collate_ns) / 1e9 AS seconds FROM "fetch"')["seconds"]
-    tables = load_tables(Run(run))
+    tables = load_tables(recorded)
     (loop,) = recent_loops(tables)
     table = cost_per_stage(tables, loop).set_index("stage")
     named = ["read", "decode", "resize", "crop", "augment", "normalise", "convert", "collate"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
@@ -16,6 +18,7 @@ from collector.store.lake.reader import read
 from collector.store.lake.store import store_of
 from collector.store.queries import gpu_memory, loading, moments, process_memory, spans, training_steps
 from collector.store.rollups import tables as rollups
+from collector.store.runs.run import Run
 from tests.recorded_runs import recorded
 from training_harness.journal import Identity, JournalWriter
 from training_harness.records import MISSING, STREAMS
@@ -91,13 +94,45 @@ class Training:
         self._writers[stream, rank].append(*(values.get(column.name, MISSING[column.code]) for column in columns))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_limits():
+    """Rollups are written and read in runs of a few thousand rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000)
+        patch.setattr(rollups, "EXACT_QUANTILE_ROWS", 3000)
+        yield
+
+
 @pytest.fixture
-def training(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000)
-    monkeypatch.setattr(rollups, "EXACT_QUANTILE_ROWS", 3000)
+def training(tmp_path):
     training = Training(make_run(tmp_path))
     training.train(range(STEPS))
     return training
+
+
+class RolledUp(NamedTuple):
+    """A run with rollups, and its figures by rank as they were read from the raw rows before."""
+
+    run: Run
+    raw: dict
+
+
+@pytest.fixture(scope="module")
+def rolled_up(tmp_path_factory, small_limits):
+    """One run for the tests that only read."""
+    training = Training(make_run(tmp_path_factory.mktemp("rolled-up")))
+    training.train(range(STEPS))
+    with Ingester(training.run) as ingester:
+        ingester.step()
+        raw = {rank: read_figures(training.run, rank) for rank in (None, 1)}
+        assert ingester.maintain() == ()
+    return RolledUp(training.run, raw)
+
+
+@pytest.fixture
+def copied(rolled_up, tmp_path):
+    """A copy of that run, which may be changed."""
+    return rolled_up._replace(run=Run(shutil.copytree(rolled_up.run.path, tmp_path / "runs" / "copy")))
 
 
 def read_figures(run, rank=None):
@@ -188,25 +223,17 @@ def fullest_moment(tables):
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-def test_rollups_equal_raw_rows(training, rank):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-        raw = read_figures(training.run, rank)
-        assert not raw[2]
-        assert ingester.maintain() == ()
-        rolled_up = read_figures(training.run, rank)
-    assert rolled_up[2]
-    assert in_the_lake(training.run, "step_tile") < in_the_lake(training.run, "step") / 2
-    assert_same(rolled_up, raw)
+def test_rollups_equal_raw_rows(rolled_up, rank):
+    raw, found = rolled_up.raw[rank], read_figures(rolled_up.run, rank)
+    assert (raw[2], found[2]) == (False, True)
+    assert in_the_lake(rolled_up.run, "step_tile") < in_the_lake(rolled_up.run, "step") / 2
+    assert_same(found, raw)
 
 
-def test_gpu_moments_in_rollups_equal_raw_records(training):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-        ingester.maintain()
-        tables, _, has_rollups = read_figures(training.run)
+def test_gpu_moments_in_rollups_equal_raw_records(rolled_up):
+    tables, _, has_rollups = read_figures(rolled_up.run)
     assert has_rollups
-    with read(training.run) as snapshot:
+    with read(rolled_up.run) as snapshot:
         records = snapshot.query(
             "SELECT pid, time_ns, allocated_bytes, reserved_bytes FROM device_memory ORDER BY 2"
         )
@@ -228,9 +255,7 @@ def test_gpu_moments_in_rollups_equal_raw_records(training):
     assert (held[names].to_numpy() == expected.to_numpy()).all()
 
 
-def test_figures_of_dense_records_are_as_coarse_as_rollups(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollups, "ROWS_WITHOUT_ROLLUPS", 3000)
-    monkeypatch.setattr(rollups, "EXACT_QUANTILE_ROWS", 3000)
+def test_figures_of_dense_records_are_as_coarse_as_rollups(tmp_path):
     training = Training(make_run(tmp_path), every_ns=SECOND_NS // 2)
     training.train(range(STEPS))
     with Ingester(training.run) as ingester:
@@ -245,14 +270,11 @@ def test_figures_of_dense_records_are_as_coarse_as_rollups(tmp_path, monkeypatch
     assert cells.nunique() == 1, "no worker has a hole"
 
 
-def test_merged_process_rollups_equal_raw_rows(training, monkeypatch):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-        raw, *_ = read_figures(training.run)
-        ingester.maintain()
-    fine, *_ = read_figures(training.run)
+def test_merged_process_rollups_equal_raw_rows(rolled_up, monkeypatch):
+    raw, *_ = rolled_up.raw[None]
+    fine, *_ = read_figures(rolled_up.run)
     monkeypatch.setitem(rollups.ROLLUPS, "process", replace(rollups.ROLLUPS["process"], most_buckets=20))
-    coarse, *_ = read_figures(training.run)
+    coarse, *_ = read_figures(rolled_up.run)
     assert len(coarse["line of process"]) < len(fine["line of process"]) / 4
     for name in ("processes", "open files"):
         pd.testing.assert_frame_equal(coarse[name], raw[name], check_dtype=False, rtol=1e-6)
@@ -307,30 +329,24 @@ def test_late_row_is_counted_and_its_rollups_are_rebuilt(training):
 
 
 @pytest.mark.parametrize("damage", ["gone", "overwritten"])
-def test_damaged_rollups_do_not_change_figures(training, damage):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-        raw = read_figures(training.run)
-    for path in training.run.data_dir.rglob("*_tile/*.parquet"):
+def test_damaged_rollups_do_not_change_figures(copied, damage):
+    for path in copied.run.data_dir.rglob("*_tile/*.parquet"):
         if damage == "gone":
             path.unlink()
         else:
             content = bytearray(path.read_bytes())
             content[4 : len(content) * 3 // 4] = bytes(len(content) * 3 // 4 - 4)
             path.write_bytes(content)
-    found = read_figures(training.run)
+    found = read_figures(copied.run)
     assert not found[2]
-    assert_same(found, raw)
+    assert_same(found, copied.raw[None])
 
 
-def test_older_lake_without_rollups_is_read_from_raw_rows(training):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-        raw = read_figures(training.run)
-    with store_of(training.run).open_writable() as connection:
+def test_older_lake_without_rollups_is_read_from_raw_rows(copied):
+    with store_of(copied.run).open_writable() as connection:
         for table in rollups.TABLES:
             connection.execute(f"DROP TABLE lake.{table}")
-    assert_same(read_figures(training.run), raw)
+    assert_same(read_figures(copied.run), copied.raw[None])
 
 
 def test_rollups_of_an_older_lake_that_lack_a_column_are_not_used(training, monkeypatch):
@@ -360,9 +376,7 @@ def test_quantiles_of_a_short_run_are_exact(training, monkeypatch, with_rollups)
 
 
 @pytest.mark.parametrize(("window", "steps_count"), [("500steps", 500 * RANKS), ("5min", 76 * RANKS)])
-def test_short_window_is_read_from_raw_rows(training, window, steps_count):
-    with Ingester(training.run) as ingester:
-        ingester.step()
-    with read(training.run) as snapshot:
+def test_short_window_is_read_from_raw_rows(rolled_up, window, steps_count):
+    with read(rolled_up.run) as snapshot:
         within = spans.span(snapshot, spans.extent(snapshot), origin=0, window=window, rank=None)
         assert training_steps.step_summary(snapshot, within)["n"] == pytest.approx(steps_count, abs=RANKS)

@@ -1,9 +1,6 @@
 """Series and findings in the real libraries of experiment trackers."""
 
 import gzip
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -15,6 +12,7 @@ from collector.agent.live.trackers import Trackers, series
 from collector.findings import Finding, measurements
 from collector.store import Totals
 from collector.store.runs.run import Run
+from tests.conftest import tidegauge
 from training_harness.layout import create_run
 
 GIB = 2**30
@@ -207,13 +205,7 @@ def test_library_that_fails_is_one_line(run, monkeypatch, capfd):
     ],
 )
 def test_unusable_tracker_is_an_error_before_the_command_starts(tmp_path, name, said):
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "collector", "run", "--log-to", name, "--", "touch", str(tmp_path / "made")],
-        env={**os.environ, "TIDEGAUGE_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = tidegauge(tmp_path / "home", "run", "--log-to", name, "--", "touch", tmp_path / "made")
     assert done.returncode == 2
     assert said in done.stderr
     assert not (tmp_path / "made").exists()

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from tests.conftest import TRAIN, bare_environment, wait_for
+from tests.conftest import TRAIN, bare_environment, tidegauge, wait_for
 from training_harness.layout import TRIAL_LOADER_VARIABLE
 
 TUNE = [sys.executable, "-P", "-m", "collector", "tune"]
@@ -57,8 +57,7 @@ def test_killed_tune_ends_its_trial(tmp_path):
 
 
 def test_failing_training_is_reported_with_its_error(tmp_path):
-    command = [*TUNE, "--home", str(tmp_path), "--", *training("--crash-at-step", 3)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=bare_environment())
+    done = tidegauge(tmp_path, "tune", "--", *training("--crash-at-step", 3))
     assert done.returncode == 1
     assert "the training failed" in done.stdout
     assert "RuntimeError: the loss is not a number" in done.stdout
@@ -116,9 +115,8 @@ def test_a_setting_of_the_script_that_does_not_fit_fails_and_fewer_workers_are_t
 
 
 def test_tune_prints_json_for_programs(tmp_path):
-    options = ["--home", str(tmp_path), "--trial-seconds", "2", "--trials", "1", "--format", "json"]
-    command = [*TUNE, *options, "--", *training("--num-workers", 1, "--rows", 100_000)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
+    options = ("--trial-seconds", 2, "--trials", 1, "--format", "json")
+    done = tidegauge(tmp_path, "tune", *options, "--", *training("--num-workers", 1, "--rows", 100_000))
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["schema"] == 1
@@ -163,9 +161,8 @@ def test_trial_batch_size_applies_unless_the_batch_sampler_is_custom(run_attache
 
 def test_tune_tries_batch_sizes(tmp_path):
     script = training("--rows", 100_000, "--row-ms", 0)
-    options = ["--home", str(tmp_path), "--batch-size", "--trial-seconds", "2", "--trials", "1"]
-    command = [*TUNE, *options, "--effective-batch", "64", "--", *script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=bare_environment())
+    options = ("--batch-size", "--trial-seconds", 2, "--trials", 1, "--effective-batch", 64)
+    done = tidegauge(tmp_path, "tune", *options, "--", *script)
     assert done.returncode == 0, done.stderr
     table, printed = done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:]
     assert max(map(len, done.stdout.splitlines())) <= 80
