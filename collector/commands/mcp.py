@@ -60,7 +60,7 @@ def _reporting(tool: Callable[..., str], error: type[Exception]) -> Callable[...
 
 
 class Tools:
-    """What an assistant can ask about the runs of a home; it reads the docstrings.
+    """Questions that an assistant can ask about the runs of a home; it reads the docstrings.
 
     Every tool takes `run` as the command line does: an id, a part of one, a name, or `latest`.
     """

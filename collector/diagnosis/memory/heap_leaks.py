@@ -380,9 +380,6 @@ def _loader_leak(
     )
     workers = sorted({use.locus.worker for use, _, _ in leaks if use.locus.worker is not None})
     use, trend, witnesses = max(leaks, key=lambda leak: leak[1].rise)
-    if not witnesses:
-        of_all = replace(trend, slope=total.value, rise=sum(trend.rise for trend in trends))
-        witnesses = witnesses_of(of_all, {"host_demand_rise_bytes": _demand_while(tables, use)})
     finding = leak_finding(
         tables,
         resources.WORKER_HEAP if unbounded else resources.WORKER_HEAP_OF_AN_EPOCH,
