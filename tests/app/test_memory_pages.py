@@ -76,7 +76,7 @@ def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, ho
     assert slopes["loader 0 worker 2"] == "—"
     assert "collector" not in slopes  # its memory is on Agent health
     assert "from the first step (2.1 s to 42 s)" in texts(at)
-    assert "Fewer than 12" in texts(at)
+    assert "With fewer than 12" in texts(at)
 
 
 def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
@@ -86,7 +86,7 @@ def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
 
 def test_total_names_the_processes_that_it_lacks(monkeypatch, home_with_lost_worker):
     at = open_view(monkeypatch, home_with_lost_worker, "leak_timeline")
-    assert "moments, without loader 0 worker 2, of which no PSS was read." in texts(at)
+    assert "Without loader 0 worker 2, whose PSS was not read." in texts(at)
 
 
 def test_process_without_pss_is_drawn_by_its_rss(monkeypatch, home_with_lost_worker):
@@ -173,4 +173,4 @@ def test_caption_of_the_stack_begins_sentences_with_capitals():
         "title": "?",
     }
     caption = memory.by_role(table, LIGHT, metric="pss_bytes", **more).caption
-    assert "moments. Host memory: 24 GiB" in caption
+    assert "(n = 1). Host memory: 24 GiB" in caption

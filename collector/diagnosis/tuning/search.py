@@ -40,28 +40,32 @@ class Plan:
 
     Attributes:
         candidates: the settings.
+        smaller: settings with fewer workers, to try if none so far fits into memory.
         current: prediction for the run's own setting; None without a prediction.
         why_unpredicted: the reason why there is no prediction, in words; empty if there is one.
 
     """
 
     candidates: tuple[Candidate, ...]
+    smaller: tuple[Candidate, ...] = ()
     current: Option | None = None
     why_unpredicted: str = ""
 
     def next(self, outcomes: Sequence[Outcome]) -> Candidate | None:
         """Return what to try next, None if nothing more can gain; the first outcome is that of the run's own."""
-        return next((one for one in self.candidates if _may_gain(one, outcomes)), None)
+        last_resort = () if any(outcome.fits for outcome in outcomes) else self.smaller
+        return next((one for one in (*self.candidates, *last_resort) if _may_gain(one, outcomes)), None)
 
 
 def plan_trials(tables: RunTables, loop: Loop) -> Plan:
     """Plan trials: by the replay of this run, or with more and with fewer workers if it cannot predict."""
     outlook = forecast(tables, loop)
+    own = setting_of(loop)
+    nearby = [Candidate(setting=one) for one in nearby_settings(own, cores_per_rank(tables, loop.main[0]))]
     if isinstance(outlook, Forecast):
-        return Plan(candidates=tuple(_promising(outlook)), current=outlook.current)
-    cores = cores_per_rank(tables, loop.main[0])
-    settings = nearby_settings(setting_of(loop), cores)
-    return Plan(candidates=tuple(Candidate(setting=setting) for setting in settings), why_unpredicted=outlook)
+        smaller = tuple(one for one in nearby if one.setting.num_workers < own.num_workers)
+        return Plan(candidates=tuple(_promising(outlook)), smaller=smaller, current=outlook.current)
+    return Plan(candidates=tuple(nearby), why_unpredicted=outlook)
 
 
 def _promising(outlook: Forecast) -> list[Candidate]:

@@ -148,6 +148,8 @@ def test_a_transfer_waits_for_a_core_as_much_as_its_worker_does():
         batches["wait_ns"] += 3e6
         batches["time_ns"] += 3e6
         batches["blocked_ns"] = batches["wait_ns"]
+    for steps in script.parts["step"]:
+        steps["data_wait_ns"] += 3e6
     seen = only_breakdown(script)
     assert seen.by_part[CORE] == pytest.approx(3 * seen.by_part[TRANSFER])
     assert "waiting for a core 75%" in stall(wait_summaries(script.tables())[0])
