@@ -229,7 +229,7 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     opened.value.close()
     assert "/overview?" in page.url  # the first page has an address of its own, besides that of the server
     link = page.get_by_role("link", name="See Workers & stalls")
-    alone = page.context.new_page()  # as if the link were opened in a new tab
+    alone = page.context.browser.new_page()  # as if the link were opened in a new tab
     alone.goto(f"{base}/{link.get_attribute('href')}")
     alone.get_by_role("button", name="Show all").wait_for()
     assert alone.get_by_role("combobox", name="Run").input_value() == slow
@@ -239,8 +239,10 @@ def test_clicks_lead_to_downloads_terms_pages_and_runs(live):
     page.get_by_role("button", name="Show all").wait_for()
     page.wait_for_function("() => (location.search.match(/run=/g) ?? []).length === 1")
     page.get_by_role("button", name="Show all").click()
+    page.get_by_role("button", name="Show all").wait_for(state="hidden")
     page.get_by_role("link", name="Show it in the charts").click()
-    page.wait_for_function(f"() => location.search.includes('run={slow}') && location.search.includes('focus=')")
+    page.get_by_role("button", name="Show all").wait_for()
+    assert page.get_by_role("combobox", name="Run").input_value() == slow
     page.goto(screenshots.address(base, "overview", run=slow))
     screenshots.await_view(page)
     page.locator(".annotation a", has_text=re.compile("slow-worker (after|from)")).last.click()
