@@ -19,15 +19,31 @@ PAGE = (REPOSITORY / "docs" / "integrations.md").read_text()
 def run_example(run_attached, tmp_path, monkeypatch):
     """Runs the program of a section, without the shim."""
 
-    def run(section):
+    def run(section, *changes):
         script = tmp_path / "train.py"
-        script.write_text(re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)[1])
+        program = re.search(rf"^## {section}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)[1]
+        for old, new in changes:
+            assert old in program
+            program = program.replace(old, new)
+        script.write_text(program)
         monkeypatch.chdir(tmp_path)
         made = run_attached(script, environ={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}, in_new_python=True)
         assert made.done.returncode == 0, made.done.stderr
         return made
 
     return run
+
+
+#: What the collector asks for before a limit is met, in the midst of a training.
+AT_RISK = (
+    "if not hasattr(self, 'calls'): self.calls = 0\n"
+    "        self.calls += 1\n"
+    "        if self.calls == 5:\n"
+    "            from training_harness import session\n"
+    "            from training_harness.hooks.on_request import risk\n"
+    "            risk.call(session.active, 5, {'kind': 'host-oom-risk'})\n"
+    "        "
+)
 
 
 def events_of(run, kind):
@@ -38,6 +54,31 @@ def phases(run):
     """The phases with their epoch and step; one that is recorded twice counts once."""
     found = [(event["phase"], event["epoch"], event["step"]) for event in events_of(run, "phase")]
     return [phase for place, phase in enumerate(found) if place == 0 or phase != found[place - 1]]
+
+
+@pytest.mark.parametrize(("before_oom", "steps"), [("save", 16), ("stop", 5)])
+def test_lightning_saves_a_checkpoint_before_memory_runs_out(run_example, tmp_path, before_oom, steps):
+    run = run_example(
+        "Lightning",
+        ("callbacks=[TidegaugeCallback()]", f"callbacks=[TidegaugeCallback(before_oom={before_oom!r})]"),
+        (
+            "        return self.layer(batch[0]).square().mean()",
+            f"        {AT_RISK}return self.layer(batch[0]).square().mean()",
+        ),
+    )
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["tidegauge-step=5.ckpt"]
+    assert len(run.table("step")) == steps
+
+
+@pytest.mark.parametrize(("before_oom", "last"), [("save", 8), ("stop", 3)])
+def test_transformers_saves_a_checkpoint_before_memory_runs_out(run_example, tmp_path, before_oom, last):
+    run = run_example(
+        "transformers",
+        ("callbacks=[TidegaugeCallback()]", f"callbacks=[TidegaugeCallback(before_oom={before_oom!r})]"),
+        ("        return {", f"        {AT_RISK}return {{"),
+    )
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert len(run.table("step")) == last
 
 
 def test_lightning_callback_records_phases_and_parameters(run_example):
