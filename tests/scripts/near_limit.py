@@ -73,9 +73,9 @@ def evaluate():
     """An evaluation; some keep what they predict."""
     outputs = []
     for _ in range(40):
-        time.sleep(0.05)
+        time.sleep(0.1)
         if way == "evaluation":
-            outputs.append(block(6 * MIB))
+            outputs.append(block(12 * MIB))
         if way == "peaks":
             outputs.append(block(3 * MIB))
 
