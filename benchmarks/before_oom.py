@@ -3,7 +3,7 @@
     python -m benchmarks.before_oom [CASE ...] [--side-by-side 4]
 
 Each case is a real training (tests/scripts/near_limit.py) under `tidegauge run --before-oom USR1`, or with a
-function registered by `on_risk`, in a memory cgroup of its own (version 1; it runs as root). In 22 runs the kernel
+function registered by `on_risk`, in a memory cgroup of its own (version 1; it runs as root). In 20 runs the kernel
 kills it; in 32 it is healthy. The number of steps lost is that between the last checkpoint and the kill.
 """
 
@@ -28,7 +28,7 @@ _LIMIT_BYTES = 700 * 2**20
 #: Ways to fill the memory until the kernel kills.
 KILLED = tuple(
     f"{way}-{by}"
-    for way in ("steady", "slow", "uneven", "bursts", "late", "faster", "warmup", "evaluation", "worker", "copied")
+    for way in ("steady", "slow", "uneven", "bursts", "late", "faster", "warmup", "evaluation", "worker")
     for by in ("signal", "function")
 )
 _LONG = ("long-signal", "shm-signal")

@@ -51,7 +51,6 @@ def sized(low_bytes, high_bytes):
 
 class Items(Dataset):
     def __init__(self):
-        self.shared = [bytearray(200) for _ in range(600_000)] if way == "copied" else []
         self.kept = []
 
     def __len__(self):
@@ -61,10 +60,7 @@ class Items(Dataset):
         time.sleep(0.002)
         if way == "worker":
             self.kept.append(block(0.4 * MIB))
-        if way == "copied":
-            for one in self.shared[index * 300 % 600_000 :][:300]:
-                one[0] = 1
-        if way == "cache" and len(self.kept) < 450:
+        if way == "cache" and len(self.kept) < 250:
             self.kept.append(block(0.4 * MIB))
         return torch.ones(64)
 
@@ -110,7 +106,7 @@ def step_memory(step):
         peak[:] = [sized(5 * MIB, 150 * MIB)]
     elif way == "files" and step % 20 == 0:
         path = CHECKPOINT.with_suffix(".data")
-        path.write_bytes(os.urandom(4 * MIB) * 100)
+        path.write_bytes(os.urandom(4 * MIB) * 25)
         path.read_bytes()
     elif way == "buffer":
         kept.append(block(0.5 * MIB))

@@ -5,6 +5,7 @@ A verdict knows more, but comes every 10 to 30 seconds at best.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -117,9 +118,16 @@ class Headroom:
                 continue
             left = level.total - level.used
             is_near = left <= (1 - _NEARLY_FULL_RATIO) * level.total
-            is_fast = left <= rise and level.used >= _FAST_RATIO * level.total
+            is_fast = left <= rise and level.used >= _FAST_RATIO * level.total and _only_rises(series)
             if rise > _LEAST_RISE_RATIO * level.total and (is_near or is_fast):
                 yield level, rise / _FAST_SECONDS
+
+
+def _only_rises(series: Sequence[tuple[float, Level]]) -> bool:
+    """Return whether the use never fell over the last `_FAST_SECONDS`: batches of varying sizes come and go."""
+    uses = [level.used for at, level in series if at >= series[-1][0] - _FAST_SECONDS]
+    noise = _LEAST_RISE_RATIO * series[-1][1].total
+    return all(after >= before - noise for before, after in itertools.pairwise(uses))
 
 
 def _recent_rise(series: Sequence[tuple[float, Level]]) -> float:

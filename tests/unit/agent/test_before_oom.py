@@ -76,6 +76,7 @@ def requests(tmp_path):
         ((4.0, 5.0, 6.0, 6.5), True),  # the next three seconds would fill the rest
         ((2.0, 3.0, 4.0, 5.0), False),  # as fast, but far from the limit: the start of a training
         ((7.9, 7.8, 7.7, 7.65), False),  # falling
+        ((3.5, 6.5, 4.0, 7.0), False),  # up and down, as with batches of varying sizes
     ],
 )
 def test_limit_is_nearly_full_only_while_its_use_grows(used_gib, is_due):
