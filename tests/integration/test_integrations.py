@@ -34,7 +34,7 @@ def run_example(run_attached, tmp_path, monkeypatch):
     return run
 
 
-#: What the collector asks for before a limit is met, in the midst of a training.
+#: The request of the collector before a limit is met, in the midst of a training.
 AT_RISK = (
     "if not hasattr(self, 'calls'): self.calls = 0\n"
     "        self.calls += 1\n"
