@@ -14,17 +14,15 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from collector.store import Run, list_runs, read
+from tests.cgroups import memory_cgroup
 
 _SCRIPT = Path(__file__).parents[1] / "tests" / "scripts" / "near_limit.py"
-_GROUPS = Path("/sys/fs/cgroup/memory")
-_LIMIT_BYTES = 700 * 2**20
+_LIMIT_MIB = 700
 #: Ways to fill the memory until the kernel kills.
 KILLED = tuple(
     f"{way}-{by}"
@@ -54,23 +52,11 @@ class Outcome:
     asked_seconds: float | None
 
 
-@contextmanager
-def memory_group(name: str) -> Iterator[Path]:
-    group = _GROUPS / name
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(_LIMIT_BYTES))
-        (group / "memory.swappiness").write_text("0")
-        yield group
-    finally:
-        subprocess.run(["rmdir", str(group)], check=False)
-
-
 def run(case: str, folder: Path) -> Outcome:
     way, by, *steps = case.split("-")
     home, checkpoint = folder / case, folder / f"{case}.txt"
     options = ["--before-oom", "USR1"] if by == "signal" else []
-    with memory_group(f"tidegauge-{folder.name}-{case}") as group:
+    with memory_cgroup(f"tidegauge-{folder.name}-{case}", _LIMIT_MIB) as group:
         script = [str(_SCRIPT), f"{way}-{by}", steps[0] if steps else str(_STEPS_UNTIL_KILLED), str(checkpoint)]
         command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(home), *options]
         done = subprocess.run(

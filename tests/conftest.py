@@ -17,6 +17,7 @@ from unittest import mock
 
 import pandas as pd
 import pytest
+from rich.console import Console, RenderableType
 
 from collector import cli
 from collector.store.lake.reader import read
@@ -60,6 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 T = TypeVar("T")
+
+
+def render(table: RenderableType) -> str:
+    """Return what the terminal shows, as text of 120 columns."""
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(table)
+    return stream.getvalue()
 
 
 def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:

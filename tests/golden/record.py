@@ -21,6 +21,7 @@ from pathlib import Path
 
 import cv2
 
+from tests.cgroups import memory_cgroup
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
 from tests.golden.cases import CASES, Case
@@ -29,7 +30,6 @@ from tests.recorded_runs import RUNS
 from training_harness.jobs import photographs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_CGROUPS = Path("/sys/fs/cgroup/memory")
 _JOIN = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
 #: Classes, images per class and pixels of the job `images`.
 _CLASSES, _PER_CLASS, _SIZE = ("discs", "rings"), 32, (320, 240)
@@ -67,7 +67,8 @@ def record(name: str, case: Case) -> None:
             after.callback(simulator.remove_registry, environ["CUDA_SIM_NAME"])
         command = ["python", "-P", "-m", "training_harness.jobs", *case.job]
         if case.memory_mib is not None:
-            command = ["sh", "-c", _JOIN, str(after.enter_context(memory_cgroup(name, case.memory_mib))), *command]
+            group = after.enter_context(memory_cgroup(f"train-{name}", case.memory_mib))
+            command = ["sh", "-c", _JOIN, str(group), *command]
         after.enter_context(linked_journals(folder / "home", folder / "journal"))
         watched = [f"{folder}/venv/bin/python", "-P", "-m", "collector", "run", "--home", "home", "--name", name]
         subprocess.run(
@@ -103,23 +104,6 @@ def file_limit(count: int | None) -> Callable[[], None] | None:
     if count is None:
         return None
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
-
-
-@contextlib.contextmanager
-def memory_cgroup(name: str, limit_mib: int) -> Iterator[Path]:
-    """Make a cgroup (v1, without swap) for the block."""
-    group = _CGROUPS / f"train-{name}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(limit_mib << 20))
-        (group / "memory.swappiness").write_text("0")
-        yield group
-    finally:
-        for _ in range(50):  # the last of a killed job's processes may still be ending
-            with contextlib.suppress(OSError):
-                group.rmdir()
-                break
-            time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,13 @@
 """A real memory cgroup, and a real kill in it."""
 
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from collector.agent.samplers.host import HostSampler
+from tests.cgroups import cgroup_or_skip
 
 MIB = 2**20
 
@@ -17,16 +15,7 @@ MIB = 2**20
 @pytest.fixture
 def memory_group():
     """A cgroup v1 of 64 MiB, without swap."""
-    group = Path(f"/sys/fs/cgroup/memory/tidegauge-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(64 * MIB))
-        (group / "memory.swappiness").write_text("0")
-    except OSError as error:
-        pytest.skip(f"a cgroup v1 can't be made here: {error}")
-    yield group
-    with contextlib.suppress(FileNotFoundError):
-        group.rmdir()
+    yield from cgroup_or_skip(64)
 
 
 HUNGRY = "import os, sys; print('ready', flush=True); sys.stdin.readline(); x = b'x' * (200 << 20)"

@@ -1,15 +1,13 @@
 """A checkpoint before a real kill by a memory cgroup, a restart after it, and a function of the training."""
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from collector.store import list_runs, read
+from tests.cgroups import cgroup_or_skip
 from tests.conftest import REPOSITORY
 
 SCRIPT = REPOSITORY / "tests" / "scripts" / "near_limit.py"
@@ -18,16 +16,7 @@ SCRIPT = REPOSITORY / "tests" / "scripts" / "near_limit.py"
 @pytest.fixture
 def memory_group():
     """A cgroup v1 of 600 MiB, without swap."""
-    group = Path(f"/sys/fs/cgroup/memory/tidegauge-before-oom-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(600 * 2**20))
-        (group / "memory.swappiness").write_text("0")
-    except OSError as error:
-        pytest.skip(f"a cgroup v1 can't be made here: {error}")
-    yield group
-    with contextlib.suppress(OSError):
-        group.rmdir()
+    yield from cgroup_or_skip(600)
 
 
 @pytest.fixture

@@ -107,8 +107,7 @@ class BeforeOom:
             processes: training processes of this host, or the command if none is known.
         """
         due = [finding for at, finding in self._forecasts if at - now_seconds <= self._lead_seconds]
-        if self.is_wanted:
-            due += [_nearly_full(level, rate, self._host) for level, rate in headroom.nearly_full()]
+        due += [_nearly_full(level, rate, self._host) for level, rate in headroom.nearly_full()]
         for finding in due:
             yield from self._act(finding, processes)
 
@@ -157,11 +156,14 @@ class BeforeOom:
         )
         self._requests.append(path)
 
-    def close(self) -> None:
-        """Withdraw the requests, and wait for the shell command for a bounded time."""
+    def run_ended(self) -> None:
+        """Withdraw the requests."""
         for path in self._requests:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait for the shell command, for a bounded time."""
         if self._command is not None:
             self._command.close()
 

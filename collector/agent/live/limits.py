@@ -25,6 +25,8 @@ _NEARLY_FULL_RATIO = 0.95
 #: Share of a limit above which it is near if the next samples would come too late, and these seconds of samples.
 _FAST_RATIO = 0.8
 _FAST_SECONDS = 3.0
+#: Share of its limit of open files below which a process is not watched: a run may have a hundred processes.
+_FEW_FILES_RATIO = 0.5
 #: Share of a limit below which a rise is noise.
 _LEAST_RISE_RATIO = 0.002
 
@@ -72,7 +74,7 @@ def levels(samples: Mapping[str, Sequence[Sample]]) -> Iterator[Level]:
             yield Level("gpu-oom-risk", f"GPU {number:.0f}", used, total, device=int(number))
     for process in samples.get("process", ()):
         total, used, pid = process.get("fd_limit_count"), process.get("fd_count"), process.get("process_pid")
-        if total is not None and used is not None and pid is not None:
+        if total is not None and used is not None and pid is not None and used >= _FEW_FILES_RATIO * total:
             yield Level("fd-exhaustion-risk", "RLIMIT_NOFILE", used, total, pid=int(pid))
 
 
@@ -112,13 +114,12 @@ class Headroom:
         A GPU is not among them: healthy trainings fill one too, since PyTorch's allocator keeps what it once had.
         """
         for series in self._series.values():
-            rise = _recent_rise(series)
             level = series[-1][1]
-            if level.device is not None:
+            if level.device is not None or level.used < _FAST_RATIO * level.total:
                 continue
-            left = level.total - level.used
+            rise, left = _recent_rise(series), level.total - level.used
             is_near = left <= (1 - _NEARLY_FULL_RATIO) * level.total
-            is_fast = left <= rise and level.used >= _FAST_RATIO * level.total and _only_rises(series)
+            is_fast = left <= rise and _only_rises(series)
             if rise > _LEAST_RISE_RATIO * level.total and (is_near or is_fast):
                 yield level, rise / _FAST_SECONDS
 

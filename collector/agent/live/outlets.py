@@ -161,6 +161,7 @@ class Outlets:
             self._verdicts.close()
         if self._investigator is not None:
             self._investigator.close()
+        self._before_oom.run_ended()
 
     @property
     def spent_ns(self) -> int:

@@ -109,12 +109,13 @@ class _Channel:
         self._thread = threading.Thread(target=self._work, args=(make, run, run_name), name=name, daemon=True)
         self._thread.start()
 
-    def put(self, call: _Call | None) -> None:
+    def put(self, call: _Call) -> None:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(call)
 
     def close(self, deadline: float) -> None:
-        self.put(None)
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             say(f"{self._name} did not finish within {PATIENCE_SECONDS:g} s of the end")

@@ -248,7 +248,7 @@ class HangWatch:
             parent = by_pid.get(stat.parent_pid) if stat else None
             inherited = sockets(self._proc, parent.pid) if parent else set()
             total = moved_bytes(self._proc, process.pid, tcp, inherited)
-            if process in by_pid.values():
+            if by_pid.get(process.pid) == process:
                 totals[process] = total
             elif parent is not None and total is not None:
                 totals[parent] = (totals[parent] or 0) + total

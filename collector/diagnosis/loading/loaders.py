@@ -84,6 +84,11 @@ def loader_settings(tables: RunTables) -> dict[tuple[ProcessKey | None, int | No
     )
 
 
+def loader_setting(tables: RunTables, loop: Loop) -> Mapping[str, Any]:
+    """Return the `loader` event of a loop; empty if it was not recorded."""
+    return loader_settings(tables).get((loop.main, loop.loader), {})
+
+
 def recreated_loaders(
     tables: RunTables, settings: Mapping[tuple[ProcessKey | None, int | None], Mapping[str, Any]], key: ProcessKey
 ) -> dict[int, int]:

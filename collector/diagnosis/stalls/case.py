@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop, loader_settings
+from collector.diagnosis.loading.loaders import Loop, loader_setting
 from collector.diagnosis.loading.names import pid_if_shared
 from collector.diagnosis.loading.steady_state import Pace
 from collector.diagnosis.run.columns import floats, mean, median, step_at
@@ -60,7 +60,7 @@ class LoadingCase:
             tables=tables,
             loop=loop,
             steady=steady,
-            setting=loader_settings(tables).get((loop.main, loop.loader), {}),
+            setting=loader_setting(tables, loop),
             waited=waited,
             since_step=step_at(tables, loop.main, steady.first_ns),
         )

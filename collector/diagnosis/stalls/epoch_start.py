@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from collector.diagnosis.loading.loaders import Loop, loader_settings
+from collector.diagnosis.loading.loaders import Loop, loader_setting
 from collector.diagnosis.loading.steady_state import Pace, fetch_ns, starved_ns
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, mean, median, whole
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.stalls.case import EpochStarts, loop_locus
+from collector.diagnosis.stalls.case import EpochStarts, Facts, loop_locus
 from collector.diagnosis.stalls.hand_over import HAND_OVER_SECONDS
 from collector.findings import Advice, Finding
 from collector.units import count, duration, percent
@@ -195,9 +196,7 @@ def startup_of_short_run(starts: EpochStarts, *, workers_stay: bool) -> Finding:
 def sampler_at_epochs(starts: EpochStarts) -> Finding:
     """Return a finding for a sampler that is slow to give its first index, while the workers wait for it."""
     loop, each = starts.loop, duration(starts.mean("sampler"))
-    setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
-    facts = starts.facts
-    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    setting, facts = _in_training_process(starts)
     return Finding(
         kind="sampler-bound",
         summary=f"At the start of each epoch the sampler takes {each} until it gives its first index "
@@ -215,9 +214,7 @@ def sampler_at_epochs(starts: EpochStarts) -> Finding:
 def first_batch_of_epochs(starts: EpochStarts) -> Finding:
     """Return a finding for a training process that takes long to make the first batch of each epoch."""
     loop, longer = starts.loop, duration(starts.mean("refill"))
-    setting = loader_settings(starts.tables).get((loop.main, loop.loader), {})
-    facts = starts.facts
-    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    setting, facts = _in_training_process(starts)
     begins = "the iterable dataset begins"
     if not setting.get("iterable"):
         begins = (
@@ -234,6 +231,13 @@ def first_batch_of_epochs(starts: EpochStarts) -> Finding:
         advice=(_cheap_start(longer),),
         **facts,
     )
+
+
+def _in_training_process(starts: EpochStarts) -> tuple[Mapping[str, Any], Facts]:
+    """Return the setting of a loader, and the facts of a finding on what its training process does."""
+    loop, facts = starts.loop, starts.facts
+    facts["locus"] = loop_locus(starts.tables, loop, "main")
+    return loader_setting(starts.tables, loop), facts
 
 
 def _cheap_start(each: str) -> Advice:

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from collector.diagnosis.loading.core_waits import core_waits
-from collector.diagnosis.loading.loaders import Loop, loader_settings, loads_ahead, loops
+from collector.diagnosis.loading.loaders import Loop, loader_setting, loads_ahead, loops
 from collector.diagnosis.loading.steady_state import BUSY_IDLE, Pace, WorkerPace, fetch_ns, pace
 from collector.diagnosis.run.columns import floats, written
 from collector.diagnosis.run.tables import RunTables
@@ -54,7 +54,7 @@ def find_stalls(tables: RunTables) -> list[Finding]:
     too_short_loops: list[Finding] = []
     for whole_loop in loops(tables):
         loop, change = without_odd_first_epoch(whole_loop)
-        setting = loader_settings(tables).get((whole_loop.main, whole_loop.loader), {})
+        setting = loader_setting(tables, whole_loop)
         if idle := idle_workers(tables, whole_loop, setting):
             findings.append(idle_workers_finding(tables, whole_loop, setting, idle))
             loop = dataclasses.replace(loop, num_workers=loop.num_workers - len(idle))

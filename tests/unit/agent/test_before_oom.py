@@ -106,7 +106,7 @@ def test_forecast_is_due_when_its_lower_end_is_within_the_lead_time(requests):
     assert [request["finding"]["summary"] for request in put()] == ["Memory runs out."]
     assert not list(before_oom.tick(1080.0, Headroom(), [])), "once for each limit"
 
-    before_oom.close()
+    before_oom.run_ended()
     assert put() == []
 
 
