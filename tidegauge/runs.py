@@ -215,7 +215,7 @@ def list_runs(*, home: str | os.PathLike[str] | None = None, trials: bool = Fals
 
 def _run(body: Mapping[str, Any]) -> Run:
     started = body["started_seconds"]
-    known = {
+    known: dict[str, Any] = {
         "path": Path(body["path"]),
         "started": None if started is None else datetime.fromtimestamp(started, UTC),
     }

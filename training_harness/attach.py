@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training_harness import command, layout, ptracer, session
+from training_harness import command, layout, notebook, ptracer, session
 from training_harness.hooks import compiler, trial
 from training_harness.hooks.loading import iterators, loader_ids, worker
 from training_harness.hooks.on_request import risk
@@ -126,11 +126,11 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
 
     Within `tidegauge run` this joins the run that is being followed. Otherwise it begins a new run; the first rank
     of a launcher does so for all of them. A collector is started for the new run if one is installed, else the
-    journals wait for `tidegauge collect`.
+    journals wait for `tidegauge collect`. A notebook shows a card of the run, which is updated.
 
     Args:
         run_dir: run to join instead; a process that is attached already stays in its run.
-        name: name of a new run; the script's name by default.
+        name: name of a new run; the name of the script or notebook by default.
 
     Returns:
         The run directory, or None when Tidegauge is disabled, its home cannot be written or there is no torch.
@@ -142,11 +142,12 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             importlib.import_module(module)  # the caller wants torch hooked: it is imported, or is about to be
         current = session.active
         existing = current.run_dir if current is not None else run_dir or os.environ.get(layout.RUN_DIR_VARIABLE)
+        shell, collector = notebook.find_shell(), None
         if existing is None:
-            script = name or Path(sys.argv[0]).stem or "notebook"
+            script = name or (Path(sys.argv[0]).stem if shell is None else notebook.notebook_name()) or "notebook"
             directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
             if is_new:
-                _start_collector(directory)
+                collector = _start_collector(directory, with_card=shell is not None)
         else:
             directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
@@ -157,6 +158,8 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             on_import(module)
         if existing is None:  # under `tidegauge run` the shim watches them
             _hooks["exception"] = _watch_exceptions()
+        if shell is not None:
+            notebook.show_card(shell, directory, collector)
     except Exception as error:
         print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
         return None
@@ -190,10 +193,10 @@ def step() -> None:
             hook.fail(error)
 
 
-def _start_collector(run_dir: Path) -> None:
+def _start_collector(run_dir: Path, *, with_card: bool) -> subprocess.Popen[bytes] | None:
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if command.missing_packages():
-        return
+        return None
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         collector = subprocess.Popen(
@@ -201,6 +204,7 @@ def _start_collector(run_dir: Path) -> None:
             [
                 *(sys.executable, "-P", "-m", "training_harness.command"),
                 *("collect", str(run_dir), "--follow", str(layout.launcher_pid() or os.getpid())),
+                *(["--card"] if with_card else []),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -212,3 +216,4 @@ def _start_collector(run_dir: Path) -> None:
     if not any(name.endswith(("WORLD_SIZE", "PMI_SIZE")) for name in os.environ):
         os.environ[ptracer.COLLECTOR_VARIABLE] = ptracer.process_name(collector.pid)
         ptracer.allow_collector()
+    return collector

@@ -19,6 +19,7 @@ from collector.agent.live.before_oom import BeforeOom
 from collector.agent.live.hangs import HangReports
 from collector.agent.live.limits import Headroom
 from collector.agent.live.line_sampling import LineSampler
+from collector.agent.live.notebook_card import NotebookCard
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.live.trackers import Trackers
@@ -47,6 +48,7 @@ class Outlets:
         hangs: reports of hangs.
         before_oom: what to do before a limit is met.
         trackers: experiment trackers that get series and findings.
+        card: write the card that a notebook shows.
         is_regular: make a verdict now and then; else only when the training seems to hang.
 
     Attributes:
@@ -61,6 +63,7 @@ class Outlets:
         hangs: HangReports | None = None,
         before_oom: BeforeOom | None = None,
         trackers: Trackers | None = None,
+        card: bool = False,
         is_regular: bool = True,
     ) -> None:
         #: Stream -> the newest samples that the collector took.
@@ -73,6 +76,8 @@ class Outlets:
         self._hangs = hangs or HangReports()
         self._before_oom = before_oom or BeforeOom()
         self._trackers = trackers
+        self._has_card = card
+        self._card: NotebookCard | None = None
         self._is_regular = is_regular
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
@@ -97,6 +102,8 @@ class Outlets:
         self._before_oom.begin(run, self._name)
         if self._trackers is not None:
             self._trackers.begin(run, self._name)
+        if self._has_card:
+            self._card = NotebookCard(run.path)
         self._run = run
         return self.counts
 
@@ -107,6 +114,8 @@ class Outlets:
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
             if self._trackers is not None:
                 self._trackers.tick(now_ns / 1e9, self.view)
+            if self._card is not None:
+                self._card.tick(now_ns / 1e9, self.view)
 
     @property
     def watches_limits(self) -> bool:

@@ -66,7 +66,7 @@ def _list(home: Path, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _report(home: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    from collector.report.html.card import verdict_card
+    from collector.report.html.verdict_card import verdict_card
     from collector.report.known import home_of
 
     run = _find(home, wanted)
@@ -122,7 +122,7 @@ def _write_rows(run: Run, wanted: Mapping[str, Any], answer: BinaryIO) -> None:
 
 
 def _serve(home: Path, answer: BinaryIO) -> None:
-    """Serve the dashboard, and write its address once it answers; end with the input, as the asking process does."""
+    """Serve the dashboard, write its address once it answers, and end with the input: when the caller ends."""
     with socket.create_server(("localhost", 0)) as probe:
         port = probe.getsockname()[1]
     with DashboardServer(home, port) as server:
