@@ -214,12 +214,10 @@ def list_runs(*, home: str | os.PathLike[str] | None = None, trials: bool = Fals
 
 
 def _run(body: Mapping[str, Any]) -> Run:
-    started = body["started_seconds"]
-    known: dict[str, Any] = {
-        "path": Path(body["path"]),
-        "started": None if started is None else datetime.fromtimestamp(started, UTC),
-    }
-    return Run(**{name: known.get(name, body.get(name)) for name in Run.__slots__})
+    seconds = body["started_seconds"]
+    started = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    fields: dict[str, Any] = {**body, "path": Path(body["path"]), "started": started}
+    return Run(**{name: fields.get(name) for name in Run.__slots__})
 
 
 def _as_table(answer: Any, library: Library) -> Any:
