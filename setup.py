@@ -1,8 +1,8 @@
 """Lay out a wheel so that it takes no name of the user's; the rest is in pyproject.toml.
 
 Two files lie beside the packages, in a wheel and in an editable install. Python runs `tidegauge.pth` at start-up.
-It does nothing outside a run, and attaches where a command sets PYTHONPATH anew. pytest imports `tidegauge_pytest.py`
-in every session. It loads nothing else before a test has the mark.
+It does nothing outside a run, and attaches where a command sets PYTHONPATH anew. Every session of pytest imports
+`tidegauge_pytest.py`. It loads nothing else before a test has the mark.
 
 `collector` and `app` are names that many projects use. In a wheel they lie in a folder that only Tidegauge's own
 processes have on their path (`training_harness.command`), so that nobody else can import them.

@@ -133,9 +133,9 @@ def _throughput(run: ExaminedRun, baseline: ExaminedRun | None) -> Figure:
 
 
 def _first(run: ExaminedRun, *groups: str, on_gpu: bool | None = None) -> Finding | None:
-    """Return the gravest finding of these groups that needs attention, on a GPU or not."""
+    """Return the gravest finding of these groups, on a GPU or not."""
     for finding in run.verdict.findings:
-        if finding.severity == "info" or KINDS[finding.kind] not in groups:
+        if finding.is_healthy or KINDS[finding.kind] not in groups:
             continue
         if on_gpu is None or on_gpu == (finding.locus.device is not None):
             return finding

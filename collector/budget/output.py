@@ -33,7 +33,8 @@ def details(judgement: Judgement) -> list[str]:
     finding = judgement.figure.finding
     if judgement.status != "beyond" or finding is None:
         return [judgement.sentence]
-    return [judgement.sentence, f"{wording.title(finding)}: {finding.summary}", *_evidence(finding)]
+    advice = [f"Do: {each.text.removesuffix('.')}. Expected: {each.expected}" for each in finding.advice[:1]]
+    return [judgement.sentence, f"{wording.title(finding)}: {finding.summary}", *advice, *_evidence(finding)]
 
 
 def markdown_details(judgements: Iterable[Judgement]) -> str:
@@ -77,5 +78,5 @@ def as_json(run_id: str, baseline: str | None, judgements: Sequence[Judgement]) 
 def _evidence(finding: Finding) -> list[str]:
     return [
         f"{labels.label(item.name)}: {quantity(item.value, item.unit)} (n {number(item.n)}, {item.window})"
-        for item in finding.evidence
+        for item in wording.decisive(finding)
     ]

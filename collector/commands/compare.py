@@ -1,4 +1,4 @@
-"""`tidegauge compare` and `tidegauge check`: runs side by side or held to a budget, also for continuous integration."""
+"""`tidegauge compare` and `tidegauge check`: runs side by side, or held to a budget, for continuous integration."""
 
 from __future__ import annotations
 
@@ -164,11 +164,11 @@ def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form:
         heading = f"### Tidegauge: {markdown_text(run.run_id)}"
         parts = [heading, markdown_table(table(judgements)), markdown_details(judgements)]
         sys.stdout.write("\n\n".join(part.rstrip() for part in parts if part) + "\n")
+        for each in judgements:  # stdout goes into a summary, and the log needs the reason too
+            if each.status != "within":
+                say(one_line(each.sentence))
     else:
         show_table(table(judgements))
         for each in judgements:
-            if each.status == "beyond":
+            if each.status != "within":
                 click.echo("\n" + printable("\n  ".join(details(each))))
-    for each in judgements:
-        if each.status != "within":
-            say(one_line(each.sentence))
