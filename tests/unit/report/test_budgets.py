@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from collector.budget import ExaminedRun, figures, figures_of, judge_budget
@@ -66,9 +68,8 @@ def test_values_have_units(name, text, limit):
     ],
 )
 def test_bad_budgets_are_refused_with_value_and_remedy(values, said):
-    with pytest.raises(ValueError, match=".") as refused:
+    with pytest.raises(ValueError, match=re.escape(said)):
         Budget.of(values)
-    assert said in str(refused.value)
 
 
 def test_a_leak_is_beyond_a_budget_without_growth(tmp_path):
@@ -128,8 +129,6 @@ def test_an_estimate_whose_interval_has_the_limit_is_not_judged():
 
 
 def test_interval_of_a_ratio_covers_the_truth():
-    import numpy as np
-
     generator = np.random.default_rng(1)
     covered = 0
     for _ in range(400):
