@@ -138,10 +138,17 @@ def test_unmarked_tests_load_nothing_of_tidegauge(pytest_on, tmp_path):
     assert not (tmp_path / "home").exists()
 
 
-def test_a_disabled_tidegauge_judges_nothing_and_says_so(pytest_on, tmp_path):
-    done = pytest_on(MARKED.split("@pytest.mark.tidegauge(max_gpu")[0], TIDEGAUGE_DISABLED="1")
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("TIDEGAUGE_DISABLED", "1", "TIDEGAUGE_DISABLED=1"),
+        ("TIDEGAUGE_RUN_DIR", "/none/outer", "this process is part of the run outer already"),
+    ],
+)
+def test_what_cannot_be_observed_alone_is_not_judged(pytest_on, tmp_path, variable, value, reason):
+    done = pytest_on(MARKED.split("@pytest.mark.tidegauge(max_gpu")[0], **{variable: value})
     assert (done.returncode, "2 passed" in done.stdout) == (0, True), done.stdout
-    assert "test_is_healthy: TIDEGAUGE_DISABLED=1" in done.stdout
+    assert f"test_is_healthy: {reason}" in done.stdout
     assert not (tmp_path / "home").exists()
 
 
