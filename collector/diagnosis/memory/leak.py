@@ -251,7 +251,7 @@ def _lasted_seconds(use: Use, trend: Growth) -> float:
 
 
 def _least_seconds(tables: RunTables, use: Use, trend: Growth) -> float:
-    """Return how long a growth has to last to be a leak: a moment, and a few iterations unless they take minutes."""
+    """Return how long a growth must last to be a leak: a moment, and a few iterations unless they take minutes."""
     lasted = _lasted_seconds(use, trend)
     begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
     iterations = iterations_within(tables, use.key, begin_ns, end_ns)
@@ -285,7 +285,7 @@ def lasts_to_end(tables: RunTables, use: Use) -> bool:
 
 
 def is_brief(tables: RunTables, use: Use, trend: Growth) -> bool:
-    """Return whether a growth began a moment, or a few iterations, before the run ended: it might not have gone on."""
+    """Return whether a growth began a moment, or a few iterations, before the end: it might not have gone on."""
     lasted, before = _lasted_seconds(use, trend), trend.since_seconds - float(use.times[0])
     least = _least_seconds(tables, use, trend)
     return not tables.goes_on and lasted < (least if least > _MOMENT_SECONDS else min(least, before))
