@@ -147,7 +147,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             script = name or (Path(sys.argv[0]).stem if shell is None else notebook.notebook_name()) or "notebook"
             directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
             if is_new:
-                collector = _start_collector(directory, with_card=shell is not None)
+                collector = start_collector(directory, *(["--card"] if shell is not None else []))
         else:
             directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
@@ -164,6 +164,12 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
         print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
         return None
     return directory
+
+
+def announce() -> None:
+    """Record now that this attached process trains; else its first batch or step does."""
+    if session.active is not None:
+        _progress.announce(session.active)
 
 
 def detach() -> None:
@@ -193,7 +199,7 @@ def step() -> None:
             hook.fail(error)
 
 
-def _start_collector(run_dir: Path, *, with_card: bool) -> subprocess.Popen[bytes] | None:
+def start_collector(run_dir: Path, *options: str) -> subprocess.Popen[bytes] | None:
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if command.missing_packages():
         return None
@@ -204,7 +210,7 @@ def _start_collector(run_dir: Path, *, with_card: bool) -> subprocess.Popen[byte
             [
                 *(sys.executable, "-P", "-m", "training_harness.command"),
                 *("collect", str(run_dir), "--follow", str(layout.launcher_pid() or os.getpid())),
-                *(["--card"] if with_card else []),
+                *options,
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,

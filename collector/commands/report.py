@@ -21,14 +21,14 @@ from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Verdict
+    from collector.diagnosis import RunTables, Verdict
     from collector.stacks import Stack
     from collector.store import Run
 
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@format_option("text", "json", "html")
+@format_option("text", "json", "html", "markdown")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
 )
@@ -50,6 +50,9 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
         _write(text, output)
     elif form == "html":
         _write(render_html(run, verdict), output)
+    elif form == "markdown":
+        card = card_text(run, verdict, home=home, verbose=verbose)
+        _write(f"```text\n{card}```\n", output)
     elif output is None:
         show_card(run, verdict, home=home, to_stderr=False, verbose=verbose)
     else:
@@ -187,6 +190,11 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
 
 def judge(run: Run) -> Verdict:
     """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
+    return examine(run)[1]
+
+
+def examine(run: Run) -> tuple[RunTables, Verdict]:
+    """Return the tables of a run and the verdict on it, which is saved as `judge` does."""
     from collector.diagnosis import diagnose, load_tables
     from collector.report.known import with_known
     from collector.report.listing import save_report
@@ -203,7 +211,7 @@ def judge(run: Run) -> Verdict:
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
                 save_result(run, result_of(tables, raw))
-    return verdict
+    return tables, verdict
 
 
 def as_report(run: Run, verdict: Verdict) -> dict[str, Any]:
