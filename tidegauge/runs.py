@@ -216,8 +216,9 @@ def list_runs(*, home: str | os.PathLike[str] | None = None, trials: bool = Fals
 def _run(body: Mapping[str, Any]) -> Run:
     seconds = body["started_seconds"]
     started = None if seconds is None else datetime.fromtimestamp(seconds, UTC)
-    fields: dict[str, Any] = {**body, "path": Path(body["path"]), "started": started}
-    return Run(**{name: fields.get(name) for name in Run.__slots__})
+    known = {**body, "path": Path(body["path"]), "started": started}
+    fields: dict[str, Any] = {name: known.get(name) for name in Run.__slots__}
+    return Run(**fields)
 
 
 def _as_table(answer: Any, library: Library) -> Any:
