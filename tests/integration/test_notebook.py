@@ -90,7 +90,7 @@ def test_card_becomes_the_report_when_the_run_ends(notebook, home, attached):
     notebook.execute("training_harness.detach()")
 
     def ended():
-        notebook.execute("time.sleep(0.2)")
+        notebook.execute("import time\ntime.sleep(0.2)")
         return "Checked and fine" in html(shown)
 
     wait_for(ended, "the card has the verdict", 120)
