@@ -110,9 +110,10 @@ def _settle_address() -> None:
     """Write the value of each control into the address once.
 
     A finding's link has all of them, since it may be opened in a new tab. Streamlit repeats them if it is clicked.
+    Where a link asks for another value than the control last had, the link's is the one that counts.
     """
     for name in _CONTROLS:
-        if name in st.query_params and name in st.session_state:
+        if name in st.query_params and st.session_state.get(name) == st.query_params[name]:
             st.session_state[name] = st.session_state[name]
 
 

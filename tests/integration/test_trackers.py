@@ -12,7 +12,7 @@ from collector.agent.live.trackers import Trackers, series
 from collector.findings import Finding, measurements
 from collector.store import Totals
 from collector.store.runs.run import Run
-from tests.conftest import tidegauge
+from tests.conftest import tidegauge, wait_for
 from training_harness.layout import create_run
 
 GIB = 2**30
@@ -111,9 +111,10 @@ def test_wandb_keeps_a_run_without_a_network(run, tmp_path, monkeypatch, capfd):
     log_to(run, "wandb")
     [folder] = (run.path / "wandb").glob("offline-run-*")
     [record] = folder.glob("run-*.wandb")
-    kept = record.read_bytes()
-    for part in ("tidegauge/samples_per_second", LEAK.summary, run.run_id, "report.html"):
-        assert part.encode() in kept
+    parts = ("tidegauge/samples_per_second", LEAK.summary, run.run_id, "report.html")
+    wait_for(
+        lambda: all(part.encode() in record.read_bytes() for part in parts), "W&B wrote all that it was given", 60
+    )
     said = capfd.readouterr()
     assert said.out == "", "stdout is the command's own"
     assert "nothing more goes to" not in said.err
