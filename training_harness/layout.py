@@ -7,6 +7,7 @@
         lake.sqlite  data/                          written by the collector
         snapshots/                                  written by the harness, on OOM or on request
         requests/                                   requests of `tidegauge snapshot` to the harness
+        loader-settings.json                        settings for new iterators, with `tidegauge run --workers auto`
 
     <home>/launches/                                links to the runs of launchers whose ranks were given none
 
@@ -54,6 +55,9 @@ RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
 TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
 CEILING = "ceiling"
+#: "auto" where `tidegauge run --workers auto` may change the settings of loaders.
+WORKERS_VARIABLE = "TIDEGAUGE_WORKERS"
+WORKERS_AUTO = "auto"
 #: Prefix of a number that every loader's batch size is multiplied by.
 BATCH_TIMES = "batch*"
 
@@ -71,6 +75,8 @@ _MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
 #: Folder of the requests, made with the first one, and the kinds of requests.
 REQUESTS = "requests"
+#: Settings that the loaders of the run get with their next iterators, written by the collector.
+LOADER_SETTINGS = "loader-settings.json"
 SNAPSHOT_KINDS = ("allocator", "census", "growth", "profile")
 #: Kinds that take several steps -> default number of steps.
 SNAPSHOT_STEPS = {"growth": 100, "profile": 5}

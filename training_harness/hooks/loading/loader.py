@@ -81,6 +81,8 @@ class LoaderHook(Hook):
         self.patch_keys: set[Any] = set()
         #: Threads that are making a batch themselves.
         self.fetching: set[int] = set()
+        #: True to note which loaders make their batches on a device.
+        self.notes_devices = False
         self._registry: LoaderRegistry | None = None
         self._errors = LoaderErrors()
         self._meters = threading.local()
@@ -92,15 +94,20 @@ class LoaderHook(Hook):
             return  # a loader inside a worker's dataset is part of that worker's fetch
         self.progress.announce(current)
         self.progress.follow_batches(has_optimizer=has_optimizer())
-        if self._registry is None or self._registry.session is not current:
-            self._registry = LoaderRegistry(current)
-            current.before_farewell = self.note_last_events
-            self._errors = LoaderErrors()
-        info = self._registry.info(loader, iterator)
+        info = self.registry(current).info(loader)
+        info.iterator = weakref.ref(iterator)
         state = IterState(info, loader, begun_ns)
         state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
         states[id(iterator)] = state
         worker.creation.loader, worker.creation.epoch = info.number, state.epoch
+
+    def registry(self, current: session.Session) -> LoaderRegistry:
+        """Return the numbers of the loaders of a session."""
+        if self._registry is None or self._registry.session is not current:
+            self._registry = LoaderRegistry(current)
+            current.before_farewell = self.note_last_events
+            self._errors = LoaderErrors()
+        return self._registry
 
     def on_epoch_start(self, iterator: Any, *, first: bool) -> None:
         """Record an epoch: a multi-process iterator has its workers, or a persistent one begins another epoch."""
@@ -168,6 +175,8 @@ class LoaderHook(Hook):
     def measure(self, state: IterState, data: Any, now_ns: int) -> int:
         """Return the bytes of a batch's tensors, and set the time of the next measurement."""
         state.measure_at_ns = now_ns + session.HOLD_NS
+        if self.notes_devices and state.is_inline and not state.info.is_on_device:
+            state.info.is_on_device = is_on_device(data)
         return payload_bytes(data)
 
     def end_fetch(self, state: IterState, meter: FetchMeter) -> None:
@@ -310,6 +319,14 @@ def payload_bytes(data: Any) -> int:
             return MISSING_INT64
         level = below
     return total if has_arrays else MISSING_INT64
+
+
+def is_on_device(data: Any, depth: int = _PAYLOAD_DEPTH) -> bool:
+    """Return whether a tensor in a batch is on another device than the CPU."""
+    if isinstance(data, sys.modules["torch"].Tensor):
+        return bool(data.device.type != "cpu")
+    parts = data.values() if type(data) is dict else data if type(data) in (list, tuple) else ()
+    return depth > 0 and any(is_on_device(part, depth - 1) for part in parts)
 
 
 @functools.cache
