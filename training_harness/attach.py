@@ -197,6 +197,23 @@ def step() -> None:
             hook.fail(error)
 
 
+def recommended(loader: Any) -> dict[str, int] | None:
+    """Return the `num_workers` and `prefetch_factor` that a DataLoader should get, as the run suggests so far.
+
+    `DataLoader(dataset, **(recommended(loader) or {}))` makes one like that. None means that it is not known, or
+    not yet: the first call asks the collector, which needs some hundred batches of the loader and some seconds. This never affects the training.
+    """
+    loaders = _hooks.get("batch")
+    try:
+        return auto_setting.recommended(loaders, loader) if isinstance(loaders, LoaderHook) else None
+    except Exception as error:
+        if session.active is not None:
+            session.active.events.append(
+                "hook-disabled", hook="recommended", error=f"{type(error).__name__}: {error}"
+            )
+        return None
+
+
 def _start_collector(run_dir: Path) -> None:
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if command.missing_packages():

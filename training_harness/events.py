@@ -19,7 +19,7 @@ EventKind = Literal[
     "exception",
     "loader",
     "loader-set",
-    "loader-measured",
+    "setting-asked",
     "epoch-start",
     "worker-start",
     "worker-ready",
@@ -151,9 +151,8 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "loader-set": _event(
         _TRAINING,
-        "a DataLoader makes its next iterator with the setting that `tidegauge run --workers auto` found, or is kept "
-        "from it",
-        Field("loader", "int", "number of the DataLoader with this setting; the one before if it was not set"),
+        "a DataLoader gets the setting that `tidegauge run --workers auto` found, or cannot get it",
+        Field("loader", "int", "number of the DataLoader with this setting; with the one before if it was not set"),
         Field("replaces", "int", "number of the DataLoader with its setting before"),
         *_SETTING,
         Field("replaced_num_workers", "int", "workers before"),
@@ -161,21 +160,15 @@ EVENTS: dict[EventKind, Event] = {
         Field("epochs_count", "int", "passes over the DataLoader that began before"),
         Field("is_undo", "bool", "true: the setting from before, since the throughput fell"),
         Field("obstacle", "str", "why it was not set; null if it was"),
-        Field("measured", "object", "`batches_per_second` and `samples_per_batch` measured before"),
+        Field("measured", "float", "measured throughput before, in batches per second"),
         Field(
             "expected",
             "object",
             "`batches_per_second` predicted, with the ends `low` and `high` of its 90 % interval; null for an undo",
         ),
     ),
-    "loader-measured": _event(
-        _COLLECTOR,
-        "the throughput with a setting that was set is known",
-        Field("of_pid", "int", "process id of the training process"),
-        Field("of_start_ticks", "int", "start time of that process"),
-        Field("loader", "int", "number of the DataLoader with this setting"),
-        Field("batches_per_second", "float", "measured throughput with this setting"),
-        Field("is_slower", "bool", "true: slower than before, so the next iterator gets the setting from before"),
+    "setting-asked": _event(
+        _TRAINING, "it asks for the settings of its DataLoaders, with `training_harness.recommended`; once"
     ),
     "epoch-start": _event(
         _TRAINING,

@@ -7,7 +7,7 @@
         lake.sqlite  data/                          written by the collector
         snapshots/                                  written by the harness, on OOM or on request
         requests/                                   requests of `tidegauge snapshot` to the harness
-        loader-settings.json                        settings for new iterators, with `tidegauge run --workers auto`
+        loader-settings.<host>.json                 settings for DataLoaders, written by the collector
 
     <home>/launches/                                links to the runs of launchers whose ranks were given none
 
@@ -55,7 +55,7 @@ RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
 TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
 CEILING = "ceiling"
-#: "auto" where `tidegauge run --workers auto` may change the settings of loaders.
+#: "auto" if the loaders get the settings that the collector finds.
 WORKERS_VARIABLE = "TIDEGAUGE_WORKERS"
 WORKERS_AUTO = "auto"
 #: Prefix of a number that every loader's batch size is multiplied by.
@@ -75,8 +75,6 @@ _MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)
 #: Folder of the requests, made with the first one, and the kinds of requests.
 REQUESTS = "requests"
-#: Settings that the loaders of the run get with their next iterators, written by the collector.
-LOADER_SETTINGS = "loader-settings.json"
 SNAPSHOT_KINDS = ("allocator", "census", "growth", "profile")
 #: Kinds that take several steps -> default number of steps.
 SNAPSHOT_STEPS = {"growth": 100, "profile": 5}
@@ -112,6 +110,11 @@ def new_run_id(name: str, *, wall_seconds: float) -> str:
 def slug(name: str) -> str:
     """Return a name as it stands in a run id."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
+
+
+def loader_settings_path(run_dir: Path, host: str) -> Path:
+    """Return the path of the settings that the collector of a host found for the DataLoaders there."""
+    return run_dir / f"loader-settings.{host}.json"
 
 
 def create_run(

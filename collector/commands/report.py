@@ -21,7 +21,7 @@ from collector.errors import TidegaugeError, one_line
 from training_harness.layout import SNAPSHOT_KINDS, SNAPSHOT_STEPS, home_path
 
 if TYPE_CHECKING:
-    from collector.diagnosis import Verdict
+    from collector.diagnosis import RunTables, Verdict
     from collector.stacks import Stack
     from collector.store import Run
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
 )
 @click.option("--verbose", is_flag=True, help="Show every measurement in the text.")
+@click.option("--settings", "with_settings", is_flag=True, help="Add the setting for each DataLoader (JSON).")
 @home_option
-def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path) -> None:
+def report(spec: str, form: str, output: Path | None, verbose: bool, with_settings: bool, home: Path) -> None:
     """Show the verdict on a run's memory and data loading, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
@@ -43,11 +44,19 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
 
     if form == "html" and output is None and sys.stdout.isatty():
         raise TidegaugeError("the HTML report is some 5 MB, too much for a terminal: give --output FILE")
+    if with_settings and form != "json":
+        raise TidegaugeError(f"--settings is for --format json, not {form}: the advice in the text names settings")
     run = find_run(home, spec)
-    verdict = judge(run)
+    tables = _load(run)
+    verdict = judge(run, tables)
     if form == "json":
-        text = json.dumps(as_report(run, verdict), indent=1, allow_nan=False) + "\n"
-        _write(text, output)
+        body = as_report(run, verdict)
+        if with_settings:
+            from collector.diagnosis.tuning import settings_json
+            from collector.findings import finite
+
+            body["settings"] = finite(settings_json(tables))
+        _write(json.dumps(body, indent=1, allow_nan=False) + "\n", output)
     elif form == "html":
         _write(render_html(run, verdict), output)
     elif output is None:
@@ -185,16 +194,24 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
     return of_event(json.loads(rows["body"].iloc[0])), duration(seconds)
 
 
-def judge(run: Run) -> Verdict:
-    """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
-    from collector.diagnosis import diagnose, load_tables
-    from collector.report.known import with_known
-    from collector.report.listing import save_report
-    from collector.report.results import result_of, save_result
+def _load(run: Run) -> RunTables:
+    """Return the tables of a run; name what could not be read."""
+    from collector.diagnosis import load_tables
 
     tables = load_tables(run)
     for problem in tables.problems[:5]:
         click.echo(f"tidegauge: {one_line(problem)}", err=True)
+    return tables
+
+
+def judge(run: Run, tables: RunTables | None = None) -> Verdict:
+    """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
+    from collector.diagnosis import diagnose
+    from collector.report.known import with_known
+    from collector.report.listing import save_report
+    from collector.report.results import result_of, save_result
+
+    tables = _load(run) if tables is None else tables
     raw = diagnose(tables)
     verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:

@@ -35,6 +35,8 @@ from training_harness.layout import (
     RUN_ID_VARIABLE,
     STAGES_VARIABLE,
     STORE_VARIABLE,
+    WORKERS_AUTO,
+    WORKERS_VARIABLE,
 )
 
 if TYPE_CHECKING:
@@ -89,6 +91,11 @@ def _check_run_id(context: click.Context, option: click.Parameter, value: str | 
 )
 @before_oom_options
 @click.option(
+    "--workers",
+    type=click.Choice([WORKERS_AUTO]),
+    help="Give each DataLoader the num_workers and prefetch_factor that its first pass suggests.",
+)
+@click.option(
     "--restart-on-oom",
     "restarts",
     type=click.IntRange(0, 100),
@@ -109,6 +116,7 @@ def run(
     investigate: bool,
     on_hang: HangReports | None,
     before_oom: BeforeOom | None,
+    workers: str | None,
     restarts: int,
     live: LiveOptions,
     home: Path,
@@ -121,6 +129,8 @@ def run(
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
+    if workers is not None:
+        os.environ[WORKERS_VARIABLE] = workers
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
@@ -134,6 +144,7 @@ def run(
         investigate=investigate,
         hangs=on_hang,
         before_oom=before_oom,
+        sets_workers=workers is not None,
         name=name,
         tags=tags,
         interval_seconds=interval,
@@ -294,6 +305,7 @@ def _run(
     investigate: bool,
     hangs: HangReports | None = None,
     before_oom: BeforeOom | None = None,
+    sets_workers: bool = False,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -306,7 +318,11 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None if disabled else _open_outlets(live, investigate=investigate, hangs=hangs, before_oom=before_oom)
+    outlets = None
+    if not disabled:
+        outlets = _open_outlets(
+            live, investigate=investigate, hangs=hangs, before_oom=before_oom, sets_workers=sets_workers
+        )
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -330,6 +346,7 @@ def _open_outlets(
     investigate: bool = False,
     hangs: HangReports | None = None,
     before_oom: BeforeOom | None = None,
+    sets_workers: bool = False,
 ) -> Outlets | None:
     """Open the live output of a run; None if no option asks for any.
 
@@ -338,10 +355,11 @@ def _open_outlets(
 
     """
     is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None
-    if not is_regular and hangs is None:
+    if not is_regular and hangs is None and not sets_workers:
         return None
     from collector.agent.live import prometheus
     from collector.agent.live.alerts import Alerts
+    from collector.agent.live.loader_settings import LoaderSettings
     from collector.agent.live.outlets import Outlets
 
     alerts = Alerts(live.senders) if live.senders else None
@@ -351,6 +369,7 @@ def _open_outlets(
         hangs=hangs,
         before_oom=before_oom,
         trackers=live.trackers,
+        settings=LoaderSettings(is_auto=sets_workers),
         is_regular=is_regular,
     )
     if live.prometheus is not None:

@@ -55,7 +55,7 @@ class Loop:
 
 
 def loops(tables: RunTables) -> list[Loop]:
-    """Return every loop that has yielded a batch; of a DataLoader that changed its setting, the one that runs last."""
+    """Return every loop that has yielded a batch, with the last setting of its DataLoader."""
     replaced = replaced_loaders(tables)
     return [loop for loop in all_loops(tables) if (loop.main, loop.loader) not in replaced]
 

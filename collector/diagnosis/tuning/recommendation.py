@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop, loader_setting, loops
+from collector.diagnosis.loading.names import loader_name
 from collector.diagnosis.run.columns import floats
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.tuning.calibration import Calibration, calibrate, setting_of
-from collector.diagnosis.tuning.what_if import Forecast, Limits, Option, forecast
+from collector.diagnosis.tuning.calibration import calibrate, setting_of
+from collector.diagnosis.tuning.replay import Setting
+from collector.diagnosis.tuning.what_if import NO_LIMITS, WORTH, Forecast, Limits, Option, forecast
 
 #: Batches that a recommendation rests on, at least.
 LEAST_BATCHES = 100
@@ -27,20 +31,49 @@ class Recommendation:
 
     Attributes:
         loop: the loop.
-        is_iterable: whether its dataset is iterable: then only `prefetch_factor` may change.
-        measured: its throughput, None if it is not known yet.
-        best: the setting to set, None to leave it as it is.
-        reason: why it is left, in words; empty with `best`.
-        is_certain: False if more batches may change the answer.
+        measured: its throughput in batches per second; None if too few batches are recorded.
+        setting: the setting, which may be its own; None if it is not known, or not known yet.
+        best: the prediction for another setting.
+        reason: why there is no other setting, in words; empty with one.
 
     """
 
     loop: Loop
-    is_iterable: bool
-    measured: Calibration | None
+    measured: float | None
+    setting: Setting | None = None
     best: Option | None = None
     reason: str = ""
-    is_certain: bool = False
+
+    def as_json(self, loader: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON form (docs/report.md); `loader` is the event about the loop's DataLoader."""
+        host, pid, start_ticks = self.loop.main
+        workers = None if self.setting is None else self.setting.num_workers
+        expected = None
+        if self.best is not None:
+            expected = {
+                "batches_per_second": self.best.batches_per_second,
+                "low": self.best.low,
+                "high": self.best.high,
+            }
+        return {
+            "host": host,
+            "pid": pid,
+            "start_ticks": start_ticks,
+            "rank": self.loop.rank,
+            "loader": self.loop.loader,
+            "loader_name": loader_name(loader) or None,
+            "num_workers": workers,
+            "prefetch_factor": self.setting.prefetch_factor if self.setting is not None and workers else None,
+            "is_change": self.best is not None,
+            "reason": self.reason or None,
+            "batches_per_second": self.measured,
+            "expected": expected,
+        }
+
+
+def settings_json(tables: RunTables) -> list[dict[str, Any]]:
+    """Return the recommendations in their JSON form."""
+    return [one.as_json(loader_setting(tables, one.loop)) for one in recommendations(tables)]
 
 
 def recommendations(tables: RunTables) -> list[Recommendation]:
@@ -54,53 +87,66 @@ def recommendations(tables: RunTables) -> list[Recommendation]:
         if leader is not None:
             found.append(dataclasses.replace(leader, loop=loop, measured=_measured(tables, loop)))
             continue
-        one, taken[host] = _recommend(tables, loop, taken.get(host, Limits()))
+        one, taken[host] = _recommend(tables, loop, taken.get(host, NO_LIMITS))
         of_ranks[rank_group] = one
         found.append(one)
     return found
 
 
 def _recommend(tables: RunTables, loop: Loop, taken: Limits) -> tuple[Recommendation, Limits]:
-    """Return the recommendation for a loop, and what the loops before it and this one take."""
-    own, is_iterable = setting_of(loop), bool(loader_setting(tables, loop).get("iterable"))
+    """Return the recommendation for a loop, and the memory that the loops before it and this one take."""
+    own, measured = setting_of(loop), _measured(tables, loop)
+    one = Recommendation(loop=loop, measured=measured)
+    if loader_setting(tables, loop).get("iterable"):
+        reason = "its dataset is iterable, so each worker may have its own part of the samples"
+        return dataclasses.replace(one, reason=reason), taken
     limits = dataclasses.replace(taken, taken_cores=_cores_of_others(tables, loop))
-    if is_iterable:
-        limits = dataclasses.replace(limits, least_workers=own.num_workers, most_workers=own.num_workers)
     outlook = forecast(tables, loop, limits)
-    if isinstance(outlook, Forecast) and not own.num_workers and outlook.best is not None:
-        # The memory of a worker is not known yet: it needs no more than the process that it is forked from.
-        fitting = outlook.memory.room / outlook.memory.held if outlook.memory.held > 0 else math.nan
-        if not math.isfinite(fitting):
-            outlook = "the memory of the training process was not sampled yet"
-        elif fitting < outlook.best.setting.num_workers:
-            outlook = forecast(tables, loop, dataclasses.replace(limits, most_workers=max(0, int(fitting))))
-    measured = _measured(tables, loop)
-    one = Recommendation(loop=loop, is_iterable=is_iterable, measured=measured)
+    if isinstance(outlook, Forecast) and not own.num_workers:
+        outlook = _within_memory(tables, loop, limits, outlook)
     if isinstance(outlook, str):
         return dataclasses.replace(one, reason=outlook), taken
     if measured is None:
-        count = len(outlook.measured.batches)
-        return dataclasses.replace(one, reason=f"it needs {LEAST_BATCHES} batches, this run has {count}"), taken
+        reason = f"it needs {LEAST_BATCHES} recorded batches, this run has {len(outlook.measured.batches)}"
+        return dataclasses.replace(one, reason=reason), taken
     best = outlook.best
     if best is None:
-        reason = "no other setting is predicted to be 5 % faster within the memory and cores that are left"
-        return dataclasses.replace(one, reason=reason, is_certain=True), taken
-    if best.low <= measured.batches_per_second:
-        return dataclasses.replace(one, reason="it is not certain yet that another setting is faster"), taken
+        reason = f"no setting that fits is predicted to be {WORTH - 1:.0%} faster"
+        return dataclasses.replace(one, setting=own, reason=reason), taken
+    if best.low <= measured:
+        reason = f"num_workers={best.setting.num_workers} is predicted to be faster, but not with certainty"
+        return dataclasses.replace(one, reason=reason), taken
     held = outlook.memory.held
     more = best.most_bytes - held if own.num_workers else best.setting.num_workers * held
     shm = outlook.memory.prefetched(best.setting) - outlook.memory.prefetched(own)
-    return dataclasses.replace(one, best=best, is_certain=True), dataclasses.replace(
+    return dataclasses.replace(one, setting=best.setting, best=best), dataclasses.replace(
         taken,
         taken_bytes=taken.taken_bytes + max(0.0, float(np.nan_to_num(more))),
         taken_shm_bytes=taken.taken_shm_bytes + max(0.0, float(np.nan_to_num(shm))),
     )
 
 
-def _measured(tables: RunTables, loop: Loop) -> Calibration | None:
+def _within_memory(tables: RunTables, loop: Loop, limits: Limits, outlook: Forecast) -> Forecast | str:
+    """Return the forecast for as many workers as fit if each needs as much as the process that it is forked from.
+
+    That is the most that a worker can need at its start; the run does not show what it does need.
+    """
+    if outlook.best is None:
+        return outlook
+    fitting = outlook.memory.room / outlook.memory.held if outlook.memory.held > 0 else math.nan
+    if not math.isfinite(fitting):
+        return "the memory of the training process was not sampled yet"
+    if fitting >= outlook.best.setting.num_workers:
+        return outlook
+    return forecast(tables, loop, dataclasses.replace(limits, most_workers=max(0, int(fitting))))
+
+
+def _measured(tables: RunTables, loop: Loop) -> float | None:
     """Return the measured throughput of a loop, None with too few batches."""
     measured = calibrate(tables, loop)
-    return measured if isinstance(measured, Calibration) and len(measured.batches) >= LEAST_BATCHES else None
+    if isinstance(measured, str) or len(measured.batches) < LEAST_BATCHES:
+        return None
+    return measured.batches_per_second
 
 
 def _cores_of_others(tables: RunTables, loop: Loop) -> float:

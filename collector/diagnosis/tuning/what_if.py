@@ -110,19 +110,18 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a forecast besides the machine's: what other loops take, and the numbers of workers to consider.
+    """Limits of a forecast besides the machine's.
 
     Attributes:
-        taken_cores: cores that they use.
-        taken_bytes, taken_shm_bytes: memory that they will take, in all and in /dev/shm.
-        least_workers, most_workers: bounds of the numbers of workers.
+        taken_cores: cores that other loops use.
+        taken_bytes, taken_shm_bytes: memory that other loops will take, in all and in /dev/shm.
+        most_workers: largest number of workers to consider.
 
     """
 
     taken_cores: float = 0.0
     taken_bytes: float = 0.0
     taken_shm_bytes: float = 0.0
-    least_workers: int = 0
     most_workers: int = MOST_WORKERS
 
 
@@ -157,11 +156,10 @@ def forecast(tables: RunTables, loop: Loop, limits: Limits = NO_LIMITS) -> Forec
     if isinstance(measured, str):
         return measured
     cores = cores_per_rank(tables, loop.main[0])
-    bounds = range(limits.least_workers, limits.most_workers + 1)
     settings = [
         setting
         for setting in _grid(measured, cores)
-        if setting == measured.setting or setting.num_workers in bounds
+        if setting == measured.setting or setting.num_workers <= limits.most_workers
     ]
     (current,) = predict(measured.trace, [measured.setting])
     error = math.log(current.batches_per_second / measured.batches_per_second)

@@ -1,7 +1,8 @@
 """Numbers of DataLoaders, and one event each with the place that made it (file, line, variable) and its settings.
 
-A DataLoader whose number of workers or prefetch factor changes gets another number for it, so that every record
-belongs to one setting. The place distinguishes the loaders of a run. The newest loaders are remembered, weakly, until they are iterated.
+A DataLoader whose number of workers or prefetch factor changes gets another number, so that every record belongs to
+one setting. The place distinguishes the loaders of a run. The newest loaders are remembered, weakly, until they are
+iterated.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class LoaderRegistry:
             lambda: deque(maxlen=_SAME_SETTINGS_LOADERS)
         )
         self._next_number = 0
+        #: True once the training has asked for a setting.
+        self.has_asked = False
 
     def info(self, loader: Any) -> LoaderInfo:
         """Return the info of a loader with its present setting; describe a new one in an event."""
