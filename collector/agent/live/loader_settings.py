@@ -110,7 +110,7 @@ class LoaderSettings:
             self._compare(place, one, self._changes[place])
         elif one["num_workers"] is not None:
             if not one["is_change"]:
-                self._say(place[1], "keeps", f"{name} keeps {_words(one)}: {one['reason']}")
+                self._say(place[1], "keeps", f"{name}: {_words(one)} stays, since {one['reason']}")
             self._put(place, one, measured=one["batches_per_second"], expected=one["expected"])
 
     def _compare(self, place: _Place, one: Mapping[str, Any], change: Mapping[str, Any]) -> None:
@@ -173,15 +173,15 @@ def _change_words(name: str, event: Mapping[str, Any]) -> tuple[str, str]:
     """Return what an event about a setting says, in a word and in a line."""
     setting, before = _words(event), _words(event, "replaced_")
     if event["obstacle"] is not None:
-        return event["obstacle"], f"{name} keeps {before}, not {setting}: {event['obstacle']}"
+        return event["obstacle"], f"{name}: {before} stays, not {setting}, since {event['obstacle']}"
     if event["is_undo"]:
-        return "undo", f"{name} has {setting} again"
+        return "undo", f"{name}: {setting} again from pass {event['epochs_count'] + 1} on"
     expected = event["expected"] or {}
     rate, low, high, measured = (
         number(value)
         for value in (*(expected.get(key) for key in ("batches_per_second", "low", "high")), event["measured"])
     )
     return "set", (
-        f"{name} has {setting}, not {before}, from pass {event['epochs_count'] + 1} on. Expected: {rate} batches/s "
-        f"({low}-{high}), {measured} measured before. Samples and order stay; random augmentation draws other numbers"
+        f"{name}: {setting} from pass {event['epochs_count'] + 1} on, not {before}. Expected: {rate} batches/s "
+        f"({low}-{high}), measured before: {measured}. Same samples, same order; random augmentation differs"
     )
