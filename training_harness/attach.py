@@ -200,9 +200,9 @@ def step() -> None:
 def recommended(loader: Any) -> dict[str, int] | None:
     """Return the `num_workers` and `prefetch_factor` that a DataLoader should get, as the run suggests so far.
 
-    `DataLoader(dataset, **(recommended(loader) or {}))` makes one like that. None means that it is not known, or
-    not yet: the first call asks the collector, which needs some hundred batches of the loader and some seconds.
-    This never affects the training.
+    None means that it is not known, or not yet: the first call asks the collector, which needs some hundred batches
+    of the loader and some seconds. `DataLoader(dataset, **setting)` makes one like that. This never affects the
+    training.
     """
     loaders = _hooks.get("batch")
     try:

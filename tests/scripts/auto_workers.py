@@ -61,7 +61,7 @@ class OneWorker(type(torch.multiprocessing.get_context("fork"))):
     """A context that cannot start the second of several workers."""
 
     def Process(self, *arguments, args, **options):  # noqa: N802
-        *_, worker, _, _, _ = args[:13]
+        worker = args[10]  # torch.utils.data.dataloader._MultiProcessingDataLoaderIter
         if worker == 1:
             raise OSError("Resource temporarily unavailable")
         return super().Process(*arguments, args=args, **options)
@@ -81,7 +81,7 @@ def make_loader(case):
         case "noisy":
             return DataLoader(Noisy(), num_workers=1, **options)
         case "failing":
-            return DataLoader(Rows(), num_workers=1, multiprocessing_context=OneWorker("fork"), **options)
+            return DataLoader(Rows(), num_workers=1, multiprocessing_context=OneWorker(), **options)
         case "file":
             return DataLoader(WithFile(), **options)
         case "stream":
