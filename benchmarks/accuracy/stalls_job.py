@@ -46,7 +46,11 @@ BATCHES = 200  # at least
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Time that the items of a batch take, in seconds a batch: asleep and computing, with a lognormal spread."""
+    """Time that the items of a batch take, in seconds a batch: asleep and computing, with a lognormal spread.
+
+    A batch's factor follows from its number and from these times, which differ between repeats: repeats of a case draw
+    other factors, and two runs of one repeat draw the same.
+    """
 
     asleep: float = 0.0
     computing: float = 0.0
@@ -58,7 +62,8 @@ class Work:
     def __call__(self, index: int) -> None:
         batch, worker = index // BATCH_SIZE, get_worker_info()
         is_slow = batch in self.slow_batches or (worker is not None and worker.id == self.slow_worker)
-        factor = random.Random(batch).lognormvariate(-(self.spread**2) / 2, self.spread)
+        drawn_from = random.Random(f"{batch} {self.asleep} {self.computing}")
+        factor = drawn_from.lognormvariate(-(self.spread**2) / 2, self.spread)
         time.sleep((self.slow if is_slow else self.asleep) * factor / BATCH_SIZE)
         if self.computing:
             compute(self.computing * factor, index)

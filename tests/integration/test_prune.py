@@ -97,6 +97,17 @@ def test_oldest_runs_are_deleted_until_both_bounds_are_met(keep, max_bytes, gone
     assert runs_beyond(runs, keep=keep, max_bytes=max_bytes) == [runs[place] for place in gone]
 
 
+def test_trials_do_not_count_and_go_with_the_runs_around_them(home):
+    for name, is_trial in (("first", False), ("trial", True), ("second", False), ("trial", True), ("third", False)):
+        layout.create_run(home, name=name, argv=["x"], is_trial=is_trial)
+    stored = [StoredRun(run=run, size_bytes=1, keep_reason=None) for run in reversed(list_runs(home))]
+    assert len(stored) == 5
+    assert runs_beyond(stored, keep=3, max_bytes=None) == []
+    assert runs_beyond(stored, keep=2, max_bytes=None) == stored[:2]
+    assert runs_beyond(stored, keep=1, max_bytes=None) == stored[:4]
+    assert runs_beyond(stored, keep=0, max_bytes=None) == stored
+
+
 def test_deleted_run_leaves_no_trace(home):
     old, new = make_ended_run(home, "old"), make_ended_run(home, "new")
     (home / "launches").mkdir()

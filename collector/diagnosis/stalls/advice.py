@@ -146,7 +146,10 @@ def advise_crowded(num_workers: int, cores: float) -> tuple[Advice, ...]:
 
 
 def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str = "") -> tuple[Advice, ...]:
-    """Return the setting that the replay recommends, and `less` work per fetch if that is not enough."""
+    """Return the setting that the replay recommends, and `less` work per fetch if that is not enough.
+
+    A setting that may gain nothing, by its interval, comes last.
+    """
     if isinstance(outlook, str):
         measure = Advice(
             text="Measure other settings: `tidegauge tune -- COMMAND`", expected=f"no prediction yet: {outlook}"
@@ -161,7 +164,9 @@ def _by_replay(outlook: Forecast | str, less: tuple[Advice, ...], *, also: str =
         expected=_expected(outlook, best),
         effect="safe" if math.isfinite(best.most_bytes) else "changes memory",  # the replay's setting fits
     )
-    return (advice,) if best.wait_ratio < _HEALTHY_WAIT_RATIO else (advice, *less)
+    if best.wait_ratio < _HEALTHY_WAIT_RATIO:
+        return (advice,)
+    return (*less, advice) if best.low <= outlook.measured.batches_per_second else (advice, *less)
 
 
 def _expected(outlook: Forecast, option: Option) -> str:

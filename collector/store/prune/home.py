@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collector.errors import TidegaugeError
-from collector.store.catalogue import list_runs
+from collector.store.catalogue import is_trial, list_runs
 from collector.store.journals import segments
 from collector.store.lake import lake
 from collector.store.runs import locks
@@ -61,7 +61,8 @@ def stored_runs(home: Path) -> list[StoredRun]:
 def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int | None) -> list[StoredRun]:
     """Return the runs that exceed the number or the size to keep, the oldest first.
 
-    A run with a reason to keep it counts, and stays. The result has it only if its age alone would delete it.
+    A run with a reason to keep it counts, and stays. The result has it only if its age alone would delete it. Trials of
+    `tidegauge tune` do not count: those older than the oldest run to keep are in the result.
 
     Args:
         stored: all runs, the oldest first.
@@ -69,7 +70,7 @@ def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int
         max_bytes: size of all runs together to keep.
 
     """
-    excess = list(stored[: max(0, len(stored) - keep)]) if keep is not None else []
+    excess = list(stored[: _oldest_kept(stored, keep)]) if keep is not None else []
     deleted_bytes = sum(run.size_bytes for run in excess if not run.keep_reason)
     remaining_bytes = sum(run.size_bytes for run in stored) - deleted_bytes
     for run in stored[len(excess) :]:
@@ -78,6 +79,14 @@ def runs_beyond(stored: Sequence[StoredRun], *, keep: int | None, max_bytes: int
         excess.append(run)
         remaining_bytes -= 0 if run.keep_reason else run.size_bytes
     return excess
+
+
+def _oldest_kept(stored: Sequence[StoredRun], keep: int) -> int:
+    """Return the place of the oldest of the `keep` newest runs that are no trials."""
+    counted = [place for place, one in enumerate(stored) if not is_trial(one.run)]
+    if keep >= len(counted):
+        return 0
+    return counted[-keep] if keep else len(stored)
 
 
 def keep_reason(run: Run) -> str | None:
