@@ -1,7 +1,8 @@
 """Lay out a wheel so that it takes no name of the user's; the rest is in pyproject.toml.
 
-`tidegauge.pth` lies beside the packages, in a wheel and in an editable install. Python runs that file at start-up.
-It does nothing outside a run, and attaches where a command sets PYTHONPATH anew.
+Two files lie beside the packages, in a wheel and in an editable install. Python runs `tidegauge.pth` at start-up.
+It does nothing outside a run, and attaches where a command sets PYTHONPATH anew. Every session of pytest imports
+`tidegauge_pytest.py`. It loads nothing else before a test has the mark.
 
 `collector` and `app` are names that many projects use. In a wheel they lie in a folder that only Tidegauge's own
 processes have on their path (`training_harness.command`), so that nobody else can import them.
@@ -13,19 +14,21 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PTH = Path("training_harness") / "bootstrap" / "tidegauge.pth"
+BOOTSTRAP = Path("training_harness") / "bootstrap"
+BESIDE = ("tidegauge.pth", "tidegauge_pytest.py")
 TOOL = Path("training_harness") / "tool"
 
 
 class BuildOwnLayout(build_py):
-    """Build the packages, the file, and the folder of the tool."""
+    """Build the packages, the files beside them, and the folder of the tool."""
 
     def run(self) -> None:
-        """Copy the file and move the packages once they are there."""
+        """Copy the files and move the packages once they are there."""
         super().run()
         # An editable wheel takes its files from the folder of the `install` command.
         folder = self.distribution.get_command_obj("install").install_lib if self.editable_mode else self.build_lib
-        self.copy_file(str(PTH), str(Path(folder) / PTH.name))
+        for name in BESIDE:
+            self.copy_file(str(BOOTSTRAP / name), str(Path(folder) / name))
         if not self.editable_mode:
             tool = Path(self.build_lib) / TOOL
             for name in ("app", "collector"):

@@ -199,7 +199,8 @@ def main() -> None:
     if unknown := set(cases) - {*HANGS, *PHASES}:
         parser.error(f"no case {', '.join(sorted(unknown))}; give some of {', '.join([*HANGS, *PHASES])}")
     with (
-        tempfile.TemporaryDirectory(prefix="tidegauge-hangs-") as folder,
+        # A rank that outlives its launcher may still write.
+        tempfile.TemporaryDirectory(prefix="tidegauge-hangs-", ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(options.side_by_side) as pool,
     ):
         outcomes = list(pool.map(lambda case: run(case, options.minutes * 60, Path(folder)), cases))

@@ -47,6 +47,7 @@ for _command in (
     storage.tag,
     storage.ignore,
     compare.compare,
+    compare.check,
     report.snapshot,
     report.stacks,
     storage.export,

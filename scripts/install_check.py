@@ -96,7 +96,7 @@ def check_app(app: Installed) -> list[bool]:
 def check_base(base: Installed) -> list[bool]:
     """The harness alone: it records, and every command says what to install."""
     lacking = "pip install 'tidegauge[collector]'"
-    commands = ("--help", "run", "report", "runs", "doctor", "dashboard", "job", "collect")
+    commands = ("--help", "run", "report", "runs", "doctor", "dashboard", "job", "collect", "check")
     return [
         check_names(base),
         base.check("attach() works without a collector", "python", "-W", "error", "-c", ATTACH, status=0, said=""),

@@ -153,7 +153,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             script = name or Path(sys.argv[0]).stem or "notebook"
             directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
             if is_new:
-                _start_collector(directory)
+                start_collector(directory)
         else:
             directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
@@ -168,6 +168,12 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
         print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
         return None
     return directory
+
+
+def announce() -> None:
+    """Record now that this attached process trains; else its first batch or step does."""
+    if session.active is not None:
+        _progress.announce(session.active)
 
 
 def detach() -> None:
@@ -215,10 +221,10 @@ def recommended(loader: Any) -> dict[str, int] | None:
         return None
 
 
-def _start_collector(run_dir: Path) -> None:
+def start_collector(run_dir: Path, *options: str) -> subprocess.Popen[bytes] | None:
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if command.missing_packages():
-        return
+        return None
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         collector = subprocess.Popen(
@@ -226,6 +232,7 @@ def _start_collector(run_dir: Path) -> None:
             [
                 *(sys.executable, "-P", "-m", "training_harness.command"),
                 *("collect", str(run_dir), "--follow", str(layout.launcher_pid() or os.getpid())),
+                *options,
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -237,3 +244,4 @@ def _start_collector(run_dir: Path) -> None:
     if not any(name.endswith(("WORLD_SIZE", "PMI_SIZE")) for name in os.environ):
         os.environ[ptracer.COLLECTOR_VARIABLE] = ptracer.process_name(collector.pid)
         ptracer.allow_collector()
+    return collector

@@ -48,8 +48,8 @@ BATCHES = 200  # at least
 class Work:
     """Time that the items of a batch take, in seconds a batch: asleep and computing, with a lognormal spread.
 
-    A batch's factor follows from its number and from these times, which differ between repeats: repeats of a case draw
-    other factors, and two runs of one repeat draw the same.
+    A batch's factor follows from its number and from these times, which differ between repeats: repeats of a case
+    draw other factors, and two runs of one repeat draw the same.
     """
 
     asleep: float = 0.0

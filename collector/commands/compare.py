@@ -1,25 +1,30 @@
-"""`tidegauge compare`: runs side by side, for a person or for continuous integration."""
+"""`tidegauge compare` and `tidegauge check`: runs side by side, or held to a budget, for continuous integration."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from collector.commands.options import format_option, home_option, show_table
-from collector.commands.report import judge
-from collector.errors import TidegaugeError
+from collector.commands.options import format_option, home_option, say, show_table
+from collector.commands.report import examine, judge
+from collector.errors import TidegaugeError, one_line, printable
+from training_harness.budget import Budget
 
 if TYPE_CHECKING:
+    from collector.budget import ExaminedRun, Judgement
     from collector.report.comparison import Condition, Measure
     from collector.store import Run
 
-#: Exit status if a condition holds; 1 and 2 are errors.
+#: Exit status of `compare` if a condition holds; 1 and 2 are errors.
 EXIT_WORSE = 3
+#: Exit status of `check` if a figure is beyond the budget.
+EXIT_BEYOND = 1
 _MOST_RUNS = 4
 
 
@@ -46,7 +51,7 @@ def _parse_conditions(
     metavar="METRIC>PERCENT",
     help="Exit with 3 if METRIC has grown by more than PERCENT against the baseline; METRIC<-PERCENT: has shrunk.",
 )
-@format_option("text", "json")
+@format_option("text", "json", "markdown")
 @home_option
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
     """Compare two to four runs: their figures against those of the baseline, the first RUN, and their settings."""
@@ -64,7 +69,13 @@ def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str
     if form == "json":
         sys.stdout.write(json.dumps(comparison.as_json(figures, differing), indent=1, allow_nan=False) + "\n")
     else:
-        show_table(comparison.table(figures, differing))
+        table = comparison.table(figures, differing)
+        if form == "markdown":
+            from collector.report.terminal import markdown_table
+
+            sys.stdout.write(markdown_table(table))
+        else:
+            show_table(table)
     lines = comparison.violations(conditions, figures)
     for line in lines:
         click.echo(f"tidegauge: {line}", err=True)
@@ -85,3 +96,79 @@ def _measure(run: Run) -> tuple[dict[str, Measure], dict[str, str]]:
         origin = spans.origin_ns(manifest) or reach.first_ns
         span = spans.span(snapshot, reach, origin=origin, window="run", rank=None)
         return comparison.measures(snapshot, span, verdict), comparison.settings(snapshot, manifest)
+
+
+@click.command()
+@click.argument("spec", metavar="[RUN]", default="latest")
+@click.option(
+    "--budget",
+    "budget_file",
+    type=click.File("rb"),
+    required=True,
+    metavar="FILE",
+    help='TOML file with the limits, such as max_peak = "2 GiB"; - for stdin.',
+)
+@click.option(
+    "--baseline", metavar="RUN", help="Run that min_throughput compares with, instead of that of the budget."
+)
+@format_option("text", "json", "markdown")
+@home_option
+def check(spec: str, budget_file: BinaryIO, baseline: str | None, form: str, home: Path) -> None:
+    """Hold a run to a budget: memory, its growth, waiting for data, throughput. Exit with 1 if it is beyond.
+
+    RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
+    """
+    from collector.budget import figures_of, judge_budget
+    from collector.store import find_run
+
+    budget = _read_budget(budget_file, baseline)
+    run = find_run(home, spec)
+    needs_baseline = budget.baseline is not None and "min_throughput" in budget.limits
+    other = find_run(home, budget.baseline) if budget.baseline is not None and needs_baseline else None
+    if other is not None and other.run_id == run.run_id:
+        raise TidegaugeError(f"{run.run_id} is the baseline itself; name another run with --baseline")
+    figures = figures_of(_examined(run), None if other is None else _examined(other), budget.limits)
+    judgements = judge_budget(budget, figures)
+    if all(each.status == "not judged" for each in judgements):
+        reasons = "; ".join(each.sentence for each in judgements)
+        raise TidegaugeError(f"{run.run_id} shows no figure of the budget: {reasons}")
+    _show(run, other, judgements, form)
+    if any(each.status == "beyond" for each in judgements):
+        sys.exit(EXIT_BEYOND)
+
+
+def _read_budget(file: BinaryIO, baseline: str | None) -> Budget:
+    try:
+        return Budget.of(tomllib.loads(file.read().decode()), baseline=baseline)
+    except ValueError as error:  # not UTF-8, no TOML, no budget
+        raise TidegaugeError(f"{file.name}: {error}") from None
+
+
+def _examined(run: Run) -> ExaminedRun:
+    from collector.budget import ExaminedRun
+
+    tables, verdict = examine(run)
+    return ExaminedRun(run_id=run.run_id, tables=tables, verdict=verdict)
+
+
+def _show(run: Run, baseline: Run | None, judgements: Sequence[Judgement], form: str) -> None:
+    from collector.budget import as_json, details, markdown_details, table
+
+    if form == "json":
+        body = as_json(run.run_id, None if baseline is None else baseline.run_id, judgements)
+        sys.stdout.write(json.dumps(body, indent=1, allow_nan=False) + "\n")
+        return
+    if form == "markdown":
+        from collector.report.terminal import markdown_table, markdown_text
+
+        heading = f"### Tidegauge: {markdown_text(run.run_id)}"
+        parts = [heading, markdown_table(table(judgements)), markdown_details(judgements)]
+        sys.stdout.write("\n\n".join(part.rstrip() for part in parts if part) + "\n")
+        for each in judgements:  # stdout goes into a summary, and the log needs the reason too
+            if each.status != "within":
+                say(one_line(each.sentence))
+    else:
+        show_table(table(judgements))
+        for each in judgements:
+            if each.status != "within":
+                click.echo("\n" + printable("\n  ".join(details(each))))

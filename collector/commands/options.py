@@ -225,11 +225,17 @@ def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return click.option("--tag", "tags", multiple=True, callback=parse_tags, metavar="KEY=VALUE", help=help_text)
 
 
+def interval_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--interval`."""
+    return click.option(
+        "--interval", type=float, default=1.0, show_default=True, metavar="S", help="Seconds between samples."
+    )(command)
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a new run: `--name`, `--tag` and `--interval`."""
-    interval_help = "Seconds between samples."
     for option in (
-        click.option("--interval", type=float, default=1.0, show_default=True, metavar="S", help=interval_help),
+        interval_option,
         tag_option("Tag stored with the run; repeatable."),
         click.option(
             "--name", callback=require_value, metavar="NAME", help="Name of the run [default: the script's]."

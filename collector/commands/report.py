@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
-@format_option("text", "json", "html")
+@format_option("text", "json", "html", "markdown")
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
 )
@@ -47,8 +47,7 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, with_settin
     if with_settings and form != "json":
         raise TidegaugeError(f"--settings is for --format json, not {form}: the advice in the text names settings")
     run = find_run(home, spec)
-    tables = _load(run)
-    verdict = judge(run, tables)
+    tables, verdict = examine(run)
     if form == "json":
         body = as_report(run, verdict)
         if with_settings:
@@ -59,6 +58,9 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, with_settin
         _write(json.dumps(body, indent=1, allow_nan=False) + "\n", output)
     elif form == "html":
         _write(render_html(run, verdict), output)
+    elif form == "markdown":
+        card = card_text(run, verdict, home=home, verbose=verbose)
+        _write(f"```text\n{card}```\n", output)
     elif output is None:
         show_card(run, verdict, home=home, to_stderr=False, verbose=verbose)
     else:
@@ -194,24 +196,21 @@ def _recorded_stacks(run: Run) -> tuple[list[Stack], str]:
     return of_event(json.loads(rows["body"].iloc[0])), duration(seconds)
 
 
-def _load(run: Run) -> RunTables:
-    """Return the tables of a run; name what could not be read."""
-    from collector.diagnosis import load_tables
-
-    tables = load_tables(run)
-    for problem in tables.problems[:5]:
-        click.echo(f"tidegauge: {one_line(problem)}", err=True)
-    return tables
-
-
-def judge(run: Run, tables: RunTables | None = None) -> Verdict:
+def judge(run: Run) -> Verdict:
     """Return the verdict on a run; save it for lists of runs if the run has ended and was read without fault."""
-    from collector.diagnosis import diagnose
+    return examine(run)[1]
+
+
+def examine(run: Run) -> tuple[RunTables, Verdict]:
+    """Return the tables of a run and the verdict on it, which is saved as `judge` does."""
+    from collector.diagnosis import diagnose, load_tables
     from collector.report.known import with_known
     from collector.report.listing import save_report
     from collector.report.results import result_of, save_result
 
-    tables = _load(run) if tables is None else tables
+    tables = load_tables(run)
+    for problem in tables.problems[:5]:
+        click.echo(f"tidegauge: {one_line(problem)}", err=True)
     raw = diagnose(tables)
     verdict = with_known(raw, run)
     if verdict.status != "running" and not tables.problems:
@@ -220,7 +219,7 @@ def judge(run: Run, tables: RunTables | None = None) -> Verdict:
         with contextlib.suppress(TidegaugeError):  # a home that cannot be written
             if run.has_ended_everywhere:
                 save_result(run, result_of(tables, raw))
-    return verdict
+    return tables, verdict
 
 
 def as_report(run: Run, verdict: Verdict) -> dict[str, Any]:

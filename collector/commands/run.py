@@ -20,6 +20,7 @@ from collector.commands.options import (
     LiveOptions,
     before_oom_options,
     home_option,
+    interval_option,
     investigate_option,
     outlet_options,
     parse_on_hang,
@@ -267,10 +268,13 @@ def watch(
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @click.option("--follow", type=click.IntRange(1), metavar="PID", help="Follow this training process until it ends.")
+@interval_option
 @investigate_option
 @outlet_options
 @home_option
-def collect(spec: str, follow: int | None, investigate: bool, live: LiveOptions, home: Path) -> None:
+def collect(
+    spec: str, follow: int | None, interval: float, investigate: bool, live: LiveOptions, home: Path
+) -> None:
     """Resume a run whose collector has ended: store the waiting records and follow its processes."""
     from collector.agent import loop
     from collector.agent.samplers.procfs import LocalProcess
@@ -287,7 +291,7 @@ def collect(spec: str, follow: int | None, investigate: bool, live: LiveOptions,
             ) from None
         loop.update_manifest(run, command=command)
     outlets = _open_outlets(live, investigate=investigate)
-    if not loop.collect(run, outlets=outlets):
+    if not loop.collect(run, interval_seconds=interval, outlets=outlets):
         raise TidegaugeError(
             f"not all records of {run.run_id} could be stored; the rest waits in {run.journal_dir}: "
             "`tidegauge doctor` says why; then collect again"

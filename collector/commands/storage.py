@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +12,12 @@ import click
 from collector.commands.options import home_option, parse_tags, show_table
 from collector.errors import TidegaugeError, one_line
 from collector.units import size
+from training_harness.budget import parse_size
 
 if TYPE_CHECKING:
     from collector.findings import Identity
     from collector.store import Run
     from collector.store.prune.home import StoredRun
-
-_PREFIXES = "KMGT"
 
 
 @click.command()
@@ -148,12 +146,10 @@ def _parse_size(_context: click.Context, _option: click.Parameter, value: str | 
     """Parse bytes from `20GB` (powers of 1000), `20GiB` (powers of 1024) or a bare number."""
     if value is None:
         return None
-    parts = re.fullmatch(rf"(\d+(?:\.\d+)?) ?(?:([{_PREFIXES}])(i?))?B?", value.strip(), re.IGNORECASE)
-    if parts is None:
+    size_bytes = parse_size(value.strip())
+    if size_bytes is None:
         raise click.BadParameter(f"{value!r} is not a size; write it like 20GB or 500MiB")
-    number, prefix, binary = parts.groups()
-    power = _PREFIXES.index(prefix.upper()) + 1 if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    return size_bytes
 
 
 @click.command()

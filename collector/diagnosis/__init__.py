@@ -3,12 +3,13 @@
 from collector.diagnosis.checks import Check
 from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
 from collector.diagnosis.ending import Ending, ExitRecord
-from collector.diagnosis.memory import rank_sites
+from collector.diagnosis.memory import negligible_bytes, rank_sites
 from collector.diagnosis.run import DEVICE_PARTS, UNATTRIBUTED, RunTables, accounts, load_tables
 from collector.diagnosis.run.tables import ROWS_PER_STREAM
 from collector.diagnosis.stalls.cost import LEAST_LOST_RATIO
 from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.summary import Machine, machine_of, memory_curve
+from collector.diagnosis.throughput import ThroughputRatio, throughput_ratio
 from collector.diagnosis.verdict import Verdict, diagnose
 
 __all__ = [
@@ -23,11 +24,14 @@ __all__ = [
     "ExitRecord",
     "Machine",
     "RunTables",
+    "ThroughputRatio",
     "Verdict",
     "accounts",
     "diagnose",
     "load_tables",
     "machine_of",
     "memory_curve",
+    "negligible_bytes",
     "rank_sites",
+    "throughput_ratio",
 ]

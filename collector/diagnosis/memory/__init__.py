@@ -6,6 +6,7 @@ from collector.diagnosis.memory.gpu_growth import find_device_growth
 from collector.diagnosis.memory.gpu_oom_risk import find_device_risk
 from collector.diagnosis.memory.heap_leaks import find_leaks
 from collector.diagnosis.memory.host_oom_risk import find_host_risk
+from collector.diagnosis.memory.leak import negligible_bytes
 from collector.diagnosis.memory.shared_memory import find_shared_memory
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "find_host_risk",
     "find_leaks",
     "find_shared_memory",
+    "negligible_bytes",
     "rank_sites",
 ]

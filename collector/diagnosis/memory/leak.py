@@ -24,6 +24,7 @@ from collector.diagnosis.run.columns import (
     MIB,
     SECOND_NS,
     finite,
+    iterations_within,
     origin_ns,
     step_at,
     training_end_ns,
@@ -32,7 +33,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import Floats, Growth, growth
+from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth, growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
 from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
@@ -47,6 +48,8 @@ CONFIRMED = 0.5
 #: Growth that lasts less than this may still end by itself; without iterations, the data may still be loading.
 _MOMENT_SECONDS = 10.0
 _LOADING_SECONDS = 120.0
+#: The same in steps or batches: as many as a trend needs points. The first few of a training warm it up.
+_FEW_ITERATIONS = MIN_POINTS
 #: Least rise, as a share of what a leak must take: some arenas of Python's allocator, which are of 1 MiB.
 _YOUNG_RATIO = 0.25
 #: A growth that lasts longer and is still small is slow, not young; a briefer one is a single allocation or two.
@@ -185,8 +188,7 @@ def leak_finding(
         words: for the sentences of the resource, beside those of the growth and the locus.
 
     """
-    begin_seconds, end_seconds = trend.since_seconds, float(use.times[-1])
-    begin_ns, unit = begin_seconds * SECOND_NS, resource.unit
+    begin_ns, unit = trend.since_seconds * SECOND_NS, resource.unit
     words = {**asdict(use.locus), **_growth_words(trend, unit), **words}
     grows = resource.grows.format(**words)
     at = use.at_occasions(tables, CONFIRMED * trend.rise)
@@ -195,7 +197,7 @@ def leak_finding(
         grows += f" It grows by {each} around each {at.words} ({at.count} seen), and hardly in between."
     return Finding(
         kind=resource.leak if witnesses else "cannot-tell",
-        severity=_severity(tables, end_seconds - begin_seconds, iterates=iterates) if witnesses else "info",
+        severity=_severity(tables, use, trend, iterates=iterates) if witnesses else "info",
         confidence=resource.confidence,
         summary=grows if witnesses else resource.unconfirmed.format(grows=grows, **words),
         locus=use.locus,
@@ -233,14 +235,28 @@ def rate(trend: Growth, unit: str) -> Rate:
     return Rate(value=trend.slope, low=trend.low, high=trend.high, unit=f"{unit}/s")
 
 
-def _severity(tables: RunTables, lasted_seconds: float, *, iterates: bool) -> Severity:
+def _severity(tables: RunTables, use: Use, trend: Growth, *, iterates: bool) -> Severity:
     """Return "info" for a growth that is recent while the run goes on, since growth that ends by itself begins so.
 
     If a limit is near, the risk of meeting it is a warning of its own.
     """
+    lasted = _lasted_seconds(use, trend)
     if not iterates:
-        return "info" if lasted_seconds < _LOADING_SECONDS else "warning"
-    return "info" if tables.goes_on and lasted_seconds < _MOMENT_SECONDS else "warning"
+        return "info" if lasted < _LOADING_SECONDS else "warning"
+    return "info" if tables.goes_on and lasted < _least_seconds(tables, use, trend) else "warning"
+
+
+def _lasted_seconds(use: Use, trend: Growth) -> float:
+    return float(use.times[-1]) - trend.since_seconds
+
+
+def _least_seconds(tables: RunTables, use: Use, trend: Growth) -> float:
+    """Return how long a growth must last to be a leak: a moment, and a few iterations unless they take minutes."""
+    lasted = _lasted_seconds(use, trend)
+    begin_ns, end_ns = trend.since_seconds * SECOND_NS, float(use.times[-1]) * SECOND_NS
+    iterations = iterations_within(tables, use.key, begin_ns, end_ns)
+    few = _FEW_ITERATIONS * lasted / iterations if iterations else 0.0  # without any, the clock alone counts
+    return max(_MOMENT_SECONDS, min(few, _LONGEST_SECONDS))
 
 
 def young_growth(tables: RunTables, use: Use, trend: Growth | None, negligible: float) -> Growth | None:
@@ -269,9 +285,10 @@ def lasts_to_end(tables: RunTables, use: Use) -> bool:
 
 
 def is_brief(tables: RunTables, use: Use, trend: Growth) -> bool:
-    """Return whether a growth began a moment before the run ended: it might not have gone on."""
-    lasted, before = float(use.times[-1]) - trend.since_seconds, trend.since_seconds - float(use.times[0])
-    return lasted < min(_MOMENT_SECONDS, before) and not tables.goes_on
+    """Return whether a growth began a moment, or a few iterations, before the end: it might not have gone on."""
+    lasted, before = _lasted_seconds(use, trend), trend.since_seconds - float(use.times[0])
+    least = _least_seconds(tables, use, trend)
+    return not tables.goes_on and lasted < (least if least > _MOMENT_SECONDS else min(least, before))
 
 
 def young_finding(
@@ -298,7 +315,7 @@ def young_finding(
     """
     end = float(use.times[-1])
     lasted, degree = end - trend.since_seconds, "little" if trend.rise < negligible else "brief"
-    missing = max(_MOMENT_SECONDS, negligible / (_MEASURED_RATIO * trend.slope)) - lasted
+    missing = max(_least_seconds(tables, use, trend), negligible / (_MEASURED_RATIO * trend.slope)) - lasted
     more = f"{_rounded(missing)} more would tell."
     if not tables.goes_on:
         # The run has other phases too, before the training and after it.

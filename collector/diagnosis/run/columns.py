@@ -211,6 +211,15 @@ def steps_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end
     return float(np.ptp(inside)) or math.nan if len(inside) else math.nan
 
 
+def iterations_within(tables: RunTables, key: ProcessKey | None, begin_ns: float, end_ns: float) -> int:
+    """Return how many steps, or batches if they are more, a process (or the run) recorded between two times.
+
+    An evaluation has batches, and no steps.
+    """
+    times = (floats(written(tables, name, key), "time_ns") for name in ITERATIONS)
+    return max(int(((of_stream >= begin_ns) & (of_stream <= end_ns)).sum()) for of_stream in times)
+
+
 def training_start_ns(tables: RunTables, key: ProcessKey | None = None) -> float:
     """Return when the first batch or step of a process (or of the run) was recorded.
 

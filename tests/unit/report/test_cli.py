@@ -25,6 +25,7 @@ from training_harness.layout import MANIFEST, create_run, read_manifest, write_m
 
 DOCS = Path(__file__).parents[3] / "docs"
 COMMANDS = {
+    "check",
     "compare",
     "completion",
     "run",

@@ -1,0 +1,82 @@
+"""A judged budget as a table, as text below it, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from collector.budget.judgement import Judgement
+from collector.findings import Finding, as_json as finding_json, finite
+from collector.report import labels, wording
+from collector.report.terminal import markdown_text
+from collector.units import number, quantity
+
+SCHEMA = 1
+_MARKS = {"within": "✔ within", "beyond": "✖ beyond", "not judged": "? not judged"}
+
+
+def table(judgements: Iterable[Judgement]) -> Table:
+    """Draw one row per measure; its result is a word, not the mark alone."""
+    rows = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for head in ("", "measure", "budget", "measured", "result"):
+        rows.add_column(head, no_wrap=head != "measured", overflow="fold", style="dim" if head == "measure" else "")
+    for each in judgements:
+        limit = f"{'at least' if each.measure.is_floor else 'at most'} {each.limit_words}"
+        rows.add_row(each.measure.title, each.measure.name, limit, each.measured_words, _MARKS[each.status])
+    return rows
+
+
+def details(judgement: Judgement) -> list[str]:
+    """Return the sentence of a judgement, then what explains it: the finding and its measurements, a line each."""
+    finding = judgement.figure.finding
+    if judgement.status != "beyond" or finding is None:
+        return [judgement.sentence]
+    advice = [f"Do: {each.text.removesuffix('.')}. Expected: {each.expected}" for each in finding.advice[:1]]
+    return [judgement.sentence, f"{wording.title(finding)}: {finding.summary}", *advice, *_evidence(finding)]
+
+
+def markdown_details(judgements: Iterable[Judgement]) -> str:
+    """Return the judgements that are not `within` as Markdown: a sentence each, and a list of what explains it."""
+    parts = []
+    for each in judgements:
+        if each.status != "within":
+            sentence, *rest = map(markdown_text, details(each))
+            parts.append("\n".join([f"**{sentence}**", "", *(f"- {line}" for line in rest)]).rstrip())
+    return "\n\n".join(parts)
+
+
+def as_json(run_id: str, baseline: str | None, judgements: Sequence[Judgement]) -> dict[str, Any]:
+    """Return the public JSON form (docs/ci.md); an unknown value is null."""
+    is_beyond = any(each.status == "beyond" for each in judgements)
+    body = {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "baseline": baseline,
+        "status": "beyond" if is_beyond else "within",
+        "measures": [
+            {
+                "name": each.measure.name,
+                "unit": each.measure.unit,
+                "limit": each.limit,
+                "value": each.figure.value,
+                "low": each.figure.low,
+                "high": each.figure.high,
+                "n": each.figure.n,
+                "status": each.status,
+                "reason": each.reason or None,
+                "text": details(each),
+                "finding": None if each.figure.finding is None else finding_json(each.figure.finding),
+            }
+            for each in judgements
+        ],
+    }
+    return finite(body)  # type: ignore[no-any-return]
+
+
+def _evidence(finding: Finding) -> list[str]:
+    return [
+        f"{labels.label(item.name)}: {quantity(item.value, item.unit)} (n {number(item.n)}, {item.window})"
+        for item in wording.decisive(finding)
+    ]
