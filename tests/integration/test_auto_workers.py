@@ -35,6 +35,7 @@ def changes(run):
         ("seeded", ["2,1"]),
         ("workers", ["3,4", "1,2"]),
         ("persistent", ["2,4", "1,2"]),
+        ("recreated", ["2,2", "2,2"]),
     ],
 )
 def test_losses_stay_the_same_with_another_setting(run_attached, case, settings):
@@ -60,6 +61,8 @@ def test_losses_stay_the_same_with_another_setting(run_attached, case, settings)
         ("stream", "iterable"),
         ("eager", "its sampler, Eager, would begin once more"),
         ("file", "holds an open BufferedRandom"),
+        ("lambda", "its batches cannot be pickled"),
+        ("unordered", "their order would change"),
         ("persistent-held", "its persistent iterator is still in use"),
     ],
 )
@@ -78,8 +81,10 @@ def test_loader_whose_new_workers_cannot_start_gets_its_own_setting_back(run_att
     assert run.done.returncode == 0, run.done.stderr
     assert passes(run.done) == ["1,2"] * 3
     assert run.done.stdout == run_bare(SCRIPT, "failing", "2,2", "2,2").stdout != ""
-    (failure,) = run.events("hook-disabled")["body"]
-    assert "Resource temporarily unavailable" in failure
+    (event,) = changes(run)  # nothing more is changed then
+    assert event["loader"] == event["replaces"]
+    for text in (event["obstacle"], *run.events("hook-disabled")["body"]):
+        assert "Resource temporarily unavailable" in text
 
 
 def test_augmentation_in_workers_gets_other_numbers(run_attached):

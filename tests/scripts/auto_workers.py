@@ -42,6 +42,19 @@ class WithFile(Rows):
         self.parts = [{"file": tempfile.TemporaryFile()}]  # noqa: SIM115
 
 
+class Labels(list):
+    """Labels that cannot be sent from a worker."""
+
+    def __init__(self, labels):
+        super().__init__(labels)
+        self.source = lambda: None
+
+
+def with_labels(samples):
+    rows, labels = zip(*samples, strict=True)
+    return torch.stack(rows), Labels(labels)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([(torch.full((8,), float(index)), 1.0) for index in range(60)])
@@ -70,7 +83,7 @@ class OneWorker(type(torch.multiprocessing.get_context("fork"))):
 def make_loader(case):
     options = {"batch_size": 4, "shuffle": True}
     match case:
-        case "inline" | "held":
+        case "inline" | "held" | "recreated":
             return DataLoader(Rows(), **options)
         case "seeded":
             return DataLoader(Rows(), generator=torch.Generator().manual_seed(3), **options)
@@ -84,6 +97,10 @@ def make_loader(case):
             return DataLoader(Rows(), num_workers=1, multiprocessing_context=OneWorker(), **options)
         case "file":
             return DataLoader(WithFile(), **options)
+        case "unordered":
+            return DataLoader(Rows(), num_workers=1, in_order=False, **options)
+        case "lambda":
+            return DataLoader(Rows(), collate_fn=with_labels, **options)
         case "stream":
             return DataLoader(Stream(), batch_size=4)
         case "eager":
@@ -117,6 +134,8 @@ def main():
     for number, setting in enumerate([None, *settings]):
         if setting is not None and session.active is not None:
             put_setting(number, setting)
+        if case == "recreated":
+            loader = make_loader(case)
         iterator = iter(loader)
         print(f"pass {number}: {loader.num_workers},{loader.prefetch_factor}", file=sys.stderr)
         print(f"recommended: {training_harness.recommended(loader)}", file=sys.stderr)

@@ -49,6 +49,8 @@ class LoaderSettings:
         #: The event about the setting that a loader got.
         self._changes: dict[_Place, Mapping[str, Any]] = {}
         self._judged: set[_Place] = set()
+        #: Loaders whose own setting was faster.
+        self._undone: set[_Place] = set()
         self._said: set[tuple[int, str]] = set()
         self._since_ns: int | None = None
         self._due_ns = 0
@@ -67,9 +69,10 @@ class LoaderSettings:
             self._say(before[1], *_change_words(name, event))
             if event["obstacle"] is None:
                 place = before[0], int(event["loader"])
+                if place not in self._changes:  # a loader that is made anew for each pass is set in each
+                    self._since_ns = None
                 self._changes[place], self._names[place] = event, name
                 self._put(place, event, is_undo=event["is_undo"])
-                self._since_ns = None
 
     def note(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Take the settings of a verdict; called in the thread that waited for it."""
@@ -108,24 +111,27 @@ class LoaderSettings:
         name = self._names[place] = one["loader_name"] or f"loader {place[1]}"
         if place in self._changes:
             self._compare(place, one, self._changes[place])
-        elif one["num_workers"] is not None:
+        elif one["num_workers"] is not None and place not in self._undone:
             if not one["is_change"]:
                 self._say(place[1], "keeps", f"{name}: {_words(one)} stays, since {one['reason']}")
             self._put(place, one, measured=one["batches_per_second"], expected=one["expected"])
 
     def _compare(self, place: _Place, one: Mapping[str, Any], change: Mapping[str, Any]) -> None:
         """Compare the throughput of a loader that got a setting with the one before; give a slower setting up."""
-        now, before = one["batches_per_second"], change["measured"]
-        if change["is_undo"] or place in self._judged or now is None or before is None:
+        now, earlier = one["batches_per_second"], change["measured"]
+        if change["is_undo"] or place in self._judged or now is None or earlier is None:
             return
         self._judged.add(place)
-        rates = f"{self._names[place]}: {number(now)} batches/s with {_words(change)}, {number(before)} before"
-        if now >= before:
+        rates = f"{self._names[place]}: {number(now)} batches/s with {_words(change)}, {number(earlier)} before"
+        if now >= earlier:
             self._say(place[1], "faster", rates)
             return
         self._say(place[1], "slower", f"{rates}; its next pass goes back")
         replaced = {name: change[f"replaced_{name}"] for name in ("num_workers", "prefetch_factor")}
-        self._put(place, replaced, is_undo=True, measured=now)
+        before = place[0], int(change["replaces"])
+        self._undone.add(before)
+        for either in (place, before):  # a loader that is made anew for each pass has the number from before
+            self._put(either, replaced, is_undo=True, measured=now)
 
     def _put(
         self,

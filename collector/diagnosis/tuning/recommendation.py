@@ -87,7 +87,11 @@ def recommendations(tables: RunTables) -> list[Recommendation]:
         if leader is not None:
             found.append(dataclasses.replace(leader, loop=loop, measured=_measured(tables, loop)))
             continue
-        one, taken[host] = _recommend(tables, loop, taken.get(host, NO_LIMITS))
+        limits = taken.get(host, NO_LIMITS)
+        try:
+            one, taken[host] = _recommend(tables, loop, limits)
+        except Exception as error:  # noqa: BLE001
+            one = Recommendation(loop=loop, measured=None, reason=f"it failed: {type(error).__name__}: {error}")
         of_ranks[rank_group] = one
         found.append(one)
     return found

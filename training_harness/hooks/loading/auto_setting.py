@@ -11,32 +11,22 @@ numbers are put back if it is replaced.
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import json
-import logging
 import os
 import random
 import sys
 from threading import get_ident
-from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from training_harness import session
 from training_harness.hooks.loading.loader import LoaderHook
-from training_harness.hooks.loading.loader_ids import LoaderInfo, Setting, is_iterable, start_method_of
+from training_harness.hooks.loading.loader_ids import LoaderInfo, Setting
+from training_harness.hooks.loading.obstacles import batch_obstacle, error_words, is_persistent, obstacle
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
 from training_harness.layout import WORKERS_AUTO, WORKERS_VARIABLE, loader_settings_path
 
 _SEED_BITS = 62
-#: Number of objects of a dataset that are searched for an open file.
-_OBJECTS_AT_MOST = 10_000
-#: Libraries whose objects hold files, connections or decoders that processes may not share after a fork.
-_LIBRARIES_OF_HANDLES = frozenset(
-    ("av", "cv2", "decord", "h5py", "lmdb", "netCDF4", "psycopg", "psycopg2", "sqlite3")
-)
-_NO_HANDLES = (type, ModuleType, FunctionType, BuiltinFunctionType, logging.Logger, logging.Handler)
 
 
 def install(loaders: LoaderHook) -> Hook | None:
@@ -47,7 +37,7 @@ def install(loaders: LoaderHook) -> Hook | None:
     with _SettingHook(loaders) as hook:
         hook.replace(module.DataLoader, "__iter__", functools.partial(_iter, hook))
         hook.replace(module._BaseDataLoaderIter, "__init__", functools.partial(_init, hook))
-        loaders.notes_devices = True
+        loaders.check_batch = batch_obstacle
         return hook
 
 
@@ -67,6 +57,28 @@ def recommended(loaders: LoaderHook, loader: Any) -> dict[str, int] | None:
     return {name: int(setting[name]) for name in names}
 
 
+class _Change(NamedTuple):
+    """A loader's change to another setting.
+
+    Attributes:
+        info: the loader with its setting before.
+        wanted: the collector's entry for it.
+        epochs_count: passes that began before.
+        random_state: state of the random numbers before.
+        seed: seed for the workers; None if no persistent iterator is dropped.
+    """
+
+    info: LoaderInfo
+    wanted: dict[str, Any]
+    epochs_count: int
+    random_state: Any
+    seed: int | None
+
+    @property
+    def setting(self) -> Setting:
+        return self.wanted["num_workers"], self.wanted["prefetch_factor"]
+
+
 class _SettingHook(Hook):
     """Hook that changes the settings of loaders."""
 
@@ -74,10 +86,8 @@ class _SettingHook(Hook):
         super().__init__("loader setting")
         self._loaders = loaders
         self._reported_obstacles: set[tuple[int, str]] = set()
-        #: id of a loader whose persistent iterator was dropped -> seed for the workers of the next one.
-        self.seeds: dict[int, int] = {}
-        #: id of a loader whose setting was changed -> setting and state of the random numbers before.
-        self.before: dict[int, tuple[Setting, Any]] = {}
+        #: id of a loader whose next iterator is being made -> its change.
+        self.changes: dict[int, _Change] = {}
 
     def before_iterator(self, loader: Any) -> None:
         """Change the setting of a loader that is about to be iterated, if the collector has found another one."""
@@ -90,43 +100,60 @@ class _SettingHook(Hook):
         registry = self._loaders.registry(current)
         epochs_count, info = registry.epochs_count(loader), registry.info(loader)
         wanted = settings.get(str(info.number))
-        setting = (wanted["num_workers"], wanted["prefetch_factor"]) if wanted is not None else info.setting
-        if wanted is None or setting == info.setting:
+        if wanted is None or (wanted["num_workers"], wanted["prefetch_factor"]) == info.setting:
             return
-        obstacle = _obstacle(loader, info, setting)
-        if obstacle is None:
-            self.before[id(loader)] = info.setting, _generator(loader).get_state()
-            if _is_persistent(loader):
-                self.seeds[id(loader)] = random.Random(loader._iterator._base_seed).getrandbits(_SEED_BITS)
-                loader._iterator = None  # which ends its workers
-            _set(loader, setting)
-        elif (info.number, obstacle) in self._reported_obstacles:
-            return
-        else:
-            self._reported_obstacles.add((info.number, obstacle))
-        current.events.append(
-            "loader-set",
-            loader=registry.info(loader).number,
-            replaces=info.number,
-            num_workers=setting[0],
-            prefetch_factor=setting[1],
-            replaced_num_workers=info.setting[0],
-            replaced_prefetch_factor=info.setting[1],
+        is_dropped = is_persistent(loader)
+        change = _Change(
+            info=info,
+            wanted=wanted,
             epochs_count=epochs_count or info.epochs,
-            is_undo=wanted["is_undo"],
-            obstacle=obstacle,
-            measured=wanted["measured"],
-            expected=wanted["expected"],
+            random_state=_generator(loader).get_state(),
+            seed=random.Random(loader._iterator._base_seed).getrandbits(_SEED_BITS) if is_dropped else None,
         )
+        reason = obstacle(loader, info, change.setting)
+        if reason is not None:
+            if (info.number, reason) not in self._reported_obstacles:
+                self._reported_obstacles.add((info.number, reason))
+                self.report(change, info.number, reason)
+            return
+        self.changes[id(loader)] = change
+        if is_dropped:
+            loader._iterator = None  # which ends its workers
+        _set(loader, change.setting)
 
-    def take_back(self, loader: Any) -> bool:
-        """Give a loader its own setting again if it was just changed; return whether it was."""
-        setting, state = self.before.pop(id(loader), (None, None))
-        if setting is None:
-            return False
-        _set(loader, setting)
-        _generator(loader).set_state(state)
-        return True
+    def after_iterator(self, loader: Any, change: _Change) -> None:
+        """Report the change of a loader whose iterator was made."""
+        current = session.active
+        if current is not None:
+            self.report(change, self._loaders.registry(current).info(loader).number)
+
+    def take_back(self, loader: Any, change: _Change, error: Exception) -> None:
+        """Give a loader its own setting again, since no iterator could be made with the other one."""
+        _set(loader, change.info.setting)
+        _generator(loader).set_state(change.random_state)
+        self.attempt(
+            self.report, change, change.info.number, f"it cannot be iterated with that: {error_words(error)}"
+        )
+        self.fail(error)
+
+    def report(self, change: _Change, number: int, reason: str | None = None) -> None:
+        """Append the event about a change, or about what is in its way."""
+        current, before = session.active, change.info
+        if current is not None:
+            current.events.append(
+                "loader-set",
+                loader=number,
+                replaces=before.number,
+                num_workers=change.setting[0],
+                prefetch_factor=change.setting[1],
+                replaced_num_workers=before.setting[0],
+                replaced_prefetch_factor=before.setting[1],
+                epochs_count=change.epochs_count,
+                is_undo=change.wanted["is_undo"],
+                obstacle=reason,
+                measured=change.wanted["measured"],
+                expected=change.wanted["expected"],
+            )
 
 
 def _settings(current: session.Session) -> dict[str, Any]:
@@ -150,79 +177,22 @@ def _generator(loader: Any) -> Any:
     return loader.generator if loader.generator is not None else sys.modules["torch"].default_generator
 
 
-def _obstacle(loader: Any, info: LoaderInfo, setting: Setting) -> str | None:
-    """Return why a loader cannot get this setting without changing results, in words; None if it can."""
-    has_workers, is_persistent = bool(loader.num_workers), _is_persistent(loader)
-    if is_iterable(loader):
-        return "its dataset is iterable, so each worker may have its own part of the samples"
-    if (not has_workers or is_persistent) and not _begins_late(loader._index_sampler):
-        return f"its sampler, {type(loader._index_sampler).__name__}, would begin once more"
-    if is_persistent and _is_held(loader):
-        return "its persistent iterator is still in use"
-    if has_workers or not setting[0]:
-        return None
-    if info.is_on_device:
-        return "its batches are made on a device, which forked workers cannot use"
-    if start_method_of(loader) != "fork":
-        return "workers are not forked here, and a script without workers may not be made for that"
-    handle = _handle(loader.dataset, loader.collate_fn)
-    if handle is not None:
-        return f"its dataset holds an open {handle}, which forked workers cannot share"
-    return None
-
-
-def _is_persistent(loader: Any) -> bool:
-    """Return whether a loader has an iterator that outlives its pass."""
-    return bool(loader.persistent_workers and loader.num_workers and loader._iterator is not None)
-
-
-def _begins_late(sampler: Any) -> bool:
-    """Return whether a sampler does nothing until its first index: an iterator with workers begins it twice."""
-    kind = type(sampler)
-    return inspect.isgeneratorfunction(kind.__iter__) or kind.__name__ == "SequentialSampler"
-
-
-def _is_held(loader: Any) -> bool:
-    """Return whether something besides a loader refers to its persistent iterator, as a loop does within a pass."""
-    alone = SimpleNamespace(_iterator=SimpleNamespace())
-    return sys.getrefcount(loader._iterator) > sys.getrefcount(alone._iterator)
-
-
-def _handle(*roots: Any) -> str | None:
-    """Return the type of an open file, connection or the like among what a dataset refers to; None without one.
-
-    The search runs no code of the dataset. It is not complete: it looks at a bounded number of objects.
-    """
-    things, seen = list(roots), set[int]()
-    for thing in things:  # grows meanwhile
-        if len(seen) >= _OBJECTS_AT_MOST:
-            return None
-        kind = type(thing)
-        if id(thing) in seen or issubclass(kind, _NO_HANDLES):
-            continue
-        seen.add(id(thing))
-        if hasattr(kind, "fileno") or kind.__module__.partition(".")[0] in _LIBRARIES_OF_HANDLES:
-            return kind.__qualname__
-        things += gc.get_referents(thing)
-    return None
-
-
 def _iter(hook: _SettingHook, original: Any) -> Any:
     @functools.wraps(original)
     def iterate(self: Any) -> Any:
         hook.attempt(hook.before_iterator, self)
-        if not hook.before:
+        change = hook.changes.get(id(self))
+        if change is None:
             return original(self)
         try:
-            return original(self)
+            iterator = original(self)
         except Exception as error:
-            if not hook.take_back(self):
-                raise
-            hook.fail(error)
+            hook.take_back(self, change, error)
             return original(self)
         finally:
-            hook.before.pop(id(self), None)
-            hook.seeds.pop(id(self), None)
+            hook.changes.pop(id(self), None)
+        hook.attempt(hook.after_iterator, self, change)
+        return iterator
 
     return iterate
 
@@ -230,14 +200,14 @@ def _iter(hook: _SettingHook, original: Any) -> Any:
 def _init(hook: _SettingHook, original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        seed = hook.seeds.get(id(loader)) if hook.seeds else None
-        if seed is None:
+        change = hook.changes.get(id(loader))
+        if change is None or change.seed is None:
             original(self, loader, *args, **kwargs)
             return
         generator = _generator(loader)
         state = generator.get_state()
         original(self, loader, *args, **kwargs)
         generator.set_state(state)
-        self._base_seed = seed
+        self._base_seed = change.seed
 
     return init

@@ -20,7 +20,7 @@ from training_harness import session
 from training_harness.hooks.loading import worker
 from training_harness.hooks.loading.errors import LoaderErrors
 from training_harness.hooks.loading.fetch_meter import FetchMeter
-from training_harness.hooks.loading.loader_ids import LoaderInfo, LoaderRegistry, is_iterable
+from training_harness.hooks.loading.loader_ids import NO_BATCH, LoaderInfo, LoaderRegistry, is_iterable
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
 from training_harness.hooks.stages import stages
@@ -81,8 +81,8 @@ class LoaderHook(Hook):
         self.patch_keys: set[Any] = set()
         #: Threads that are making a batch themselves.
         self.fetching: set[int] = set()
-        #: True to note which loaders make their batches on a device.
-        self.notes_devices = False
+        #: Says why workers could not make such a batch. Each loader that makes its batches itself shows its first one.
+        self.check_batch: Callable[[Any], str | None] | None = None
         self._registry: LoaderRegistry | None = None
         self._errors = LoaderErrors()
         self._meters = threading.local()
@@ -175,8 +175,8 @@ class LoaderHook(Hook):
     def measure(self, state: IterState, data: Any, now_ns: int) -> int:
         """Return the bytes of a batch's tensors, and set the time of the next measurement."""
         state.measure_at_ns = now_ns + session.HOLD_NS
-        if self.notes_devices and state.is_inline and not state.info.is_on_device:
-            state.info.is_on_device = is_on_device(data)
+        if self.check_batch is not None and state.is_inline and state.info.batch_obstacle is NO_BATCH:
+            state.info.batch_obstacle = self.check_batch(data)
         return payload_bytes(data)
 
     def end_fetch(self, state: IterState, meter: FetchMeter) -> None:
@@ -319,14 +319,6 @@ def payload_bytes(data: Any) -> int:
             return MISSING_INT64
         level = below
     return total if has_arrays else MISSING_INT64
-
-
-def is_on_device(data: Any, depth: int = _PAYLOAD_DEPTH) -> bool:
-    """Return whether a tensor in a batch is on another device than the CPU."""
-    if isinstance(data, sys.modules["torch"].Tensor):
-        return bool(data.device.type != "cpu")
-    parts = data.values() if type(data) is dict else data if type(data) in (list, tuple) else ()
-    return depth > 0 and any(is_on_device(part, depth - 1) for part in parts)
 
 
 @functools.cache

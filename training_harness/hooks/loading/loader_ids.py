@@ -33,6 +33,8 @@ _sites: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 _SITES_AT_MOST = 256
 #: `train_loader = DataLoader(...)`, also as an attribute or with an annotation.
 _ASSIGNED = re.compile(r"\s*(?:\w+\.)*(\w+)\s*(?::[^=]+)?=[^=]")
+#: Obstacle of a loader before its first batch.
+NO_BATCH = "no batch that it made itself was looked at"
 #: Number of workers and prefetch factor of a loader.
 Setting = tuple[int, int | None]
 
@@ -44,7 +46,7 @@ class LoaderInfo:
         number: number of the loader, in the order of first use.
         setting: its number of workers and its prefetch factor.
         epochs: number of passes begun.
-        is_on_device: whether a batch was seen whose tensors are on a device.
+        batch_obstacle: why workers could not make its batches, in words; None if they could.
         loader: weak reference to the newest of them.
         iterator: weak reference to its newest iterator, which may outlive it.
     """
@@ -53,7 +55,7 @@ class LoaderInfo:
         self.number = number
         self.setting = setting
         self.epochs = 0
-        self.is_on_device = False
+        self.batch_obstacle: str | None = NO_BATCH
         self.loader: Callable[[], Any] = lambda: None
         self.iterator: Callable[[], Any] = lambda: None
 
