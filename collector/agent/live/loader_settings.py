@@ -69,7 +69,7 @@ class LoaderSettings:
             self._say(before[1], *_change_words(name, event))
             if event["obstacle"] is None:
                 place = before[0], int(event["loader"])
-                if place not in self._changes:  # a loader that is made anew for each pass is set in each
+                if place not in self._changes:  # one that each pass creates is set in each
                     self._since_ns = None
                 self._changes[place], self._names[place] = event, name
                 self._put(place, event, is_undo=event["is_undo"])
@@ -130,7 +130,7 @@ class LoaderSettings:
         replaced = {name: change[f"replaced_{name}"] for name in ("num_workers", "prefetch_factor")}
         before = place[0], int(change["replaces"])
         self._undone.add(before)
-        for either in (place, before):  # a loader that is made anew for each pass has the number from before
+        for either in (place, before):  # one that each pass creates has the earlier number
             self._put(either, replaced, is_undo=True, measured=now)
 
     def _put(

@@ -85,7 +85,7 @@ def test_setting_is_given_up_if_the_throughput_falls(settings, tmp_path, capfd, 
     assert written(tmp_path)[1] == (4, False)
     settings.note([found(1, workers=8, rate=rate)])  # one change is enough
     settings.tick(2 * SECOND)
-    # A loader that is made anew for each pass has the number from before again.
+    # A DataLoader that each pass creates has the number from before again.
     assert written(tmp_path) == {0: setting, 1: setting}
     settings.note([found(0, workers=4)])
     settings.tick(2 * SECOND)
@@ -136,10 +136,10 @@ def test_verdicts_come_less_and_less_often_until_a_setting_changes(settings):
     assert due(range(20 * first, 23 * first)) == [21 * first, 22 * first]
 
 
-def test_loader_that_is_made_anew_for_each_pass_does_not_hasten_verdicts(settings):
+def test_loader_that_each_pass_creates_does_not_hasten_verdicts(settings):
     first = int(FIRST_SECONDS)
     due = []
-    for second in range(0, 20 * first):
+    for second in range(20 * first):
         if second % 5 == 0:
             settings.note_event(changed(loader=1, replaces=0, workers=4, before=0))
         due += [second] * settings.tick(second * SECOND)

@@ -81,7 +81,7 @@ class LoaderHook(Hook):
         self.patch_keys: set[Any] = set()
         #: Threads that are making a batch themselves.
         self.fetching: set[int] = set()
-        #: Says why workers could not make such a batch. Each loader that makes its batches itself shows its first one.
+        #: Says why workers could not make such a batch; asked for the first one of a loader without workers.
         self.check_batch: Callable[[Any], str | None] | None = None
         self._registry: LoaderRegistry | None = None
         self._errors = LoaderErrors()
