@@ -151,6 +151,8 @@ def test_slow_loader_gets_the_setting_that_its_first_passes_suggest(home, under_
     verdict = diagnose(tables)
     assert not {"inline-loading", "workers-not-reporting"} & {finding.kind for finding in verdict.findings}
     assert verdict.workers_reporting == (event["num_workers"],) * 2
+    report = json.loads(under_tidegauge(home, "report", "--format", "json", "--settings").stdout)
+    assert [one["loader"] for one in report["settings"]] == [event["loader"]]
 
 
 def event_of_loader(tables):
