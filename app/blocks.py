@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -16,8 +16,8 @@ from app.format import plain
 from app.terms import explain_terms
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import AllocationSite, Evidence, Finding, WaitingLine
-from collector.units import MISSING, number, percent, quantity
+from collector.findings import Evidence, Finding
+from collector.units import MISSING, number
 
 #: severity -> (icon, badge colour). A colour never stands alone.
 _SEVERITY = {
@@ -214,46 +214,6 @@ def needs_attention(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity != "info"]
 
 
-def evidence(measurements: Sequence[Evidence]) -> list[tuple[str, str, str]]:
-    """Return (name, value, number of observations and window) of each measurement, in words."""
-    return [
-        (report.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
-        for item in measurements
-    ]
-
-
-def heading(finding: Finding) -> str:
-    """Return the kind of a finding, and the one figure that says how much it matters."""
-    return ": ".join(filter(None, (report.title(finding), report.stake(finding))))
-
-
-def scope_words(finding: Finding) -> str:
-    """Return in words where a finding holds and its cause lies, since when, and how sure it is."""
-    parts = (
-        report.locus(finding.locus),
-        report.since(finding),
-        f"confidence {percent(finding.confidence)}",
-        f"cause: {finding.fault}" if finding.fault else "",
-    )
-    return " · ".join(part for part in parts if part)
-
-
-def site_words(site: AllocationSite) -> str:
-    """Return in words how an allocation site grew, within which window, and the lines that called it."""
-    growth = [] if site.grown_bytes is None else [report.bytes_growth(site)]
-    words = ", ".join([*growth, report.count_growth(site), f"within {site.window}"])
-    return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
-
-
-def line_words(lines: Sequence[WaitingLine]) -> Iterator[str]:
-    """Yield in words the share of each line in the awaited time, its source and its caller; the first has n."""
-    for place, line in enumerate(lines):
-        quoted = (line.source or "").replace("`", "'")
-        details = filter(None, [report.context(line), "" if place else report.samples(line)])
-        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
-        yield f"{words} ({both})" if (both := "; ".join(details)) else words
-
-
 def answer(findings: Sequence[Finding], nothing: str) -> str:
     """Return the gravest finding's summary and the number of others, or `nothing` if none needs attention."""
     urgent = needs_attention(findings)
@@ -271,13 +231,13 @@ def _draw_findings(block: Findings) -> None:
         with st.container(border=True, gap="small"):
             with st.container(horizontal=True, vertical_alignment="center"):
                 st.badge(finding.severity, icon=icon, color=colour)  # type: ignore[arg-type]
-                st.markdown(f"**{plain(heading(finding))}**", width="content")
-                st.caption(plain(scope_words(finding)), width="content")
+                st.markdown(f"**{plain(report.finding_heading(finding))}**", width="content")
+                st.caption(plain(report.scope_words(finding)), width="content")
             _draw_finding(finding, block)
     for finding in urgent[1:]:
-        label = f"{finding.severity}: {heading(finding)}. {finding.summary}"
+        label = f"{finding.severity}: {report.finding_heading(finding)}. {finding.summary}"
         with st.expander(plain(label), icon=_SEVERITY[finding.severity][0]):
-            st.caption(plain(scope_words(finding)))
+            st.caption(plain(report.scope_words(finding)))
             _draw_finding(finding, block)
     for finding in rest:
         with st.expander(plain(f"{report.title(finding)}: {finding.summary}"), icon=_SEVERITY["info"][0]):
@@ -320,13 +280,13 @@ def _draw_actions(finding: Finding) -> None:
     if finding.eta is not None and finding.eta.mid_steps is not None:  # the heading has the time
         st.markdown(f":material/schedule: Time to the limit: {report.eta(finding.eta)}")
     for site in finding.held_by:
-        st.markdown(f":material/code: {plain(f'Held by `{site.site}` {site_words(site)}')}")
-    for words in line_words(finding.waits_in):
+        st.markdown(f":material/code: {plain(f'Held by `{site.site}` {report.site_words(site)}')}")
+    for words in report.line_words(finding.waits_in):
         st.markdown(f":material/code: {plain(words)}")
 
 
 def _evidence_table(measurements: Sequence[Evidence]) -> str:
-    cells = ([_cell(text) for text in row] for row in evidence(measurements))
+    cells = ([_cell(text) for text in row] for row in report.evidence_rows(measurements))
     rows = [f"| {name} | {value} | :gray[{sample}] |" for name, value, sample in cells]
     return "\n".join(["| Measurement | Value | Sample |", "|:--|--:|:--|", *rows])
 

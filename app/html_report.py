@@ -5,9 +5,7 @@ It turns the blocks of the dashboard's panels into HTML. The file contains Plotl
 
 from __future__ import annotations
 
-import importlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 import plotly.io
@@ -24,19 +22,14 @@ from app.blocks import (
     Note,
     Table,
     Widget,
-    evidence,
-    heading,
-    line_words,
-    scope_words,
-    site_words,
 )
 from app.figures.base import Chart
 from app.pages import COMPARE, PAGES, Page
-from app.runtime.moment import Selection, View, answer_of, build, moment_of
+from app.run_charts import page_moment
+from app.runtime.moment import answer_of, build
 from app.theme import LIGHT
 from collector import report
 from collector.diagnosis import Verdict
-from collector.findings import Evidence, Finding
 from collector.store import Run, Snapshot, queries, read
 from collector.store.queries import Extent
 
@@ -93,31 +86,21 @@ def render(run: Run, verdict: Verdict) -> str:
         f"<title>Tidegauge: {name}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script>"
         f"<script>{_LINKS}</script></head><body>"
         f"<h1>{name}: {verdict.status}</h1>"
-        + "".join(f"<p>Not read: {_text(problem)}</p>" for problem in problems)
+        + "".join(f"<p>Not read: {report.inline(problem)}</p>" for problem in problems)
         + f"<nav>{links}</nav>{nothing}{''.join(sections)}</body></html>\n"
     )
 
 
 def _section(page: Page, run: Run, snapshot: Snapshot, reach: Extent, verdict: Verdict) -> str:
-    view: View = importlib.import_module(f"app.views.{page.module}").VIEW
-    selection = Selection(run=run, rank=None, window="run", live=False)
-    moment = moment_of(
-        view,
-        selection,
-        run,
-        queries.Memo(snapshot),
-        reach,
-        verdict=verdict,
-        theme=LIGHT,
-        address=lambda page: f"#{page.path}",
+    view, moment = page_moment(
+        page, run, snapshot, reach, verdict, theme=LIGHT, address=lambda page: f"#{page.path}"
     )
-    parts = [
-        f'<section><h2 id="{page.path}">{escape(view.question)}</h2><p><b>{_text(answer_of(view, moment))}</b></p>'
-    ]
+    heading, answer = escape(view.question), report.inline(answer_of(view, moment))
+    parts = [f'<section><h2 id="{page.path}">{heading}</h2><p><b>{answer}</b></p>']
     for panel in (panel for row in view.rows for panel in row):
         content = build(panel, moment)
         if isinstance(content, str):
-            parts.append(f"<p>{_text(f'{panel.name} cannot be shown: {content}')}</p>")
+            parts.append(f"<p>{report.inline(f'{panel.name} cannot be shown: {content}')}</p>")
         else:
             parts += [html for block in content for html in _block(block)]
     return "".join([*parts, "</section>"])
@@ -131,7 +114,7 @@ def _block(block: Block) -> Iterator[str]:
                 block.figure, full_html=False, include_plotlyjs=False, config=CONFIG, post_script=links
             )
             yield f'<article><h3>{escape(block.title)}</h3><figure role="img" aria-label="{escape(block.alt)}">'
-            yield f'{figure}</figure><p class="quiet">{_text(block.caption)}</p></article>'
+            yield f'{figure}</figure><p class="quiet">{report.inline(block.caption)}</p></article>'
         case Metrics():
             cells = (
                 f'<div title="{escape(item.help)}"><dt class="quiet">{escape(item.label)}</dt>'
@@ -140,66 +123,25 @@ def _block(block: Block) -> Iterator[str]:
             )
             yield f"<dl>{''.join(cells)}</dl>"
         case Table():
-            yield f"{block.frame.to_html(index=False, border=0)}<p class=quiet>{_text(block.caption)}</p>"
+            yield f"{block.frame.to_html(index=False, border=0)}<p class=quiet>{report.inline(block.caption)}</p>"
         case Facts():
             head = "".join(f"<th>{escape(heading)}" for heading in block.headings)
-            rows = "".join(f"<tr><td>{_text(name)}<td>{_text(value)}" for name, value in block.rows)
+            rows = "".join(f"<tr><td>{report.inline(name)}<td>{report.inline(value)}" for name, value in block.rows)
             yield f"<table><tr>{head}{rows}</table>"
         case Note():
-            yield f"<p>{_text(block.text)}</p>" + (f"<pre>{escape(block.command)}</pre>" if block.command else "")
+            yield f"<p>{report.inline(block.text)}</p>" + (
+                f"<pre>{escape(block.command)}</pre>" if block.command else ""
+            )
         case Listing():
             tags = "".join(f"<i>{escape(tag)}</i> " for tag in block.tags)
-            yield f"<article><h3>{tags}{_text(block.heading)}</h3><pre>{escape(block.lines)}</pre></article>"
+            yield f"<article><h3>{tags}{report.inline(block.heading)}</h3>"
+            yield f"<pre>{escape(block.lines)}</pre></article>"
         case Findings():
             for place, finding in enumerate(block.findings):
-                yield _finding(finding, has_summary=place > 0 or finding.severity == "info")
+                yield report.finding_box(finding, has_summary=place > 0 or finding.severity == "info")
         case Widget():
             for inner in block.initial():
                 yield from _block(inner)
         case Fold():
             for inner in block.blocks:
                 yield from _block(inner)
-
-
-def _finding(finding: Finding, *, has_summary: bool) -> str:
-    title = f"{finding.severity}: {escape(heading(finding))}"
-    parts = [
-        f'<article class="{finding.severity}"><h3>{title}</h3>',
-        f'<p class="quiet">{escape(scope_words(finding))}</p>',
-    ]
-    if has_summary:  # the answer of the view has that of the first one
-        parts.append(f"<p>{_text(finding.summary)}</p>")
-    if finding.held_by:
-        lines = (f"<li><code>{escape(site.site)}</code> {_text(site_words(site))}</li>" for site in finding.held_by)
-        parts.append(f"<p>Held by</p><ul>{''.join(lines)}</ul>")
-    if finding.waits_in:
-        items = (f"<li>{_text(words)}</li>" for words in line_words(finding.waits_in))
-        parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
-    if finding.advice:
-        items = (
-            f"<li>{_text(advice.text)} <i>{_text(advice.expected)}</i> "
-            f'<span class="quiet">[{advice.effect}]</span></li>'
-            for advice in finding.advice
-        )
-        parts.append(f"<ol>{''.join(items)}</ol>")
-    if finding.eta is not None:
-        parts.append(f"<p>Time to the limit: {escape(report.eta(finding.eta))}</p>")
-    decisive = report.decisive(finding)
-    parts.append(_evidence_table(decisive))
-    if len(decisive) < len(finding.evidence):
-        everything = _evidence_table(finding.evidence)
-        parts.append(f"<details><summary>All {len(finding.evidence)} measurements</summary>{everything}</details>")
-    return "".join([*parts, "</article>"])
-
-
-def _evidence_table(measurements: Sequence[Evidence]) -> str:
-    rows = (
-        f'<tr><td>{_text(name)}<td><b>{_text(value)}</b><td class="quiet">{_text(sample)}'
-        for name, value, sample in evidence(measurements)
-    )
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _text(text: str) -> str:
-    """Return a text from outside as HTML, with `code` as an element."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

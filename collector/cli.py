@@ -10,8 +10,9 @@ import traceback
 import click
 from click.shell_completion import get_completion_class
 
-from collector.commands import compare, dashboard, doctor, mcp, report, run, storage, tune
+from collector.commands import compare, dashboard, doctor, report, run, storage, tune
 from collector.commands.demo import replay
+from collector.commands.programs import api, mcp
 from collector.errors import DEBUG_VARIABLE, TidegaugeError, one_line
 
 EXIT_UNEXPECTED = 1
@@ -55,6 +56,7 @@ for _command in (
     dashboard.dashboard,
     doctor.doctor,
     mcp.mcp,
+    api.api,
     completion,
 ):
     cli.add_command(_command)

@@ -18,6 +18,17 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _IS_WHOLE = "print(open('report.html').read().rstrip().endswith('</html>'))"
+_ASK = (
+    "import tidegauge; run = tidegauge.open_run(); "
+    "print(run.report().status, len(run.stream('process')) > 0, isinstance(run.charts('overview'), tuple))"
+)
+_ASK_BASE = """
+import tidegauge
+try:
+    tidegauge.open_run()
+except tidegauge.TidegaugeError as error:
+    print(error)
+"""
 ATTACH = "import training_harness; training_harness.attach(); training_harness.detach()"
 #: Proxy that refuses: DuckDB would look there for an extension that has no package.
 NO_NETWORK = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -90,6 +101,7 @@ def check_app(app: Installed) -> list[bool]:
             "its pages", "tidegauge", "report", "--format", "html", "--output", "report.html", status=0, said=""
         ),
         app.check("they are there", "python", "-c", _IS_WHOLE, status=0, said="True"),
+        app.check("the Python API", "python", "-c", _ASK, status=0, said="finished True True"),
     ]
 
 
@@ -100,6 +112,7 @@ def check_base(base: Installed) -> list[bool]:
     return [
         check_names(base),
         base.check("attach() works without a collector", "python", "-W", "error", "-c", ATTACH, status=0, said=""),
+        base.check("the Python API says what is lacking", "python", "-c", _ASK_BASE, status=0, said=lacking),
         *(
             base.check(f"{word} says what is lacking", "tidegauge", word, status=2, said=lacking)
             for word in commands

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("training_harness", "collector", "app", "benchmarks", "scripts", "tests")
+PACKAGES = ("training_harness", "collector", "app", "tidegauge", "benchmarks", "scripts", "tests")
 #: First words that leave a docstring or a `#:` comment without a subject.
 CLAUSE_WORDS = (
     "And",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from training_harness import command, layout, ptracer, session
+from training_harness import command, layout, notebook, ptracer, session
 from training_harness.hooks import compiler, trial
 from training_harness.hooks.loading import auto_setting, iterators, loader_ids, worker
 from training_harness.hooks.loading.loader import LoaderHook
@@ -133,11 +133,11 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
 
     Within `tidegauge run` this joins the run that is being followed. Otherwise it begins a new run; the first rank
     of a launcher does so for all of them. A collector is started for the new run if one is installed, else the
-    journals wait for `tidegauge collect`.
+    journals wait for `tidegauge collect`. A notebook shows a card of the run, which is updated.
 
     Args:
         run_dir: run to join instead; a process that is attached already stays in its run.
-        name: name of a new run; the script's name by default.
+        name: name of a new run; the name of the script or notebook by default.
 
     Returns:
         The run directory, or None when Tidegauge is disabled, its home cannot be written or there is no torch.
@@ -149,11 +149,12 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             importlib.import_module(module)  # the caller wants torch hooked: it is imported, or is about to be
         current = session.active
         existing = current.run_dir if current is not None else run_dir or os.environ.get(layout.RUN_DIR_VARIABLE)
+        shell, collector = notebook.find_shell(), None
         if existing is None:
-            script = name or Path(sys.argv[0]).stem or "notebook"
+            script = name or (Path(sys.argv[0]).stem if shell is None else notebook.notebook_name()) or "notebook"
             directory, is_new = layout.join_or_create_run(layout.home_path(), name=script, argv=sys.orig_argv)
             if is_new:
-                start_collector(directory)
+                collector = start_collector(directory, *(["--card"] if shell is not None else []))
         else:
             directory = Path(existing)
         os.environ[layout.RUN_DIR_VARIABLE] = str(directory)
@@ -164,6 +165,8 @@ def attach(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = 
             on_import(module)
         if existing is None:  # under `tidegauge run` the shim watches them
             _hooks["exception"] = _watch_exceptions()
+        if shell is not None:
+            notebook.show_card(shell, directory, collector)
     except Exception as error:
         print(f"tidegauge: not attached: {error}", file=sys.stderr)  # noqa: T201
         return None

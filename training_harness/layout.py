@@ -70,6 +70,8 @@ NODES = "nodes.json"
 #: Key in the manifest of a run that this node has no part in.
 MIRROR = "mirror"
 SNAPSHOTS = "snapshots"
+#: Card of a run that a notebook shows, within its directory.
+CARD = "card.html"
 #: Largest manifest in bytes. It holds a command line, and Linux allows 6 MiB for one.
 _MANIFEST_LIMIT_BYTES = 2**25
 SUBDIRECTORIES = ("journal", "events", SNAPSHOTS)

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,15 +258,27 @@ def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
 
 
 def render_html(run: Run, verdict: Verdict) -> str:
-    """Render the dashboard's views in one file. The dashboard may not be installed, so it is imported by name."""
+    """Render the dashboard's views in one file."""
+    with the_app("app.html_report", "the HTML report needs") as app:
+        rendered: str = app.render(run, verdict)
+    return rendered
+
+
+@contextlib.contextmanager
+def the_app(module: str, purpose: str) -> Iterator[Any]:
+    """Import a module of the dashboard by name, since it may not be installed; keep Streamlit quiet in the block.
+
+    Raises:
+        TidegaugeError: the dashboard is not installed; `purpose` says what needs it.
+
+    """
     if any(importlib.util.find_spec(name) is None for name in ("app", "plotly", "streamlit")):
-        raise TidegaugeError("the HTML report needs the dashboard; install it with: pip install 'tidegauge[app]'")
+        raise TidegaugeError(f"{purpose} the dashboard; install it with: pip install 'tidegauge[app]'")
     logging.disable(logging.WARNING)  # Streamlit warns that no session runs.
     try:
-        rendered: str = importlib.import_module("app.html_report").render(run, verdict)
+        yield importlib.import_module(module)
     finally:
         logging.disable(logging.NOTSET)
-    return rendered
 
 
 def _write(text: str, output: Path | None) -> None:

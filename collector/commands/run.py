@@ -268,12 +268,19 @@ def watch(
 @click.command()
 @click.argument("spec", metavar="[RUN]", default="latest")
 @click.option("--follow", type=click.IntRange(1), metavar="PID", help="Follow this training process until it ends.")
+@click.option("--card", is_flag=True, help="Write the card that a notebook shows.")
 @interval_option
 @investigate_option
 @outlet_options
 @home_option
 def collect(
-    spec: str, follow: int | None, interval: float, investigate: bool, live: LiveOptions, home: Path
+    spec: str,
+    follow: int | None,
+    card: bool,
+    interval: float,
+    investigate: bool,
+    live: LiveOptions,
+    home: Path,
 ) -> None:
     """Resume a run whose collector has ended: store the waiting records and follow its processes."""
     from collector.agent import loop
@@ -290,13 +297,18 @@ def collect(
                 f"no process {follow} runs here; leave --follow out to store the waiting records"
             ) from None
         loop.update_manifest(run, command=command)
-    outlets = _open_outlets(live, investigate=investigate)
+    outlets = _open_outlets(live, investigate=investigate, card=card)
     if not loop.collect(run, interval_seconds=interval, outlets=outlets):
         raise TidegaugeError(
             f"not all records of {run.run_id} could be stored; the rest waits in {run.journal_dir}: "
             "`tidegauge doctor` says why; then collect again"
         )
     verdict = _judge_and_publish(run, outlets)
+    if card:
+        from collector.agent.live.notebook_card import write_card
+        from collector.report.html.verdict_card import verdict_card
+
+        write_card(run.path, verdict_card(verdict, run_id=run.run_id, name=run.name))
     click.echo(f"{run.run_id}: all records are stored; {verdict.status}, {verdict.steps} steps", err=True)
     _close(outlets)
 
@@ -351,6 +363,7 @@ def _open_outlets(
     hangs: HangReports | None = None,
     before_oom: BeforeOom | None = None,
     sets_workers: bool = False,
+    card: bool = False,
 ) -> Outlets | None:
     """Open the live output of a run; None if no option asks for any.
 
@@ -358,13 +371,13 @@ def _open_outlets(
         TidegaugeError: the metrics cannot be served at the given address.
 
     """
-    is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None
+    is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None or card
     if not is_regular and hangs is None and not sets_workers:
         return None
     from collector.agent.live import prometheus
     from collector.agent.live.alerts import Alerts
-    from collector.agent.live.loader_settings import LoaderSettings
     from collector.agent.live.outlets import Outlets
+    from collector.agent.loader_settings import LoaderSettings
 
     alerts = Alerts(live.senders) if live.senders else None
     outlets = Outlets(
@@ -374,6 +387,7 @@ def _open_outlets(
         before_oom=before_oom,
         trackers=live.trackers,
         settings=LoaderSettings(is_auto=sets_workers),
+        card=card,
         is_regular=is_regular,
     )
     if live.prometheus is not None:

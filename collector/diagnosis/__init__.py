@@ -1,6 +1,5 @@
 """Judge a run: from its tables to a verdict with findings. All functions are pure, except loading the tables."""
 
-from collector.diagnosis.checks import Check
 from collector.diagnosis.deaths import LAST_MINUTE_SECONDS
 from collector.diagnosis.ending import Ending, ExitRecord
 from collector.diagnosis.memory import negligible_bytes, rank_sites
@@ -11,6 +10,7 @@ from collector.diagnosis.statistics import MIN_POINTS
 from collector.diagnosis.summary import Machine, machine_of, memory_curve
 from collector.diagnosis.throughput import ThroughputRatio, throughput_ratio
 from collector.diagnosis.verdict import Verdict, diagnose
+from collector.findings import Check
 
 __all__ = [
     "DEVICE_PARTS",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -15,20 +13,10 @@ from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.stalls.main_thread_pause import LEAST_STEPS
 from collector.diagnosis.stalls.verdict import MIN_BATCHES
 from collector.diagnosis.statistics.growth import MIN_POINTS
-from collector.findings import Finding
+from collector.findings import Check, Finding
 from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
-CheckStatus = Literal["fine", "finding", "not judged"]
 _UNCLEAR = "it grows, and whether that is a leak is not known yet"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that was looked at; `reason` says why it was not judged."""
-
-    name: str
-    status: CheckStatus
-    reason: str = ""
 
 
 def checks_of(tables: RunTables, findings: Sequence[Finding]) -> tuple[Check, ...]:

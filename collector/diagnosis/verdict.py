@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from collector.diagnosis.checks import Check, checks_of
+from collector.diagnosis.checks import checks_of
 from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.faults import add_fault
@@ -29,7 +29,7 @@ from collector.diagnosis.stalls.rank_straggler import find_rank_straggler
 from collector.diagnosis.stalls.verdict import find_stalls
 from collector.diagnosis.summary import Summary, step_unit, steps_count, summarise
 from collector.diagnosis.trust import find_trust, workers_reporting
-from collector.findings import KINDS, SEVERITIES, Evidence, Finding
+from collector.findings import KINDS, SEVERITIES, Check, Evidence, Finding
 
 Value = TypeVar("Value")
 #: Host memory in bytes that goes with each tensor held on a device: its objects, its place in the graph, and the

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         trend_points as trend_points,
         trend_unit as trend_unit,
     )
+    from collector.report.html.finding_box import finding_box as finding_box, inline as inline
     from collector.report.known import (
         change_known as change_known,
         home_of as home_of,
@@ -55,12 +56,17 @@ if TYPE_CHECKING:
         decisive as decisive,
         earlier_workers as earlier_workers,
         eta as eta,
+        evidence_rows as evidence_rows,
         exit_record as exit_record,
         exit_words as exit_words,
+        finding_heading as finding_heading,
+        line_words as line_words,
         locus as locus,
         part as part,
         samples as samples,
+        scope_words as scope_words,
         since as since,
+        site_words as site_words,
         stake as stake,
         stall as stall,
         subject as subject,
@@ -87,6 +93,7 @@ _MODULES = {
         "trend_points",
         "trend_unit",
     ),
+    "html.finding_box": ("finding_box", "inline"),
     "known": ("change_known", "home_of", "known_files", "known_findings", "with_known"),
     "listing": ("ListEntry", "list_entry"),
     "labels": ("label",),
@@ -112,6 +119,11 @@ _MODULES = {
         "subject",
         "title",
         "unexplained_end",
+        "evidence_rows",
+        "finding_heading",
+        "line_words",
+        "scope_words",
+        "site_words",
     ),
 }
 

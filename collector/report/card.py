@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,13 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: b
         ways.insert(0, ("All figures", f"tidegauge report {run_id} --verbose"))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
-        _headline(verdict),
+        headline(verdict),
         Text(),
         *_exit_record(verdict),
         *_findings(verdict, verbose=verbose),
         *_happenings(verdict),
         *_last_minute(verdict),
-        _figures(verdict, run_id),
+        _grid([("run", run_id), *figures(verdict)]),
         Text(),
         _checks(verdict),
         Text(),
@@ -97,7 +97,7 @@ def dashboard_command(home: Path, default_home: Path) -> str:
     return shlex.join([program, "dashboard", *home_option])
 
 
-def _headline(verdict: Verdict) -> Text:
+def headline(verdict: Verdict) -> Text:
     """Return the state of the run in one line: `finished, exit status 0 · 61 s · 1,200 steps · 4 of 4 workers`."""
     status = Text(verdict.status, style=_STATUS_STYLES[verdict.status])
     if verdict.watch_ended:
@@ -114,10 +114,10 @@ def _headline(verdict: Verdict) -> Text:
     return status.append("".join(f" · {part}" for part in parts), style="default")
 
 
-def _figures(verdict: Verdict, run_id: str) -> Table:
-    """Draw the figures of the whole run."""
+def figures(verdict: Verdict) -> list[tuple[str, str]]:
+    """Return the figures of the whole run, as pairs of label and value."""
     peak, throughput = verdict.summary["peak"], verdict.summary["throughput"]
-    pairs: list[tuple[str, RenderableType]] = [("run", run_id)]
+    pairs: list[tuple[str, str]] = []
     if _has_trained(verdict):
         speeds = [quantity(throughput["steps_per_second"], "steps/second")]
         if throughput["samples_per_second"] is not None:
@@ -136,11 +136,10 @@ def _figures(verdict: Verdict, run_id: str) -> Table:
     )
     if peak["device_reserved_bytes"] is not None:
         pairs.append(("", f"{quantity(peak['device_reserved_bytes'], 'bytes')} reserved on a device"))
-    pairs += _own_cost(verdict)
-    return _grid(pairs)
+    return pairs + _own_cost(verdict)
 
 
-def _own_cost(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+def _own_cost(verdict: Verdict) -> list[tuple[str, str]]:
     """Return what Tidegauge itself takes, none if it was not measured."""
     overhead = verdict.summary["overhead"]
     held, share = overhead["collector_private_dirty_bytes"], overhead["collector_cpu_ratio"]
@@ -156,7 +155,7 @@ def _data_wait(verdict: Verdict) -> str:
     return f"{percent(ratio)} of the loop's time, start-up included"
 
 
-def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+def _outside(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """Yield the time outside the step in a loop without a DataLoader, which includes its data loading."""
     outside = verdict.summary["outside_step"]
     if outside is not None:
@@ -168,7 +167,7 @@ def _outside(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
         )
 
 
-def _stall(verdict: Verdict) -> Iterator[tuple[str, RenderableType]]:
+def _stall(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """Yield what the loop that waits longest waits for; nothing if it does not wait."""
     worst = next(iter(verdict.summary["exposed_stall"]), None)
     if worst is None or worst["wait_ratio"] < HEALTHY_WAIT_RATIO:
@@ -184,7 +183,8 @@ def _has_trained(verdict: Verdict) -> bool:
 def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
     is_calm = not any(finding.severity != "info" for finding in verdict.findings)
     if is_calm:
-        yield _all_clear(verdict)
+        words = calm_words(verdict)
+        yield Text(words, style="bold green" if words.startswith("✔") else "bold")
         yield Text()
     for finding in verdict.findings:
         if finding.is_healthy and not (is_calm or verbose):
@@ -193,15 +193,16 @@ def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
         yield Text()
 
 
-def _all_clear(verdict: Verdict) -> Text:
+def calm_words(verdict: Verdict) -> str:
+    """Return what the card of a run without warnings begins with."""
     if not _has_trained(verdict):
         begin = "No warnings." if verdict.ending is None else "The command ended before it trained."
-        return Text(f"{begin} No steps or batches were seen.", style="bold")
+        return f"{begin} No steps or batches were seen."
     if next(_stall(verdict), None) is not None:
-        return Text("No warnings. The line `stall` shows what the run waited for.", style="bold")
+        return "No warnings. The line `stall` shows what the run waited for."
     if not all(finding.is_healthy for finding in verdict.findings):
-        return Text("No warnings. The findings below are information.", style="bold")
-    return Text("✔ Nothing needs attention", style="bold green")
+        return "No warnings. The findings below are information."
+    return "✔ Nothing needs attention"
 
 
 def _finding(finding: Finding, *, verbose: bool) -> Iterator[RenderableType]:
@@ -360,7 +361,7 @@ def _advice(finding: Finding) -> Table:
     return table
 
 
-def _grid(pairs: list[tuple[str, RenderableType]]) -> Table:
+def _grid(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
     """Draw one row per label and value; a long value wraps within its column."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", min_width=9, no_wrap=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from collector.findings import KINDS, AllocationSite, Eta, Evidence, Finding, Locus, WaitingLine
+from collector.report import labels
+from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
 
 if TYPE_CHECKING:
     from collector.diagnosis import Check, ExitRecord
     from collector.diagnosis.loading import AwaitedTime
     from collector.diagnosis.tuning import WaitSummary
-from collector.units import MISSING, after_steps, duration, number, percent, quantity, size, until
 
 #: Share of the run's time below which a heading does not mention it.
 _LEAST_LOST_RATIO = 0.01
@@ -219,3 +220,43 @@ def since(finding: Finding) -> str:
     if finding.steps_before == 0 and KINDS[finding.kind] != "death":
         return "from the first step on"
     return after_steps(finding.steps_before)
+
+
+def evidence_rows(measurements: Sequence[Evidence]) -> list[tuple[str, str, str]]:
+    """Return (name, value, number of observations and window) of each measurement, in words."""
+    return [
+        (labels.label(item.name), quantity(item.value, item.unit), f"n = {item.n:,}, {item.window}")
+        for item in measurements
+    ]
+
+
+def finding_heading(finding: Finding) -> str:
+    """Return the kind of a finding, and the one figure that says how much it matters."""
+    return ": ".join(filter(None, (title(finding), stake(finding))))
+
+
+def scope_words(finding: Finding) -> str:
+    """Return in words where a finding holds and its cause lies, since when, and how sure it is."""
+    parts = (
+        locus(finding.locus),
+        since(finding),
+        f"confidence {percent(finding.confidence)}",
+        f"cause: {finding.fault}" if finding.fault else "",
+    )
+    return " · ".join(part for part in parts if part)
+
+
+def site_words(site: AllocationSite) -> str:
+    """Return in words how an allocation site grew, within which window, and the lines that called it."""
+    growth = [] if site.grown_bytes is None else [bytes_growth(site)]
+    words = ", ".join([*growth, count_growth(site), f"within {site.window}"])
+    return ", from ".join([words, *(f"`{caller}`" for caller in site.callers)])
+
+
+def line_words(lines: Sequence[WaitingLine]) -> Iterator[str]:
+    """Yield in words the share of each line in the awaited time, its source and its caller; the first has n."""
+    for place, line in enumerate(lines):
+        quoted = (line.source or "").replace("`", "'")
+        details = filter(None, [context(line), "" if place else samples(line)])
+        words = f"{percent(line.ratio)} of the awaited time: `{line.site}`" + (f": `{quoted}`" if quoted else "")
+        yield f"{words} ({both})" if (both := "; ".join(details)) else words

@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch.utils.data import DataLoader
 
-from collector.agent.live import loader_settings
+from collector.agent import loader_settings
 from collector.diagnosis import diagnose, load_tables
 from collector.diagnosis.loading.loaders import all_loops, loops
 from collector.store import list_runs

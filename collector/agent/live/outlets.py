@@ -19,11 +19,12 @@ from collector.agent.live.before_oom import BeforeOom
 from collector.agent.live.hangs import HangReports
 from collector.agent.live.limits import Headroom
 from collector.agent.live.line_sampling import LineSampler
-from collector.agent.live.loader_settings import LoaderSettings
+from collector.agent.live.notebook_card import NotebookCard
 from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.live.trackers import Trackers
 from collector.agent.live.verdicts import LiveVerdicts
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
@@ -49,6 +50,7 @@ class Outlets:
         before_oom: what to do before a limit is met.
         trackers: experiment trackers that get series and findings.
         settings: settings for the DataLoaders.
+        card: write the card that a notebook shows.
         is_regular: make a verdict now and then; else only when the training seems to hang.
 
     Attributes:
@@ -64,6 +66,7 @@ class Outlets:
         before_oom: BeforeOom | None = None,
         trackers: Trackers | None = None,
         settings: LoaderSettings | None = None,
+        card: bool = False,
         is_regular: bool = True,
     ) -> None:
         #: Stream -> the newest samples that the collector took.
@@ -77,6 +80,8 @@ class Outlets:
         self._before_oom = before_oom or BeforeOom()
         self._trackers = trackers
         self._settings = settings or LoaderSettings()
+        self._has_card = card
+        self._card: NotebookCard | None = None
         self._is_regular = is_regular
         self._investigator: Investigator | None = None
         self._host = socket.gethostname()
@@ -102,6 +107,8 @@ class Outlets:
         self._settings.begin(run)
         if self._trackers is not None:
             self._trackers.begin(run, self._name)
+        if self._has_card:
+            self._card = NotebookCard(run.path)
         self._run = run
         return self.counts
 
@@ -115,6 +122,8 @@ class Outlets:
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
             if self._trackers is not None:
                 self._trackers.tick(now_ns / 1e9, self.view)
+            if self._card is not None:
+                self._card.tick(now_ns / 1e9, self.view)
 
     @property
     def watches_limits(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from collector.agent.live.loader_settings import LoaderSettings
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
 from collector.findings import Finding, from_json

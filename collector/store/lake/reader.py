@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import duckdb
 import numpy as np
@@ -58,6 +59,8 @@ _NO_DAMAGE = (
     duckdb.InterruptException,
     duckdb.OutOfMemoryException,
 )
+#: Rows that are read and written at a time.
+_ROWS_PER_BATCH = 2**17
 #: Attempts to open the lake; each waits for a busy catalog (`lake.attach`).
 _OPEN_ATTEMPTS = 2
 #: Memory and threads of an export, however long the run: DuckDB sorts the rest on disk. Each thread holds a row
@@ -169,6 +172,26 @@ class Snapshot:
             if isinstance(dtype, pd.Int64Dtype | pd.Int32Dtype | pd.Int16Dtype | pd.Int8Dtype)
         ]
         return frame.assign(**{str(name): frame[name].to_numpy(np.float64, na_value=np.nan) for name in masked})
+
+    def write_arrow(
+        self, sql: str, params: Mapping[str, object] | Sequence[object] | None, stream: BinaryIO
+    ) -> None:
+        """Run a user's SQL over the views, and write its rows in Arrow's stream format as they come.
+
+        Raises:
+            TidegaugeError: the SQL is wrong, or files of the lake are damaged or gone.
+
+        """
+        try:
+            with self._intact():
+                for name in set(re.findall(r"\w+", sql)):  # a user names views in any way that SQL has
+                    self._add_view(name)
+                rows = self._execute(sql, params).to_arrow_reader(_ROWS_PER_BATCH)
+                with pa.ipc.new_stream(stream, rows.schema) as writer:
+                    for batch in rows:
+                        writer.write_batch(batch)
+        except _NO_DAMAGE as error:
+            raise TidegaugeError(f"the query failed: {error}") from None
 
     def copy(self, name: str, path: Path, options: str) -> int:
         """Write a view to a file in order of time, with DuckDB's COPY, and return its number of rows.

@@ -10,8 +10,8 @@ import pytest
 
 from collector.agent.live import verdicts
 from collector.agent.live.limits import Headroom, seconds_left
-from collector.agent.live.loader_settings import LoaderSettings
 from collector.agent.live.verdicts import BUDGET_RATIO, EVERY_SECONDS, LEAST_SECONDS, LiveVerdicts, pause_seconds
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.store.runs.run import Run
 from tests.conftest import wait_for

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from collector.agent.live.loader_settings import FIRST_SECONDS, LoaderSettings
+from collector.agent.loader_settings import FIRST_SECONDS, LoaderSettings
 from collector.store.runs.run import Run
 from training_harness.layout import loader_settings_path
 

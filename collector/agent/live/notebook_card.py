@@ -1,0 +1,88 @@
+"""The card of a run in a notebook: a file in the run directory, which `training_harness.notebook` shows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from collector.agent.live.prometheus import View, by_role
+from collector.report.html.live_card import live_card
+from collector.units import percent, quantity
+from training_harness.layout import CARD
+
+#: Seconds between two cards.
+EVERY_SECONDS = 3.0
+
+
+class NotebookCard:
+    """The card of a run while it goes on."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._last: tuple[float, View] | None = None
+
+    def tick(self, now_seconds: float, take_view: Callable[[], View | None]) -> None:
+        """Write the card, if that is due.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        if self._last is not None and now_seconds - self._last[0] < EVERY_SECONDS:
+            return
+        view = take_view()
+        if view is None:
+            return
+        before, self._last = self._last, (now_seconds, view)
+        speed = None if before is None else (_steps(view) - _steps(before[1])) / (now_seconds - before[0])
+        write_card(
+            self._run_dir,
+            live_card(
+                run_id=view.run_id,
+                name=view.name,
+                values=values(view, speed),
+                findings=view.findings,
+                judged=_judged(view),
+            ),
+        )
+
+
+def write_card(run_dir: Path, html: str) -> None:
+    """Replace the card of a run, so that a reader sees the old one or the new one.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    new = run_dir / f"{CARD}.new"
+    new.write_text(html, encoding="utf-8")
+    os.replace(new, run_dir / CARD)
+
+
+def values(view: View, steps_per_second: float | None) -> Iterator[tuple[str, str]]:
+    """Yield label and value of what the card shows. Pure."""
+    ranks = view.totals.sums.values() if view.totals is not None else ()
+    if steps := _steps(view):
+        speed = "" if steps_per_second is None else f", {quantity(steps_per_second, 'steps/second')} now"
+        yield "steps", f"{steps:,}{speed}"
+    step_ns = sum(sums.get("step_ns", 0) for sums in ranks)
+    if step_ns:
+        yield "data wait", f"{percent(sum(sums.get('data_wait_ns', 0) for sums in ranks) / step_ns)} of step time"
+    processes = by_role(view.samples.get("process", ())).values()
+    if pss_bytes := sum(total["pss_bytes"] for total in processes):
+        yield "host memory", f"{quantity(pss_bytes, 'bytes')} in {sum(one['count'] for one in processes)} processes"
+    for host in view.samples.get("host", ()):
+        yield "available", f"{quantity(host['memory_available_bytes'], 'bytes')} on this machine"
+    for (_, _, device), newest in (view.totals.allocator if view.totals is not None else {}).items():
+        words = f"{quantity(newest['allocated_bytes'], 'bytes')} in tensors"
+        yield f"device {device}", f"{quantity(newest['reserved_bytes'], 'bytes')} reserved, {words}"
+
+
+def _steps(view: View) -> int:
+    return max((sums.get("steps", 0) for sums in view.totals.sums.values()), default=0) if view.totals else 0
+
+
+def _judged(view: View) -> str:
+    if view.verdict_seconds is None:
+        return "No verdict yet: the first one comes after half a minute."
+    return f"Verdict of {time.strftime('%H:%M:%S', time.localtime(view.verdict_seconds))}"
