@@ -155,6 +155,26 @@ def test_slow_loader_gets_the_setting_that_its_first_passes_suggest(home, under_
     assert [one["loader"] for one in report["settings"]] == [event["loader"]]
 
 
+def test_setting_is_undone_if_it_is_slower_than_predicted(home, under_tidegauge, hasty):
+    done = under_tidegauge(
+        home, "run", "--workers", "auto", "--", sys.executable, SLOW_ROWS, "worse", OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    count = done.stdout.count("pass ")
+    losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
+    bare = run_bare(SLOW_ROWS, count)
+    assert losses == [line for line in bare.stdout.splitlines() if line.startswith("loss")] != []
+    (run,) = list_runs(home)
+    tables = load_tables(run)
+    change, undo = tables.events_of("loader-set")
+    assert (change["is_undo"], undo["is_undo"]) == (False, True)
+    assert (undo["replaces"], undo["loader"]) == (change["loader"], change["replaces"])
+    assert undo["num_workers"] == 0
+    assert undo["measured"] < change["measured"]
+    assert "its next pass goes back" in done.stderr
+    assert [loop.num_workers for loop in loops(tables)] == [0]
+
+
 def event_of_loader(tables):
     return tables.events_of("loader")[0]
 

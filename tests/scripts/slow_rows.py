@@ -1,9 +1,10 @@
 """A training whose rows are read slowly in the training process, for some passes.
 
-    python slow_rows.py PASSES|set|asked
+    python slow_rows.py PASSES|set|worse|asked
 
-`set` ends five passes after the loader got workers, `asked` once `training_harness.recommended` knows a setting.
-With a number of passes the rows are read at once, so that the losses are there soon.
+`set` ends five passes after the loader got workers. `worse` has workers that need much longer for a row than the
+training process, and ends when the loader has none again. `asked` ends once `training_harness.recommended` knows a
+setting. With a number of passes the rows are read at once, so that the losses are there soon.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import training_harness
 
@@ -26,7 +27,8 @@ class Rows(Dataset):
         return 160
 
     def __getitem__(self, index):
-        time.sleep(ROW_SECONDS)
+        is_slow = MODE == "worse" and get_worker_info() is not None
+        time.sleep(0.1 if is_slow else ROW_SECONDS)
         return torch.full((8,), float(index)), float(index % 2)
 
 
@@ -46,6 +48,8 @@ def main():
             time.sleep(ROW_SECONDS)
             print(f"loss {loss.item():.17g}")
         passes_with_workers += loader.num_workers > 0
+        if MODE == "worse" and passes_with_workers and not loader.num_workers:
+            break
         if MODE == "set" and passes_with_workers == 5:
             break
         if MODE == "asked" and (setting := training_harness.recommended(loader)) is not None:
