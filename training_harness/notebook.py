@@ -27,7 +27,7 @@ def find_shell() -> Any | None:
     """Return IPython's shell in a Jupyter kernel; None elsewhere, and where a cell captures its output."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     has_thread = hasattr(getattr(shell, "kernel", None), "iopub_thread")
-    return shell if has_thread and hasattr(shell.display_pub, "pub_socket") else None
+    return shell if has_thread and hasattr(getattr(shell, "display_pub", None), "pub_socket") else None
 
 
 def notebook_name() -> str:
