@@ -17,7 +17,8 @@ from typing import Any
 
 from training_harness import command, layout, notebook, ptracer, session
 from training_harness.hooks import compiler, trial
-from training_harness.hooks.loading import iterators, loader_ids, worker
+from training_harness.hooks.loading import auto_setting, iterators, loader_ids, worker
+from training_harness.hooks.loading.loader import LoaderHook
 from training_harness.hooks.on_request import risk
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import farewell
@@ -32,6 +33,11 @@ _hooks: dict[str, Hook] = {}
 def _install_fastai() -> Hook | None:
     step_hook = _hooks.get("step")
     return steps.install_fastai(step_hook) if isinstance(step_hook, steps.StepHook) else None
+
+
+def _install_auto_setting() -> Hook | None:
+    loaders = _hooks.get("batch")
+    return auto_setting.install(loaders) if isinstance(loaders, LoaderHook) else None
 
 
 def _install_compiled_passes() -> Hook | None:
@@ -75,6 +81,7 @@ HOOKS: dict[str, tuple[Callable[[], Hook | None], set[str]]] = {
     "trial": (partial(trial.install, _DATALOADER, "DataLoader"), {_DATALOADER}),
     "batch": (partial(iterators.install, _progress), {_DATALOADER}),
     "loader site": (loader_ids.install, {_DATALOADER}),
+    "loader setting": (_install_auto_setting, {_DATALOADER}),
     "forward": (partial(forward_passes.install, _progress), {forward_passes.MODULE, _COMPILER}),
     "stage:torch": (_install_stages, {_DATALOADER, _COMPILER}),
     "step": (partial(steps.install, _progress), {"torch.optim.optimizer", _COMPILER}),
@@ -197,6 +204,24 @@ def step() -> None:
         hook = _hooks.get("step")
         if hook is not None:
             hook.fail(error)
+
+
+def recommended(loader: Any) -> dict[str, int] | None:
+    """Return the `num_workers` and `prefetch_factor` that a DataLoader should get, as the run suggests so far.
+
+    None means that it is not known, or not yet: the first call asks the collector, which needs some hundred batches
+    of the loader and some seconds. `DataLoader(dataset, **setting)` makes one like that. This never affects the
+    training.
+    """
+    loaders = _hooks.get("batch")
+    try:
+        return auto_setting.recommended(loaders, loader) if isinstance(loaders, LoaderHook) else None
+    except Exception as error:
+        if session.active is not None:
+            session.active.events.append(
+                "hook-disabled", hook="recommended", error=f"{type(error).__name__}: {error}"
+            )
+        return None
 
 
 def start_collector(run_dir: Path, *options: str) -> subprocess.Popen[bytes] | None:

@@ -18,6 +18,8 @@ EventKind = Literal[
     "process-exit",
     "exception",
     "loader",
+    "loader-set",
+    "setting-asked",
     "epoch-start",
     "worker-start",
     "worker-ready",
@@ -83,6 +85,10 @@ _PARENT = Field("parent_pid", "int", "process id of the parent")
 _LOADER = Field("loader", "int", "DataLoader, numbered from 0 in the order of first use in its process")
 _EPOCH = Field("epoch", "int", "pass over that loader, from 0")
 _WORKER_ID = Field("worker", "int", "worker id that DataLoader gave")
+_SETTING = (
+    Field("num_workers", "int", "workers"),
+    Field("prefetch_factor", "int", "batches that each worker prefetches"),
+)
 _LOST = Field("lost_count", "int", "records that this process could not write")
 _ERROR = Field("error", "str", "type and message of the error")
 _COMMAND_PID = Field("command_pid", "int", "process id of the command")
@@ -124,10 +130,11 @@ EVENTS: dict[EventKind, Event] = {
     ),
     "loader": _event(
         _TRAINING,
-        "first use of a DataLoader; one created like another that is gone takes over its number",
+        "first use of a DataLoader, and of each other number of workers or prefetch factor of it, which gives it "
+        "another number; one created like another that is gone takes over its number",
         _LOADER,
-        Field("num_workers", "int", "workers"),
-        Field("prefetch_factor", "int", "batches that each worker prefetches"),
+        Field("replaces", "int", "number of the same DataLoader with its setting before; null at its first use"),
+        *_SETTING,
         Field("batch_size", "int", "samples in a batch"),
         Field("pin_memory", "bool", "batches are copied to pinned memory"),
         Field("persistent_workers", "bool", "workers outlive the epoch"),
@@ -141,6 +148,27 @@ EVENTS: dict[EventKind, Event] = {
         Field("file", "str", "file in which the loader was created"),
         Field("line", "int", "line on which the loader was created"),
         Field("variable", "str", "variable that the loader is assigned to on that line"),
+    ),
+    "loader-set": _event(
+        _TRAINING,
+        "a DataLoader gets the setting that `tidegauge run --workers auto` found, or cannot get it",
+        Field("loader", "int", "number of the DataLoader with this setting; with the one before if it was not set"),
+        Field("replaces", "int", "number of the DataLoader with its setting before"),
+        *_SETTING,
+        Field("replaced_num_workers", "int", "workers before"),
+        Field("replaced_prefetch_factor", "int", "batches that each worker prefetched before"),
+        Field("epochs_count", "int", "passes over the DataLoader that began before"),
+        Field("is_undo", "bool", "true: the setting from before, since the throughput fell"),
+        Field("obstacle", "str", "why it was not set; null if it was"),
+        Field("measured", "float", "measured throughput before, in batches per second"),
+        Field(
+            "expected",
+            "object",
+            "`batches_per_second` predicted, with the ends `low` and `high` of its 90 % interval; null for an undo",
+        ),
+    ),
+    "setting-asked": _event(
+        _TRAINING, "it asks for the settings of its DataLoaders, with `training_harness.recommended`; once"
     ),
     "epoch-start": _event(
         _TRAINING,

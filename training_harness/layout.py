@@ -7,6 +7,7 @@
         lake.sqlite  data/                          written by the collector
         snapshots/                                  written by the harness, on OOM or on request
         requests/                                   requests of `tidegauge snapshot` to the harness
+        loader-settings.<host>.json                 settings for DataLoaders, written by the collector
 
     <home>/launches/                                links to the runs of launchers whose ranks were given none
 
@@ -54,6 +55,9 @@ RUN_ID_VARIABLE = "TIDEGAUGE_RUN_ID"
 TRIAL_VARIABLE = "TIDEGAUGE_TRIAL"
 TRIAL_LOADER_VARIABLE = "TIDEGAUGE_TRIAL_LOADER"
 CEILING = "ceiling"
+#: "auto" if the loaders get the settings that the collector finds.
+WORKERS_VARIABLE = "TIDEGAUGE_WORKERS"
+WORKERS_AUTO = "auto"
 #: Prefix of a number that every loader's batch size is multiplied by.
 BATCH_TIMES = "batch*"
 
@@ -108,6 +112,11 @@ def new_run_id(name: str, *, wall_seconds: float) -> str:
 def slug(name: str) -> str:
     """Return a name as it stands in a run id."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:34] or "run"
+
+
+def loader_settings_path(run_dir: Path, host: str) -> Path:
+    """Return the path of the settings that the collector of a host found for the DataLoaders there."""
+    return run_dir / f"loader-settings.{host}.json"
 
 
 def create_run(

@@ -38,6 +38,8 @@ _ORPHANS_POLL_SECONDS = 0.05
 #: Seconds that a tick, and the end of a run, wait for dumps of the Flight Recorder.
 _DUMPS_SECONDS, _LAST_DUMPS_SECONDS = 0.5, 3.0
 _PROC = "/proc"
+#: Events of a training that asks for live output.
+_REQUESTS = ("risk-listener", "setting-asked")
 
 
 class Agent:
@@ -260,7 +262,7 @@ class Agent:
             for event in self._event_tail.read():
                 with self._problems.guard("events"):
                     self._roles.learn(event)
-                    outlets = self._open_outlets() if event["kind"] == "risk-listener" else self._outlets
+                    outlets = self._open_outlets() if event["kind"] in _REQUESTS else self._outlets
                     if outlets is not None:
                         outlets.note_event(event)
         host: Sample = {}

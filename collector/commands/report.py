@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of the terminal."
 )
 @click.option("--verbose", is_flag=True, help="Show every measurement in the text.")
+@click.option("--settings", "with_settings", is_flag=True, help="Add the setting for each DataLoader (JSON).")
 @home_option
-def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path) -> None:
+def report(spec: str, form: str, output: Path | None, verbose: bool, with_settings: bool, home: Path) -> None:
     """Show the verdict on a run's memory and data loading, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
@@ -43,11 +44,18 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, home: Path)
 
     if form == "html" and output is None and sys.stdout.isatty():
         raise TidegaugeError("the HTML report is some 5 MB, too much for a terminal: give --output FILE")
+    if with_settings and form != "json":
+        raise TidegaugeError(f"--settings is for --format json, not {form}: the advice in the text names settings")
     run = find_run(home, spec)
-    verdict = judge(run)
+    tables, verdict = examine(run)
     if form == "json":
-        text = json.dumps(as_report(run, verdict), indent=1, allow_nan=False) + "\n"
-        _write(text, output)
+        body = as_report(run, verdict)
+        if with_settings:
+            from collector.diagnosis.tuning import settings_json
+            from collector.findings import finite
+
+            body["settings"] = finite(settings_json(tables))
+        _write(json.dumps(body, indent=1, allow_nan=False) + "\n", output)
     elif form == "html":
         _write(render_html(run, verdict), output)
     elif form == "markdown":

@@ -36,6 +36,8 @@ from training_harness.layout import (
     RUN_ID_VARIABLE,
     STAGES_VARIABLE,
     STORE_VARIABLE,
+    WORKERS_AUTO,
+    WORKERS_VARIABLE,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +92,11 @@ def _check_run_id(context: click.Context, option: click.Parameter, value: str | 
 )
 @before_oom_options
 @click.option(
+    "--workers",
+    type=click.Choice([WORKERS_AUTO]),
+    help="Give each DataLoader the num_workers and prefetch_factor that its first pass suggests.",
+)
+@click.option(
     "--restart-on-oom",
     "restarts",
     type=click.IntRange(0, 100),
@@ -110,6 +117,7 @@ def run(
     investigate: bool,
     on_hang: HangReports | None,
     before_oom: BeforeOom | None,
+    workers: str | None,
     restarts: int,
     live: LiveOptions,
     home: Path,
@@ -122,6 +130,8 @@ def run(
         os.environ[MEMORY_HISTORY_VARIABLE] = str(memory_history)
     if no_stages:
         os.environ[STAGES_VARIABLE] = "0"
+    if workers is not None:
+        os.environ[WORKERS_VARIABLE] = workers
     if run_id is not None:
         os.environ[RUN_ID_VARIABLE] = run_id
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "0"))
@@ -135,6 +145,7 @@ def run(
         investigate=investigate,
         hangs=on_hang,
         before_oom=before_oom,
+        sets_workers=workers is not None,
         name=name,
         tags=tags,
         interval_seconds=interval,
@@ -310,6 +321,7 @@ def _run(
     investigate: bool,
     hangs: HangReports | None = None,
     before_oom: BeforeOom | None = None,
+    sets_workers: bool = False,
     name: str | None = None,
     tags: Mapping[str, str] | None = None,
     interval_seconds: float = 1.0,
@@ -322,7 +334,11 @@ def _run(
         from collector.store import store_address
 
         store_address()  # A wrong setting is reported before the command starts.
-    outlets = None if disabled else _open_outlets(live, investigate=investigate, hangs=hangs, before_oom=before_oom)
+    outlets = None
+    if not disabled:
+        outlets = _open_outlets(
+            live, investigate=investigate, hangs=hangs, before_oom=before_oom, sets_workers=sets_workers
+        )
     outcome = run_command(
         command, home=home, name=name, tags=tags, interval_seconds=interval_seconds, outlets=outlets
     )
@@ -346,6 +362,7 @@ def _open_outlets(
     investigate: bool = False,
     hangs: HangReports | None = None,
     before_oom: BeforeOom | None = None,
+    sets_workers: bool = False,
     card: bool = False,
 ) -> Outlets | None:
     """Open the live output of a run; None if no option asks for any.
@@ -355,11 +372,12 @@ def _open_outlets(
 
     """
     is_regular = live != NO_LIVE_OPTIONS or investigate or before_oom is not None or card
-    if not is_regular and hangs is None:
+    if not is_regular and hangs is None and not sets_workers:
         return None
     from collector.agent.live import prometheus
     from collector.agent.live.alerts import Alerts
     from collector.agent.live.outlets import Outlets
+    from collector.agent.loader_settings import LoaderSettings
 
     alerts = Alerts(live.senders) if live.senders else None
     outlets = Outlets(
@@ -368,6 +386,7 @@ def _open_outlets(
         hangs=hangs,
         before_oom=before_oom,
         trackers=live.trackers,
+        settings=LoaderSettings(is_auto=sets_workers),
         card=card,
         is_regular=is_regular,
     )

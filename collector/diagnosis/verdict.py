@@ -11,7 +11,7 @@ from collector.diagnosis.deaths import find_deaths, find_hangs, find_idle_hangs
 from collector.diagnosis.ending import Ending, ending_of
 from collector.diagnosis.faults import add_fault
 from collector.diagnosis.loading.caught_errors import find_caught_errors
-from collector.diagnosis.loading.names import add_loader_name
+from collector.diagnosis.loading.names import add_loader_name, without_replaced_settings
 from collector.diagnosis.loading.waiting_lines import AwaitedTime, add_waiting_lines, awaited_time
 from collector.diagnosis.memory import (
     add_allocation_sites,
@@ -126,6 +126,7 @@ def _findings(tables: RunTables, *, running: bool) -> tuple[Finding, ...]:
         *_guarded("ranks", lambda: find_rank_straggler(tables)),
         *_guarded("trust", lambda: find_trust(tables)),
     ]
+    findings = _unless_damaged(lambda: without_replaced_settings(findings, tables), findings)
     findings = without_consequences(findings)
     findings = [add_allocation_sites(finding, tables, running=running) for finding in findings]
     findings = [_with_loader_name(add_fault(finding), tables) for finding in findings]

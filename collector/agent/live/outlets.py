@@ -1,4 +1,4 @@
-"""Live output of a run: metrics, verdicts, alerts, hangs, and the requests of `--investigate`.
+"""Live output of a run: metrics, verdicts, alerts, hangs, settings of loaders, requests of `--investigate`.
 
 A cheap estimate from the newest samples of each limit decides how soon a verdict is worth its cost. The verdict
 itself, which reads much more, comes from another process. With `--investigate`, a training process that
@@ -24,6 +24,7 @@ from collector.agent.live.prometheus import View
 from collector.agent.live.snapshot_request import put_request, request_path
 from collector.agent.live.trackers import Trackers
 from collector.agent.live.verdicts import LiveVerdicts
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
@@ -48,6 +49,7 @@ class Outlets:
         hangs: reports of hangs.
         before_oom: what to do before a limit is met.
         trackers: experiment trackers that get series and findings.
+        settings: settings for the DataLoaders.
         card: write the card that a notebook shows.
         is_regular: make a verdict now and then; else only when the training seems to hang.
 
@@ -63,6 +65,7 @@ class Outlets:
         hangs: HangReports | None = None,
         before_oom: BeforeOom | None = None,
         trackers: Trackers | None = None,
+        settings: LoaderSettings | None = None,
         card: bool = False,
         is_regular: bool = True,
     ) -> None:
@@ -76,6 +79,7 @@ class Outlets:
         self._hangs = hangs or HangReports()
         self._before_oom = before_oom or BeforeOom()
         self._trackers = trackers
+        self._settings = settings or LoaderSettings()
         self._has_card = card
         self._card: NotebookCard | None = None
         self._is_regular = is_regular
@@ -97,9 +101,10 @@ class Outlets:
             from collector.store import Counts
 
             self.counts = Counts(run)
-        self._verdicts = LiveVerdicts(run, self.publish, is_regular=self._is_regular)
+        self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None
         self._before_oom.begin(run, self._name)
+        self._settings.begin(run)
         if self._trackers is not None:
             self._trackers.begin(run, self._name)
         if self._has_card:
@@ -111,6 +116,9 @@ class Outlets:
         """Begin a verdict if one is due; the loop calls this at every tick."""
         if self._verdicts is not None:
             self._headroom.note(now_ns / 1e9, self._samples)
+            with problems.guard("loader settings"):
+                if self._settings.tick(now_ns):
+                    self._verdicts.hurry()
             self._verdicts.tick(now_ns, problems, self._headroom.nearest_seconds)
             if self._trackers is not None:
                 self._trackers.tick(now_ns / 1e9, self.view)
@@ -160,6 +168,7 @@ class Outlets:
         if self._investigator is not None:
             self._investigator.note_event(event)
         self._before_oom.note_event(event)
+        self._settings.note_event(event)
         if self._before_oom.is_wanted and self._verdicts is not None:
             self._is_regular = self._verdicts.is_regular = True
 
@@ -171,6 +180,7 @@ class Outlets:
         if self._investigator is not None:
             self._investigator.close()
         self._before_oom.run_ended()
+        self._settings.run_ended()
 
     @property
     def spent_ns(self) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
 from collector.findings import Finding, from_json
@@ -52,18 +53,26 @@ def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> flo
 class LiveVerdicts:
     """The verdicts on a run while it goes on; `publish` gets the findings of each, in the thread that waited.
 
-    Without `is_regular`, only those that `hurry` asks for are made.
+    Without `is_regular`, only those that `hurry` asks for are made. `settings` gets those for loaders, if wanted.
 
     Attributes:
         spent_ns: CPU time of the verdicts so far.
         is_regular: whether verdicts are made now and then.
     """
 
-    def __init__(self, run: Run, publish: Callable[[Sequence[Finding]], None], *, is_regular: bool = True) -> None:
+    def __init__(
+        self,
+        run: Run,
+        publish: Callable[[Sequence[Finding]], None],
+        settings: LoaderSettings,
+        *,
+        is_regular: bool = True,
+    ) -> None:
         self.spent_ns = 0
         self.is_regular = is_regular
         self._run = run
         self._publish = publish
+        self._settings = settings
         self._last_begin_ns: int | None = None
         self._is_hurried = False
         self._cost_seconds = 0.0
@@ -107,6 +116,8 @@ class LiveVerdicts:
         with problems.guard("verdict"), tempfile.TemporaryFile() as errors:
             tidegauge = (sys.executable, "-P", "-m", "training_harness.command")
             command = [*tidegauge, "report", str(self._run.path), "--format", "json"]
+            if self._settings.is_wanted:
+                command.append("--settings")
             # Its own session, since Ctrl-C is for the command alone.
             self._child = child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
@@ -124,7 +135,9 @@ class LiveVerdicts:
                 last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
                 reason = last[0] if last else "it said nothing"
                 raise RuntimeError(f"no verdict, status {child.returncode}: {reason}")
-            self._publish([from_json(finding) for finding in json.loads(output)["findings"]])
+            report = json.loads(output)
+            self._settings.note(report.get("settings", ()))
+            self._publish([from_json(finding) for finding in report["findings"]])
 
     def _read_output(self, child: subprocess.Popen[bytes]) -> bytes:
         """Read the child's output until it ends, and note its cost, which decides when the next verdict is due."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,8 @@ from collector.diagnosis.run.tables import RunTables
 from collector.store import ProcessKey
 from training_harness.records import INLINE_WORKER
 
+#: Training process and number of a loader, as its events have them.
+LoaderKey: TypeAlias = tuple[ProcessKey | None, int | None]
 _DEFAULT_PREFETCH = 2  # torch.utils.data.DataLoader, when num_workers > 0 and the user says nothing
 #: Loaders with the same settings that make one loop, at least; fewer suffice where one line of code made them.
 _LEAST_LOADERS, _LEAST_LOADERS_OF_ONE_LINE = 3, 2
@@ -53,7 +55,13 @@ class Loop:
 
 
 def loops(tables: RunTables) -> list[Loop]:
-    """Return every loop that has yielded a batch."""
+    """Return every loop that has yielded a batch, with the last setting of its DataLoader."""
+    replaced = replaced_loaders(tables)
+    return [loop for loop in all_loops(tables) if (loop.main, loop.loader) not in replaced]
+
+
+def all_loops(tables: RunTables) -> list[Loop]:
+    """Return every loop that has yielded a batch, with each setting of its DataLoader."""
     return tables.once("loops", lambda: _loops(tables))
 
 
@@ -76,7 +84,7 @@ def _loops(tables: RunTables) -> list[Loop]:
     return found_loops
 
 
-def loader_settings(tables: RunTables) -> dict[tuple[ProcessKey | None, int | None], Mapping[str, Any]]:
+def loader_settings(tables: RunTables) -> dict[LoaderKey, Mapping[str, Any]]:
     """Return the `loader` event by (training process, loader)."""
     return tables.once(
         "loader settings",
@@ -89,8 +97,34 @@ def loader_setting(tables: RunTables, loop: Loop) -> Mapping[str, Any]:
     return loader_settings(tables).get((loop.main, loop.loader), {})
 
 
+def replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
+    """Map each setting of a DataLoader that gave way to another one to the loader number of the one that runs last.
+
+    That is the one with the newest batch. Findings and predictions concern it alone.
+    """
+    return tables.once("replaced loaders", lambda: _replaced_loaders(tables))
+
+
+def _replaced_loaders(tables: RunTables) -> dict[LoaderKey, int]:
+    first: dict[LoaderKey, LoaderKey] = {}
+    for (main, loader), event in loader_settings(tables).items():  # in order of time
+        before = main, whole(event.get("replaces"))
+        first[main, loader] = first.get(before, (main, loader))
+    members: dict[LoaderKey, list[LoaderKey]] = {}
+    for place, begin in first.items():
+        members.setdefault(begin, []).append(place)
+    replaced: dict[LoaderKey, int] = {}
+    for (main, _), places in members.items():
+        if main is None or len(places) < 2:
+            continue
+        used = _last_used(written(tables, "batch", main))
+        newest = max((used.get(loader, 0.0), loader) for _, loader in places if loader is not None)[1]
+        replaced |= {place: newest for place in places if place[1] != newest}
+    return replaced
+
+
 def recreated_loaders(
-    tables: RunTables, settings: Mapping[tuple[ProcessKey | None, int | None], Mapping[str, Any]], key: ProcessKey
+    tables: RunTables, settings: Mapping[LoaderKey, Mapping[str, Any]], key: ProcessKey
 ) -> dict[int, int]:
     """Map each re-created loader to the last of its chain, for scripts that make a DataLoader in each epoch.
 

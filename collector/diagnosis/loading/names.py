@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from collector.diagnosis.loading.loaders import loader_settings
+from collector.diagnosis.loading.loaders import loader_settings, replaced_loaders
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import Finding, Locus
@@ -26,6 +26,30 @@ def add_loader_name(finding: Finding, tables: RunTables) -> Finding:
     }
     name = names.pop() if len(names) == 1 else None
     return dataclasses.replace(finding, locus=dataclasses.replace(where, loader_name=name)) if name else finding
+
+
+def without_replaced_settings(findings: list[Finding], tables: RunTables) -> list[Finding]:
+    """Leave out findings on a DataLoader's earlier setting that are there for its last setting too."""
+    replaced, settings = replaced_loaders(tables), loader_settings(tables)
+    if not replaced:
+        return findings
+    last = {
+        (finding.kind, main, loader)
+        for finding in findings
+        for (main, loader), setting in settings.items()
+        if main is not None and loader == finding.locus.loader and _fits(finding.locus, main, setting)
+    }
+
+    def is_repeated(finding: Finding) -> bool:
+        return any(
+            (finding.kind, main, newest) in last
+            for (main, loader), newest in replaced.items()
+            if main is not None
+            and loader == finding.locus.loader
+            and _fits(finding.locus, main, settings[main, loader])
+        )
+
+    return [finding for finding in findings if not is_repeated(finding)]
 
 
 def loader_name(setting: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from collector.diagnosis.loading.core_waits import core_waits
-from collector.diagnosis.loading.loaders import Loop, loops
+from collector.diagnosis.loading.loaders import Loop, all_loops, replaced_loaders
 from collector.diagnosis.run.columns import GIB, SECOND_NS, floats, mean, of_process
 from collector.diagnosis.run.tables import RunTables
 from collector.diagnosis.statistics.growth import Floats
@@ -80,12 +80,14 @@ class WaitBreakdown:
 
 
 def wait_breakdowns(tables: RunTables) -> list[WaitBreakdown]:
-    """Break down the waits of each loop, over the last batches whose fetches and stages are all there."""
-    return [break_down_waits(tables, loop) for loop in recent_loops(tables)]
+    """Break down the waits of each loop with its last setting, over the last batches that are wholly recorded."""
+    replaced = replaced_loaders(tables)
+    recent = (loop for loop in recent_loops(tables) if (loop.main, loop.loader) not in replaced)
+    return [break_down_waits(tables, loop) for loop in recent]
 
 
 def recent_loops(tables: RunTables) -> list[Loop]:
-    """Return each loop over its last batches whose fetches and stages are all there."""
+    """Return each loop, with each of its settings, over its last batches whose fetches and stages are all there."""
     first_ns = [
         float(rows["time_ns"].iloc[0])
         for name in ("batch", "fetch", "stage")
@@ -93,7 +95,7 @@ def recent_loops(tables: RunTables) -> list[Loop]:
     ]
     since_ns = max(first_ns, default=-np.inf)
     recent = []
-    for loop in loops(tables):
+    for loop in all_loops(tables):
         batches = loop.batches[floats(loop.batches, "time_ns") >= since_ns].iloc[-RECENT_BATCHES:]
         fetches = loop.fetches.iloc[-RECENT_BATCHES - 2 * loop.ramp :]  # some are for batches not yielded yet
         if len(batches):

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from collector.diagnosis.loading.loaders import loops, own_pass
+from collector.diagnosis.loading.loaders import all_loops, own_pass
 from collector.diagnosis.run.columns import SECOND_NS, floats, key_of, written
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
@@ -196,7 +196,7 @@ def _occasions(tables: RunTables, key: ProcessKey) -> Iterator[Occasions]:
     yield _in_order("checkpoint", [(event["begun_ns"], event["time_ns"]) for event in saves])
     steps_ns = floats(written(tables, "step", key), "time_ns")
     batches = [
-        loop.batches.assign(loader=loop.loader) for loop in loops(tables) if loop.main == key and len(steps_ns)
+        loop.batches.assign(loader=loop.loader) for loop in all_loops(tables) if loop.main == key and len(steps_ns)
     ]
     if not batches:
         return

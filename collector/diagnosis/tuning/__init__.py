@@ -9,6 +9,7 @@ from collector.diagnosis.tuning.batch_sizes import (
 )
 from collector.diagnosis.tuning.calibration import Calibration, calibrate, setting_of
 from collector.diagnosis.tuning.loader_memory import held_memory
+from collector.diagnosis.tuning.recommendation import settings_json
 from collector.diagnosis.tuning.replay import Setting
 from collector.diagnosis.tuning.search import Candidate, Outcome, Plan, nearby_settings, plan_trials
 from collector.diagnosis.tuning.stage_speedup import HEALTHY_WAIT_RATIO, WaitSummary, summarize_waits
@@ -36,5 +37,6 @@ __all__ = [
     "option_text",
     "plan_trials",
     "setting_of",
+    "settings_json",
     "summarize_waits",
 ]

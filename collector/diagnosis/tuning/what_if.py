@@ -108,6 +108,26 @@ class Forecast:
         return front
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of a forecast besides the machine's.
+
+    Attributes:
+        taken_cores: cores that other loops use.
+        taken_bytes, taken_shm_bytes: memory that other loops will take, in all and in /dev/shm.
+        most_workers: largest number of workers to consider.
+
+    """
+
+    taken_cores: float = 0.0
+    taken_bytes: float = 0.0
+    taken_shm_bytes: float = 0.0
+    most_workers: int = MOST_WORKERS
+
+
+NO_LIMITS = Limits()
+
+
 def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s") -> str:
     """Return the throughput with its interval, and the one for the other answer on sharing, in words.
 
@@ -130,13 +150,17 @@ def option_text(option: Option, per_batch: float = 1.0, unit: str = "batches/s")
     return f"{words}; `tidegauge tune -- COMMAND` measures which"
 
 
-def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
+def forecast(tables: RunTables, loop: Loop, limits: Limits = NO_LIMITS) -> Forecast | str:
     """Return the forecast for this loop, or the reason why there is none, in words."""
     measured = calibrate(tables, loop)
     if isinstance(measured, str):
         return measured
     cores = cores_per_rank(tables, loop.main[0])
-    settings = list(_grid(measured, cores))
+    settings = [
+        setting
+        for setting in _grid(measured, cores)
+        if setting == measured.setting or setting.num_workers <= limits.most_workers
+    ]
     (current,) = predict(measured.trace, [measured.setting])
     error = math.log(current.batches_per_second / measured.batches_per_second)
     low, high = current.interval(CURRENT_ERROR)
@@ -147,6 +171,12 @@ def forecast(tables: RunTables, loop: Loop) -> Forecast | str:
             "than fetching and computing takes time"
         )
     memory = loader_memory(tables, loop, current)
+    memory = dataclasses.replace(
+        memory, room=memory.room - limits.taken_bytes, shm_room=memory.shm_room - limits.taken_shm_bytes
+    )
+    if limits.taken_cores:
+        left = min(measured.trace.cores, max(1.0, cores - limits.taken_cores))
+        measured = dataclasses.replace(measured, trace=dataclasses.replace(measured.trace, cores=left))
     options = _options(measured, memory, error, cores, settings)
     return Forecast(
         measured=measured,

@@ -11,6 +11,7 @@ import pytest
 from collector.agent.live import verdicts
 from collector.agent.live.limits import Headroom, seconds_left
 from collector.agent.live.verdicts import BUDGET_RATIO, EVERY_SECONDS, LEAST_SECONDS, LiveVerdicts, pause_seconds
+from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.store.runs.run import Run
 from tests.conftest import wait_for
@@ -22,7 +23,7 @@ class World:
 
     def __init__(self, path):
         self.messages = []
-        self.outlook = LiveVerdicts(Run(path / "gone"), self.messages.append)
+        self.outlook = LiveVerdicts(Run(path / "gone"), self.messages.append, LoaderSettings())
         self.problems = Problems(EventLog(path, Identity(host="here", pid=1, start_ticks=2)))
         self.events = path / "here.1.jsonl"
 

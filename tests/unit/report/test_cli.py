@@ -112,6 +112,8 @@ def test_job_names_match_the_existing_jobs():
         (["watch", "99999999"], "no process 99999999 runs here; `pgrep -f train.py`"),
         (["watch", "1", "--interval", "0"], "0 s is not between 0.05 and 60 s"),
         (["report", "--format", "pdf"], "no format 'pdf'; give one of text, json, html"),
+        (["report", "--settings"], "--settings is for --format json, not text"),
+        (["run", "--workers", "4", "--", "true"], "'4' is not 'auto'"),
         (["report", "nope"], "no run 'nope'"),
         (["report", "--home", "/dev/null/x"], "/dev/null/x"),
         (

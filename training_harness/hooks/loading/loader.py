@@ -20,7 +20,7 @@ from training_harness import session
 from training_harness.hooks.loading import worker
 from training_harness.hooks.loading.errors import LoaderErrors
 from training_harness.hooks.loading.fetch_meter import FetchMeter
-from training_harness.hooks.loading.loader_ids import LoaderInfo, LoaderRegistry, is_iterable
+from training_harness.hooks.loading.loader_ids import NO_BATCH, LoaderInfo, LoaderRegistry, is_iterable
 from training_harness.hooks.patching import Hook
 from training_harness.hooks.process import is_worker
 from training_harness.hooks.stages import stages
@@ -81,6 +81,8 @@ class LoaderHook(Hook):
         self.patch_keys: set[Any] = set()
         #: Threads that are making a batch themselves.
         self.fetching: set[int] = set()
+        #: Says why workers could not make such a batch; asked for the first one of a loader without workers.
+        self.check_batch: Callable[[Any], str | None] | None = None
         self._registry: LoaderRegistry | None = None
         self._errors = LoaderErrors()
         self._meters = threading.local()
@@ -92,15 +94,20 @@ class LoaderHook(Hook):
             return  # a loader inside a worker's dataset is part of that worker's fetch
         self.progress.announce(current)
         self.progress.follow_batches(has_optimizer=has_optimizer())
-        if self._registry is None or self._registry.session is not current:
-            self._registry = LoaderRegistry(current)
-            current.before_farewell = self.note_last_events
-            self._errors = LoaderErrors()
-        info = self._registry.info(loader, iterator)
+        info = self.registry(current).info(loader)
+        info.iterator = weakref.ref(iterator)
         state = IterState(info, loader, begun_ns)
         state.iterator = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
         states[id(iterator)] = state
         worker.creation.loader, worker.creation.epoch = info.number, state.epoch
+
+    def registry(self, current: session.Session) -> LoaderRegistry:
+        """Return the numbers of the loaders of a session."""
+        if self._registry is None or self._registry.session is not current:
+            self._registry = LoaderRegistry(current)
+            current.before_farewell = self.note_last_events
+            self._errors = LoaderErrors()
+        return self._registry
 
     def on_epoch_start(self, iterator: Any, *, first: bool) -> None:
         """Record an epoch: a multi-process iterator has its workers, or a persistent one begins another epoch."""
@@ -168,6 +175,8 @@ class LoaderHook(Hook):
     def measure(self, state: IterState, data: Any, now_ns: int) -> int:
         """Return the bytes of a batch's tensors, and set the time of the next measurement."""
         state.measure_at_ns = now_ns + session.HOLD_NS
+        if self.check_batch is not None and state.is_inline and state.info.batch_obstacle is NO_BATCH:
+            state.info.batch_obstacle = self.check_batch(data)
         return payload_bytes(data)
 
     def end_fetch(self, state: IterState, meter: FetchMeter) -> None:

@@ -1,6 +1,8 @@
 """Numbers of DataLoaders, and one event each with the place that made it (file, line, variable) and its settings.
 
-The place distinguishes the loaders of a run. The newest loaders are remembered, weakly, until they are iterated.
+A DataLoader whose number of workers or prefetch factor changes gets another number, so that every record belongs to
+one setting. The place distinguishes the loaders of a run. The newest loaders are remembered, weakly, until they are
+iterated.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ _sites: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 _SITES_AT_MOST = 256
 #: `train_loader = DataLoader(...)`, also as an attribute or with an annotation.
 _ASSIGNED = re.compile(r"\s*(?:\w+\.)*(\w+)\s*(?::[^=]+)?=[^=]")
+#: Obstacle of a loader before its first batch.
+NO_BATCH = "no batch that it made itself was looked at"
+#: Number of workers and prefetch factor of a loader.
+Setting = tuple[int, int | None]
 
 
 class LoaderInfo:
@@ -38,14 +44,18 @@ class LoaderInfo:
 
     Attributes:
         number: number of the loader, in the order of first use.
+        setting: its number of workers and its prefetch factor.
         epochs: number of passes begun.
+        batch_obstacle: why workers could not make its batches, in words; None if they could.
         loader: weak reference to the newest of them.
         iterator: weak reference to its newest iterator, which may outlive it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, setting: Setting) -> None:
         self.number = number
+        self.setting = setting
         self.epochs = 0
+        self.batch_obstacle: str | None = NO_BATCH
         self.loader: Callable[[], Any] = lambda: None
         self.iterator: Callable[[], Any] = lambda: None
 
@@ -59,47 +69,73 @@ class LoaderRegistry:
 
     def __init__(self, current: session.Session) -> None:
         self.session = current
-        self._loaders: dict[int, LoaderInfo] = {}
+        #: id of a loader -> its numbers, one for each setting, the present one last.
+        self._loaders: dict[int, list[LoaderInfo]] = {}
         self._same_settings: dict[str, deque[LoaderInfo]] = defaultdict(
             lambda: deque(maxlen=_SAME_SETTINGS_LOADERS)
         )
         self._next_number = 0
+        #: True once the training has asked for a setting.
+        self.has_asked = False
 
-    def info(self, loader: Any, iterator: Any) -> LoaderInfo:
-        """Return the info of a loader for which an iterator is being created; describe a new one in an event."""
-        key = id(loader)
-        info = self._loaders.get(key)
-        if info is None or info.loader() is not loader:
-            info = self._loaders[key] = self._new(loader)
+    def info(self, loader: Any) -> LoaderInfo:
+        """Return the info of a loader with its present setting; describe a new one in an event."""
+        key, setting = id(loader), setting_of(loader)
+        infos = self._loaders.get(key)
+        if infos is None or infos[-1].loader() is not loader:
+            infos = self._loaders[key] = []
+        elif infos[-1].setting == setting:
+            return infos[-1]
+        info = next((one for one in infos if one.setting == setting), None)
+        if info is None:
+            info = self._new(loader, infos[-1].number if infos else None)
             info.loader = weakref.ref(loader, lambda _: self._loaders.pop(key, None))
-        info.iterator = weakref.ref(iterator)
+        else:
+            infos.remove(info)
+        infos.append(info)
         return info
 
-    def _new(self, loader: Any) -> LoaderInfo:
+    def number(self, loader: Any) -> int | None:
+        """Return the number of a loader with the setting of its last iterator; None if it was not iterated."""
+        infos = self._loaders.get(id(loader))
+        return infos[-1].number if infos and infos[-1].loader() is loader else None
+
+    def epochs_count(self, loader: Any) -> int:
+        """Return the number of passes over a loader that have begun, with any setting."""
+        return sum(info.epochs for info in self._loaders.get(id(loader), ()))
+
+    def _new(self, loader: Any, replaces: int | None) -> LoaderInfo:
         configuration = _configuration(loader)
         if len(self._same_settings) > _CONFIGURATIONS:
             self._same_settings.clear()
         loaders = self._same_settings[str(configuration)]
         info = next((info for info in loaders if info.is_gone()), None)
         if info is None:
-            info = LoaderInfo(self._next_number)
+            info = LoaderInfo(self._next_number, setting_of(loader))
             self._next_number += 1
             loaders.append(info)
             if info.number < _DESCRIBED_LOADERS:
-                self.session.events.append("loader", loader=info.number, **configuration, **site_of(loader))
+                self.session.events.append(
+                    "loader", loader=info.number, replaces=replaces, **configuration, **site_of(loader)
+                )
         return info
 
 
+def setting_of(loader: Any) -> Setting:
+    """Return the number of workers and the prefetch factor of a loader."""
+    return loader.num_workers, getattr(loader, "prefetch_factor", None)
+
+
 def _configuration(loader: Any) -> dict[str, Any]:
-    context = getattr(loader, "multiprocessing_context", None) or sys.modules.get("multiprocessing")
+    num_workers, prefetch_factor = setting_of(loader)
     return {
-        "num_workers": loader.num_workers,
-        "prefetch_factor": getattr(loader, "prefetch_factor", None),
+        "num_workers": num_workers,
+        "prefetch_factor": prefetch_factor,
         "batch_size": getattr(loader, "batch_size", None),
         "pin_memory": bool(getattr(loader, "pin_memory", False)),
         "persistent_workers": bool(getattr(loader, "persistent_workers", False)),
         "in_order": getattr(loader, "in_order", True),
-        "start_method": _start_method(context),
+        "start_method": start_method_of(loader),
         "dataset": type(getattr(loader, "dataset", None)).__qualname__,
         "dataset_length": _length(getattr(loader, "sampler", None)),
         "sampler": type(getattr(loader, "sampler", None)).__qualname__,
@@ -113,8 +149,9 @@ def is_iterable(loader: Any) -> bool:
     return bool(getattr(loader, "_dataset_kind", 0) == 1)  # `_DatasetKind.Iterable`
 
 
-def _start_method(context: Any) -> str | None:
-    """Return the start method in effect without fixing it: `set_start_method` must still work later."""
+def start_method_of(loader: Any) -> str | None:
+    """Return how the workers of a loader start, without fixing it: `set_start_method` must still work later."""
+    context = getattr(loader, "multiprocessing_context", None) or sys.modules.get("multiprocessing")
     if context is None:
         return None
     try:
