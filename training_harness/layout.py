@@ -87,6 +87,16 @@ RECORDED_ENVIRONMENT = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "WORLD_SIZE",
 )
+#: Variables of Slurm that a manifest has too, in its `slurm`: the job, and its limit of memory in MiB.
+SLURM_ENVIRONMENT = (
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CPUS_ON_NODE",
+    "SLURM_JOB_ID",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_RESTART_COUNT",
+)
 
 
 def home_path() -> Path:
@@ -139,6 +149,7 @@ def create_run(
         "host": socket.gethostname(),
         "python": sys.version.split()[0],
         "environment": {key: os.environ[key] for key in RECORDED_ENVIRONMENT if key in os.environ},
+        "slurm": {key: os.environ[key] for key in SLURM_ENVIRONMENT if key in os.environ},
         "tags": dict(tags or {}),
         "is_trial": is_trial,
         "store": "shared" if os.environ.get(STORE_VARIABLE) else "embedded",
