@@ -1,7 +1,7 @@
 """A training that saves a checkpoint on SIGUSR1 and goes on from it when it is started again.
 
-After that checkpoint it ends, and leaves a file CHECKPOINT.unfinished, by which train.sbatch knows that the job has to
-go on. To try it out, --leak-mib 64 keeps 64 MiB more with each step.
+After that checkpoint it ends, and leaves a file CHECKPOINT.unfinished, by which train.sbatch knows that the job has
+to go on. To try it out, --leak-mib 64 keeps 64 MiB more with each step.
 """
 
 import argparse

@@ -173,8 +173,8 @@ OOM_KILL_OF_WORKER = replace(
 #: Slurm's own count passed the job's limit, where no control group holds the limit.
 SLURM_KILL = replace(
     OOM_KILL,
-    sentence="Slurm killed {what}, as far as can be told: its job {job} used {used} of its {limit_size}. Slurm adds up the "
-    "resident memory of all processes, shared pages once for each.",
+    sentence="Slurm probably killed {what}: its job {job} used {used} of its {limit_size}. Slurm adds up the resident "
+    "memory of all processes, with shared pages in each of them.",
     confidence=0.85,
 )
 BUS_ERROR = Death(
@@ -251,7 +251,7 @@ COLLECTOR_KILLED = Death(
 )
 COLLECTOR_KILLED_TOO = Death(
     kind="killed",
-    sentence="Tidegauge's collector (pid {pid}) was killed, as the training was; nothing that was recorded is lost.",
+    sentence="Tidegauge's collector (pid {pid}) was killed too. No record is lost.",
     severity="info",
     confidence=0.95,
 )

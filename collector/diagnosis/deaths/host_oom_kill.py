@@ -1,7 +1,7 @@
 """Find the victims that the kernel killed for lack of memory, by its own count, and those of Slurm's own limit.
 
-Where no control group holds the limit of a Slurm job (`OverMemoryKill`), Slurm adds up the resident memory of the job's
-processes every few seconds, and kills all of them, the collector too. No kernel counts such a kill.
+Where no control group holds the limit of a Slurm job (`OverMemoryKill`), Slurm adds up the resident memory of the
+job's processes every few seconds, and kills all of them, the collector too. No kernel counts such a kill.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def slurm_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
 
 
 def slurm_limit_bytes(tables: RunTables, host: str) -> int | None:
-    """Return the job's limit of memory on the host that made the run; None if a control group has a limit or none."""
+    """Return the job's memory limit on the host that made the run; None without one, or if a control group has it."""
     slurm = tables.manifest.get("slurm") or {}
     if host != tables.manifest.get("host") or binding_limit(tables, host)[0] == "cgroup":
         return None
