@@ -28,29 +28,41 @@ def report(slurm, run):
     return json.loads(done.stdout)
 
 
+def steps(slurm, run):
+    if not (slurm.home / "runs" / run / "run.json").exists():
+        return 0
+    return report(slurm, run)["run"]["steps"]
+
+
 def cause_of(slurm, run):
     found = [one for one in report(slurm, run)["findings"] if one["severity"] == "critical"]
     assert [one["kind"] for one in found] == ["host-oom-kill"]
     return found[0]
 
 
-def test_a_job_short_of_memory_saves_is_requeued_and_goes_on(slurm):
-    number = slurm.submit("--mem=700M", "train.sbatch", *LEAK)
+def test_a_signal_to_all_processes_of_a_job_has_it_saved_requeued_and_completed(slurm):
+    number = slurm.submit("train.sbatch", "--steps", "150", "--step-seconds", "0.1")
+    wait_for(lambda: steps(slurm, f"train-{number}-0"), "no step yet", seconds=120)
+    slurm.call("scancel", "--signal=USR1", str(number))  # as --signal does it before the time limit
     job = slurm.wait(number)
-    output = slurm.output(number)
-    assert job["JobState"] == "COMPLETED", output
-    assert int(job["Restarts"]) >= 1
-    assert "resumed at step" in output
-    assert output.rstrip().splitlines()[-1]
-    first, last = report(slurm, f"train-{number}-0"), report(slurm, f"train-{number}-{job['Restarts']}")
-    assert first["run"]["status"] == last["run"]["status"] == "finished"
-    assert first["run"]["steps"] + last["run"]["steps"] <= 40
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), slurm.output(number)
+    first, second = steps(slurm, f"train-{number}-0"), steps(slurm, f"train-{number}-1")
+    assert first > 0 < second
+    assert first + second == 150
+    assert f"resumed at step {first}\n" in slurm.output(number)
+
+
+def test_a_job_short_of_memory_saves_first_and_is_requeued(slurm):
+    number = slurm.submit("--mem=700M", "train.sbatch", *LEAK)
+    wait_for(lambda: slurm.job(number)["Restarts"] != "0", "the job was not requeued", seconds=150)
+    assert "SIGUSR1 sent" in slurm.output(number)
+    assert "saved at step" in slurm.output(number)
+    slurm.call("scancel", str(number))
 
 
 def test_a_kill_in_the_control_group_of_a_job_names_the_job_and_its_option(slurm):
-    number = slurm.submit(
-        "--mem=500M", "--wrap", "srun tidegauge run --run-id killed -- python train.py " + " ".join(LEAK)
-    )
+    command = f"srun tidegauge run --run-id killed -- python train.py {' '.join(LEAK)}"
+    number = slurm.submit("--mem=500M", "--wrap", command)
     assert slurm.wait(number)["JobState"] in ("FAILED", "OUT_OF_MEMORY"), slurm.output(number)
     cause = cause_of(slurm, "killed")
     assert f"Slurm job {number}" in cause["summary"]

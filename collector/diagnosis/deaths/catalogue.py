@@ -173,8 +173,8 @@ OOM_KILL_OF_WORKER = replace(
 #: Slurm's own count passed the job's limit, where no control group holds the limit.
 SLURM_KILL = replace(
     OOM_KILL,
-    sentence="Slurm probably killed {what}: its job {job} used {used} of its {limit_size}. Slurm adds up the resident "
-    "memory of all processes, with shared pages in each of them.",
+    sentence="Slurm probably killed {what}: its job {job} used {used} of its {limit_size}. Slurm adds up the "
+    "resident memory of all processes, with shared pages in each of them.",
     confidence=0.85,
 )
 BUS_ERROR = Death(

@@ -154,7 +154,7 @@ def slurm_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
 
 
 def slurm_limit_bytes(tables: RunTables, host: str) -> int | None:
-    """Return the job's memory limit on the host that made the run; None without one, or if a control group has it."""
+    """Return the job's limit on the host that made the run; None without one, or if a control group holds it."""
     slurm = tables.manifest.get("slurm") or {}
     if host != tables.manifest.get("host") or binding_limit(tables, host)[0] == "cgroup":
         return None
