@@ -1,10 +1,19 @@
 """Ray Train with two workers on the CPU, each with a DataLoader of its own, all in one run of Tidegauge.
 
-tidegauge run -- python train.py
+On a Ray of its own:                    tidegauge run -- python train.py
+On a cluster that runs already:         python train.py --address auto
+
+On a cluster, Tidegauge is installed where the workers run, and each node with workers has its own run. Variables for
+them, such as TIDEGAUGE_HOME, or TIDEGAUGE_RUN_ID and the store for one run of all nodes, pass with the runtime
+environment.
 """
+
+import argparse
+import os
 
 import ray
 import torch
+import training_harness
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
@@ -12,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def train(config):
+    training_harness.attach(name="ray-train")
     torch.manual_seed(0)
     model = prepare_model(nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
@@ -26,9 +36,18 @@ def train(config):
             loss.backward()
             optimizer.step()
         ray.train.report({"loss": loss.item()})
+    training_harness.detach()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", help="address of a cluster; without it, this process starts a Ray")
+    options = parser.parse_args()
+    variables = {name: value for name, value in os.environ.items() if name.startswith("TIDEGAUGE_")}
+    ray.init(address=options.address, runtime_env={"env_vars": variables})
+    trainer = TorchTrainer(train, train_loop_config={"lr": 0.01}, scaling_config=ScalingConfig(num_workers=2))
+    trainer.fit()
 
 
 if __name__ == "__main__":
-    ray.init()
-    trainer = TorchTrainer(train, train_loop_config={"lr": 0.01}, scaling_config=ScalingConfig(num_workers=2))
-    print("loss", trainer.fit().metrics["loss"])
+    main()
