@@ -10,6 +10,7 @@ import numpy
 import ray
 import torch
 from torch import nn
+
 from training_harness import stage, step
 
 

@@ -3,9 +3,9 @@
 On a Ray of its own:                    tidegauge run -- python train.py
 On a cluster that runs already:         python train.py --address auto
 
-On a cluster, Tidegauge is installed where the workers run, and each node with workers has its own run. Variables for
-them, such as TIDEGAUGE_HOME, or TIDEGAUGE_RUN_ID and the store for one run of all nodes, pass with the runtime
-environment.
+On a cluster, Tidegauge is installed where the workers run, and each node with workers has its own run. The runtime
+environment passes variables to the workers: TIDEGAUGE_HOME, or TIDEGAUGE_RUN_ID and the store for one run of all
+nodes.
 """
 
 import argparse
@@ -13,11 +13,12 @@ import os
 
 import ray
 import torch
-import training_harness
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import training_harness
 
 
 def train(config):

@@ -1,6 +1,6 @@
 """The pod of examples/kubernetes/job.yaml, as far as it goes without Kubernetes.
 
-Each container has its control group, and namespaces of its own for mounts and control groups. Both see all processes.
+Each container has a control group, and namespaces of its own for mounts and control groups. Both see all processes.
 """
 
 import os
