@@ -57,10 +57,11 @@ def cluster():
         wait_for(lambda: "Ray runtime started" in log_path.read_text(), "Ray has not started", seconds=120)
         yield f"{socket.gethostbyname(socket.gethostname())}:{port}"
     finally:
-        head.terminate()
+        head.terminate()  # it ends Ray's other processes first
         with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(30)
+            head.wait(100)
         head.kill()
+        head.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -79,7 +80,7 @@ def test_a_training_fed_by_ray_data_has_steps_and_the_wait_as_a_stage(under_tide
     [run] = runs(home)
     assert list(steps_of_ranks(run).values()) == [100]
     assert query(run, "SELECT DISTINCT stage FROM stage")["stage"].tolist() == ["ray data"]
-    seen = query(run, "SELECT count(DISTINCT pid) AS n FROM process")
+    seen = query(run, "SELECT count(DISTINCT process_pid) AS n FROM process")
     assert seen["n"].item() > 1  # Ray's own processes
 
 

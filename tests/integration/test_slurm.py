@@ -71,12 +71,13 @@ def test_a_kill_in_the_control_group_of_a_job_names_the_job_and_its_option(slurm
 
 def test_each_task_of_an_array_is_a_run_with_the_tag_of_the_array(slurm):
     number = slurm.submit("array.sbatch")
-    jobs = slurm.call("squeue", "--array", "--noheader", "--format=%A", "--job", str(number)).split()
-    for job in jobs:
-        slurm.wait(int(job))
-    listed = json.loads(tidegauge(slurm.home, "runs", "--tag", f"sweep={number}", "--format", "json").stdout)
-    assert sorted(run["name"] for run in listed) == ["sweep-0", "sweep-1", "sweep-2"]
-    assert {run["status"] for run in listed} == {"finished"}
+
+    def listed():
+        done = tidegauge(slurm.home, "runs", "--tag", f"sweep={number}", "--format", "json")
+        return {run["name"]: run["status"] for run in json.loads(done.stdout)}
+
+    names = ("sweep-0", "sweep-1", "sweep-2")
+    wait_for(lambda: listed() == dict.fromkeys(names, "finished"), "the three tasks have not finished", seconds=150)
 
 
 def test_a_job_that_slurm_kills_at_its_own_count_is_finished_by_the_epilog(counting_slurm):
