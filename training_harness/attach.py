@@ -228,13 +228,14 @@ def start_collector(run_dir: Path, *options: str) -> subprocess.Popen[bytes] | N
     """Start a collector for this process, if it is installed. It must outlive the training and never disturb it."""
     if command.missing_packages():
         return None
+    launcher = None if layout.ray_group() else layout.launcher_pid()
     descriptor = os.open(run_dir / "collector.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         collector = subprocess.Popen(
             # Not `-m collector`: the user's project may have a package of that name on PYTHONPATH.
             [
                 *(sys.executable, "-P", "-m", "training_harness.command"),
-                *("collect", str(run_dir), "--follow", str(layout.launcher_pid() or os.getpid())),
+                *("collect", str(run_dir), "--follow", str(launcher or os.getpid())),
                 *options,
             ],
             stdin=subprocess.DEVNULL,

@@ -93,6 +93,16 @@ RECORDED_ENVIRONMENT = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "WORLD_SIZE",
 )
+#: Variables of Slurm that a manifest has too, in its `slurm`: the job, and its limit of memory in MiB.
+SLURM_ENVIRONMENT = (
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CPUS_ON_NODE",
+    "SLURM_JOB_ID",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_RESTART_COUNT",
+)
 
 
 def home_path() -> Path:
@@ -150,6 +160,7 @@ def create_run(
         "host": socket.gethostname(),
         "python": sys.version.split()[0],
         "environment": {key: os.environ[key] for key in RECORDED_ENVIRONMENT if key in os.environ},
+        "slurm": {key: os.environ[key] for key in SLURM_ENVIRONMENT if key in os.environ},
         "tags": dict(tags or {}),
         "is_trial": is_trial,
         "store": "shared" if os.environ.get(STORE_VARIABLE) else "embedded",
@@ -172,6 +183,16 @@ def launcher_pid() -> int | None:
     return os.getppid() if "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1" else None
 
 
+def ray_group() -> str | None:
+    """Return the group of Ray's workers that this process trains in, or None outside of Ray.
+
+    Ray's own process on a node starts the workers of all jobs, and outlives them. So it is no launcher to go by.
+    """
+    if os.environ.get("RAY_RAYLET_PID") != str(os.getppid()):
+        return None
+    return f"ray-{os.environ.get('RAY_JOB_ID')}-{os.environ.get('MASTER_PORT')}"
+
+
 def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[Path, bool]:
     """Return the run of this process, and whether this call made it: the first rank of a launcher makes the run.
 
@@ -184,7 +205,9 @@ def join_or_create_run(home: Path, *, name: str, argv: Sequence[str]) -> tuple[P
     launches = home / "launches"
     for directory in (home, launches):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    link = launches / f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
+    group = ray_group()
+    name_of_launch = f"{socket.gethostname()}.{launcher}.{start_ticks(launcher)}"
+    link = launches / (f"{name_of_launch}.{group}" if group else name_of_launch)
     with _lock(launches / "lock"):
         if link.is_symlink():
             return link.readlink(), False

@@ -366,6 +366,6 @@ def _create_watched_run(key: LocalProcess, home: Path, name: str | None, tags: M
     argv = [word for word in procfs.read_command_line(_PROC, key.pid) if word] or [str(key.pid)]
     run = Run(layout.create_run(home, name=name or default_name(argv), argv=argv, tags=tags))
     # `create_run` has recorded these of this process; those of the watched one are unknown.
-    unknown: dict[str, object] = {"cwd": None, "environment": {}, "python": None, "git_commit": None}
+    unknown: dict[str, object] = {"cwd": None, "environment": {}, "slurm": {}, "python": None, "git_commit": None}
     update_manifest(run, watched=True, command=manifest_process(key), **unknown)
     return run

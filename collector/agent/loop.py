@@ -268,6 +268,8 @@ class Agent:
         host: Sample = {}
         self._verdict_bytes = self._verdict_anon_bytes()
         with self._problems.guard("host"):
+            if self._command is None and (mains := self._roles.mains()):
+                self._host.pid = mains[0].pid  # it may be in another container than this collector
             host = self._host.sample()
             self._write("host", now_ns, [host])
             if (limit := self._host.limit) is not None and limit != self._limit:

@@ -68,12 +68,17 @@ def test_ranks_that_attach_from_code_join_one_run(tmp_path):
     late = start().communicate()[0].split()
     other = start("sh", "-c", '"$@"; true', "sh").communicate()[0].split()
     alone = start(WORLD_SIZE="1").communicate()[0].split()
+    # Ray's own process starts the workers of all jobs.
+    ray = {"RAY_RAYLET_PID": str(os.getpid()), "RAY_JOB_ID": "01000000"}
+    jobs = [start(**ray, MASTER_PORT=port).communicate()[0].split() for port in ("1001", "1001", "1002")]
 
     [shared] = {directory for directory, _ in [*outputs, late]}
     assert sorted(made for _, made in outputs) == ["False"] * 7 + ["True"]
     assert late[1] == "False"
     assert (other[1], alone[1]) == ("True", "True")
+    assert [made for _, made in jobs] == ["True", "False", "True"]
+    assert jobs[0][0] == jobs[1][0]
     assert {directory.name for directory in (tmp_path / "runs").iterdir()} == {
-        os.path.basename(directory) for directory in (shared, other[0], alone[0])
+        os.path.basename(directory) for directory in (shared, other[0], alone[0], jobs[0][0], jobs[2][0])
     }
     assert layout.read_manifest(tmp_path / "runs" / os.path.basename(shared))["name"] == "ddp"

@@ -1,8 +1,9 @@
-"""The examples for a cluster: files that their tools can read, with variables that exist."""
+"""The examples for clusters and schedulers: files that their tools can read, with variables that exist."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 import yaml
@@ -10,16 +11,23 @@ import yaml
 from tests.conftest import REPOSITORY
 from training_harness import layout
 
-EXAMPLES = sorted((REPOSITORY / "examples" / "cluster").iterdir())
+#: Folder of examples -> the page that describes them.
+PAGES = {"cluster": "cluster.md", "kubernetes": "schedulers.md", "ray": "schedulers.md", "slurm": "schedulers.md"}
+EXAMPLES = [path for folder in PAGES for path in sorted((REPOSITORY / "examples" / folder).iterdir())]
+DOCS = [REPOSITORY / "docs" / page for page in sorted(set(PAGES.values()))]
 KNOWN = {value for name, value in vars(layout).items() if name.endswith("_VARIABLE")}
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, REPOSITORY / "docs" / "cluster.md"], ids=lambda path: path.name)
+def name(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *DOCS], ids=name)
 def test_examples_name_only_existing_variables(path):
-    assert set(re.findall(r"TIDEGAUGE_[A-Z_]+", path.read_text())) <= KNOWN
+    assert set(re.findall(r"TIDEGAUGE_[A-Z]\w+", path.read_text())) <= KNOWN
 
 
-@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix == ".yaml"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix == ".yaml"], ids=name)
 def test_yaml_examples_parse_and_hold_no_password(path):
     assert yaml.safe_load(path.read_text())
     for line in path.read_text().splitlines():
@@ -31,7 +39,12 @@ def test_yaml_examples_parse_and_hold_no_password(path):
             assert "${" in line, line
 
 
-def test_docs_page_links_to_every_example():
-    page = (REPOSITORY / "docs" / "cluster.md").read_text()
-    for path in EXAMPLES:
-        assert f"examples/cluster/{path.name})" in page
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.suffix in (".sh", ".sbatch")], ids=name)
+def test_shell_examples_parse(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
+def test_a_docs_page_links_to_every_example(path):
+    page = (REPOSITORY / "docs" / PAGES[path.parent.name]).read_text()
+    assert f"examples/{name(path)})" in page

@@ -3,7 +3,8 @@
 Limits and quotas come from the control groups of the command, version 1 or 2 (the kernel's cgroup-v1/memory and
 cgroup-v2 documents). A limit binds wherever it stands between the process's own group and the root (SLURM and
 Kubernetes put it on a parent), so every level counts. In a container the path in /proc/PID/cgroup may be the host's
-while the mount shows the container's own group as its root; then the mount itself is the level.
+while the mount shows the container's own group as its root; then the mount itself is the level. A collector in a
+container beside that of the training sees the training's groups and /dev/shm through /proc/PID/root.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ class HostSampler:
     def __init__(
         self, pid: int, *, root: Path = Path("/"), affinity: Callable[[int], Set[int]] = os.sched_getaffinity
     ) -> None:
-        self._pid = pid
+        #: The process whose limits count.
+        self.pid = pid
         self._root = root
         self._affinity = affinity
+        self._view = View(str(root), "self")
         #: The group whose memory limit binds; None without a limit.
         self.limit: MemoryLimit | None = None
-        self._membership = b""
+        self._found_for: tuple[int, bytes] = (pid, b"")
         self._levels: dict[str, Levels | None] = {}
         self._memory = _UNKNOWN
         self._cores_count: float | None = None
@@ -88,23 +91,25 @@ class HostSampler:
 
     def _find_groups(self) -> None:
         """Find the process's groups while it lives: version 1 shows a zombie in the root group."""
-        membership = read_file(f"{self._root}/proc/{self._pid}/cgroup")
-        stat = read_stat(f"{self._root}/proc", self._pid)
-        if membership is None or stat is None or stat.has_ended or membership == self._membership:
+        membership = read_file(f"{self._root}/proc/{self.pid}/cgroup")
+        stat = read_stat(f"{self._root}/proc", self.pid)
+        if membership is None or stat is None or stat.has_ended or (self.pid, membership) == self._found_for:
             return
-        self._membership = membership
+        self._found_for = self.pid, membership
+        self._view = _view_of(self._root, self.pid)
         for controller in ("memory", "cpu"):
-            levels = find_levels(controller, membership, self._root)
+            levels = find_levels(controller, membership, self._root, self._view)
             self._levels[controller] = levels or self._levels.get(controller)
 
     def _limit(self, levels: Levels, binding: tuple[int, str] | None) -> MemoryLimit | None:
-        member = _membership("memory", self._membership)
+        member = _membership("memory", self._found_for[1])
         if binding is None or member is None:
             return None
         limit_bytes, directory = binding
         # A mount in a container shows its own group as the root: then there is one level, and its path is whole.
         above = levels.directories.index(directory)
-        parts = [part for part in member[1].split("/") if part]
+        # The path from the group of another container to this one says nothing about either.
+        parts = [] if "/../" in member[1] else [part for part in member[1].split("/") if part]
         return MemoryLimit("/" + "/".join(parts[: len(parts) - above]), limit_bytes, self._container())
 
     def _container(self) -> str | None:
@@ -113,12 +118,12 @@ class HostSampler:
             "docker": ".dockerenv",
             "podman": "run/.containerenv",
         }
-        root = f"{self._root}/proc/{self._pid}/root"
+        root = f"{self._root}/proc/{self.pid}/root"
         return next((name for name, mark in marks.items() if os.path.exists(f"{root}/{mark}")), None)
 
     def _usable_cores(self) -> float | None:
         try:
-            cores_count = float(len(self._affinity(self._pid)))
+            cores_count = float(len(self._affinity(self.pid)))
         except OSError:  # The command has ended.
             return self._cores_count
         levels = self._levels.get("cpu")
@@ -128,7 +133,7 @@ class HostSampler:
 
     def _shm(self) -> Sample:
         try:
-            shm = os.statvfs(self._root / "dev/shm")
+            shm = os.statvfs(f"{self._view.root}/dev/shm")
         except OSError:
             return {}
         return {
@@ -161,6 +166,17 @@ def _avg10(text: bytes, kind: bytes) -> float | None:
     return float(percent[0]) / 100 if percent else None
 
 
+class View(NamedTuple):
+    """The files as a process sees them: their root, and the name in /proc that has the table of mounts."""
+
+    root: str
+    process: str
+
+    def mounts(self, root: Path) -> bytes:
+        """Return the table of mounts; `root` holds proc."""
+        return read_file(f"{root}/proc/{self.process}/mountinfo") or b""
+
+
 class Levels(NamedTuple):
     """Directories from a process's own group up to the visible root; `version` is 1 or 2."""
 
@@ -176,13 +192,16 @@ class MemoryLimit(NamedTuple):
     container: str | None
 
 
-def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> Levels | None:
+def find_levels(
+    controller: str, membership: bytes, root: Path = Path("/"), view: View | None = None
+) -> Levels | None:
     """Find the groups of a process under one controller (`memory`, `cpu`).
 
     Args:
         controller: its name; a version 1 hierarchy that has it comes before version 2.
         membership: content of the process's /proc/PID/cgroup.
         root: root of the file system that holds proc and the mounts.
+        view: the files as the process sees them. They count if this process's own mounts do not show the group.
 
     Returns:
         None if the group is gone, or no hierarchy is mounted.
@@ -193,11 +212,14 @@ def find_levels(controller: str, membership: bytes, root: Path = Path("/")) -> L
     version, path = member
     if path.endswith(" (deleted)"):
         return None
-    mount = _mount(controller, version, path, read_file(f"{root}/proc/self/mountinfo") or b"")
+    own = View(str(root), "self")
+    files, mount = own, _mount(controller, version, path, own.mounts(root))
+    if view is not None and view != own and (mount is None or not _shows(mount[0], path)):
+        files, mount = view, _mount(controller, version, path, view.mounts(root))
     if mount is None:
         return None
     mount_root, mount_point = mount
-    top = f"{root}/{mount_point.lstrip('/')}"
+    top = f"{files.root}/{mount_point.lstrip('/')}"
     below_mount = path.removeprefix(mount_root.rstrip("/")) if _is_below(path, mount_root) else ""
     parts = [part for part in below_mount.split("/") if part]
     if ".." in parts or not os.path.isdir("/".join([top, *parts])):
@@ -268,6 +290,17 @@ def read_cpu_quota(levels: Levels) -> float | None:
     return min(quotas, default=None)
 
 
+def _view_of(root: Path, pid: int) -> View:
+    """Return the files as a process sees them; this process's own if its mounts are the same or can't be read."""
+    own, other = f"{root}/proc/self", f"{root}/proc/{pid}"
+    try:
+        if os.readlink(f"{own}/ns/mnt") != os.readlink(f"{other}/ns/mnt") and os.path.isdir(f"{other}/root/"):
+            return View(f"{other}/root", str(pid))
+    except OSError:
+        pass
+    return View(str(root), "self")
+
+
 def _membership(controller: str, text: bytes) -> tuple[int, str] | None:
     """Parse version and path of a process's group from /proc/PID/cgroup (`id:controllers:path`)."""
     unified = None
@@ -290,6 +323,11 @@ def _mount(controller: str, version: int, path: str, text: bytes) -> tuple[str, 
             mounts.append((fields[3], fields[4]))
     matching = [mount for mount in mounts if _is_below(path, mount[0])]
     return next(iter(matching or mounts), None)
+
+
+def _shows(mount_root: str, path: str) -> bool:
+    """Return whether a mount with this root shows a group, which may be that of another container."""
+    return _is_below(path, mount_root) and ".." not in path.removeprefix(mount_root).split("/")
 
 
 def _is_below(path: str, root: str) -> bool:

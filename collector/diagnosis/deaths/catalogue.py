@@ -170,6 +170,13 @@ OOM_KILL_OF_WORKER = replace(
         RAISE_LIMIT,
     ),
 )
+#: Slurm's own count passed the job's limit, where no control group holds the limit.
+SLURM_KILL = replace(
+    OOM_KILL,
+    sentence="Slurm probably killed {what}: its job {job} used {used} of its {limit_size}. Slurm adds up the "
+    "resident memory of all processes, with shared pages in each of them.",
+    confidence=0.85,
+)
 BUS_ERROR = Death(
     kind="shm-bus-error",
     sentence="{what} was killed by SIGBUS when /dev/shm was full: {used} of {total} were in use one "
@@ -240,6 +247,12 @@ COLLECTOR_KILLED = Death(
         ),
     ),
     severity="warning",
+    confidence=0.95,
+)
+COLLECTOR_KILLED_TOO = Death(
+    kind="killed",
+    sentence="Tidegauge's collector (pid {pid}) was killed too. No record is lost.",
+    severity="info",
     confidence=0.95,
 )
 #: An attempt after which the launcher restarted all ranks, in which no rank recorded an exception.

@@ -17,7 +17,7 @@ from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.catalogue import Death
 from collector.diagnosis.deaths.cuda_oom import ended_by_cuda_oom, find_cuda_ooms
 from collector.diagnosis.deaths.dead_workers import Workers
-from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims
+from collector.diagnosis.deaths.host_oom_kill import oom_kill, oom_victims, slurm_kill, slurm_victims
 from collector.diagnosis.deaths.shm_bus_error import bus_error, bus_victims
 from collector.diagnosis.deaths.victims import Victim, main_victim, merge_workers, worker_victim
 from collector.diagnosis.run.columns import SECOND_NS, key_of, origin_ns, whole
@@ -51,8 +51,10 @@ def find_deaths(tables: RunTables) -> list[Finding]:
     findings = [oom_kill(tables, victim) for victim in merge_workers(oom)]
     bus = bus_victims(tables, victims)
     findings += [bus_error(tables, victim) for victim in merge_workers(bus)]
+    over = slurm_victims(tables, [victim for victim in victims if victim not in (*oom, *bus)])
+    findings += [slurm_kill(tables, victim) for victim in over]
     is_cancelled = bool(tables.events_of("hang-cancelled"))
-    rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus)])
+    rest = merge_workers([victim for victim in victims if victim not in (*oom, *bus, *over)])
     findings += [_kill(victim, is_cancelled=is_cancelled) for victim in rest]
     findings += find_cuda_ooms(tables)
     findings += _crashes(tables, life, victims)
@@ -177,7 +179,9 @@ def _collector_killed(life: Lifecycle, event: Mapping[str, Any]) -> Finding:
     resumed = [
         e for e in life.tables.events_of("collector-start") if e.get("resumed") and e["time_ns"] > event["time_ns"]
     ]
-    return catalogue.COLLECTOR_KILLED.finding(
+    died_too = life.mains and life.status() == "killed" and not stops
+    death = catalogue.COLLECTOR_KILLED_TOO if died_too else catalogue.COLLECTOR_KILLED
+    return death.finding(
         locus=Locus(host=event.get("host"), role="collector", pid=whole(event.get("pid"))),
         evidence=(
             fact("collector_stop_count", len(stops), "events after its start"),

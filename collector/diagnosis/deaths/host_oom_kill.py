@@ -1,4 +1,8 @@
-"""Find the victims that the kernel killed for lack of memory, by its own count."""
+"""Find the victims that the kernel killed for lack of memory, by its own count, and those of Slurm's own limit.
+
+Where no control group holds the limit of a Slurm job (`OverMemoryKill`), Slurm adds up the resident memory of the
+job's processes every few seconds, and kills all of them, the collector too. No kernel counts such a kill.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,22 @@ import numpy.typing as npt
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.deaths.victims import Victim
-from collector.diagnosis.run.columns import floats, host_samples, peak
+from collector.diagnosis.run.columns import MIB, SECOND_NS, floats, host_samples, peak, sampled_on
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
-from collector.diagnosis.run.limit_owner import LimitOwner, limit_owner
+from collector.diagnosis.run.limit_owner import SLURM_REMEDY, LimitOwner, limit_owner
 from collector.diagnosis.run.processes import fact, last_bytes
 from collector.diagnosis.run.tables import RunTables
-from collector.findings import Advice, Finding, Limit
+from collector.findings import Finding, Limit
 from collector.units import size
 
 #: Ticks by which the reading of the kill counter may differ from that of a process's end.
 _MARGIN_TICKS = 5
 #: Share of the limit from which memory counts as short: the peak that kills may fall between two ticks.
 _SHORT_RATIO = 0.85
+#: Share of the limit that the last samples have to show: the peak that kills may fall after them.
+_SLURM_RATIO = 0.9
+#: Seconds before the victim's last sign of life of which samples count.
+_LAST_SECONDS = 5.0
 
 
 def oom_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
@@ -117,9 +125,7 @@ def oom_kill(tables: RunTables, victim: Victim) -> Finding:
         the_limit=_limit_words(limit, owner),
         this_one=f" (this one {size(held)})" if held else "",
     )
-    return (
-        finding if owner is None or owner.remedy is None else replace(finding, advice=_with_remedy(finding, owner))
-    )
+    return finding if owner is None or owner.remedy is None else _with_remedy(finding, owner.remedy)
 
 
 def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:
@@ -128,8 +134,60 @@ def _limit_words(limit_bytes: float, owner: LimitOwner | None) -> str:
     return f", the limit is {size(limit_bytes)}{f' ({owner.words})' if owner else ''}"
 
 
-def _with_remedy(finding: Finding, owner: LimitOwner) -> tuple[Advice, ...]:
-    """Return the advice with the way in which this owner's limit is raised in place of the general one."""
+def _with_remedy(finding: Finding, remedy: str) -> Finding:
+    """Return the finding with the way in which its limit is raised in place of the general advice."""
     general = catalogue.RAISE_LIMIT
-    remedy = replace(general, text=owner.remedy or general.text)
-    return tuple(remedy if advice == general else advice for advice in finding.advice)
+    advice = (replace(general, text=remedy) if item == general else item for item in finding.advice)
+    return replace(finding, advice=tuple(advice))
+
+
+def slurm_victims(tables: RunTables, victims: Sequence[Victim]) -> list[Victim]:
+    """Return the killed training processes whose Slurm job had met its limit of memory."""
+    return [
+        victim
+        for victim in victims
+        if victim.signal in (None, SIGKILL)
+        and victim.exit_code is None
+        and victim.locus.role != "worker"
+        and _used_bytes(tables, victim) >= _SLURM_RATIO * (slurm_limit_bytes(tables, victim.main[0]) or math.inf)
+    ]
+
+
+def slurm_limit_bytes(tables: RunTables, host: str) -> int | None:
+    """Return the job's limit on the host that made the run; None without one, or if a control group holds it."""
+    slurm = tables.manifest.get("slurm") or {}
+    if host != tables.manifest.get("host") or binding_limit(tables, host)[0] == "cgroup":
+        return None
+    per_node, per_core, cores = (
+        int(text) if (text := str(slurm.get(f"SLURM_{name}", ""))).isdecimal() else 0
+        for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
+    )
+    return (per_node or per_core * cores) * MIB or None
+
+
+def slurm_kill(tables: RunTables, victim: Victim) -> Finding:
+    """Return the finding on a victim of Slurm's limit."""
+    used, limit = _used_bytes(tables, victim), slurm_limit_bytes(tables, victim.main[0]) or 0
+    finding = catalogue.SLURM_KILL.finding(
+        locus=victim.locus,
+        since_step=victim.since_step,
+        evidence=(
+            fact("job_rss_bytes", used, f"peak of the last {_LAST_SECONDS:.0f} s, all processes of the run"),
+            *victim.evidence,
+        ),
+        limit=Limit(name="Slurm", value=float(limit), unit="bytes"),
+        what=victim.what,
+        job=tables.manifest["slurm"].get("SLURM_JOB_ID", "?"),
+        used=size(used),
+        limit_size=size(limit),
+    )
+    return _with_remedy(finding, SLURM_REMEDY)
+
+
+def _used_bytes(tables: RunTables, victim: Victim) -> float:
+    """Return the largest sum of resident memory at one moment of the victim's last seconds."""
+    rows = sampled_on(tables, victim.main[0])
+    times = floats(rows, "time_ns")
+    rows = rows[(times >= victim.last_seen_ns - _LAST_SECONDS * SECOND_NS) & (times <= victim.gone_ns)]
+    sums = rows.assign(rss_bytes=floats(rows, "rss_bytes")).groupby("time_ns")["rss_bytes"].sum()
+    return float(sums.max()) if len(sums) else 0.0

@@ -15,7 +15,7 @@ class LimitOwner(NamedTuple):
     remedy: str | None
 
 
-_SLURM = "Ask Slurm for more memory: sbatch --mem=SIZE, or --mem-per-cpu"
+SLURM_REMEDY = "Ask Slurm for more memory: sbatch --mem=SIZE, or --mem-per-cpu"
 _KUBERNETES = "Raise resources.limits.memory of the container in the pod's specification"
 _DOCKER = "Raise the container's limit: docker run --memory=SIZE"
 _PODMAN = "Raise the container's limit: podman run --memory=SIZE"
@@ -24,7 +24,7 @@ _SYSTEMD = "Raise MemoryMax= of that unit"
 #: Slurm: cgroup.html and the cgroup/v2 plugin; Kubernetes: pkg/kubelet/cm; Docker and Podman: runc's and systemd's
 #: cgroup drivers; PBS: the cgroups hook.
 _FORMS = (
-    (re.compile(r"slurm.*/job_(\d+)"), "Slurm job {}", _SLURM),
+    (re.compile(r"slurm.*/job_(\d+)"), "Slurm job {}", SLURM_REMEDY),
     (re.compile(r"kubepods.*pod([0-9a-f]{8})"), "Kubernetes pod {}…", _KUBERNETES),
     (re.compile(r"(?:/docker/|docker-)([0-9a-f]{12})"), "Docker container {}", _DOCKER),
     (re.compile(r"libpod-(?:payload-)?([0-9a-f]{12})"), "Podman container {}", _PODMAN),

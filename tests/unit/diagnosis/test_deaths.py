@@ -168,8 +168,9 @@ def test_training_worker_and_collector_killed_together_are_all_named():
     assert set(deaths(script)) == {
         ("killed", "main", None, "critical"),
         ("worker-killed", "worker", 1, "critical"),
-        ("killed", "collector", None, "warning"),
+        ("killed", "collector", None, "info"),
     }
+    assert not any("unharmed" in finding.summary for finding in diagnose(script.tables()).findings)
 
 
 def test_a_killed_collector_leaves_the_training_unharmed():
@@ -243,6 +244,33 @@ def test_a_memory_kill_names_whose_limit_it_was_and_how_to_raise_it(path, contai
     (found,) = [finding for finding in diagnose(script.tables()).findings if finding.kind == "host-oom-kill"]
     assert f"the limit is 1 GiB ({words}" in found.summary
     assert any(remedy in advice.text for advice in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "limit", "kind"),
+    [
+        ({"SLURM_MEM_PER_NODE": "1000"}, None, "host-oom-kill"),
+        ({"SLURM_MEM_PER_CPU": "250", "SLURM_CPUS_ON_NODE": "4"}, None, "host-oom-kill"),
+        ({"SLURM_MEM_PER_NODE": "2000"}, None, "killed"),
+        ({"SLURM_MEM_PER_NODE": "0"}, None, "killed"),
+        ({"SLURM_MEM_PER_CPU": "250"}, None, "killed"),
+        ({"SLURM_MEM_PER_NODE": "1000"}, 1000 * MIB, "killed"),  # a control group holds it, and counted no kill
+        ({}, None, "killed"),
+    ],
+)
+def test_a_job_killed_at_slurms_own_limit_died_for_lack_of_memory(slurm, limit, kind):
+    script = end_workers(training(), 0, 1, reason="parent-gone")
+    seconds = [script.now_seconds - at for at in (3, 2, 1)]
+    sample_host(script, seconds, demand=[900 * MIB] * 3, limit=limit)
+    held = [500 * MIB] * 3
+    sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
+    sample_process(script, seconds, WORKERS[0], ROLE_WORKER, private=held, rss=held, loader=0, worker=0)
+    script.manifest |= {"host": "node", "slurm": {"SLURM_JOB_ID": "4711", **slurm}}
+    found = [f for f in diagnose(end_run(script).tables()).findings if f.locus.role == "main" and f.kind in DEATHS]
+    assert [finding.kind for finding in found] == [kind]
+    if kind == "host-oom-kill":
+        assert "its job 4711 used 1000 MiB of its 1000 MiB" in found[0].summary
+        assert any("sbatch --mem" in advice.text for advice in found[0].advice)
 
 
 def test_earlier_oom_kills_are_not_blamed():
