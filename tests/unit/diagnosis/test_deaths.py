@@ -15,7 +15,7 @@ from simulated_runs import (
 )
 
 from collector.diagnosis.verdict import diagnose
-from training_harness.records import ROLE_MAIN, ROLE_WORKER
+from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
 
 COLLECTOR = ("node", 90, 4900)
 WORKERS = [("node", 1000 + worker, 7000 + worker) for worker in range(2)]
@@ -262,9 +262,10 @@ def test_a_job_killed_at_slurms_own_limit_died_for_lack_of_memory(slurm, limit, 
     script = end_workers(training(), 0, 1, reason="parent-gone")
     seconds = [script.now_seconds - at for at in (3, 2, 1)]
     sample_host(script, seconds, demand=[900 * MIB] * 3, limit=limit)
-    held = [500 * MIB] * 3
+    held, collector = [400 * MIB] * 3, [200 * MIB] * 3
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=held, rss=held)
     sample_process(script, seconds, WORKERS[0], ROLE_WORKER, private=held, rss=held, loader=0, worker=0)
+    sample_process(script, seconds, COLLECTOR, ROLE_COLLECTOR, private=collector, rss=collector)
     script.manifest |= {"host": "node", "slurm": {"SLURM_JOB_ID": "4711", **slurm}}
     found = [f for f in diagnose(end_run(script).tables()).findings if f.locus.role == "main" and f.kind in DEATHS]
     assert [finding.kind for finding in found] == [kind]
