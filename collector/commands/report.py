@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,13 +247,13 @@ def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
 
 
 def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
-    from collector.report.card import card, dashboard_command
+    from collector.report.card import card, command_for
 
     return card(
         verdict,
         run_id=run.run_id,
         name=run.name,
-        dashboard=dashboard_command(home, home_path()),
+        command=partial(command_for, home, home_path()),
         verbose=verbose,
     )
 

@@ -72,7 +72,7 @@ def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, ho
     table = at.dataframe[0].value
     assert table.columns[:2].tolist() == ["Process", "Slope"]
     slopes = table.set_index("Process")["Slope"]
-    assert abs(per_minute(slopes["main"])) < 5
+    assert abs(per_minute(slopes["training process"])) < 5
     assert slopes["loader 0 worker 2"] == "—"
     assert "collector" not in slopes  # its memory is on Agent health
     assert "from the first step (2.1 s to 42 s)" in texts(at)

@@ -170,7 +170,7 @@ def test_every_caption_has_a_sample_count():
 
 def test_traces_have_the_terms_of_the_glossary():
     named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
-    assert named["by role"] == ["main", "workers"]
+    assert named["by role"] == ["training process", "workers"]
     assert named["steps"] == ["data wait", "step"]
     assert named["stages"] == ["worker idle", "__getitem__", "collate"]
     assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
@@ -259,9 +259,9 @@ def test_stack_has_a_gap_where_samples_are_missing():
         title="?",
     ).figure
     assert [(part.name, len(part.x), part.showlegend) for part in figure.data] == [
-        ("main", 50, True),
+        ("training process", 50, True),
         ("workers", 50, True),
-        ("main", 30, False),
+        ("training process", 30, False),
         ("workers", 30, False),
     ]
     assert len({part.stackgroup for part in figure.data}) == 2
@@ -448,7 +448,7 @@ def test_flame_graph_by_stage_has_the_stages_on_top():
         for label, parent, value in zip(trace.labels, trace.parents, trace.values, strict=True)
         if parent == "0"
     }
-    assert top == {"decode": 60, "rest of the dataset": 31, "collate": 9}
+    assert top == {"decode": 60, "dataset code": 31, "collate": 9}
     assert awaited.has_stages(_awaited())
     assert "decode, 60%" in chart.takeaway
 

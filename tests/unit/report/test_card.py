@@ -128,7 +128,7 @@ def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool =
             made,
             run_id="20261121-101500-demo-1a2b",
             name="demo",
-            dashboard="tidegauge dashboard",
+            command=lambda *words: " ".join(["tidegauge", *words]),
             verbose=verbose,
         )
     )
@@ -334,10 +334,10 @@ def test_json_report_has_the_documented_form():
 def test_dashboard_command_names_the_home_of_the_run(monkeypatch):
     beside = Path(sys.executable).with_name("tidegauge")
     monkeypatch.setenv("PATH", "/nothing/here")
-    assert report.dashboard_command(Path("/a"), Path("/a")) == shlex.join([str(beside), "dashboard"])
+    assert report.command_for(Path("/a"), Path("/a"), "dashboard") == shlex.join([str(beside), "dashboard"])
     monkeypatch.setenv("PATH", str(beside.parent))
-    assert report.dashboard_command(Path("/a"), Path("/a")) == "tidegauge dashboard"
-    assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"
+    assert report.command_for(Path("/a"), Path("/a"), "dashboard") == "tidegauge dashboard"
+    assert report.command_for(Path("/b c"), Path("/a"), "dashboard") == "tidegauge dashboard --home '/b c'"
 
 
 def test_card_with_an_unhealthy_finding_has_no_all_clear():
