@@ -234,7 +234,7 @@ def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbos
     """Print the card."""
     from collector.report.terminal import Terminal
 
-    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose))
+    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose), crop=False)
 
 
 def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
@@ -242,7 +242,7 @@ def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     from collector.report.terminal import Terminal
 
     stream = io.StringIO()
-    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home, verbose=verbose))
+    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home, verbose=verbose), crop=False)
     return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
 
 
