@@ -183,8 +183,10 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
     table = pd.DataFrame(columns)
     numbers = [name for name in table.columns if name in ("Peak", "GPU peak", "Data wait", "Steps") or "/s" in name]
     table[numbers] = table[numbers].astype(float)
-    optional = ("GPU peak", "Tags", "Note")
-    return table.drop(columns=[name for name in optional if not table[name].replace("", None).notna().any()])
+    optional = ("GPU peak", "Tags", "Note", "Pinned", "Commit")
+    return table.drop(
+        columns=[name for name in optional if (table[name].isna() | table[name].isin(["", False])).all()]
+    )
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

@@ -115,8 +115,7 @@ def words(measure: Measure, first: Measure | None = None) -> str:
     if change is not None and first is not None:  # Shares differ in points: 577 % more than 2 % says little.
         points = 100 * ((measure.value or 0.0) - (first.value or 0.0))
         details.append(f"{points:+z.1f} points" if measure.unit == "ratio" else f"{change:+z.1%}")
-    is_single = measure.unit in ("count", "seconds")  # the steps of a run, and its duration
-    details += [f"n = {measure.n:,}"] if measure.n is not None and not is_single else []
+    details += [f"n = {measure.n:,}"] if measure.n is not None else []
     text = quantity(measure.value, measure.unit)
     return f"{text} ({', '.join(details)})" if details else text
 

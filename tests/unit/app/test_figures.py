@@ -209,6 +209,16 @@ def test_rss_is_labelled_rss():
     assert "shared pages" in chart.caption
 
 
+def test_training_process_has_its_colour_and_no_two_lines_look_alike():
+    names = [*(f"rank {rank} training process" for rank in range(8)), "loader 0 worker 0", "training process"]
+    points = pd.concat([_lines([1.0, 2.0], series=name).points for name in names])
+    places = pd.concat([_places(series=name) for name in names])
+    lines = Lines(points=points, samples_count=len(points))
+    drawn = memory.per_process(lines, places, LIGHT, metric="private_dirty_bytes").figure.data
+    assert drawn[0].line.color == LIGHT.main
+    assert len({(line.line.color, line.line.dash) for line in drawn}) == len(names)
+
+
 def test_a_restarted_worker_has_a_gap_and_a_mark():
     places = pd.concat([_places(), _places(restart=True, first_seconds=2.0)])
     chart = memory.per_process(
