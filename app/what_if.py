@@ -106,7 +106,7 @@ def _metrics(outlook: Forecast, chosen: Option, of: str) -> list[Metric]:
     full = f"; up to {size(chosen.most_bytes)} while training pauses" if is_known(chosen.most_bytes) else ""
     return [
         Metric(f"Throughput{of}", f"{number(rates[0])} {unit}", now),
-        Metric("90 % interval", f"{number(rates[1])} to {number(rates[2])} {unit}", "Of the throughput"),
+        Metric("90% interval", f"{number(rates[1])} to {number(rates[2])} {unit}", "Of the throughput"),
         *_undecided_rates(chosen, per_batch, unit),
         Metric(
             "Waiting, predicted",

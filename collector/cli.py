@@ -30,7 +30,7 @@ def cli(context: click.Context) -> None:
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion of this command for a shell: eval "$(tidegauge completion bash)"."""
+    """Print the completion for a shell. Use: eval "$(tidegauge completion bash)"."""
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "tidegauge", "_TIDEGAUGE_COMPLETE").source())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,13 @@ from app.figures.base import DASHES, TimeChart, Trace, limit, line, marks, over_
 from app.figures.samples import pauses, sample_line, stack, with_gaps
 from app.format import byte_axis
 from app.theme import Theme
-from collector.store.queries import Lines
+from collector.store.queries import MAIN_PLACE, Lines
 from collector.units import count, growth, is_known, percent, size
 
 #: column of `process` -> its name on an axis.
 METRIC_WORDS = {"pss_bytes": "PSS", "private_dirty_bytes": "private dirty", "rss_bytes": "RSS"}
 #: role, as in `queries.memory_by_role` -> name of its processes in a figure.
-ROLE_WORDS = {"main": "main", "worker": "workers", "other": "other"}
+ROLE_WORDS = {"main": MAIN_PLACE, "worker": "workers", "other": "other"}
 #: limit of `queries.HOST_LIMITS` -> its name.
 LIMIT_WORDS = {"cgroup": "cgroup memory", "host": "host memory", "shm": "/dev/shm"}
 #: Factor above the peak at which a limit would press the lines flat: only the caption names it then.
@@ -129,10 +129,10 @@ def _is_near(peak: float, capacity_bytes: float | None) -> bool:
 def open_files(lines: Lines, theme: Theme, *, limit_count: float) -> TimeChart:
     """Draw open files of processes, and their limit if a process comes within a factor of three of it."""
     figure = over_time(theme, y_title="open files (count)")
-    for place, (name, points) in enumerate(lines.points.groupby("series")):
+    by_place = {str(name): points for name, points in lines.points.groupby("series")}
+    for place, (name, colour, _) in enumerate(_colours(by_place, theme)):
         style = {"dash": DASHES[place % len(DASHES)]}
-        colour = theme.series[place % len(theme.series)]
-        figure.add_trace(sample_line(str(name), points, colour, "files", line=style))
+        figure.add_trace(sample_line(name, by_place[name], colour, "files", line=style))
     peak = lines.points["value"].max()
     if peak * 3 > limit_count:
         limit(figure, limit_count, f"limit {count(limit_count)}", theme)
@@ -170,10 +170,9 @@ def per_process(
     figure = over_time(theme, y_title=y_title, height=400)
     restarts = 0
     names = [name for name in places["series"].unique() if any(name in part for part in parts.values())]
-    for number, name in enumerate(names):
+    for name, colour, turn in _colours(names, theme):
         starts = places.loc[(places["series"] == name) & places["restart"], "first_seconds"].sort_values().tolist()
-        colour = theme.series[number % len(theme.series)]
-        dash = DASHES[number // len(theme.series) % len(DASHES)]
+        dash = DASHES[turn % len(DASHES)]
         of_place = {kind: part[name] for kind, part in parts.items() if name in part}
         style = {"color": colour, "dash": dash}
         figure.add_traces([*_place_traces(str(name), of_place, starts, scale, unit, style)])
@@ -188,6 +187,19 @@ def per_process(
         )
     caption += f" {restarts:,} worker restarts (▲)." if restarts else ""
     return TimeChart(title=title, figure=figure, caption=caption, takeaway=_fastest(places, metric))
+
+
+def _colours(names: Iterable[str], theme: Theme) -> Iterator[tuple[str, str, int]]:
+    """Yield each place with its colour, and how often that was used before: the training process has its own."""
+    others = [colour for colour in theme.series if colour != theme.main]
+    taken, has_main = 0, False
+    for name in names:
+        if name.endswith(MAIN_PLACE) and not has_main:
+            has_main = True
+            yield name, theme.main, 0
+        else:
+            yield name, others[taken % len(others)], taken // len(others)
+            taken += 1
 
 
 def unread(places: pd.DataFrame, metric: str) -> str:

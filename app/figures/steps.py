@@ -110,7 +110,7 @@ def above(steps: pd.DataFrame, bound: float, *, of: str = "") -> str:
 
 def _about(step: float) -> str:
     """Return where a point for several steps is, in words, from the number of the first of them."""
-    return f"after about {step:,.0f} steps" if step else "in the first steps"
+    return f"after about {step:,.0f} steps" if step > 1 else "in the first steps"
 
 
 def step_times(runs: Mapping[str, pd.DataFrame], theme: Theme, *, axis: Axis) -> Chart:

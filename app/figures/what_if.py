@@ -25,7 +25,7 @@ def by_workers(
     figure.add_trace(
         {
             "type": "scatter",
-            "name": "90 % interval",
+            "name": "90% interval",
             "x": np.concatenate([x, x[::-1]]),
             "y": np.concatenate([high, low[::-1]]).astype(np.float32),
             "fill": "toself",
@@ -111,7 +111,7 @@ def rate_unit(outlook: Forecast) -> tuple[float, str]:
 
 
 def _interval(option: Option, per_batch: float) -> str:
-    return f"(90 % interval {number(option.low * per_batch)} to {number(option.high * per_batch)})"
+    return f"(90% interval {number(option.low * per_batch)} to {number(option.high * per_batch)})"
 
 
 def _with_texts(trace: Trace, texts: Sequence[str]) -> Trace:

@@ -204,14 +204,14 @@ def _shares(
             "marker": {"pattern": pattern(shape, theme)},
             "customdata": (parts_ms[column] / split["n"]).to_numpy(dtype=np.float32),
         }
-        hover = "%{x:.1f} %, %{customdata:,.4~g} ms per batch"
+        hover = "%{x:.1f}%, %{customdata:,.4~g} ms per batch"
         figure.add_trace(bar(name, names, of_total, getattr(theme, colour), hover, **more))
     figure.update_layout(barmode="stack", bargap=0.25, hovermode="y unified")
     name_rows(figure, names)
     figure.update_xaxes(range=[0, 100])
     totals_ms = parts_ms.sum()
     shares = totals_ms / totals_ms.sum() * 100
-    takeaway = ", ".join(f"{name} {shares[column]:.0f} %" for column, (name, _, _) in parts.items())
+    takeaway = ", ".join(f"{name} {shares[column]:.0f}%" for column, (name, _, _) in parts.items())
     return Chart(title=title, figure=figure, caption=caption, takeaway=f"Over all workers: {takeaway}.")
 
 

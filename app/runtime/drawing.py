@@ -162,7 +162,7 @@ class Drawing:
             words = [self.run.name, f"ended {ago(time.time() - as_of / 1e9)}"]
             dates = _dates(content.manifest, reach)
         if reach is not None:
-            words.append(f"{reach.records_count:,} samples")
+            words.append(f"{reach.records_count:,} records")
         if running and age_seconds is not None:
             words.append(f"newest record {age_seconds:.1f} s old")
         if self.live and content.verdict.age_seconds > OLD_SECONDS:

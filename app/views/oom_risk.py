@@ -29,11 +29,14 @@ from collector.units import MISSING, is_known, number, percent, size
 
 #: limit of `queries.HOST_LIMITS` -> kind of finding that forecasts it
 FORECASTS = {"cgroup": "host-oom-risk", "host": "host-oom-risk", "shm": "shm-exhaustion-risk"}
+#: limit of `queries.HOST_LIMITS` -> kind of finding that a process died of it
+_DEATHS = {"cgroup": "host-oom-kill", "host": "host-oom-kill", "shm": "shm-bus-error"}
 ABOUT_CGROUPS = "Peak: over the whole run. A cgroup counts page cache too, most of which the kernel can drop."
 ABOUT_GPUS = (
     "GPU peak: the largest of the driver's samples, the use at an out-of-memory error, and the peak of reserved "
     "that PyTorch counts. Last: while processes of the run used the GPU."
 )
+NO_FORECAST = "No limit is forecast to be met."
 NO_GPU = Note("CPU-only run: it used no CUDA device, so there are no GPU figures.")
 #: Kinds of findings, other than forecasts, whose evidence is on this page.
 _OTHER_KINDS = ("cuda-oom", "host-oom-kill", "worker-killed", "shm-bus-error", "fd-leak", "shm-leak")
@@ -134,9 +137,10 @@ def _device_limits(moment: Moment) -> Iterator[_Limit]:
 def _host_limits(moment: Moment) -> Iterator[_Limit]:
     table = queries.host_limits(moment.snapshot)
     for _, row in table.iterrows():
-        finding = _forecast(moment, FORECASTS[row["limit"]], row["host"])
-        if finding and finding.limit and (finding.limit.name == "cgroup") != (row["limit"] == "cgroup"):
-            finding = None  # the forecast is for the limit that binds
+        kinds = (_DEATHS[row["limit"]], FORECASTS[row["limit"]])
+        findings = (_forecast(moment, kind, row["host"]) for kind in kinds)
+        # A finding is about the limit that binds.
+        finding = next((each for each in findings if each and _is_about(each, row["limit"])), None)
         yield _Limit(
             name=limit_name(row, table),
             capacity=row["capacity_bytes"],
@@ -156,6 +160,11 @@ def _file_limits(moment: Moment) -> Iterator[_Limit]:
             met=_when(_forecast(moment, "fd-exhaustion-risk"), moment, row["limit_count"]),
             is_count=True,
         )
+
+
+def _is_about(finding: Finding, limit: str) -> bool:
+    """Return True if a finding on the host's memory is not on the other one of its limits."""
+    return not finding.limit or (finding.limit.name == "cgroup") == (limit == "cgroup")
 
 
 def _forecast(moment: Moment, kind: str, host: str | None = None, device: int | None = None) -> Finding | None:
@@ -182,7 +191,8 @@ def _row(limit: _Limit) -> dict[str, str]:
 def _answer(moment: Moment) -> str:
     """Return the gravest finding, or the limit that came nearest."""
     ratios = [(limit.peak_ratio, limit) for limit in _limits(moment) if is_known(limit.peak_ratio)]
-    nothing = "No limit is forecast to be met."
+    grows = any(finding.eta for finding in moment.findings)
+    nothing = "No warning: the growth so far is small against the room left." if grows else NO_FORECAST
     if ratios:
         ratio, nearest = max(ratios, key=lambda pair: pair[0])
         capacity = f"{number(nearest.capacity)} files" if nearest.is_count else size(nearest.capacity)
@@ -194,6 +204,8 @@ def _when(finding: Finding | None, moment: Moment, capacity: float) -> str:
     if finding and finding.kind == "cuda-oom":  # its limit may be a share of the device
         how = "training ended" if finding.severity == "critical" else "error caught"
         return f"met: {size(finding.limit.value)}, {how}" if finding.limit else f"met: {how}"
+    if finding and finding.kind in _DEATHS.values():
+        return "met: a process was killed"
     if finding and finding.eta:
         time_left = report.eta(finding.eta).partition(" (")[0]  # the finding has the rest
         return f"in {time_left}" if moment.is_running else f"not met: {time_left} were left"

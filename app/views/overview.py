@@ -28,8 +28,8 @@ def _answer(moment: Moment) -> str:
     if ending is not None:
         return answer(moment.findings, report.unexplained_end(ending.record.exit_status))
     is_calm = all(finding.is_healthy for finding in moment.findings)
-    calm = "Nothing needs attention" if is_calm else "No warnings, and what is worth knowing below"
-    return answer(moment.findings, f"{calm}{' so far' if moment.is_running else ''}.")
+    calm = "Nothing needs attention" if is_calm else "No warnings. The findings below are information"
+    return answer(moment.findings, f"{calm}{' so far' if moment.is_running and is_calm else ''}.")
 
 
 def _checks(moment: Moment) -> Iterator[Block]:

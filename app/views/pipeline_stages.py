@@ -69,8 +69,9 @@ def _table(moment: Moment) -> Iterator[Block]:
     total_seconds = stall["wait_seconds"]
     yield moment.table(
         "stages",
-        f"{_scope(stall)} Waited for: what the awaited worker was doing. Target per batch: the time at which "
-        "training hardly waits; —: this stage alone is not enough, or it is not known.",
+        f"{_scope(stall)} Wait: time that training waited while the awaited worker did this. "
+        "Target per batch: the time at which training hardly waits; —: this stage alone is not enough, or it is "
+        "not known.",
         {
             "Stage": [report.part(name) for name in rows["stage"]],
             "Where": [_where(row) for row in rows.itertuples()],
@@ -79,9 +80,9 @@ def _table(moment: Moment) -> Iterator[Block]:
             "Calls per batch": [number(value) for value in rows["calls_per_batch"]],
             "Calls": [number(value) for value in rows["calls"]],
             "CPU": [percent(value) for value in rows["cpu_ratio"]],
-            "Of the fetch": [percent(value) for value in rows["fetch_ratio"]],
-            "Waited for": [duration(value) for value in rows["seconds"]],
-            "Of the waiting": [
+            "Share of fetch": [percent(value) for value in rows["fetch_ratio"]],
+            "Wait": [duration(value) for value in rows["seconds"]],
+            "Share of wait": [
                 percent(value / total_seconds) if total_seconds else MISSING for value in rows["seconds"]
             ],
             "Target per batch": [duration(value) for value in rows["enough_seconds"]],
@@ -97,7 +98,7 @@ def _scope(stall: WaitSummary) -> str:
 
 def _where(row: Any) -> str:
     if row.stage in WAIT_PARTS and pd.isna(row.batch_ms):
-        return "around it"
+        return "outside"
     return "fetch" if row.in_fetch else "training loop"
 
 

@@ -51,7 +51,7 @@ def _facts(moment: Moment) -> Iterator[Block]:
         if _goes_on(moment)
         else [
             Metric("Ended with", ended, "Exit status or signal of the command"),
-            Metric("Lasted", duration(verdict.duration_seconds), "Time from the start of the run to its end"),
+            Metric("Duration", duration(verdict.duration_seconds), "Time from the start of the run to its end"),
         ]
     )
     yield Metrics(

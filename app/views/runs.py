@@ -183,9 +183,10 @@ def run_rows(entries: Sequence[report.ListEntry], zone: Any) -> pd.DataFrame:
     table = pd.DataFrame(columns)
     numbers = [name for name in table.columns if name in ("Peak", "GPU peak", "Data wait", "Steps") or "/s" in name]
     table[numbers] = table[numbers].astype(float)
-    if table["GPU peak"].isna().all():
-        table = table.drop(columns="GPU peak")
-    return table
+    optional = ("GPU peak", "Tags", "Note", "Pinned", "Commit")
+    return table.drop(
+        columns=[name for name in optional if (table[name].isna() | table[name].isin(["", False])).all()]
+    )
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
@@ -241,7 +242,7 @@ def _pick_runs(shown: Sequence[report.ListEntry]) -> list[report.ListEntry]:
                 format="%.2f GiB", width=85, help="Most memory that PyTorch's allocator reserved on a device"
             ),
             **rates,
-            "Data wait": config.NumberColumn(format="%.0f %%", width=80),
+            "Data wait": config.NumberColumn(format="%.0f%%", width=80),
             "Steps": config.NumberColumn(format="localized", width=70),
             "Duration": config.TextColumn(width=100),
             "Pinned": config.CheckboxColumn(width=65, help="A pinned run is never deleted"),

@@ -145,8 +145,7 @@ def _lines(moment: Moment) -> Iterator[Block]:
         for finding in moment.findings
     ):
         yield Note(
-            "No lines are named: this run has no series of stacks, or too few samples. To name them:",
-            command=NAME_LINES,
+            f"No lines are named: this run has no series of stacks, or too few samples. `{NAME_LINES}` names them.",
         )
 
 

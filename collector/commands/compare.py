@@ -54,7 +54,7 @@ def _parse_conditions(
 @format_option("text", "json", "markdown")
 @home_option
 def compare(specs: tuple[str, ...], conditions: tuple[Condition, ...], form: str, home: Path) -> None:
-    """Compare two to four runs: their figures against those of the baseline, the first RUN, and their settings."""
+    """Compare the figures and settings of two to four runs. The first RUN is the baseline."""
     from collector.report import comparison
     from collector.store import find_run
 
@@ -114,7 +114,9 @@ def _measure(run: Run) -> tuple[dict[str, Measure], dict[str, str]]:
 @format_option("text", "json", "markdown")
 @home_option
 def check(spec: str, budget_file: BinaryIO, baseline: str | None, form: str, home: Path) -> None:
-    """Hold a run to a budget: memory, its growth, waiting for data, throughput. Exit with 1 if it is beyond.
+    """Hold a run to a budget. Exit with 1 if it is beyond.
+
+    A budget limits memory, its growth, waiting for data, and throughput.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
     """

@@ -56,11 +56,11 @@ def address(port: int) -> str:
 
 def show_way(verdicts: Sequence[tuple[Run, Verdict]], home: Path, port: int, *, is_served: bool) -> None:
     """Print what to click first: the first of these runs that asks for action, else the first one."""
-    from collector.report.card import dashboard_command
+    from collector.report.card import command_for
     from collector.report.signpost import gravest, look_first
 
     run, verdict = next((each for each in verdicts if gravest(each[1])), verdicts[0])
-    command = "" if is_served else dashboard_command(home, home_path())
+    command = "" if is_served else command_for(home, home_path(), "dashboard")
     if is_served:
         say("Ctrl-C ends the dashboard")
     click.echo(look_first(verdict, run.run_id, address(port), command=command), err=True)

@@ -20,7 +20,7 @@ from collector.commands.options import home_option
 )
 @home_option
 def doctor(python: str, home: Path) -> None:
-    """Check what Tidegauge can measure on this machine; show the remedy for what it cannot.
+    """Check what Tidegauge can measure here. Show the remedy for what it cannot.
 
     The exit status is 0 whatever the checks find.
     """

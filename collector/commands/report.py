@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--settings", "with_settings", is_flag=True, help="Add the setting for each DataLoader (JSON).")
 @home_option
 def report(spec: str, form: str, output: Path | None, verbose: bool, with_settings: bool, home: Path) -> None:
-    """Show the verdict on a run's memory and data loading, and what to change.
+    """Show the verdict on a run, and what to change.
 
     RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
     """
@@ -74,7 +75,7 @@ def report(spec: str, form: str, output: Path | None, verbose: bool, with_settin
 @format_option("text", "json")
 @home_option
 def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: str, home: Path) -> None:
-    """List the runs, newest first, without the trials of `tidegauge tune`."""
+    """List the runs, newest first. Trials of `tidegauge tune` are left out."""
     from collector.findings import finite
     from collector.report.listing import as_json, list_entry, run_table
     from collector.store import is_trial, list_runs
@@ -115,7 +116,7 @@ def runs(limit: int | None, tags: Mapping[str, str], with_trials: bool, form: st
 @click.option("--timeout", type=click.FloatRange(1), default=60.0, show_default=True, help="Seconds to wait.")
 @home_option
 def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeout: float, home: Path) -> None:
-    """Save a memory snapshot or a profile from inside a running training, at the end of a step."""
+    """Save a memory snapshot or a profile of a running training. It is taken at the end of a step."""
     from collector.agent.live.snapshot_request import take
     from collector.report.terminal import Terminal
     from collector.store import find_run
@@ -135,7 +136,7 @@ def snapshot(spec: str, kind: str, steps: int | None, worker: int | None, timeou
 @format_option("text", "json")
 @home_option
 def stacks(spec: str, native: bool, form: str, home: Path) -> None:
-    """Show which line each thread of a running training executes, and what it waits for.
+    """Show the line that each thread of a running training executes.
 
     Equal stacks are shown once, and the odd one first. Without --native, the training is not paused. Where the
     stacks cannot be read, as after the end, those are shown that the collector took when the training stood still.
@@ -233,7 +234,7 @@ def show_card(run: Run, verdict: Verdict, *, home: Path, to_stderr: bool, verbos
     """Print the card."""
     from collector.report.terminal import Terminal
 
-    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose))
+    Terminal(stderr=to_stderr, highlight=False).print(_card(run, verdict, home, verbose=verbose), crop=False)
 
 
 def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
@@ -241,18 +242,18 @@ def card_text(run: Run, verdict: Verdict, *, home: Path, verbose: bool) -> str:
     from collector.report.terminal import Terminal
 
     stream = io.StringIO()
-    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home, verbose=verbose))
+    Terminal(file=stream, width=80, highlight=False).print(_card(run, verdict, home, verbose=verbose), crop=False)
     return "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
 
 
 def _card(run: Run, verdict: Verdict, home: Path, *, verbose: bool) -> Any:
-    from collector.report.card import card, dashboard_command
+    from collector.report.card import card, command_for
 
     return card(
         verdict,
         run_id=run.run_id,
         name=run.name,
-        dashboard=dashboard_command(home, home_path()),
+        command=partial(command_for, home, home_path()),
         verbose=verbose,
     )
 

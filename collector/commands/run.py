@@ -123,7 +123,7 @@ def run(
     home: Path,
     command: tuple[str, ...],
 ) -> None:
-    """Run COMMAND and watch it: tidegauge run -- python train.py --lr 0.1."""
+    """Run COMMAND and watch it. Example: tidegauge run -- python train.py --lr 0.1."""
     if restarts and run_id is not None:
         raise TidegaugeError("--restart-on-oom makes a run of each attempt; leave --run-id out")
     if memory_history is not None:
@@ -179,7 +179,7 @@ def job(
     name: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run the built-in job NAME and watch it; tidegauge job NAME --help lists its options.
+    """Run the built-in job NAME and watch it. Its options: tidegauge job NAME --help.
 
     `tour` runs five short jobs in turn, one healthy and four with a fault.
     """
@@ -246,7 +246,7 @@ def watch(
     home: Path,
     pid: int,
 ) -> None:
-    """Watch a running process from outside: its memory, the host and the devices."""
+    """Watch a running process from outside. It reads memory, host and devices."""
     from collector.agent.launch import watch as watch_process
     from collector.store import living_processes
 
@@ -282,7 +282,7 @@ def collect(
     live: LiveOptions,
     home: Path,
 ) -> None:
-    """Resume a run whose collector has ended: store the waiting records and follow its processes."""
+    """Resume a run whose collector has ended. Store its records and follow its processes."""
     from collector.agent import loop
     from collector.agent.samplers.procfs import LocalProcess
     from collector.store import find_run

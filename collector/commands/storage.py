@@ -39,7 +39,7 @@ def tag(
     is_pinned: bool | None,
     home: Path,
 ) -> None:
-    """Name a run, or change its tags, its note and its pin; show them.
+    """Show or change the name, tags, note and pin of a run.
 
     NAME is the run's new name: every command takes it as RUN, as long as no other run fits. The id stays.
     """
@@ -72,7 +72,7 @@ def tag(
 @click.option("--stop", is_flag=True, help="Count the finding again.")
 @home_option
 def ignore(spec: str, kind: str | None, reason: str | None, stop: bool, home: Path) -> None:
-    """Accept a finding of a run for all runs of its command, or list the accepted ones.
+    """Accept a finding for all runs of a command. Without KIND, list the accepted ones.
 
     It stays visible as information, with the reason, but leads no verdict and sends no alert. KIND is a kind of
     finding that RUN has.
@@ -128,7 +128,7 @@ def _identities(run: Run, kind: str) -> set[Identity]:
 )
 @home_option
 def export(spec: str, directory: Path, form: str, home: Path) -> None:
-    """Write a run as one file per stream, for pandas, Polars, DuckDB and similar tools."""
+    """Write a run as one file per stream. DuckDB, pandas and Polars read them."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
     from collector.store import export_run, find_run
@@ -164,7 +164,7 @@ def _parse_size(_context: click.Context, _option: click.Parameter, value: str | 
 @click.option("--yes", is_flag=True, help="Delete without a question.")
 @home_option
 def prune(keep: int | None, max_size: int | None, of_store: bool, dry_run: bool, yes: bool, home: Path) -> None:
-    """Delete whole runs, the oldest first, until --keep and --max-size are met.
+    """Delete the oldest runs, until --keep and --max-size are met.
 
     Runs that are still running, or that a collector or a reader uses, stay.
     """

@@ -98,7 +98,7 @@ def tune(
     home: Path,
     command: tuple[str, ...],
 ) -> None:
-    """Train COMMAND for a few seconds with each promising setting of its DataLoader, and compare."""
+    """Try promising DataLoader settings of COMMAND. Each trains for a few seconds; then compare."""
     if ceiling and batch_size:
         raise TidegaugeError("--ceiling and --batch-size need different trials; give one of them")
     if effective_batch is not None and not batch_size:

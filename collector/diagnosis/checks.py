@@ -48,7 +48,7 @@ def _none(_: RunTables) -> str:
 
 
 def _too_few(count: int, needed: int, what: str) -> str:
-    return "" if count >= needed else f"{count} of the {needed} {what} that it needs"
+    return "" if count >= needed else f"{count} of the {needed} {what} needed"
 
 
 def _host(column: str) -> Callable[[RunTables], str]:

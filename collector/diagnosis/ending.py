@@ -22,7 +22,7 @@ from collector.diagnosis.run.limit_owner import limit_owner
 from collector.diagnosis.run.processes import process_at, sentence, signal_name
 from collector.diagnosis.run.tables import RunTables
 from collector.findings import KINDS, Finding, Limit, Locus
-from collector.units import duration, number, plain_text, size
+from collector.units import duration, number, percent, plain_text, size
 
 #: Kind of death -> the reason in the record. "Not known" is the reason of a run without a finding of these kinds.
 _REASONS = {
@@ -194,7 +194,8 @@ def _of_memory(tables: RunTables) -> Iterator[tuple[float, str]]:
         full = np.flatnonzero(demand_series(tables, str(host))[1] >= _NEARLY_FULL_RATIO * limit)
         if len(full):
             words = "the cgroup's limit" if name == "cgroup" else "the host's memory"
-            yield float(times[full[0]]), f"Memory in use reached 95 % of {words} of {size(limit)}."
+            share = percent(_NEARLY_FULL_RATIO)
+            yield float(times[full[0]]), f"Memory in use reached {share} of {words} of {size(limit)}."
         kills = {name: np.diff(floats(rows, f"{name}_oom_kill_count")) > 0 for name in ("cgroup", "host")}
         for place in np.flatnonzero(kills["cgroup"] | kills["host"]):
             whose = "this cgroup" if kills["cgroup"][place] else "this host"

@@ -195,8 +195,9 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
 
     The pinned cache is host memory of its process, so its growth is not a heap leak as well. Host memory that goes
     with tensors held on a device becomes information; if it is too little for a leak, it is dropped. A forecast is
-    dropped once its limit was met. A process that keeps batches from its workers, alone or with their graph, holds
-    their shared memory and descriptors: these leaks become information, and forecasts stay.
+    dropped once its limit was met, and so is a doubt about it. A process that keeps batches from its workers, alone
+    or with their graph, holds their shared memory and descriptors: these leaks become information, and forecasts
+    stay.
     """
     remaining = []
     for finding in findings:
@@ -206,7 +207,7 @@ def without_consequences(findings: list[Finding]) -> list[Finding]:
             continue
         if is_small and _goes_with_tensors(findings, finding):
             continue
-        if finding.kind in _DEATHS and _is_met(findings, finding):
+        if _is_met(findings, finding):
             continue
         if finding.kind == "main-heap-leak" and _goes_with_tensors(findings, finding):
             remaining.append(_consequence(finding, "gpu-tensor-leak", "the tensors kept on the GPU"))
@@ -262,7 +263,8 @@ def _in_same_process(findings: list[Finding], kind: str, like: Finding) -> Itera
 
 
 def _is_met(findings: list[Finding], risk: Finding) -> bool:
-    """Return whether the training died of this device's or host's memory."""
-    place, kind = (risk.locus.host, risk.locus.device), _DEATHS[risk.kind]
+    """Return True if a finding is about a limit, and the training died of it."""
+    is_doubt = risk.kind == "cannot-tell" and risk.value_of("alloc_retry_steps_count") is not None
+    place, kind = (risk.locus.host, risk.locus.device), "cuda-oom" if is_doubt else _DEATHS.get(risk.kind)
     deaths = (finding for finding in findings if finding.kind == kind and finding.severity == "critical")
     return any((death.locus.host, death.locus.device) == place for death in deaths)

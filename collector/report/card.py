@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from collector.diagnosis import LEAST_LOST_RATIO, Verdict
 from collector.diagnosis.tuning import HEALTHY_WAIT_RATIO
-from collector.findings import Evidence, Finding, Locus, Severity, as_json, finite
+from collector.findings import Advice, Evidence, Finding, Locus, Severity, as_json, finite
 from collector.report import labels, wording
 from collector.units import MISSING, after_steps, duration, is_known, number, percent, quantity, size
 
@@ -59,20 +59,20 @@ def report(verdict: Verdict, *, run_id: str, name: str) -> dict[str, Any]:
     }
 
 
-def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: bool = False) -> Group:
+def card(verdict: Verdict, *, run_id: str, name: str, command: Callable[..., str], verbose: bool = False) -> Group:
     """Draw the card for the terminal: the run, each finding with why it holds and what to do, and how to see more.
 
     Args:
         verdict: the verdict on the run.
         run_id: id of the run.
         name: name of the run.
-        dashboard: command that opens the dashboard.
+        command: returns a command of Tidegauge for the run's home, from its words.
         verbose: show every measurement, and the details of information too.
 
     """
-    ways = [("Dashboard", dashboard)]
+    ways = [("Dashboard", command("dashboard"))]
     if not verbose and any(_has_more(finding) for finding in verdict.findings):
-        ways.insert(0, ("All figures", f"tidegauge report {run_id} --verbose"))
+        ways.insert(0, ("All figures", command("report", run_id, "--verbose")))
     return Group(
         Rule(Text(f"Tidegauge: {name}", style="bold"), align="left", style="dim"),
         headline(verdict),
@@ -85,16 +85,16 @@ def card(verdict: Verdict, *, run_id: str, name: str, dashboard: str, verbose: b
         Text(),
         _checks(verdict),
         Text(),
-        _grid([(label, Text(command)) for label, command in ways]),
+        *(_command_line(label, words) for label, words in ways),
     )
 
 
-def dashboard_command(home: Path, default_home: Path) -> str:
-    """Return the command that opens the dashboard of a home; with its path if the shell finds no `tidegauge`."""
+def command_for(home: Path, default_home: Path, *words: str) -> str:
+    """Return a command of Tidegauge for a home; with its path if the shell finds no `tidegauge`."""
     script = Path(sys.executable).with_name("tidegauge")
     program = str(script) if shutil.which("tidegauge") is None and script.exists() else "tidegauge"
     home_option = [] if home == default_home else ["--home", str(home)]
-    return shlex.join([program, "dashboard", *home_option])
+    return shlex.join([program, *words, *home_option])
 
 
 def headline(verdict: Verdict) -> Text:
@@ -186,11 +186,14 @@ def _findings(verdict: Verdict, *, verbose: bool) -> Iterator[RenderableType]:
         words = calm_words(verdict)
         yield Text(words, style="bold green" if words.startswith("✔") else "bold")
         yield Text()
+    advised: dict[tuple[Advice, ...], str] = {}
     for finding in verdict.findings:
         if finding.is_healthy and not (is_calm or verbose):
             continue  # it is among the checks
-        yield from _finding(finding, verbose=verbose)
+        yield from _finding(finding, advised.get(finding.advice), verbose=verbose)
         yield Text()
+        if finding.severity != "info" or verbose:
+            advised.setdefault(finding.advice, finding.kind)
 
 
 def calm_words(verdict: Verdict) -> str:
@@ -205,12 +208,13 @@ def calm_words(verdict: Verdict) -> str:
     return "✔ Nothing needs attention"
 
 
-def _finding(finding: Finding, *, verbose: bool) -> Iterator[RenderableType]:
+def _finding(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield a finding; `adviser` is the kind of the finding above that gives the same advice."""
     yield heading(finding)
     if finding.severity == "info" and not verbose:
         yield Padding(Text(finding.summary), (0, 0, 0, 2))
     else:
-        yield Padding(_grid(list(_details(finding, verbose=verbose))), (0, 0, 0, 2))
+        yield Padding(_grid(list(_details(finding, adviser, verbose=verbose))), (0, 0, 0, 2))
 
 
 def heading(finding: Finding) -> Text:
@@ -278,10 +282,10 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text()
 
 
-def _details(finding: Finding, *, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
+def _details(finding: Finding, adviser: str | None, *, verbose: bool) -> Iterator[tuple[str, RenderableType]]:
     yield "Why", finding.summary
     if finding.advice:
-        yield "Do", _advice(finding)
+        yield "Do", f"As for {adviser} above." if adviser else _advice(finding)
     if finding.held_by:
         yield "Held by", _allocation_sites(finding)
     if finding.waits_in:
@@ -359,6 +363,11 @@ def _advice(finding: Finding) -> Table:
         for row in rows:
             table.add_row(*(row if is_list else row[1:]))
     return table
+
+
+def _command_line(label: str, words: str) -> Text:
+    """Draw a command in one line, so that it can be copied whole."""
+    return Text.assemble((f"{label:<13}", "dim"), words, no_wrap=True, overflow="ignore")
 
 
 def _grid(pairs: Iterable[tuple[str, RenderableType]]) -> Table:

@@ -31,7 +31,7 @@ FIGURES = {
     "allocated_peak": ("Peak GPU allocated", "bytes", ""),
     "reserved_peak": ("Peak GPU reserved", "bytes", ""),
     "steps": ("Steps", "count", ""),
-    "lasted": ("Lasted", "seconds", ""),
+    "lasted": ("Duration", "seconds", ""),
 }
 
 

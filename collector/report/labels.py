@@ -30,7 +30,7 @@ _LABELS = {
     "batch_payload_bytes": "size of the batch",
     "earlier_batch_payload_peak_bytes": "largest batch before it",
     "ready_batches_count": "batches ready in the queue",
-    "worker_idle_ratio": "workers idle",
+    "worker_idle_ratio": "worker idle",
     "worker_fetch_ratio": "fetch time / that of the others",
     "worker_blame_ratio": "starved time at its batches",
     "worker_ready_seconds": "start of a worker until it is ready",
@@ -57,7 +57,7 @@ _LABELS = {
     "alloc_retry_count": "allocator's cache flushes per step",
     "alloc_retry_steps_count": "steps in which the allocator flushed its cache",
     # Host memory
-    "demand_slope": "growth of the demand",
+    "demand_slope": "growth towards the limit",
     "demand_peak_ratio": "highest demand, share of the limit",
     "headroom_bytes": "memory left",
     "headroom_count": "open files left",
@@ -70,6 +70,7 @@ _LABELS = {
     "host_oom_kill_count": "memory kills on the host",
     "memory_available_low_bytes": "least available memory of the host",
     "memory_full_pressure_ratio": "time when all waited for memory",
+    "in_use_rise_bytes": "growth of memory in use",
     "resident_rise_bytes": "growth of memory",
     "private_dirty_rise_bytes": "growth of private dirty memory",
     "rss_rise_bytes": "growth of RSS",
@@ -94,7 +95,7 @@ _LABELS = {
     "process_shm_rise_bytes": "growth of the process's part of /dev/shm",
     "run_processes_rise_bytes": "growth of the run's processes",
     "fd_rise_count": "growth of open files",
-    "fd_per_step": "open files more per step",
+    "fd_per_step": "more open files per step",
     "kept_workers_count": "workers of earlier iterators",
     "fd_limit_count": "limit of open files",
     # GPU memory
@@ -128,7 +129,7 @@ _LABELS = {
     "farewell_count": "exit handlers that ran",
     "worker_farewell_count": "exit handlers that ran",
     "worker_exit_code": "exit code of the worker",
-    "worker_alive": "alive",
+    "worker_alive": "worker alive",
     "errors_count": "out-of-memory errors",
 }
 #: Words of evidence names, as people write them.

@@ -32,7 +32,7 @@ _CONTEXT = (
 )
 #: Parts of a wait that are no stage, in words.
 _PARTS = {
-    "other": "rest of the dataset",
+    "other": "dataset code",
     "idle": "worker idle",
     "transfer": "transfer to main process",
     "dispatch": "sampler",
@@ -112,7 +112,7 @@ def stall(exposed: WaitSummary) -> str:
     if not left:
         return words
     ratio, name = min(left, key=lambda pair: pair[0])
-    return f"{words}, still {percent(ratio)} of the time if {subject(name)} took nothing"
+    return f"{words}; training would still wait {percent(ratio)} of its time if {subject(name)} took nothing"
 
 
 def part(name: str) -> str:
@@ -128,10 +128,14 @@ def subject(name: str) -> str:
 def check_words(checks: Sequence[Check]) -> tuple[str, str]:
     """Return what was looked at without a finding, and what was not judged, with the reasons; empty if nothing."""
     fine = [check.name for check in checks if check.status == "fine"]
-    unjudged = [f"{check.name} ({check.reason})" for check in checks if check.status == "not judged"]
+    reasons: dict[str, list[str]] = {}
+    for check in checks:
+        if check.status == "not judged":
+            reasons.setdefault(check.reason, []).append(check.name)
+    unjudged = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
     return (
         f"Checked and fine: {', '.join(fine)}." if fine else "",
-        f"Not judged: {', '.join(unjudged)}." if unjudged else "",
+        f"Not judged: {'; '.join(unjudged)}." if unjudged else "",
     )
 
 
@@ -139,8 +143,9 @@ def exit_record(record: ExitRecord) -> list[tuple[str, str]]:
     """Return what is known of the end of a run that died, as pairs of name and value."""
     limit = ""
     if record.limit is not None:
-        owner = f" ({record.limit_owner})" if record.limit_owner else ""
-        limit = f"{quantity(record.limit.value, record.limit.unit)}, {record.limit.name}{owner}"
+        name, owner = record.limit.name, record.limit_owner or ""
+        whose = owner if owner.startswith(name) else f"{name} ({owner})" if owner else name
+        limit = f"{quantity(record.limit.value, record.limit.unit)}, {whose}"
     code = record.exit_status
     when = [] if record.seconds is None else [f"{duration(record.seconds)} after the start"]
     if record.step is not None:

@@ -112,7 +112,7 @@ def test_post_mortem_begins_with_the_last_minute_of_the_gpu(monkeypatch, tmp_pat
     assert "How did the memory of GPU 0 run out?" in texts(at)
     assert trace_names(gpu) == ["reserved", "allocated", "used, all processes", "out of memory"]
     assert "capacity 640 MiB" in str(gpu["layout"]["annotations"])
-    assert "main" in trace_names(processes)
+    assert "training process" in trace_names(processes)
 
 
 def test_last_minute_ends_at_the_error_even_if_records_go_on(monkeypatch, tmp_path, leaking_run):

@@ -13,6 +13,7 @@ from make_records import GIB, MIB, NO_SUCH_PID, Writers
 from app.figures import memory
 from app.theme import LIGHT
 from collector.store.queries.lines import Lines
+from tests.recorded_runs import unpack
 from training_harness import layout
 from training_harness.journal import Identity
 from training_harness.records import ROLE_COLLECTOR, ROLE_MAIN, ROLE_WORKER
@@ -72,11 +73,18 @@ def test_slope_excludes_start_up_and_needs_more_than_two_samples(monkeypatch, ho
     table = at.dataframe[0].value
     assert table.columns[:2].tolist() == ["Process", "Slope"]
     slopes = table.set_index("Process")["Slope"]
-    assert abs(per_minute(slopes["main"])) < 5
+    assert abs(per_minute(slopes["training process"])) < 5
     assert slopes["loader 0 worker 2"] == "—"
     assert "collector" not in slopes  # its memory is on Agent health
     assert "from the first step (2.1 s to 42 s)" in texts(at)
     assert "With fewer than 12" in texts(at)
+
+
+def test_limit_that_the_kernel_enforced_is_met(monkeypatch, tmp_path):
+    unpack("oom-main", tmp_path)
+    limits = open_view(monkeypatch, tmp_path, "oom_risk").dataframe[0].value.set_index("Limit")["Limit met"]
+    assert limits["cgroup memory"] == "met: a process was killed"
+    assert limits["host memory"] == "not forecast"
 
 
 def test_slope_from_rss_is_labelled_rss(monkeypatch, homes):
@@ -112,7 +120,7 @@ def test_live_run_has_no_end_time_or_exit_columns(monkeypatch, tmp_path):
     at = open_view(monkeypatch, tmp_path, "post_mortem")
     labels = [metric.label for metric in at.metric]
     assert "So far" in labels
-    assert not {"Lasted", "Ended with"} & {*labels}
+    assert not {"Duration", "Ended with"} & {*labels}
     table = at.dataframe[0].value
     assert table["Last seen"].str.fullmatch(r"\d+\.\d s ago").all()
     assert set(table["State"]) == {"alive"}

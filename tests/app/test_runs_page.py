@@ -203,7 +203,7 @@ def test_overview_shows_a_known_finding_as_information(monkeypatch, tmp_path):
     tables = load_tables(run)
     change_known(run, map(identity, diagnose(tables).findings), "by design")
     said = texts(open_view(monkeypatch, tmp_path, "overview"))
-    assert "No warnings, and what is worth knowing below." in said
+    assert "No warnings. The findings below are information." in said
     assert "**slow-worker" not in said
     assert "slow-worker: Known: by design. Worker 1" in said
 

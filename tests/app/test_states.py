@@ -276,7 +276,7 @@ def test_old_verdict_shows_its_age(monkeypatch, tmp_path):
 
 def test_ended_run_shows_its_name_its_age_and_its_dates(monkeypatch, homes):
     line = open_view(monkeypatch, homes["healthy"], "overview").caption[0]
-    assert re.fullmatch(r"healthy · ended \d+ (s|min|h) ago · [\d,]+ samples", line.value)
+    assert re.fullmatch(r"healthy · ended \d+ (s|min|h) ago · [\d,]+ records", line.value)
     day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     assert re.fullmatch(rf"{day} to {day} \(UTC\)", line.proto.help)
 

@@ -101,7 +101,7 @@ def test_the_leak_is_marked_where_it_begins(monkeypatch, homes):
     at = open_view(monkeypatch, homes["killed"], "leak_timeline")
     lines = figures(at)[0]
     assert lines["layout"]["yaxis"]["title"]["text"] == "private dirty (GiB)"
-    assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
+    assert trace_names(lines) == ["training process", "loader 0 worker 0", "loader 0 worker 1"]
     assert "copy-on-read-growth from the first step on" in [mark["text"] for mark in lines["layout"]["annotations"]]
     overview = open_view(monkeypatch, homes["killed"], "overview", window="last 500 steps")
     run_id = run_of(homes["killed"]).name
@@ -154,7 +154,7 @@ def test_sliders_change_the_forecast(monkeypatch, homes):
     assert not at.exception
     assert {name for name in before if before[name] != after[name]} >= {
         "Throughput",
-        "90 % interval",
+        "90% interval",
         "Host memory",
     }
     assert "prefetch_factor = 1" in texts(at)
@@ -252,7 +252,7 @@ def test_each_view_has_tables_that_can_be_downloaded(monkeypatch, homes):
 def test_host_memory_and_step_time_have_tables(monkeypatch, homes):
     at = open_view(monkeypatch, homes["slow-worker"], "overview")
     memory, steps = (table.value for table in at.dataframe)
-    assert memory["Processes"].tolist() == ["main", "workers", "together"]
+    assert memory["Processes"].tolist() == ["training process", "workers", "together"]
     shown = {metric.label: metric.value for metric in at.metric}
     assert shown["Peak host memory (PSS)"].startswith(memory["PSS, highest"].iloc[-1])
     assert steps.columns.tolist() == ["Steps", "Mean step", "Slowest", "Data wait"]
@@ -324,7 +324,7 @@ def test_post_mortem_names_the_processes_of_the_last_minute(monkeypatch, homes):
     assert "| Signal | SIGKILL |" in texts(at)
     assert "| end | " in texts(at)
     lines = figures(at)[0]
-    assert trace_names(lines) == ["main", "loader 0 worker 0", "loader 0 worker 1"]
+    assert trace_names(lines) == ["training process", "loader 0 worker 0", "loader 0 worker 1"]
     assert set(at.dataframe[0].value["Exit seen"]) == {"no"}
     at = open_view(monkeypatch, homes["healthy"], "post_mortem")
     assert "No. The run finished normally (exit status 0)." in texts(at)

@@ -142,7 +142,9 @@ def read_figures(run, rank=None):
         within = spans.span(snapshot, reach, origin=0, window="run", rank=rank)
         within = spans.replace(within, from_ns=reach.first_ns, origin_ns=reach.first_ns)
         lines = loading.queue_lines(snapshot, within, 0)
-        of_processes = process_memory.process_lines(snapshot, within, "private_dirty_bytes", ["rank 0 main"])
+        of_processes = process_memory.process_lines(
+            snapshot, within, "private_dirty_bytes", ["rank 0 training process"]
+        )
         [gpu] = gpu_memory.devices(snapshot)["gpu"]
         found = {
             "steps": training_steps.steps(snapshot, within),

@@ -35,7 +35,7 @@ RECORDED = Path(__file__).with_name("recorded")
     help="Folder to put the recorded runs into [default: a temporary one, deleted with the end of the dashboard].",
 )
 def demo(no_dashboard: bool, port: int, home: Path | None) -> None:
-    """Show five recorded runs and serve the dashboard on them: no training, no torch."""
+    """Show five recorded runs in the dashboard. It needs no training and no torch."""
     os.environ.pop(STORE_VARIABLE, None)  # The recorded runs belong to this machine alone.
     with ExitStack() as stack:
         folder = home or Path(tempfile.mkdtemp(prefix="tidegauge-demo-"))

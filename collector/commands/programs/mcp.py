@@ -34,7 +34,7 @@ _POINT_LIMIT = 500
 @click.command()
 @home_option
 def mcp(home: Path) -> None:
-    """Serve runs and verdicts to an assistant, over stdin and stdout (Model Context Protocol)."""
+    """Serve runs and verdicts to an assistant. It speaks MCP over stdin and stdout."""
     try:
         library: Any = importlib.import_module("mcp.server.mcpserver")
         error: type[Exception] = importlib.import_module("mcp.server.mcpserver.exceptions").ToolError

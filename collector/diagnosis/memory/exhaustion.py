@@ -175,8 +175,8 @@ def _summary(course: Course, eta: Eta | None, *, is_running: bool) -> str:
     if course.is_far:
         rise = amount(course.growth.rise, limit.unit)
         if left == amount(limit.value, limit.unit):  # 23.5 GiB of 23.5 GiB
-            return f"{what} grew by {rise} so far; nearly all of {of_limit} is left, too much for a forecast."
-        return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a forecast."
+            return f"{what} grew by {rise} so far; nearly all of {of_limit} is left, too much for a warning."
+        return f"{what} grew by {rise} so far; {left} are left of {of_limit}, too much for a warning."
     if not is_running:
         enough = (
             "for how long is not known" if eta is None else f"enough for about {duration(eta.mid_seconds)} more"

@@ -215,8 +215,8 @@ def _advice(resource: Resource, at: RiseAtOccasions | None, words: Mapping[str, 
 def _growth_words(trend: Growth, unit: str) -> dict[str, str]:
     """Return the words for a growth in the sentences of a resource."""
     if unit == "bytes":
-        return {"rise": size(trend.rise), "slope": size(trend.slope), "per_minute": size(trend.slope * 60)}
-    return {"rise": count(trend.rise), "slope": number(trend.slope), "per_minute": number(trend.slope * 60)}
+        return {"rise": size(trend.rise), "slope": size(trend.slope)}
+    return {"rise": count(trend.rise), "slope": number(trend.slope)}
 
 
 def rise_of(tables: RunTables, use: Use, trend: Growth, unit: str) -> Evidence:

@@ -17,7 +17,7 @@ from collector.findings import Advice
 class Resource:
     """A resource, and the words about it. An empty kind means that it cannot leak, or has no limit of its own.
 
-    Sentences and the effects of advice are templates. They may name `{rise}`, `{slope}` and `{per_minute}` of a
+    Sentences and the effects of advice are templates. They may name `{rise}` and `{slope}` of a
     growth, `{used}` and `{limit}` of a level, every field of the locus, and what the rule adds.
 
     Attributes:
@@ -122,7 +122,7 @@ COPIED_PAGES = Resource(
 TENSORS = Resource(
     leak="gpu-tensor-leak",
     is_of_objects=True,
-    grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {per_minute} per minute.",
+    grows="Live tensors on GPU {device} of pid {pid} keep growing: {rise} so far, {slope}/s.",
     unconfirmed="Tensors on GPU {device} of pid {pid} hold {rise} more than before, but their number does not grow "
     "or is not known. Larger batches explain that, or one tensor that is created again, larger each time.",
     leak_advice=(
@@ -169,8 +169,7 @@ PINNED_CACHE = Resource(
 )
 OUTSIDE_PYTORCH = Resource(
     leak="gpu-non-pytorch-growth",
-    grows="GPU {device}: memory outside PyTorch keeps growing in the run's processes: {rise} so far, "
-    "{per_minute} per minute.",
+    grows="GPU {device}: memory outside PyTorch keeps growing in the run's processes: {rise} so far, {slope}/s.",
     unconfirmed="{grows} The device as a whole does not show it.",
     leak_advice=(
         Advice(
@@ -273,7 +272,7 @@ _SHM_HOLDERS = Advice(
 )
 SHARED_MEMORY = Resource(
     leak="shm-leak",
-    grows="/dev/shm keeps filling: {rise} so far, {per_minute} per minute.{remark}",
+    grows="/dev/shm keeps filling: {rise} so far, {slope}/s.{remark}",
     leak_advice=(_SHM_HOLDERS,),
     risk="shm-exhaustion-risk",
     risk_advice=(_SHM_HOLDERS, _SHM_ROOM),
@@ -316,7 +315,7 @@ _CLONE = Advice(
 #: Open files of a process that keeps batches from its workers: each tensor in shared memory has a descriptor.
 OPEN_BATCHES = replace(
     OPEN_FILES,
-    grows="{process} keeps tensors in shared memory, as of batches from its workers: {rise} more open files so "
+    grows="{process} keeps tensors in shared memory, such as batches from its workers: {rise} more open files so "
     "far, {slope}/s.",
     leak_advice=(_CLONE, *_FILES_ADVICE),
     risk_advice=(_CLONE, *_FILES_ADVICE),

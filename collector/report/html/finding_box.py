@@ -30,12 +30,12 @@ def finding_box(finding: Finding, *, has_summary: bool = True) -> str:
         parts.append(f"<p>Waits in</p><ul>{''.join(items)}</ul>")
     if finding.advice:
         items = (
-            f"<li>{inline(advice.text)} <i>{inline(advice.expected)}</i> "
+            f"<li>{inline(advice.text)} — <i>{inline(advice.expected)}</i> "
             f'<span class="quiet">[{advice.effect}]</span></li>'
             for advice in finding.advice
         )
         parts.append(f"<ol>{''.join(items)}</ol>")
-    if finding.eta is not None:
+    if finding.eta is not None and finding.eta.mid_steps is not None:  # the heading has the time
         parts.append(f"<p>Time to the limit: {escape(wording.eta(finding.eta))}</p>")
     decisive = wording.decisive(finding)
     parts.append(_evidence_table(decisive))

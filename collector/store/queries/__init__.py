@@ -15,6 +15,7 @@ from collector.store.queries.loading import (
 )
 from collector.store.queries.moments import epoch_starts, events, step_clock, steps_elapsed
 from collector.store.queries.process_memory import (
+    MAIN_PLACE,
     host_limits,
     host_lines,
     last_alive,
@@ -46,6 +47,7 @@ from collector.store.rollups.tables import EXACT_QUANTILE_ROWS
 
 __all__ = [
     "EXACT_QUANTILE_ROWS",
+    "MAIN_PLACE",
     "PULSE_STREAMS",
     "WINDOWS",
     "Extent",

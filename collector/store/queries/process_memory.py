@@ -36,11 +36,14 @@ HOST_LIMITS = {
 _PROCESS = "host, process_pid, process_start_ticks"
 #: One number per process: pandas groups by it in half the time.
 _PROCESS_KEY = f"(hash({_PROCESS}) >> 1)::BIGINT AS process"
+#: Place of the training process, after its rank if there are several.
+MAIN_PLACE = "training process"
 #: Place of a process in the run: a restarted worker has the place of its predecessor.
 _SERIES = (
     "CASE WHEN process_rank IS NULL THEN '' ELSE 'rank ' || process_rank || ' ' END || "
-    "CASE role WHEN 0 THEN 'main' WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || "
-    "coalesce(worker::VARCHAR, '?') ELSE 'other ' || process_pid END"
+    f"CASE role WHEN 0 THEN '{MAIN_PLACE}' "
+    "WHEN 1 THEN 'loader ' || coalesce(loader::VARCHAR, '?') || ' worker ' || coalesce(worker::VARCHAR, '?') "
+    "ELSE 'other ' || process_pid END"
 )
 _PLACE = ("role", "loader", "worker", "process_rank")
 

@@ -170,7 +170,7 @@ def test_every_caption_has_a_sample_count():
 
 def test_traces_have_the_terms_of_the_glossary():
     named = {name: [trace.name for trace in chart.figure.data] for name, chart in _charts().items()}
-    assert named["by role"] == ["main", "workers"]
+    assert named["by role"] == ["training process", "workers"]
     assert named["steps"] == ["data wait", "step"]
     assert named["stages"] == ["worker idle", "__getitem__", "collate"]
     assert named["causes"] == ["on the CPU", "waiting for a core", "blocked"]
@@ -207,6 +207,16 @@ def test_rss_is_labelled_rss():
     )
     assert chart.figure.layout.yaxis.title.text == "RSS (GiB)"
     assert "shared pages" in chart.caption
+
+
+def test_training_process_has_its_colour_and_no_two_lines_look_alike():
+    names = [*(f"rank {rank} training process" for rank in range(8)), "loader 0 worker 0", "training process"]
+    points = pd.concat([_lines([1.0, 2.0], series=name).points for name in names])
+    places = pd.concat([_places(series=name) for name in names])
+    lines = Lines(points=points, samples_count=len(points))
+    drawn = memory.per_process(lines, places, LIGHT, metric="private_dirty_bytes").figure.data
+    assert drawn[0].line.color == LIGHT.main
+    assert len({(line.line.color, line.line.dash) for line in drawn}) == len(names)
 
 
 def test_a_restarted_worker_has_a_gap_and_a_mark():
@@ -259,9 +269,9 @@ def test_stack_has_a_gap_where_samples_are_missing():
         title="?",
     ).figure
     assert [(part.name, len(part.x), part.showlegend) for part in figure.data] == [
-        ("main", 50, True),
+        ("training process", 50, True),
         ("workers", 50, True),
-        ("main", 30, False),
+        ("training process", 30, False),
         ("workers", 30, False),
     ]
     assert len({part.stackgroup for part in figure.data}) == 2
@@ -448,7 +458,7 @@ def test_flame_graph_by_stage_has_the_stages_on_top():
         for label, parent, value in zip(trace.labels, trace.parents, trace.values, strict=True)
         if parent == "0"
     }
-    assert top == {"decode": 60, "rest of the dataset": 31, "collate": 9}
+    assert top == {"decode": 60, "dataset code": 31, "collate": 9}
     assert awaited.has_stages(_awaited())
     assert "decode, 60%" in chart.takeaway
 

@@ -146,3 +146,9 @@ def test_later_crash_is_reported_along_with_a_caught_error():
     crashed = with_event(run, "exception", time_ns=end_ns, type="ValueError", message="boom", traceback="")
     crashed = with_changed_event(crashed, "command-exit", exit_status=1)
     assert {"crashed", "cuda-oom"} <= {finding.kind for finding in diagnose(crashed).findings}
+
+
+def test_a_met_limit_leaves_no_doubt_about_it():
+    findings = diagnose(recorded("out-of-memory")).findings
+    assert "cuda-oom" in {finding.kind for finding in findings}
+    assert not [finding for finding in findings if "not known whether memory runs out" in finding.summary]

@@ -60,7 +60,7 @@ def test_last_minute_lists_the_full_memory_the_kill_the_death_and_the_end_in_thi
     places = [
         next(place for place, text in enumerate(told) if words in text)
         for words in (
-            "Memory in use reached 95 % of the cgroup's limit of 400 MiB",
+            "Memory in use reached 95% of the cgroup's limit of 400 MiB",
             "The kernel killed a process of this cgroup",
             "Worker 0 of loader 0 died: SIGKILL",
             "The command ended: exit status 1",

@@ -407,7 +407,7 @@ def test_distant_limit_is_only_information():
         f for f in findings_of(memory(training(), main=100 * RAMP, host=100 * RAMP)) if f.kind == "host-oom-risk"
     )
     assert risk.severity == "info"
-    assert "too much for a forecast" in risk.summary
+    assert "too much for a warning" in risk.summary
     assert "out" not in risk.summary.split()
 
 

@@ -83,7 +83,7 @@ def keeping(*, private, total=64 * 1024):
 def test_kept_batches_come_before_the_shared_memory_that_they_take():
     first, *rest = keeping(private=FLAT)
     assert (first.kind, first.severity) == ("fd-leak", "warning")
-    assert "keeps tensors in shared memory, as of batches from its workers" in first.summary
+    assert "keeps tensors in shared memory, such as batches from its workers" in first.summary
     leak = next(finding for finding in rest if finding.kind == "shm-leak")
     assert (leak.severity, leak.consequence_of, leak.locus.pid) == ("info", "fd-leak", MAIN[1])
     assert leak.summary.endswith("It grows with what the training process keeps: fix fd-leak first.")

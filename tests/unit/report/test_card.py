@@ -16,7 +16,7 @@ from rich.console import Console
 from collector.diagnosis.checks import Check
 from collector.diagnosis.verdict import Verdict
 from collector.findings import Advice, Eta, Evidence, Finding, Limit, Locus, Rate, WaitingLine
-from collector.report import card as report
+from collector.report import card as report, wording
 
 MIB, GIB = 2**20, 2**30
 
@@ -120,7 +120,7 @@ def verdict(*findings: Finding, **changes) -> Verdict:
     return Verdict(**(values | changes))
 
 
-def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool = False) -> str:
+def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool = False, crop: bool = True) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=width, force_terminal=color, highlight=False)
     console.print(
@@ -128,9 +128,10 @@ def card(made: Verdict, *, width: int = 80, color: bool = False, verbose: bool =
             made,
             run_id="20261121-101500-demo-1a2b",
             name="demo",
-            dashboard="tidegauge dashboard",
+            command=lambda *words: " ".join(["tidegauge", *words]),
             verbose=verbose,
-        )
+        ),
+        crop=crop,
     )
     return stream.getvalue()
 
@@ -173,6 +174,26 @@ def test_card_has_the_deciding_figures_and_all_of_them_on_request():
     assert "5 MiB/s (4 MiB/s to 6 MiB/s)" in long
     assert "tidegauge report 20261121-101500-demo-1a2b --verbose" in short
     assert "--verbose" not in long
+
+
+def test_advice_that_a_finding_above_gave_is_not_repeated():
+    risk = dataclasses.replace(HOST_RISK, advice=SLOW_WORKER.advice)
+    text = card(verdict(risk, SLOW_WORKER))
+    assert text.count("Look at what worker 1 reads.") == 1
+    assert "As for host-oom-risk above." in text
+
+
+def test_commands_stay_in_one_line():
+    assert "All figures  tidegauge report 20261121-101500-demo-1a2b --verbose\n" in card(
+        verdict(HEALTHY), width=30, crop=False
+    )
+
+
+def test_checks_with_the_same_obstacle_name_it_once():
+    checks = [Check(name=name, status="not judged", reason="7 of the 12 samples needed") for name in ("a", "b")]
+    assert wording.check_words([*CHECKS, *checks])[1] == (
+        "Not judged: GPU memory (no GPU in use); a, b (7 of the 12 samples needed)."
+    )
 
 
 def test_card_has_the_cost_of_tidegauge_itself_where_it_was_measured():
@@ -334,10 +355,10 @@ def test_json_report_has_the_documented_form():
 def test_dashboard_command_names_the_home_of_the_run(monkeypatch):
     beside = Path(sys.executable).with_name("tidegauge")
     monkeypatch.setenv("PATH", "/nothing/here")
-    assert report.dashboard_command(Path("/a"), Path("/a")) == shlex.join([str(beside), "dashboard"])
+    assert report.command_for(Path("/a"), Path("/a"), "dashboard") == shlex.join([str(beside), "dashboard"])
     monkeypatch.setenv("PATH", str(beside.parent))
-    assert report.dashboard_command(Path("/a"), Path("/a")) == "tidegauge dashboard"
-    assert report.dashboard_command(Path("/b c"), Path("/a")) == "tidegauge dashboard --home '/b c'"
+    assert report.command_for(Path("/a"), Path("/a"), "dashboard") == "tidegauge dashboard"
+    assert report.command_for(Path("/b c"), Path("/a"), "dashboard") == "tidegauge dashboard --home '/b c'"
 
 
 def test_card_with_an_unhealthy_finding_has_no_all_clear():

@@ -69,9 +69,11 @@ def test_stall_sentence_names_the_rest_of_the_dataset():
         "batch_seconds": 0.03,
     }
     stall = {"wait_seconds": 5.0, "stages": [stage]}
-    assert wording.stall(stall).endswith("still 10% of the time if the rest of the dataset took nothing")
+    assert wording.stall(stall).endswith(
+        "; training would still wait 10% of its time if the dataset code took nothing"
+    )
     enough = {**stage, "enough_seconds": 0.01}
-    assert "hardly any if the rest of the dataset took 10 ms" in wording.stall({**stall, "stages": [enough]})
+    assert "hardly any if the dataset code took 10 ms" in wording.stall({**stall, "stages": [enough]})
     decode = {**stage, "stage": "decode"}
     assert wording.stall({**stall, "stages": [decode]}).endswith("if decode took nothing")
 
