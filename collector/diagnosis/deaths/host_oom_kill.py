@@ -172,7 +172,7 @@ def slurm_kill(tables: RunTables, victim: Victim) -> Finding:
         locus=victim.locus,
         since_step=victim.since_step,
         evidence=(
-            fact("job_rss_bytes", used, f"peak of the last {_LAST_SECONDS:.0f} s, all processes of the run and the collector"),
+            fact("job_rss_bytes", used, f"peak of the last {_LAST_SECONDS:.0f} s, all processes and the collector"),
             *victim.evidence,
         ),
         limit=Limit(name="Slurm", value=float(limit), unit="bytes"),
