@@ -99,7 +99,8 @@ def test_report_writes_to_a_file(finished_training, tmp_path):
     card, body = tmp_path / "card.txt", tmp_path / "report.json"
     assert home.ask("report", "--output", card).stdout == ""
     assert home.newest.name in card.read_text()
-    assert max(map(len, card.read_text().splitlines())) <= 80
+    # A command to copy is as long as the path of `tidegauge`.
+    assert all(len(line) <= 80 for line in card.read_text().splitlines() if "/tidegauge " not in line)
     home.ask("report", "--format", "json", "--output", body)
     assert json.loads(body.read_text())["run"]["steps"] == 150
     refused = home.ask("report", "--output", tmp_path / "no" / "card.txt")

@@ -16,6 +16,10 @@ WORKER = ("node", 1000, 7000)
 FORMER = ("node", 900, 3000)
 
 
+def in_words(*words):
+    return " ".join(["tidegauge", *words])
+
+
 def killed_training():
     """A training of 120 s whose worker's growth ends with it; another worker left in its first seconds."""
     script = simulate(workers=1, prefetch=2, service=jittered(0.1), consumer=jittered(0.5), batches=235)
@@ -49,7 +53,7 @@ def test_report_of_a_death_has_memory_and_state_of_each_process():
     assert worker["private_dirty_bytes"] == 219 * MIB
     assert worker["held_rise_bytes"] == pytest.approx(60 * MIB, abs=4 * MIB)
     stream = io.StringIO()
-    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", dashboard="d"))
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", command=in_words))
     told = stream.getvalue().partition("last 60 s")[2]
     assert "worker 0 of loader 0" in told
     assert "219 MiB" in told
@@ -84,7 +88,7 @@ def test_workers_of_earlier_epochs_are_counted_and_not_listed():
     assert [state["pid"] for state in verdict.summary["last_minute"]] == [MAIN[1], WORKER[1]]
     assert verdict.summary["earlier_workers_count"] == 3
     stream = io.StringIO()
-    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", dashboard="d"))
+    Console(file=stream, width=140).print(card.card(verdict, run_id="r", name="n", command=in_words))
     assert "3 workers of earlier epochs had ended before." in stream.getvalue()
 
 

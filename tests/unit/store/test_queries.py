@@ -233,14 +233,14 @@ def test_processes_have_their_restarts_and_slopes(open_span):
     snapshot, within = open_span("restarts")
     places = process_memory.processes(snapshot, within)
     assert places.groupby("series")["restart"].sum().to_dict() == {
-        "main": 0,
+        "training process": 0,
         "loader 0 worker 0": 3,
         "loader 0 worker 1": 3,
     }
     snapshot, within = open_span("copy-on-read")
     places = process_memory.processes(snapshot, within).set_index("series")
     assert places.loc["loader 0 worker 0", "private_dirty_slope"] > 4 * MIB
-    assert abs(places.loc["main", "private_dirty_slope"]) < MIB / 10
+    assert abs(places.loc["training process", "private_dirty_slope"]) < MIB / 10
 
 
 def test_metric_falls_back_to_rss_without_smaps(open_span, tmp_path):
