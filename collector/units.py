@@ -93,10 +93,12 @@ def size(value_bytes: float | None) -> str:
 
 
 def growth(bytes_per_second: float | None) -> str:
-    """Return the rate at which memory grows or falls: `+1.5 MiB/min`."""
+    """Return the rate at which memory grows or falls: `+1.5 MiB/s`."""
     if not is_known(bytes_per_second):
         return MISSING
-    return f"{'+' if bytes_per_second > 0 else ''}{size(bytes_per_second * 60)}/min"
+    if abs(bytes_per_second) < 0.5:
+        return "0 B/s"
+    return f"{'+' if bytes_per_second > 0 else ''}{size(bytes_per_second)}/s"
 
 
 def duration(seconds: float | None) -> str:

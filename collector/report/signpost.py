@@ -13,7 +13,7 @@ from collector.findings import KINDS, Finding
 from collector.report import card
 from collector.units import duration, number
 
-_HEALTHY = ("overview", "the key figures of a healthy run")
+_HEALTHY = ("overview", "the key figures of the run")
 #: Group of findings -> path of the page with the evidence, and what it shows.
 _PAGES = {
     "memory forecast": ("oom-risk", "when memory runs out, and where"),

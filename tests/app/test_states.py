@@ -160,7 +160,7 @@ def test_hostile_names_are_shown_as_text(monkeypatch, tmp_path):
 
 
 def test_csv_cells_are_no_spreadsheet_formulas():
-    texts = ["=1+1", "+347 MiB/min", "-3%", "@SUM(A1)", "\t=2", 'say "a, b"']
+    texts = ["=1+1", "+347 MiB/s", "-3%", "@SUM(A1)", "\t=2", 'say "a, b"']
     (header, *rows) = csv.reader(io.StringIO(sheet(pd.DataFrame({"=cmd|' /C calc'!A0": texts}))))
     assert [row[0].lstrip("'") for row in rows] == texts
     assert all(cell.startswith("'") for cell in (*header, *(row[0] for row in rows[:-1])))

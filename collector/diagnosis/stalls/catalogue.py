@@ -220,7 +220,7 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
             Advice(
                 text=f"Look at what worker {name} alone does: its shard or files, its mount, its CPU affinity, "
                 "code that depends on get_worker_info().id",
-                expected=f"about {_batches_per_second(interval)} instead of {number(1 / steady.interval)} when it "
+                expected=f"up to {_batches_per_second(interval)} instead of {number(1 / steady.interval)} when it "
                 "is as fast as the others",
             ),
             Advice(
@@ -411,8 +411,8 @@ def _waits(steady: Pace) -> str:
 
 
 def _without(steady: Pace, less_seconds: float) -> str:
-    """Return the throughput if a batch took less time, in words."""
-    return f"about {_batches_per_second(steady.interval - less_seconds)} instead of {number(1 / steady.interval)}"
+    """Return the highest throughput if a batch took less time, in words."""
+    return f"up to {_batches_per_second(steady.interval - less_seconds)} instead of {number(1 / steady.interval)}"
 
 
 def _batches_per_second(interval: float) -> str:

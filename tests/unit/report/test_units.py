@@ -105,9 +105,10 @@ def test_infinite_time_is_never():
 
 
 def test_growth_has_a_sign():
-    assert [quantities.growth(each * 2**20 / 60) for each in (1.5, 0, -2)] == [
-        "+1.5 MiB/min",
-        "0 B/min",
-        "-2 MiB/min",
+    assert [quantities.growth(each * 2**20) for each in (1.5, 0, -1e-9, -2)] == [
+        "+1.5 MiB/s",
+        "0 B/s",
+        "0 B/s",
+        "-2 MiB/s",
     ]
     assert quantities.growth(math.nan) == "—"
