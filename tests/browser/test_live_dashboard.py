@@ -141,7 +141,7 @@ def _check_view(page, view):
     page.wait_for_url(f"**/{view.path}?*")
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
-    page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=_samples(page), timeout=15_000)  # it moves by itself
+    page.wait_for_function(f"seen => {_RECORDS} > seen", arg=_records_count(page), timeout=15_000)  # it moves by itself
     # a chart is replaced when its data change: wait for the moment in which all stand
     if view not in WITHOUT_CHARTS:
         page.wait_for_function(
@@ -166,15 +166,15 @@ def test_dragging_in_a_chart_pauses_the_page_and_keeps_the_zoom(live):
         page.mouse.up()
     zoomed = page.evaluate(_RANGE)
     page.wait_for_url("**live=false*")
-    seen = _samples(page)
+    seen = _records_count(page)
     with page.expect_download() as got:
         page.locator(".js-plotly-plot").first.hover()
         page.locator(".modebar-btn[data-title^=Download]").first.click()
     assert got.value.suggested_filename == "tidegauge.png"
     assert page.evaluate(_RANGE) == zoomed
-    assert _samples(page) == seen
+    assert _records_count(page) == seen
     page.locator(".st-key-live label").first.click()
-    page.wait_for_function(f"seen => {_SAMPLES} > seen", arg=seen, timeout=15_000)
+    page.wait_for_function(f"seen => {_RECORDS} > seen", arg=seen, timeout=15_000)
     assert complaints == []
 
 
@@ -319,8 +319,8 @@ _CUT_LABELS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap
     .map(label => label.textContent);
 })"""
 _RANGE = "() => document.querySelector('.js-plotly-plot').layout.xaxis.range"
-_SAMPLES = (
-    "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) samples ·/))"
+_RECORDS = (
+    "parseInt([...document.querySelectorAll('p')].map(p => p.innerText.match(/([\\d,]+) records ·/))"
     ".filter(Boolean)[0][1].replaceAll(',', ''))"
 )
 
@@ -333,8 +333,8 @@ def _take_screenshots(page, name):
     page.set_viewport_size(dict(zip(("width", "height"), screenshots.SIZES[0], strict=True)))
 
 
-def _samples(page):
-    return page.evaluate(f"() => {_SAMPLES}")
+def _records_count(page):
+    return page.evaluate(f"() => {_RECORDS}")
 
 
 def _note_failure(answer, complaints):
