@@ -54,7 +54,7 @@ STOPS = (
     Stop(
         name="slow-worker",
         job=("fault", "slow-worker", "--steps", "500"),
-        shows="the same, but worker 1 takes three times as long",
+        shows="the same, but worker 1 takes six times as long",
     ),
     Stop(
         name="worker-leak",

@@ -42,14 +42,14 @@ def compute(batch_seconds: float, _index: int) -> None:
 
 @fault("slow-worker", num_workers=4)
 def slow_worker(job: Job) -> None:
-    """Worker 1 of 4 takes 60 ms a batch, the others 20 ms."""
-    job.dataset = Items(partial(sleep_unevenly, 0.020, 0.060 if job.faulty else 0.020, 0))
+    """Worker 1 of 4 takes 120 ms a batch, the others 20 ms."""
+    job.dataset = Items(partial(sleep_unevenly, 0.020, 0.120 if job.faulty else 0.020, 0))
 
 
 @fault("workers-too-slow", num_workers=4)
 def workers_too_slow(job: Job) -> None:
-    """Each of 4 workers takes 60 ms a batch, a step takes 10 ms."""
-    job.dataset = Items(partial(sleep, 0.060 if job.faulty else 0.020))
+    """Each of 4 workers takes 120 ms a batch, a step takes 10 ms."""
+    job.dataset = Items(partial(sleep, 0.120 if job.faulty else 0.020))
 
 
 @fault("straggler-samples", num_workers=4)
