@@ -141,7 +141,9 @@ def _check_view(page, view):
     page.wait_for_url(f"**/{view.path}?*")
     screenshots.await_view(page)
     page.locator(".stMarkdownBadge", has_text="live").first.wait_for(timeout=15_000)
-    page.wait_for_function(f"seen => {_RECORDS} > seen", arg=_records_count(page), timeout=15_000)  # it moves by itself
+    page.wait_for_function(
+        f"seen => {_RECORDS} > seen", arg=_records_count(page), timeout=15_000
+    )  # it moves by itself
     # a chart is replaced when its data change: wait for the moment in which all stand
     if view not in WITHOUT_CHARTS:
         page.wait_for_function(
