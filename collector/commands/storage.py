@@ -126,8 +126,9 @@ def _identities(run: Run, kind: str) -> set[Identity]:
 @click.option(
     "--format", "form", default="parquet", show_default=True, metavar="parquet|csv", help="Format of the files."
 )
+@click.option("--redact", is_flag=True, help="Replace command lines, paths, host names and other texts.")
 @home_option
-def export(spec: str, directory: Path, form: str, home: Path) -> None:
+def export(spec: str, directory: Path, form: str, redact: bool, home: Path) -> None:
     """Write a run as one file per stream. DuckDB, pandas and Polars read them."""
     from collector.report.listing import export_table
     from collector.report.terminal import Terminal
@@ -135,11 +136,15 @@ def export(spec: str, directory: Path, form: str, home: Path) -> None:
 
     run = find_run(home, spec)
     with Terminal(stderr=True).status("exporting") as status:
-        result = export_run(run, directory, form, say=lambda name: status.update(f"writing {name}"))
+        result = export_run(
+            run, directory, form, is_redacted=redact, say=lambda name: status.update(f"writing {name}")
+        )
     for problem in result.problems[:5]:
         click.echo(f"tidegauge: {one_line(problem)}", err=True)
     show_table(export_table(result.files))
     click.echo(f"\n{one_line(run.run_id)} is in {directory}")
+    if redact:
+        click.echo("Its texts are replaced: read the files before you publish them.")
 
 
 def _parse_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:

@@ -18,9 +18,10 @@ from typing import Any
 
 from collector.errors import TidegaugeError
 from collector.store.lake.reader import Snapshot, read
+from collector.store.redaction import Redactor
 from collector.store.runs.run import Run
 from training_harness.layout import MANIFEST
-from training_harness.records import IDENTITY, STREAMS, Column, Stream
+from training_harness.records import IDENTITY, NAME, STREAMS, Column, Stream
 
 SCHEMA_FILE = "schema.json"
 SCHEMA_VERSION = 1
@@ -55,13 +56,21 @@ class Export:
     problems: tuple[str, ...]
 
 
-def export_run(run: Run, directory: Path, form: str, *, say: Callable[[str], None] = lambda _: None) -> Export:
+def export_run(
+    run: Run,
+    directory: Path,
+    form: str,
+    *,
+    is_redacted: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Export:
     """Write all records and events of a run to a new or empty directory.
 
     Args:
         run: the run, ended or not.
         directory: the target; created if it is missing.
         form: one of `FORMATS`.
+        is_redacted: replace the user's texts by pseudonyms (`store.redaction`).
         say: called with the name of each file before it is written.
 
     Returns:
@@ -75,11 +84,14 @@ def export_run(run: Run, directory: Path, form: str, *, say: Callable[[str], Non
     if form not in FORMATS:
         raise TidegaugeError(f"no format {form!r}; this version writes {' and '.join(FORMATS)}")
     manifest = run.manifest
+    redactor = Redactor((manifest["host"], *manifest["anchors"])) if is_redacted else None
+    if redactor:
+        manifest = redactor.manifest(manifest)
     with _all_or_nothing(directory) as scratch:
         with read(run) as snapshot:
-            rows = dict(_copy_tables(snapshot, scratch, form, say))
+            rows = dict(_copy_tables(snapshot, scratch, form, redactor, say))
             problems = snapshot.problems
-        schema = {"schema": SCHEMA_VERSION, "run_id": run.run_id, "tables": {n: _describe(n) for n in rows}}
+        schema = {"schema": SCHEMA_VERSION, "run_id": manifest["run_id"], "tables": {n: _describe(n) for n in rows}}
         for name, body in ((SCHEMA_FILE, schema), (MANIFEST, manifest)):
             (scratch / name).write_text(json.dumps(body, indent=1) + "\n")
         names = {**{f"{table}.{form}": count for table, count in rows.items()}, SCHEMA_FILE: None, MANIFEST: None}
@@ -91,13 +103,22 @@ def export_run(run: Run, directory: Path, form: str, *, say: Callable[[str], Non
 
 
 def _copy_tables(
-    snapshot: Snapshot, directory: Path, form: str, say: Callable[[str], None]
+    snapshot: Snapshot, directory: Path, form: str, redactor: Redactor | None, say: Callable[[str], None]
 ) -> Iterator[tuple[str, int]]:
     for table in (*STREAMS, _EVENTS.name):
         name = f"{table}.{form}"
         if not snapshot.query(f'SELECT 1 FROM "{table}" LIMIT 1').empty:
             say(name)
-            yield table, snapshot.copy(table, directory / name, FORMATS[form])
+            texts = _replacements(table, redactor) if redactor else None
+            yield table, snapshot.copy(table, directory / name, FORMATS[form], texts=texts)
+
+
+def _replacements(table: str, redactor: Redactor) -> dict[str, Callable[[str], str]]:
+    """Return what replaces the values of each column of text of a table."""
+    if table == _EVENTS.name:
+        return {"host": redactor.host, "body": redactor.event}
+    stages = {column.name: redactor.stage for column in STREAMS[table].columns if column.code == NAME}
+    return {"host": redactor.host, **stages}
 
 
 def _describe(table: str) -> dict[str, Any]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from store_helpers import Writer, journalled, make_run
 
 from collector.errors import TidegaugeError
 from collector.store import export_run as export
 from collector.store.lake.ingest import Ingester
+from collector.store.redaction import VOCABULARY
+from tests.conftest import bare_environment, tidegauge
+from training_harness.events import EVENTS
 from training_harness.records import IDENTITY, STREAMS
 
+TIDEGAUGE = (sys.executable, "-P", "-m", "collector")
 READERS = {"parquet": pd.read_parquet, "csv": pd.read_csv}
 
 
@@ -125,3 +133,68 @@ def test_export_error_names_a_damaged_lake(run, tmp_path):
     with pytest.raises(TidegaugeError, match=rf"{run.data_dir} is damaged"):
         export(run, tmp_path / "out", "parquet")
     assert not (tmp_path / "out").exists()
+
+
+SECRETIVE = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Confidential(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.zeros(4)
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(Confidential(), batch_size=8, num_workers=1):
+    model(batch).sum().backward()
+    optimizer.step()
+raise ValueError("the customer is Acme")
+"""
+
+
+def test_redacted_export_has_the_numbers_of_a_real_run_and_none_of_its_texts(tmp_path):
+    folder = tmp_path / "acme-project"
+    folder.mkdir()
+    (folder / "forecast.py").write_text(SECRETIVE)
+    home = tmp_path / "home"
+    command = [sys.executable, "forecast.py", "--customer", "Acme"]
+    done = subprocess.run(
+        [*TIDEGAUGE, "run", "--home", str(home), "--name", "acme", "--tag", "customer=Acme", "--", *command],
+        cwd=folder,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    for options in ([], ["--redact"]):
+        written = tidegauge(
+            home, "export", "--to", str(tmp_path / f"out{len(options)}"), "--format", "csv", *options
+        )
+        assert written.returncode == 0, written.stderr
+    plain, redacted = tmp_path / "out0", tmp_path / "out1"
+    texts = {path.name: path.read_text() for path in redacted.iterdir()}
+    assert texts.keys() == {path.name for path in plain.iterdir()}
+    secrets = re.compile(rf"acme|forecast|confidential|customer|{tmp_path}|{sys.executable}", re.IGNORECASE)
+    assert {name: secrets.findall(text) for name, text in texts.items()} == {name: [] for name in texts}
+    host = re.compile(rf"\b{socket.gethostname()}\b")
+    assert {name: host.findall(text) for name, text in texts.items()} == {name: [] for name in texts}
+    for name in texts.keys() - {"run.json", "schema.json", "event.csv"}:
+        before, after = (pd.read_csv(directory / name) for directory in (plain, redacted))
+        numbers = before.select_dtypes("number").columns
+        pd.testing.assert_frame_equal(before[numbers], after[numbers])
+        assert set(after["host"]) == {"host-1"}
+    kinds, bodies = (pd.read_csv(redacted / "event.csv")[column] for column in ("kind", "body"))
+    assert list(kinds) == list(pd.read_csv(plain / "event.csv")["kind"])
+    started = next(json.loads(body) for kind, body in zip(kinds, bodies, strict=True) if kind == "process-start")
+    assert started["torch"] == torch.__version__
+    assert started["capabilities"]
+    assert json.loads(texts["run.json"])["exit_status"] == 1
+
+
+def test_vocabulary_of_redaction_names_declared_fields():
+    fields = {field.name for event in EVENTS.values() for field in event.fields}
+    of_manifest = {"environment", "store"}
+    nested = {"kind", "operation", "role"}
+    assert fields | of_manifest | nested >= VOCABULARY

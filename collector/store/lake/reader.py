@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,13 +193,16 @@ class Snapshot:
         except _NO_DAMAGE as error:
             raise TidegaugeError(f"the query failed: {error}") from None
 
-    def copy(self, name: str, path: Path, options: str) -> int:
+    def copy(
+        self, name: str, path: Path, options: str, *, texts: Mapping[str, Callable[[str], str]] | None = None
+    ) -> int:
         """Write a view to a file in order of time, with DuckDB's COPY, and return its number of rows.
 
         Args:
             name: name of the view.
             path: path of the file.
             options: options of COPY, such as `FORMAT csv`.
+            texts: column of text -> what its values are replaced by.
 
         Raises:
             TidegaugeError: files of the lake are damaged or gone.
@@ -207,9 +210,11 @@ class Snapshot:
 
         """
         self._connection.execute(f"SET memory_limit = '{_COPY_MEMORY}'; SET threads = {_COPY_THREADS}")
-        sql = f'COPY (FROM "{name}" ORDER BY time_ns) TO {quote(str(path))} ({options})'
+        replaced = ", ".join(f'replace_{column}("{column}") AS "{column}"' for column in texts or ())
+        columns = f"* REPLACE ({replaced})" if replaced else "*"
+        sql = f'COPY (SELECT {columns} FROM "{name}" ORDER BY time_ns) TO {quote(str(path))} ({options})'
         try:
-            with self._intact(writing=path):
+            with self._intact(writing=path), self._functions(texts or {}):
                 rows_count = int(self._execute(sql, None).fetchall()[0][0])
         except duckdb.IOException as error:
             raise OSError(str(error).rpartition(": ")[2]) from None
@@ -218,6 +223,17 @@ class Snapshot:
         # After an error this instance is not reused (`duck.borrow_instance`).
         self._connection.execute("RESET memory_limit; RESET threads")
         return rows_count
+
+    @contextmanager
+    def _functions(self, texts: Mapping[str, Callable[[str], str]]) -> Iterator[None]:
+        """Give the connection a function `replace_COLUMN` for each column."""
+        for column, function in texts.items():
+            self._connection.create_function(f"replace_{column}", function, ["VARCHAR"], "VARCHAR")
+        try:
+            yield
+        finally:
+            for column in texts:
+                self._connection.remove_function(f"replace_{column}")
 
     @contextmanager
     def _intact(self, *, writing: Path | None = None) -> Iterator[None]:
