@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from collector.diagnosis.loading.loaders import Loop
-from collector.diagnosis.run.allocators import devices
+from collector.diagnosis.run.allocators import capacity_of, devices
 from collector.diagnosis.run.columns import SECOND_NS, floats, last, median, peak
 from collector.diagnosis.run.host_memory import binding_limit, demand_series
 from collector.diagnosis.run.tables import RunTables
@@ -134,7 +134,8 @@ def micro_batch(effective: int, largest: int) -> tuple[int, int]:
 def _fullest_device(tables: RunTables) -> tuple[float, float, str] | None:
     """Return (peak, highest allowed peak, name) of the fullest device.
 
-    The driver, other processes and libraries leave only a part of the device to PyTorch's allocator.
+    The driver, other processes and libraries leave only a part of the device to PyTorch's allocator, and the
+    processes may limit themselves to shares of it (`set_per_process_memory_fraction`).
     """
     peaks = []
     for _, device, samples, ranks in devices(tables):
@@ -144,7 +145,9 @@ def _fullest_device(tables: RunTables) -> tuple[float, float, str] | None:
         reserved = np.sum([rank.at(seconds, "reserved_bytes") for rank in ranks], axis=0)
         outside = floats(samples, "used_bytes") - reserved
         outside_bytes = median(outside[len(outside) // 2 :])
-        peaks.append((peak_bytes, _DEVICE_FILL_RATIO * (total - outside_bytes), f"GPU {device}"))
+        shares_bytes = math.fsum(capacity_of(tables, rank)[1] for rank in ranks) if ranks else math.nan
+        room_bytes = float(np.fmin(total - outside_bytes, shares_bytes))
+        peaks.append((peak_bytes, _DEVICE_FILL_RATIO * room_bytes, f"GPU {device}"))
     return max(peaks, default=None, key=lambda fullest: np.nan_to_num(fullest[0]))
 
 

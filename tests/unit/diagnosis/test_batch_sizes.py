@@ -13,6 +13,7 @@ from collector.diagnosis.tuning.batch_sizes import (
     micro_batch,
     next_size,
 )
+from tests.recorded_runs import recorded
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
 
 MIB = 2**20
@@ -108,6 +109,13 @@ def test_memory_shared_with_workers_is_not_counted_twice():
     assert found.memory_bytes == 500 * MIB
     assert found.room_bytes == pytest.approx(9 * 2**30 - 2**30 - 900 * MIB)
     assert (found.resource, round(found.samples_per_second / found.batch_size)) == ("host memory", 10)
+
+
+def test_room_is_the_share_of_the_device_that_the_process_may_use():
+    """It may use 30 % of 2 GiB."""
+    tables = recorded("share-met")
+    [loop] = loops(tables)
+    assert 0.9 * 0.3 * 2**31 < batch_size_run(tables, loop).room_bytes < 0.3 * 2**31
 
 
 @pytest.mark.parametrize(
