@@ -166,12 +166,15 @@ def figures(agent: pd.DataFrame, process: pd.DataFrame) -> Mapping[str, tuple[st
     span = agent.iloc[-1] - agent.iloc[1]
     smaps_ns, early_end_ns = span["smaps_ns"], agent["time_ns"].iloc[0] + EARLY_NS
     read_at = process[process["pss_bytes"].notna() & (process["role"] != ROLE_COLLECTOR)]
+    own = process[process["pss_bytes"].notna() & (process["role"] == ROLE_COLLECTOR)]
     ages = read_at.groupby("process_pid")["time_ns"].diff().dropna()
     return {
         "CPU besides smaps": (besides_smaps(agent), "≤ 1 %"),
         "the same in the first two minutes": (besides_smaps(agent[agent["time_ns"] <= early_end_ns]), ""),
         "CPU within smaps": (percent(smaps_ns, span["time_ns"]), "≤ 1 %"),
-        "RSS: least, median, most": (mebibytes(agent["rss_bytes"]), "≤ 250 MB (238 MiB)"),
+        "PSS: least, median, most": (mebibytes(own["pss_bytes"]), "≤ 90 MiB"),
+        "private dirty: least, median, most": (mebibytes(own["private_dirty_bytes"]), "≤ 60 MiB"),
+        "verdicts and ingests, anonymous, while there": (mebibytes(agent["verdict_anon_bytes"].dropna()), ""),
         "CPU until the second sample": (f"{agent['cpu_ns'].iloc[1] / 1e9:.1f} s", ""),
         "sampling interval": (seconds_of(agent["interval_ns"].iloc[2:]), "1 s asked for"),
         "between two smaps of a process": (seconds_of(ages), ""),

@@ -1,4 +1,4 @@
-"""The ingest as the collector runs it: it goes on whatever fails."""
+"""The ingest as the collector runs it: in another process, from time to time, whatever fails."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from collector.agent.ingest_process import IngestProcess
 from collector.agent.problems import Problems
-from collector.store import Run
-
-if TYPE_CHECKING:
-    from collector.store import Counts, Ingester, IngestResult
-
+from collector.store import Counts, IngestResult, Run
 
 #: Shortest and longest pause between two ingests.
 SHORTEST_PAUSE_NS = 10_000_000_000
-LONGEST_PAUSE_NS = 60_000_000_000
+LONGEST_PAUSE_NS = 300_000_000_000
 #: Pause between two times that the lake is compacted: merge, expire, delete.
 MAINTAIN_EVERY_NS = 300_000_000_000
-#: Largest share of a core that ingests take. A commit costs 65 ms of CPU however little it moves, 200 ms if 72
-#: processes write, so the pauses are made long enough.
+#: Largest share of a core that ingests take. One costs 0.7 s of CPU, most of it to start its process, so the pauses
+#: are made long enough. Readers take the records meanwhile from the journals.
 INGEST_RATIO = 0.003
-#: Records that a pause waits for at most, since readers have to take them from the journals.
-WAITING_RECORDS = 20_000
+#: Records that a pause waits for at most: a reader takes 0.1 s to read these from the journals.
+WAITING_RECORDS = 100_000
 #: Seconds that the end of a run waits for a store on the network.
 FINISH_SECONDS = 60.0
 
@@ -40,7 +36,7 @@ class Feed:
     """The feed of the run's lake: it ingests the journals, and updates the counts, from time to time.
 
     An ingest that fails is repeated the next time: records that were not committed are still in the journals. A
-    store on the network may take a minute to fail, so its ingests run in a thread, and the sampling goes on.
+    thread waits for each, and the sampling goes on: a store on the network may take a minute to fail.
 
     Attributes:
         records_count: records moved so far.
@@ -53,7 +49,7 @@ class Feed:
         self,
         run: Run,
         problems: Problems,
-        ingester: Ingester | None = None,
+        ingester: IngestProcess | None = None,
         counts: Counts | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -69,7 +65,9 @@ class Feed:
         self._thread: threading.Thread | None = None
         self._fails_since_ns: int | None = None
         self._stored_ns: int | None = None
-        self._due_ns = clock_ns()
+        # A new run has nothing to store yet. A store on the network is tried at once, in case it cannot be reached.
+        is_new = ingester is None and not self._is_remote
+        self._due_ns = clock_ns() + (SHORTEST_PAUSE_NS if is_new else 0)
         self._maintain_due_ns = self._due_ns + MAINTAIN_EVERY_NS
         self.failure = ""
 
@@ -86,24 +84,36 @@ class Feed:
         return max(0, now_ns - self._fails_since_ns, (self.last and self.last.lag_ns) or 0)
 
     @property
+    def spent_ns(self) -> int:
+        """CPU time of the ingests so far."""
+        return self._ingester.spent_ns if self._ingester is not None else 0
+
+    @property
+    def anon_bytes(self) -> int:
+        """Anonymous memory of the process that ingests; 0 while there is none."""
+        return self._ingester.anon_bytes if self._ingester is not None else 0
+
+    @property
     def is_busy(self) -> bool:
         """True while an ingest runs in its thread."""
         return self._thread is not None and self._thread.is_alive()
 
     def tick(self, now_ns: int) -> None:
         """Ingest if that is due, and from time to time compact the lake, too."""
-        if now_ns < self._due_ns:
+        if self._ingester is None:
+            with self._problems.guard("ingest"), self._note_failure():
+                self._ingester = IngestProcess(self._run, self._counts)
+        if now_ns < self._due_ns or self.is_busy:
             return
-        if now_ns >= self._maintain_due_ns:
-            self._start(self._ingest_and_maintain)
+        maintains = now_ns >= self._maintain_due_ns
+        if maintains:
             self._maintain_due_ns = now_ns + MAINTAIN_EVERY_NS
-        else:
-            self.step()
-        self._due_ns = now_ns + self.pause_ns
+        self.step(maintains=maintains)
 
-    def step(self) -> None:
-        """Ingest the journals' present content, unless the ingest before still goes on."""
-        self._start(self._ingest)
+    def step(self, *, maintains: bool = False) -> None:
+        """Ingest the journals' present content, unless the ingest before still goes on; compact the lake, too."""
+        if not self.is_busy:
+            self._start(lambda: self._ingest_once(maintains=maintains))
 
     def finish(self, write_last: Callable[[], None]) -> bool:
         """Ingest everything, then the events that `write_last` writes; compact the lake and close it.
@@ -114,24 +124,26 @@ class Feed:
             Whether everything is in the lake.
         """
         results: list[bool] = []
-        deadline = time.monotonic() + FINISH_SECONDS
-        if self._thread is not None:
-            self._thread.join(FINISH_SECONDS)
-            if self.is_busy:
-                write_last()
-                return False
-        self._start(lambda: results.append(self._finish(write_last)))
-        if self._thread is not None:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + FINISH_SECONDS if self._is_remote else None
+        if not self._join(deadline):
+            write_last()
+        else:
+            self._start(lambda: results.append(self._finish(write_last)))
+            self._join(deadline)
         return results == [True]
 
+    def _join(self, deadline: float | None) -> bool:
+        """Wait for the thread; return False if its store does not answer until the deadline."""
+        if self._thread is not None:
+            self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if self.is_busy and self._ingester is not None:
+            self._ingester.kill()
+            return False
+        return True
+
     def _start(self, task: Callable[[], object]) -> None:
-        if not self._is_remote:
-            task()
-        elif not self.is_busy:
-            # A daemon thread: nothing ends a query on a frozen server, and the process must be able to end.
-            self._thread = threading.Thread(target=task, name="ingest", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=task, name="ingest", daemon=True)
+        self._thread.start()
 
     def _finish(self, write_last: Callable[[], None]) -> bool:
         self._ingest()
@@ -149,11 +161,8 @@ class Feed:
             self._fails_since_ns = began_ns
         with self._problems.guard("ingest"), self._note_failure():
             if self._ingester is None:
-                # Imported here, since it takes a second: the command does not wait for it, nor fail with it.
-                from collector.store import Ingester
-
-                self._ingester = Ingester(self._run, counts=self._counts)
-            cpu_before_ns = time.process_time_ns()
+                self._ingester = IngestProcess(self._run, self._counts)
+            cost_before_ns = self._ingester.spent_ns
             self.last = self._ingester.step()
             self.records_count += self.last.records_count
             if self.last.is_whole:
@@ -161,10 +170,8 @@ class Feed:
             else:
                 self.failure = self.last.problems[-1]
             self._record(self.last.problems)
-            # A shared store keeps the shortest pause: others wait for its records, and the CPU time of the process
-            # is not that of the ingest thread alone.
-            if not self._is_remote:
-                cost_ns = time.process_time_ns() - cpu_before_ns
+            if not self._is_remote:  # A shared store keeps the shortest pause: others wait for its records.
+                cost_ns = self._ingester.spent_ns - cost_before_ns
                 self.pause_ns = pause_ns(self.last.records_count, cost_ns, self.pause_ns)
 
     @contextmanager
@@ -175,11 +182,16 @@ class Feed:
             self.failure = str(error)
             raise
 
-    def _ingest_and_maintain(self) -> None:
+    def _ingest_once(self, *, maintains: bool) -> None:
+        began_ns = self._clock_ns()
         self._ingest()
         with self._problems.guard("ingest"):
             if self._ingester is not None:
-                self._record(self._ingester.maintain(), part="upkeep")
+                if maintains:
+                    self._record(self._ingester.maintain(), part="upkeep")
+                if not self._is_remote:
+                    self._ingester.rest()
+        self._due_ns = began_ns + self.pause_ns
 
     def _record(self, problems: Iterable[str], *, part: str = "ingest") -> None:
         for text in problems:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collector.agent.ingest_feed import Feed
+from collector.agent.ingest_process import IngestProcess
 from collector.agent.problems import Problems
 from collector.agent.recorder_dumps import RecorderDumps
 from collector.agent.samplers import procfs
@@ -29,7 +30,6 @@ from training_harness.records import STREAMS
 
 if TYPE_CHECKING:
     from collector.agent.live.outlets import Outlets
-    from collector.store import Ingester
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 #: Seconds that orphaned workers have to end before the run is closed.
@@ -62,7 +62,7 @@ class Agent:
         command: LocalProcess | None,
         is_parent: bool = False,
         resumed: bool = False,
-        ingester: Ingester | None = None,
+        ingester: IngestProcess | None = None,
         outlets: Outlets | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -293,14 +293,17 @@ class Agent:
             self._pids_before = pids
 
     def _verdict_anon_bytes(self) -> int:
-        return (self._outlets.verdict_anon_bytes or 0) if self._outlets is not None else 0
+        verdict_bytes = (self._outlets.verdict_anon_bytes or 0) if self._outlets is not None else 0
+        return self._feed.anon_bytes + verdict_bytes
 
     def _collector_sample(self, now_ns: int) -> Sample:
         status = procfs.read_status(_PROC, self.key.pid)
         ingest = self._feed.last
         lost_count = sum(writer.lost_count for writer in self._writers.values())
         return {
-            "cpu_ns": time.process_time_ns() + (self._outlets.spent_ns if self._outlets else 0),
+            "cpu_ns": time.process_time_ns()
+            + self._feed.spent_ns
+            + (self._outlets.spent_ns if self._outlets else 0),
             "smaps_ns": self._processes.budget.spent_ns,
             "rss_bytes": status.rss_bytes if status else None,
             # From before and after the host was sampled: a verdict can begin or end in between.
@@ -371,13 +374,11 @@ def collect(
     Raises:
         TidegaugeError: another collector follows the run.
     """
-    from collector.store import Ingester
-
-    counts = outlets.begin(run) if outlets else None
+    ingester = IngestProcess(run, outlets.begin(run) if outlets else None)
     is_of_this_boot = of_this_boot(run)
-    # A store on the network may be unreachable when sampling begins, so its feed opens it.
-    ingester = None if is_of_this_boot and run.is_shared else Ingester(run, counts=counts)
-    if not is_of_this_boot and ingester is not None:
+    if not (is_of_this_boot and run.is_shared):  # A store on the network may be unreachable when sampling begins.
+        ingester.open()
+    if not is_of_this_boot:
         result = ingester.step()
         ingester.close()
         _note_stored(run, is_stored=result.is_whole)

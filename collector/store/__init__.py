@@ -45,7 +45,8 @@ if TYPE_CHECKING:
         size_bytes as size_bytes,
     )
     from collector.store.lake.counters import Counts as Counts, Totals as Totals
-    from collector.store.lake.ingest import Ingester as Ingester, IngestResult as IngestResult
+    from collector.store.lake.ingest import Ingester as Ingester
+    from collector.store.lake.ingest_result import IngestResult as IngestResult
     from collector.store.lake.reader import Snapshot as Snapshot, read as read
     from collector.store.runs.annotations import Annotation as Annotation, Edit as Edit
     from collector.store.runs.documents import (
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         document_path as document_path,
         read_document as read_document,
     )
+    from collector.store.runs.locks import follow_run as follow_run
     from collector.store.runs.run import (
         ProcessKey as ProcessKey,
         Run as Run,
@@ -74,10 +76,12 @@ _NAMES = {
     "journals.growing_files": "GrowingFiles",
     "journals.segments": "EVENT_LOG_SUFFIX JournalError list_event_logs read_events size_bytes",
     "lake.counters": "Counts Totals",
-    "lake.ingest": "Ingester IngestResult",
+    "lake.ingest": "Ingester",
+    "lake.ingest_result": "IngestResult",
     "lake.reader": "Snapshot read",
     "runs.annotations": "Annotation Edit",
     "runs.documents": "ANNOTATION KNOWN_FINDINGS RESULT SHARED_KNOWN_FINDINGS document_path read_document",
+    "runs.locks": "follow_run",
     "runs.run": "ProcessKey Run command_and_collector living_processes of_this_boot",
 }
 

@@ -388,3 +388,16 @@ def test_run_that_ended_before_its_collector_has_its_recorded_end(run_attached):
     layout.write_manifest(run.path, {**run.manifest, "command": command})
     subprocess.run([sys.executable, "-P", "-c", COLLECTOR, str(run.path)], timeout=60, check=True)
     assert run.manifest["end_time_ns"] == end["time_ns"]
+
+
+def test_process_that_samples_loads_no_table_libraries(home):
+    """Their memory would be taken from the training; the verdicts and ingests of other processes need them."""
+    program = "import os, time; time.sleep(2.5); print(open(f'/proc/{os.getppid()}/maps').read())"
+    command = [sys.executable, "-P", "-m", "collector", "run", "--home", str(home), "--on-finding", "true"]
+    run = subprocess.run(
+        [*command, "--", sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+
+    loaded = {part for line in run.stdout.splitlines() for part in line.split("/")}
+    assert any(part.startswith("python") for part in loaded)
+    assert loaded.isdisjoint({"numpy", "pandas", "pyarrow", "scipy", "duckdb", "_duckdb", "rich"})

@@ -30,11 +30,11 @@ from collector.agent.samplers.procfs import LocalProcess
 from collector.agent.samplers.samples import NamedSample, Sample
 from collector.errors import TidegaugeError
 from collector.findings import TRACEABLE_LEAKS, Finding, Locus
-from collector.store import Run
+from collector.store import Counts, Run
 from training_harness.layout import SNAPSHOT_STEPS, read_manifest
 
 if TYPE_CHECKING:
-    from collector.store import Counts, Totals
+    from collector.store import Totals
 
 #: Seconds after which a request expires, if the process ends no step.
 EXPIRY_SECONDS = 600.0
@@ -97,9 +97,6 @@ class Outlets:
         with suppress(OSError, ValueError):
             self._name = str(read_manifest(run.path)["name"])
         if self._is_regular:
-            # Imported here, since it takes a second: the command has started by now, and does not wait for it.
-            from collector.store import Counts
-
             self.counts = Counts(run)
         self._verdicts = LiveVerdicts(run, self.publish, self._settings, is_regular=self._is_regular)
         self._investigator = Investigator(run) if self._investigate else None

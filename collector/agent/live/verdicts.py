@@ -15,8 +15,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
+from collector.agent.ingest_process import stand_back
 from collector.agent.loader_settings import LoaderSettings
 from collector.agent.problems import Problems
 from collector.agent.samplers import procfs
@@ -34,9 +34,6 @@ _SHARE_OF_TIME_LEFT = 0.25
 BUDGET_RATIO = 0.01
 #: Seconds after which a verdict is killed.
 PATIENCE_SECONDS = 120.0
-_NICENESS = 10
-#: Makes the kernel kill the verdict, not the training, if memory runs out (Documentation/filesystems/proc.rst).
-_OOM_SCORE_ADJ = "1000"
 
 
 def pause_seconds(cost_seconds: float, nearest_seconds: float = math.inf) -> float:
@@ -99,10 +96,7 @@ class LiveVerdicts:
     def anon_bytes(self) -> int | None:
         """Anonymous memory of the process that is making a verdict; None without one."""
         child = self._child
-        status = procfs.read_status("/proc", child.pid) if child is not None and child.returncode is None else None
-        if status is None or status.rss_bytes is None:
-            return None
-        return status.rss_bytes - (status.file_bytes or 0) - (status.shm_bytes or 0)
+        return procfs.anon_bytes("/proc", child.pid) if child is not None and child.returncode is None else None
 
     def close(self) -> None:
         """Kill a verdict that is being made: the one at the end of the run is more complete."""
@@ -124,9 +118,7 @@ class LiveVerdicts:
             )
             if self._closed:
                 child.kill()
-            with suppress(OSError):  # The training comes first.
-                os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
-                Path(f"/proc/{child.pid}/oom_score_adj").write_text(_OOM_SCORE_ADJ)
+            stand_back(child.pid)
             output = self._read_output(child)
             if self._closed:
                 return

@@ -142,4 +142,4 @@ class EventTail:
     def _read_file(self, path: Path, begin_bytes: int) -> list[dict[str, Any]]:
         lines = read_events(path, begin_bytes)
         self._ends_bytes[path.name] = lines.end_bytes
-        return [{**json.loads(row.pop("body")), **row} for row in lines.table.to_pylist()]
+        return [{**json.loads(row.pop("body")), **row} for row in lines.rows]

@@ -165,6 +165,14 @@ def read_status(proc: str, pid: int) -> Status | None:
     )
 
 
+def anon_bytes(proc: str, pid: int) -> int | None:
+    """Read the resident anonymous memory of a process; None if it ended."""
+    status = read_status(proc, pid)
+    if status is None or status.rss_bytes is None:
+        return None
+    return status.rss_bytes - (status.file_bytes or 0) - (status.shm_bytes or 0)
+
+
 def handles_signal(proc: str, pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal (SigCgt of /proc/PID/status); False if it is gone."""
     mask = _HANDLED.search(_read_once(f"{proc}/{pid}/status") or b"")

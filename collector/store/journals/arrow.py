@@ -1,4 +1,4 @@
-"""Read records of segments into Arrow tables, in the reader's schema.
+"""Read records of segments, and events, into Arrow tables in the reader's schema.
 
 Columns that this Tidegauge does not know are left out. Columns that a segment lacks, and values that stand for
 missing, are NULL.
@@ -8,17 +8,32 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from collector.store.journals.segments import ARROW_TYPES, SegmentHeader, read_error
+from collector.store.journals.segments import SegmentHeader, read_error
 from training_harness.records import IDENTITY, NAME, NAME_BYTES, STREAMS, Stream
 
 Records: TypeAlias = np.ndarray[Any, Any]
+#: struct code -> Arrow type.
+_ARROW_TYPES: dict[str, pa.DataType] = {
+    "q": pa.int64(),
+    "i": pa.int32(),
+    "h": pa.int16(),
+    "b": pa.int8(),
+    "d": pa.float64(),
+    "s": pa.string(),
+    NAME: pa.string(),
+}
+_EVENT_SCHEMA = pa.schema(
+    [("time_ns", pa.int64()), ("kind", pa.string())]
+    + [(column.name, _ARROW_TYPES[column.code]) for column in IDENTITY]
+    + [("body", pa.string())]
+)
 _IDENTITY_NAMES = frozenset(column.name for column in IDENTITY)
 _NUMPY_CODES = {"q": "<i8", "i": "<i4", "h": "<i2", "b": "<i1", "d": "<f8", NAME: f"S{NAME_BYTES}"}
 #: Bytes of an integer -> value that stands for missing; `np.iinfo` would take a third of the time of a small read.
@@ -27,7 +42,12 @@ _SMALLEST = {np.dtype(code).itemsize: np.iinfo(code).min for code in ("<i8", "<i
 
 def arrow_schema(stream: Stream) -> pa.Schema:
     """Return the Arrow schema of a stream's columns and the identity columns."""
-    return pa.schema([(column.name, ARROW_TYPES[column.code]) for column in (*stream.columns, *IDENTITY)])
+    return pa.schema([(column.name, _ARROW_TYPES[column.code]) for column in (*stream.columns, *IDENTITY)])
+
+
+def tabulate_events(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the rows of `segments.read_events` as a table."""
+    return pa.Table.from_pylist(list(rows), schema=_EVENT_SCHEMA)
 
 
 def read_records(path: Path, header: SegmentHeader, offset_bytes: int, stop_bytes: int | None = None) -> pa.Table:

@@ -1,4 +1,6 @@
-"""The journal reader: it reads segments and event logs from any byte on into Arrow tables.
+"""The journal reader: headers of segments, and the lines of event logs from any byte on.
+
+The collector reads with it while a run goes on, so it needs the standard library alone; `arrow` makes tables.
 
 A segment's header holds its layout, so an older file is read with the columns that it has. A header, record
 or line that is not yet whole is left for a later read. Damage raises a `JournalError`, which callers collect
@@ -12,37 +14,18 @@ import json
 import os
 import stat
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from collector.errors import TidegaugeError
 from collector.store.runs.run import Run
 from training_harness.journal import FORMAT_VERSION, MAGIC, SEGMENT_BYTES
-from training_harness.records import IDENTITY, MISSING, NAME, STREAMS
+from training_harness.records import MISSING, STREAMS
 
 SEGMENT_SUFFIX = ".journal"
 EVENT_LOG_SUFFIX = ".jsonl"
-#: struct code -> Arrow type.
-ARROW_TYPES: dict[str, pa.DataType] = {
-    "q": pa.int64(),
-    "i": pa.int32(),
-    "h": pa.int16(),
-    "b": pa.int8(),
-    "d": pa.float64(),
-    "s": pa.string(),
-    NAME: pa.string(),
-}
-
-EVENT_SCHEMA = pa.schema(
-    [("time_ns", pa.int64()), ("kind", pa.string())]
-    + [(column.name, ARROW_TYPES[column.code]) for column in IDENTITY]
-    + [("body", pa.string())]
-)
-
 _PREFIX_BYTES = len(MAGIC) + 4
 #: A real header has about 1 kB; a length beyond this is damage, not a header still being written.
 _HEADER_LIMIT_BYTES = 2**20
@@ -53,7 +36,9 @@ _EVENTS_AT_ONCE_BYTES = 2**26
 #: Characters of the longest host name of gethostname(2); it is repeated in every record.
 _HOST_LIMIT = 255
 _REASON_LIMIT = 200
-_EVENT_COLUMNS = EVENT_SCHEMA.names[:-1]
+#: Columns of an event besides its body and its rank: the bound of an integer; None for a text.
+_EVENT_COLUMNS = {"time_ns": 2**63, "kind": None, "host": None, "pid": 2**31, "start_ticks": 2**63}
+_RANK_BOUND = 2**31
 #: Flags to open a file without waiting for the other end of a FIFO and without following a link.
 _OPEN_FLAGS = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -94,13 +79,13 @@ class EventLines:
     """Whole lines of an event log from some byte on.
 
     Attributes:
-        table: one row per event, in `EVENT_SCHEMA`; `body` holds the fields that have no column.
+        rows: one per event, with the columns of an event's table; `body` holds the fields that have no column.
         end_bytes: offset at which the next read begins.
         damaged_count: number of lines that were skipped because they are no event.
 
     """
 
-    table: pa.Table
+    rows: list[dict[str, Any]]
     end_bytes: int
     damaged_count: int
 
@@ -225,16 +210,18 @@ def read_events(path: Path, offset_bytes: int) -> EventLines:
     lines = [line for line in whole.split(b"\n") if line]
     rows = [row for line in lines if (row := _event_row(line)) is not None]
     return EventLines(
-        table=pa.Table.from_pylist(rows, schema=EVENT_SCHEMA),
+        rows=rows,
         end_bytes=offset_bytes + len(whole),
         damaged_count=len(lines) - len(rows),
     )
 
 
-def reported_losses(table: pa.Table) -> dict[str, int]:
-    """Return writer -> number of lost records, from the `records-lost` rows of an event table."""
+def reported_losses(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return writer -> number of lost records, from the `records-lost` events among these."""
     losses: dict[str, int] = {}
-    for row in table.filter(pc.equal(table["kind"], "records-lost")).to_pylist():
+    for row in rows:
+        if row["kind"] != "records-lost":
+            continue
         body = json.loads(row["body"])
         writer = writer_name(row["host"], row["pid"], row["start_ticks"], str(body.get("stream")))
         if isinstance(body.get("count"), int) and body["count"] < 2**63:
@@ -245,6 +232,24 @@ def reported_losses(table: pa.Table) -> dict[str, int]:
 def read_error(path: Path, error: OSError) -> JournalError:
     """Return the error for a file that cannot be read."""
     return JournalError(f"{path} is skipped: {error.strerror}; make it readable")
+
+
+def read_bytes(path: Path, offset_bytes: int, count: int) -> bytes:
+    """Return these bytes of a segment.
+
+    Raises:
+        JournalError: the file cannot be read, or is shorter now.
+
+    """
+    try:
+        with _open(path) as file:
+            file.seek(offset_bytes)
+            data = file.read(count)
+    except OSError as error:
+        raise read_error(path, error) from None
+    if len(data) < count:
+        raise JournalError(f"{path} is skipped: it was cut while it was read; remove it")
+    return data
 
 
 def _open(path: Path) -> BinaryIO:
@@ -318,14 +323,23 @@ def _event_row(line: bytes) -> dict[str, Any] | None:
     """Return the row of one line; None if it is no event."""
     try:
         body = json.loads(line)
-        row = {name: pa.scalar(body.pop(name), EVENT_SCHEMA.field(name).type).as_py() for name in _EVENT_COLUMNS}
-        if any(row[name] is None for name in _EVENT_COLUMNS if name != "rank"):
-            return None
+        row = {name: _checked(body.pop(name), bound) for name, bound in _EVENT_COLUMNS.items()}
+        rank = body.pop("rank")
+        row["rank"] = rank if rank is None else _checked(rank, _RANK_BOUND)
         # Half of a surrogate pair is no text: terminals and browsers refuse it.
         row["body"] = json.dumps(body, ensure_ascii=False).encode(errors="replace").decode()
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return row
+
+
+def _checked(value: Any, bound: int | None) -> Any:
+    """Return an integer within its bound or, without a bound, a text; raise a ValueError for anything else."""
+    if bound is None and isinstance(value, str):
+        value.encode()
+    elif bound is None or type(value) is not int or not -bound <= value < bound:
+        raise ValueError("it is no event")
+    return value
 
 
 def damaged_lines(path: Path, count: int) -> str:

@@ -11,23 +11,24 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from collector.errors import TidegaugeError
-from collector.store.duck import ERRORS, ask_over, short_error
+from collector.store.duck import ERRORS, Ask, ask_over, short_error
 from collector.store.journals import arrow, segments
 from collector.store.journals.growing_files import GrowingFiles
 from collector.store.journals.segments import damaged_lines
 from collector.store.lake import lake
-from collector.store.lake.counters import COLUMNS, Counts
+from collector.store.lake.counters import ALLOCATOR, SUMS, Totals
+from collector.store.lake.ingest_result import IngestResult
 from collector.store.lake.store import store_of
 from collector.store.runs import locks
 from collector.store.runs.run import Run, refuse_links
@@ -38,24 +39,18 @@ _OFFSET_TYPES = {"VARCHAR": pa.string(), "BIGINT": pa.int64()}
 _OFFSET_SCHEMA = pa.schema([(name, _OFFSET_TYPES[kind]) for name, kind in lake.TABLES["journal_offset"]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestResult:
-    """The result of one step.
+class CatchesUp(Protocol):
+    """The totals of a run, in this process or in another (`counters.Counts`)."""
 
-    Attributes:
-        records_count: number of records that the step added to the lake.
-        lag_ns: age of the oldest record that this step found outside the lake; None if it found none.
-        lost_count: number of records that writers could not write, over the whole run.
-        is_whole: True if everything that the step found is in the lake.
-        problems: one line for each thing that could not be read or committed.
+    @property
+    def has_begun(self) -> bool:
+        """True once the totals of a lake are known."""
 
-    """
+    def begin(self, totals: Totals, offsets: Mapping[str, int]) -> None:
+        """Begin with the totals of the lake, which has each journal up to an offset."""
 
-    records_count: int
-    lag_ns: int | None
-    lost_count: int
-    is_whole: bool
-    problems: tuple[str, ...]
+    def catch_up(self) -> None:
+        """Count what the journals have now."""
 
 
 @dataclass(slots=True)
@@ -93,7 +88,8 @@ class Ingester:
         run: the run to follow.
         clock_ns: CLOCK_MONOTONIC, for the lag.
         chunk_records: most records in one transaction.
-        counts: totals to update with each commit, if any.
+        counts: totals to begin with those of the lake, and to bring up to date before journals are deleted, if any.
+        lock: the run's lock, where a parent process holds it; by default it is taken here.
 
     Raises:
         TidegaugeError: another process follows the run, or its lake cannot be opened.
@@ -106,7 +102,8 @@ class Ingester:
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         chunk_records: int = CHUNK_RECORDS,
-        counts: Counts | None = None,
+        counts: CatchesUp | None = None,
+        lock: int | None = None,
     ) -> None:
         self._run = run
         self._clock_ns = clock_ns
@@ -120,7 +117,7 @@ class Ingester:
         self._lake = contextlib.ExitStack()
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._progress = lake.Progress()
-        self._lock = locks.follow(run)
+        self._lock = locks.follow_run(run) if lock is None else lock
         try:
             self._open()
         except BaseException:
@@ -141,6 +138,8 @@ class Ingester:
                         self._commit(connection, chunk)
                     self._mark_read(chunk.read_paths)
                     records_count += chunk.records_count
+                if self._counts is not None:
+                    self._counts.catch_up()
                 self._delete_ingested(problems)
             except (*ERRORS, TidegaugeError, OSError) as error:
                 problems.append(
@@ -208,11 +207,11 @@ class Ingester:
                 try:
                     self._progress = lake.read_progress(ask_over(connection))
                     reported = connection.execute(f"FROM {lake.LAKE}.event WHERE kind = 'records-lost'")
-                    for writer, count in segments.reported_losses(reported.to_arrow_table()).items():
+                    for writer, count in segments.reported_losses(reported.to_arrow_table().to_pylist()).items():
                         self._progress.note_loss(writer, count)
-                    if self._counts is not None:
-                        records = _counted_records(connection, self._store.counted_rows)
-                        self._counts.restart(records, self._progress.offsets)
+                    if self._counts is not None and not self._counts.has_begun:
+                        totals = _totals(ask_over(connection), self._store.counted_rows)
+                        self._counts.begin(totals, self._progress.offsets)
                 except ERRORS as error:
                     raise TidegaugeError(f"{self._store.title} cannot be read: {short_error(error)}") from None
                 self._lake = stack.pop_all()
@@ -260,8 +259,8 @@ class Ingester:
         damaged_count = self._progress.damaged.get(path.name, 0) + lines.damaged_count
         if lines.damaged_count:
             problems.append(damaged_lines(path, damaged_count))
-        chunk.add("event", lines.table)
-        for writer, count in segments.reported_losses(lines.table).items():
+        chunk.add("event", arrow.tabulate_events(lines.rows))
+        for writer, count in segments.reported_losses(lines.rows).items():
             chunk.lose(writer, count)
         chunk.move(path, lines.end_bytes, None, 0, damaged_count)
 
@@ -329,13 +328,18 @@ class Ingester:
                 self._progress.damaged[name] = row["damaged_count"]
         for writer, count in chunk.losses.items():
             self._progress.note_loss(writer, count)
-        if self._counts is not None:
-            self._counts.add(tables, {name: self._progress.offsets[name] for name in chunk.offsets})
 
 
-def _counted_records(connection: duckdb.DuckDBPyConnection, where: str) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the lake's records of the streams with totals, in batches of a bounded size."""
-    for name, columns in COLUMNS.items():
-        rows = connection.execute(f'SELECT {", ".join(columns)} FROM {lake.LAKE}."{name}" WHERE {where}')
-        for batch in rows.to_arrow_reader(CHUNK_RECORDS):
-            yield name, pa.Table.from_batches([batch])
+def _totals(ask: Ask, where: str) -> Totals:
+    """Return the totals of the lake's rows."""
+    totals, lake_of = Totals(), f"FROM {lake.LAKE}.{{}} WHERE {where} GROUP BY ALL"
+    for stream, sums in SUMS.items():
+        columns = ", ".join("count(*)" if name is None else f"sum({name})::BIGINT" for name in sums.values())
+        for host, rank, *values in ask(f"SELECT host, rank, {columns} {lake_of.format(stream)}"):
+            rank_sums = totals.sums.setdefault((host, rank), {})
+            rank_sums.update({name: value for name, value in zip(sums, values, strict=True) if value is not None})
+    columns = ", ".join(f"arg_max(struct_pack(v := {name}), time_ns).v" for name in ALLOCATOR)
+    query = f"SELECT host, rank, device, max(time_ns), {columns} {lake_of.format('device_memory')}"
+    for host, rank, device, *values in ask(query):
+        totals.keep_last((host, rank, device), dict(zip(("time_ns", *ALLOCATOR), values, strict=True)))
+    return totals

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import duckdb
 import numpy as np
@@ -137,7 +137,7 @@ class Snapshot:
         """Number of records that writers could not write."""
         with self._intact():
             reported = self._execute("FROM event WHERE kind = 'records-lost'", None).to_arrow_table()
-        for writer, count in segments.reported_losses(reported).items():
+        for writer, count in segments.reported_losses(reported.to_pylist()).items():
             self._progress.note_loss(writer, count)
         return self._progress.lost_count
 
@@ -377,7 +377,7 @@ class Snapshot:
         return tails
 
     def _read_events(self, progress: lake.Progress) -> pa.Table:
-        tables = [segments.EVENT_SCHEMA.empty_table()]
+        rows: list[dict[str, Any]] = []
         for path in segments.list_event_logs(self._run):
             damaged_count, begin = progress.damaged.get(path.name, 0), progress.offsets.get(path.name, 0)
             try:
@@ -387,10 +387,10 @@ class Snapshot:
                 continue
             if lines is not None:
                 damaged_count += lines.damaged_count
-                tables.append(lines.table)
+                rows += lines.rows
             if damaged_count:
                 self._problems.append(damaged_lines(path, damaged_count))
-        return pa.concat_tables(tables)
+        return arrow.tabulate_events(rows)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def disk_bytes(directory: Path) -> int:
 def _retire(run: Run) -> None:
     """Rename a run, so that it is a leftover to delete; raise a TidegaugeError if it stays."""
     with ExitStack() as stack:
-        stack.callback(os.close, locks.follow(run))
+        stack.callback(os.close, locks.follow_run(run))
         try:
             stack.enter_context(lake.lock_files(run, exclusive=True))
             if reason := keep_reason(run):
@@ -183,9 +183,8 @@ def _sweep(home: Path) -> None:
 
 def _event_writers(run: Run) -> Iterator[ProcessKey]:
     for path in segments.list_event_logs(run):
-        events = segments.read_events(path, 0).table.select(["host", "pid", "start_ticks"])
-        for row in events.group_by(events.column_names).aggregate([]).to_pylist():
-            yield row["host"], row["pid"], row["start_ticks"]
+        rows = segments.read_events(path, 0).rows
+        yield from {(row["host"], row["pid"], row["start_ticks"]) for row in rows}
 
 
 def _is_being_written(segment: Path) -> bool:

@@ -12,7 +12,7 @@ from collector.store.runs.run import Run
 LOCK_NAME = "lake.lock"
 
 
-def follow(run: Run) -> int:
+def follow_run(run: Run) -> int:
     """Take the lock of the run's one collector; it holds until the returned descriptor is closed.
 
     Raises:

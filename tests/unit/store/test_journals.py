@@ -202,7 +202,7 @@ def test_events_keep_their_fields_and_a_torn_line_is_read_later(tmp_path):
     path.write_bytes(whole)
     second = segments.read_events(path, first.end_bytes)
 
-    (loader,), (end,) = first.table.to_pylist(), second.table.to_pylist()
+    (loader,), (end,) = first.rows, second.rows
     assert (loader["kind"], loader["host"], loader["rank"]) == ("loader", "node.example", 3)
     assert json.loads(loader["body"]) == {"loader": 0, "num_workers": 4}
     assert end["kind"] == "process-exit"
@@ -233,7 +233,7 @@ def test_a_damaged_line_is_skipped_and_counted(tmp_path, line):
         file.write(line + b"\n")
     log.append("epoch-start", epoch=0)
     lines = segments.read_events(path, 0)
-    assert lines.table["kind"].to_pylist() == ["loader", "epoch-start"]
+    assert [row["kind"] for row in lines.rows] == ["loader", "epoch-start"]
     assert lines.damaged_count == 1
 
 
@@ -243,5 +243,5 @@ def test_the_last_report_of_a_loss_counts(tmp_path):
     log.append("records-lost", stream="step", count=5)
     log.append("records-lost", stream="batch", count=1)
     log.append("loader", loader=0)
-    table = segments.read_events(tmp_path / "node.example.41.jsonl", 0).table
-    assert sorted(segments.reported_losses(table).values()) == [1, 5]
+    rows = segments.read_events(tmp_path / "node.example.41.jsonl", 0).rows
+    assert sorted(segments.reported_losses(rows).values()) == [1, 5]
