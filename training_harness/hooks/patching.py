@@ -10,9 +10,11 @@ import signal
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from training_harness import session
+
+_Result = TypeVar("_Result")
 
 
 class Hook:
@@ -70,13 +72,14 @@ class Hook:
         while self._undo:
             self._undo.pop()()
 
-    def attempt(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        """Call a function of the hook's own while the hook is active; its error fails the hook."""
+    def attempt(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result | None:
+        """Return the result of a function of the hook's own; None if the hook is inactive or fails by it."""
         if self.active:
             try:
-                function(*args, **kwargs)
+                return function(*args, **kwargs)
             except Exception as error:
                 self.fail(error)
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Remove the hook after an error of its own, and record that once.

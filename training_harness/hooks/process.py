@@ -53,7 +53,7 @@ def farewell(begun: session.Session | None, *, detached: bool = False) -> None:
     current = session.active
     if current is None or current is not begun:  # a forked child that runs its parent's exit handlers
         return
-    if not current.process_started:
+    if not (current.process_started or detached):  # that a process detached ends the run, trained or not
         return
     try:
         current.before_farewell()

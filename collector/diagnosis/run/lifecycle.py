@@ -297,7 +297,7 @@ class Lifecycle:
             return "killed"
         if self.exceptions_above:
             return "failed"
-        if self.mains and self.recorded_exits.issuperset(self.mains):
+        if self.recorded_exits.issuperset(self.mains) if self.mains else self.command in self.detached:
             return "finished"
         return "killed" if self.tables.living is not None and self.command is not None else "running"
 

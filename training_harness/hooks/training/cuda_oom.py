@@ -71,6 +71,7 @@ class OomHook(Hook):
         if current is None or not self.active:
             return
         in_worker = is_worker()
+        self._progress.calls.run()  # deferred calls may end steps
         error: dict[str, Any] = {
             "device": number_in_run(device),
             "step": None if in_worker else self._progress.step,

@@ -23,8 +23,8 @@ from training_harness import session
 from training_harness.layout import ALL_DEVICES, RUN_DEVICES_VARIABLE
 from training_harness.records import MISSING_INT64
 
-#: Number of steps between two searches for devices that came into use.
-_RESCAN_STEPS = 64
+#: Number of readings between two searches for devices that came into use.
+_RESCAN_READINGS = 64
 #: Statistics of the driver's own pool; its other ones are always 0 (c10/cuda/CUDAMallocAsyncAllocator.cpp).
 _MALLOC_ASYNC_STATS = ("allocated_bytes", "active_bytes", "reserved_bytes")
 _NO_GAUGE = {"current": MISSING_INT64, "peak": MISSING_INT64}
@@ -42,6 +42,19 @@ PHASES = range(FORWARD, OTHER + 1)
 _START = -1
 
 
+class Reading(NamedTuple):
+    """PyTorch's figures of its allocators at one moment.
+
+    Attributes:
+        of_devices: (time, device, statistics) of each device in use.
+        pinned: statistics of pinned host memory; empty in an older torch.
+
+    """
+
+    of_devices: list[tuple[int, int, Mapping[str, Any]]]
+    pinned: Mapping[str, Any]
+
+
 class DeviceGauges:
     """Reader of the allocator of every device that this process uses."""
 
@@ -49,8 +62,9 @@ class DeviceGauges:
         self._torch = torch
         self._devices: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._rescan_at_step = 0
+        self._readings_count = 0
         self._is_native = True
+        self._are_capacities_due = False
         self._capacities: dict[int, tuple[int, float | None]] = {}
         self._allocated_totals: dict[int, int] = {}
         self._active_devices: set[int] | None = None
@@ -62,35 +76,41 @@ class DeviceGauges:
         """
         return self._active_devices is None or device in self._active_devices
 
-    def record(self, current: session.Session, step: int) -> None:
-        """Write one record per device in use; none before CUDA is initialised."""
+    def read(self) -> Reading | None:
+        """Read the statistics now; None before CUDA is initialised."""
         cuda = (self._torch or sys.modules["torch"]).cuda
         if not cuda.is_initialized():
-            return
+            return None
         stats_of = cuda.memory_stats_as_nested_dict
-        if step >= self._rescan_at_step:
-            self._rescan_at_step = step + _RESCAN_STEPS
+        if self._readings_count % _RESCAN_READINGS == 0:
             self._is_native = cuda.get_allocator_backend() == "native"
             self._devices = [
                 device for device in range(cuda.device_count()) if any(_reserved(stats_of(device)).values())
             ]
-            self._numbers = {device: number_in_run(device) for device in self._devices}
-            for device in self._devices:
-                self._report_capacity(current, cuda, device)
-        self._active_devices = active_devices = set[int]()
-        if not self._devices:
-            return
-        pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None)
+            # A reading that is written later may hold a device whose memory has been given back since.
+            self._numbers |= {device: number_in_run(device) for device in self._devices}
+            self._are_capacities_due = True
+        self._readings_count += 1
+        pinned_stats = getattr(cuda, "host_memory_stats_as_nested_dict", None) if self._devices else None
         pinned = pinned_stats() if pinned_stats is not None else {}
+        return Reading([(time.monotonic_ns(), device, stats_of(device)) for device in self._devices], pinned)
+
+    def write(self, current: session.Session, step: int, reading: Reading) -> None:
+        """Write one record per device in use."""
+        if self._are_capacities_due:
+            self._are_capacities_due = False
+            for device in self._devices:
+                self._report_capacity(current, (self._torch or sys.modules["torch"]).cuda, device)
+        self._active_devices = active_devices = set[int]()
         records = []
-        for device in self._devices:
-            stats = stats_of(device)
+        for time_ns, device, stats in reading.of_devices:
             if not self._is_native:
                 stats = {name: stats[name] for name in _MALLOC_ASYNC_STATS}
             if self._was_used(device, stats):
                 active_devices.add(device)
-            records.append((time.monotonic_ns(), step, self._numbers[device], *gauges(stats, pinned)))
-        current.device_memory(records)
+            records.append((time_ns, step, self._numbers[device], *gauges(stats, reading.pinned)))
+        if records:
+            current.device_memory(records)
 
     def _was_used(self, device: int, stats: Mapping[str, Any]) -> bool:
         """Return whether memory was allocated since the last record; True if that is not known."""
@@ -122,6 +142,8 @@ def gauges(stats: Mapping[str, Any], pinned: Mapping[str, Any]) -> tuple[int, ..
     get = stats.get
     allocated, reserved = get("allocated_bytes", _NO_POOLS)["all"], _reserved(stats)
     pools = get("reserved_bytes_by_private_pools")
+    # torch 2.11 adds to the bytes in use and never subtracts: above what the allocator owns they mean nothing.
+    owned, in_use = (pinned.get(name, _NO_GAUGE)["current"] for name in ("allocated_bytes", "active_bytes"))
     return (
         allocated["current"],
         get("requested_bytes", _NO_POOLS)["all"]["current"],
@@ -137,8 +159,8 @@ def gauges(stats: Mapping[str, Any], pinned: Mapping[str, Any]) -> tuple[int, ..
         get("num_device_alloc", MISSING_INT64),
         get("num_device_free", MISSING_INT64),
         MISSING_INT64 if pools is None else sum(pool["all"]["current"] for pool in pools.values()),
-        pinned.get("allocated_bytes", _NO_GAUGE)["current"],
-        pinned.get("active_bytes", _NO_GAUGE)["current"],
+        owned,
+        in_use if in_use <= owned else MISSING_INT64,
     )
 
 
@@ -220,6 +242,10 @@ class DeviceTimes:
             self._pending.append(_StepSample(step, self._device, self._marks))
         self._marks = []
         self.sampling = False
+        self.begin_if_due(current, now_ns)
+
+    def begin_if_due(self, current: session.Session, now_ns: int) -> None:
+        """Write the complete samples, and begin another if one is due, between two steps."""
         cuda = sys.modules["torch"].cuda
         if cuda.is_current_stream_capturing():  # querying an event would spoil the graph
             return

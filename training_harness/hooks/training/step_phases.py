@@ -31,9 +31,17 @@ from training_harness.hooks.training.devices import (
     WAIT,
     DeviceGauges,
     DeviceTimes,
+    Reading,
 )
 from training_harness.hooks.training.heap import HeapGauge
-from training_harness.records import MISSING_INT32, MISSING_INT64, UNIT_BATCH, UNIT_PASS, UNIT_SCRIPT
+from training_harness.records import (
+    MISSING_INT32,
+    MISSING_INT64,
+    UNIT_BATCH,
+    UNIT_OPTIMIZER,
+    UNIT_PASS,
+    UNIT_SCRIPT,
+)
 
 #: No unit ends the steps yet. Later one of `records.STEP_UNITS` does, and a higher one takes over from a lower one.
 NOTHING = -1
@@ -157,7 +165,9 @@ class Progress:
         """
         if self.ended_by not in (NOTHING, what) and what != UNIT_SCRIPT:
             self.step = 0
-        self.ended_by = what
+        if self.ended_by != what:
+            self.ended_by = what
+            self._defer_calls()
 
     def cpu_clock(self) -> int:
         """Read the thread's CPU time (ns) in every other stretch, since one reading takes 0.6 µs."""
@@ -214,10 +224,16 @@ class Progress:
             self._phase_ns[COPY] += duration_ns
             self._mark_ns += duration_ns  # so that the phase around the copy does not count it too
 
-    def gauge(self, current: session.Session) -> None:
-        """Read the allocator of every device in use, once per step and always in the same phase."""
-        if self.uses_cuda:
-            self._gauges_hook.attempt(self._gauges.record, current, self.step)
+    def read_gauges(self) -> Reading | None:
+        """Read the allocator of every device in use now, for a call that is logged; None if there is none."""
+        return self._gauges_hook.attempt(self._gauges.read)
+
+    def gauge(self, current: session.Session, reading: Reading | None = None) -> None:
+        """Record the allocators, once per step and always in the same phase: as read before, or as they are now."""
+        if reading is None and self.uses_cuda:
+            reading = self.read_gauges()
+        if reading is not None:
+            self._gauges_hook.attempt(self._gauges.write, current, self.step, reading)
 
     def end(self, current: session.Session, now_ns: int, cpu_ns: int = UNREAD) -> None:
         """End the step: hold its record and begin the next one."""
@@ -239,8 +255,9 @@ class Progress:
         passes = self._passes if self.sees_passes else MISSING_INT32
         counts = self._batches, passes, samples
         current.step((now_ns, self.step, duration_ns, *phases_ns, outside_cpu_ns, *counts, self.ended_by))
-        if self.uses_cuda:
+        if self.uses_cuda and not self.calls.are_deferred:
             self._device_times_hook.attempt(self._device_times.end_step, current, self.step, now_ns)
+            self._defer_calls()
         self.step += 1
         self.begin(now_ns)
         self._mark_cpu_ns = cpu_ns
@@ -257,6 +274,9 @@ class Progress:
             self._heap_hook.attempt(self._heap.record, current)
         if self._at_boundary and now_ns >= self.requests.due_ns:
             self._serve(current)
+        if self._at_boundary and self.uses_cuda and self.calls.are_deferred:
+            self._device_times_hook.attempt(self._device_times.begin_if_due, current, now_ns)
+            self._defer_calls()
         self.calls.write(current, now_ns)
 
     def _serve(self, current: session.Session) -> None:
@@ -271,4 +291,12 @@ class Progress:
         """Find out whether there are CUDA gauges, which must be read at the moment of a call."""
         torch = sys.modules.get("torch")
         self.uses_cuda = torch is not None and torch.cuda.is_initialized()
-        self.calls.set_deferred(yes=not self.uses_cuda and self.requests.due_ns > 0)
+        self._defer_calls()
+
+    def _defer_calls(self) -> None:
+        """Defer the calls, unless some read CUDA at their moment: events of a sampled step, and gauges.
+
+        A call of the optimizer's hook carries the gauges with it. Where another unit ends the steps, none does.
+        """
+        reads_cuda = self.uses_cuda and (self._device_times.sampling or self.ended_by != UNIT_OPTIMIZER)
+        self.calls.set_deferred(yes=not reads_cuda and self.requests.due_ns > 0)

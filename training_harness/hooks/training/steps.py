@@ -18,7 +18,7 @@ from typing import Any
 from training_harness import session
 from training_harness.hooks import compiler
 from training_harness.hooks.patching import Hook
-from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER
+from training_harness.hooks.training.devices import BACKWARD, OPTIMIZE, OTHER, Reading
 from training_harness.hooks.training.step_phases import UNREAD, Progress
 from training_harness.records import UNIT_OPTIMIZER, UNIT_SCRIPT
 
@@ -63,15 +63,25 @@ class StepHook(Hook):
         self._leader: Callable[[], Any] = _no_optimizer
         self._follower: Callable[[], Any] = _no_optimizer
 
-    def on_step_begin(self, now_ns: int, thread: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
-        """Mark the start of an optimizer's step: the fixed phase at which device memory is read."""
+    def on_step_begin(
+        self,
+        now_ns: int,
+        thread: int,
+        optimizer: Callable[[], Any],
+        cpu_ns: int = UNREAD,
+        reading: Reading | None = None,
+    ) -> None:
+        """Mark the start of an optimizer's step: the fixed phase at which device memory is read.
+
+        A deferred call has that reading with it.
+        """
         current, progress = session.active, self._progress
         if current is None:
             return
         progress.thread = thread
         if progress.ended_by != UNIT_SCRIPT and (self._leader is optimizer or self._take_lead(optimizer)):
             progress.end_steps_by(UNIT_OPTIMIZER)
-            progress.gauge(current)
+            progress.gauge(current, reading)
         progress.mark(OTHER, now_ns, cpu_ns)
 
     def on_step_end(self, now_ns: int, optimizer: Callable[[], Any], cpu_ns: int = UNREAD) -> None:
@@ -83,6 +93,10 @@ class StepHook(Hook):
         if progress.ended_by == UNIT_OPTIMIZER and self._leader is optimizer:
             progress.end(current, now_ns, cpu_ns)
             self._follower = _no_optimizer
+
+    def may_lead(self, optimizer: Callable[[], Any]) -> bool:
+        """Return whether an optimizer ends the steps, as far as the calls that have run show."""
+        return self._leader is optimizer or self._leader() is None
 
     def _take_lead(self, optimizer: Callable[[], Any]) -> bool:
         if self._leader() is None or self._follower is optimizer:
@@ -111,7 +125,10 @@ def install(progress: Progress) -> StepHook:
                 return
             if not current.process_started:
                 progress.announce(current)
-            calls.log((hook, on_step_begin, clock(), get_ident(), reference(optimizer), cpu_clock()))
+            now_ns, cpu_ns, stepped = clock(), cpu_clock(), reference(optimizer)
+            is_due = progress.uses_cuda and calls.are_deferred and hook.may_lead(stepped)
+            reading = progress.read_gauges() if is_due else None
+            calls.log((hook, on_step_begin, now_ns, get_ident(), stepped, cpu_ns, reading))
         except Exception as error:
             hook.fail(error)
 
