@@ -1,4 +1,4 @@
-# make demo | make test | make setup. Nothing else is needed on a machine with Python >= 3.11, git and make.
+# make demo | make test | make docs | make setup. Nothing else is needed on a machine with Python >= 3.11, git and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,8 +9,9 @@ SERVE ?= 1
 PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup demo test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
+.PHONY: setup demo docs test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,11 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
 	@$(BIN)/python -P -m training_harness.jobs.photographs $(PHOTOGRAPHS)
 	@OMP_NUM_THREADS=1 $(BIN)/tidegauge job $(if $(filter 1,$(SERVE)),--dashboard --port $(PORT)) images --num-workers 1 --batch-size 16 \
 		--limit $(PHOTOGRAPHS) --epochs 3
+
+# The documentation as a site, in site/.
+docs: setup
+	$(BIN)/mkdocs build --quiet --clean
+	@echo "Open site/index.html"
 
 test: static browser prometheus postgres compiler unit
 

@@ -39,8 +39,8 @@ for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 #: Files that take longest, in that order: if one of them began last, the other cores would be idle at the end.
 LONGEST_FIRST = (
-    *("test_foreign_code", "test_jobs", "test_rollups", "test_golden", "test_shared_store", "test_loaders"),
-    *("test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent"),
+    *("test_foreign_code", "test_get_started", "test_jobs", "test_rollups", "test_golden", "test_shared_store"),
+    *("test_loaders", "test_matrix", "test_kills", "test_command_line", "test_tune", "test_states", "test_agent"),
     *("test_two_nodes", "test_fail_open", "test_attach", "test_views", "test_store_kill", "test_pipeline_stages"),
     *("test_store_reader", "test_store_ingest", "test_devices", "test_cuda_errors", "test_integrations"),
     *("test_parallel", "test_snapshot_requests", "test_watch", "test_gpu_runs"),

@@ -110,6 +110,7 @@ _LABELS = {
     "inactive_split_rise_bytes": "growth of unused pieces of blocks",
     "unused_rise_bytes": "growth of reserved memory without tensors",
     "pinned_cache_rise_bytes": "growth of the unused pinned memory",
+    "pinned_rise_bytes": "growth of the pinned memory",
     "pinned_active_rise_bytes": "growth of the pinned memory in use",
     "device_total_bytes": "memory of the GPU",
     "device_samples_missing_count": "samples without an answer",

@@ -1,5 +1,6 @@
 """The text of the pages about waiting and lag: amounts, units, loops and reasons."""
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -187,6 +188,10 @@ class FakeIngester:
     """Ingester whose steps are complete unless `whole` is False."""
 
     whole = True
+    spent_ns = 0
+
+    def rest(self):
+        pass
 
     def step(self):
         problems = () if self.whole else ("no",)
@@ -207,13 +212,19 @@ def test_lag_grows_between_commits_and_falls_at_each(tmp_path):
         return feed.lag_ns(at * 10**9) / 1e9
 
     assert feed.lag_ns(0) is None
-    feed.step()
+
+    def step():
+        feed.step()
+        while feed.is_busy:
+            time.sleep(0.001)
+
+    step()
     assert [lag_seconds(at) for at in (100, 107)] == [0, 7]
-    feed.step()
+    step()
     assert lag_seconds(107) == 0
     ingester.whole = False
     lag_seconds(117)
-    feed.step()
+    step()
     assert lag_seconds(120) == 13
 
 

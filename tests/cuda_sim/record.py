@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
-from tests.golden.record import keep_journals_alone, linked_journals
+from tests.golden.journals import keep_journals_alone, linked_journals
 from tests.recorded_runs import ALLOCATOR, GPU_RUNS
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -38,7 +38,9 @@ def test_finding_has_the_figures_of_the_error_message(watched, place, circumstan
     others = 600 << 20 if circumstance == "another process" else 0
     assert figures["other_processes_bytes"] == pytest.approx(others, abs=300 << 20 if others else 0)
     first = found["advice"][0]["text"]
-    assert ("expandable_segments" in first) == (said["unallocated_bytes"] >= said["requested_bytes"])
+    room = min(said["free_bytes"], figures["limit_bytes"] - figures["reserved_bytes"])
+    would_fit = said["unallocated_bytes"] + room >= said["requested_bytes"]
+    assert would_fit or "expandable_segments" not in first
     assert ("larger share" in first) == (circumstance == "a share of the device")
     assert run.report["summary"]["peak"]["device_reserved_bytes"] >= figures["reserved_bytes"]
 

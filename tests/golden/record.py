@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -25,7 +23,7 @@ from tests.cgroups import memory_cgroup
 from tests.conftest import bare_environment
 from tests.cuda_sim import simulator
 from tests.golden.cases import CASES, Case
-from tests.golden.run_outputs import LAKE, LEFT_OUT
+from tests.golden.journals import LEFT_OUT, keep_journals_alone, linked_journals
 from tests.recorded_runs import RUNS
 from training_harness.jobs import photographs
 
@@ -104,41 +102,6 @@ def file_limit(count: int | None) -> Callable[[], None] | None:
     if count is None:
         return None
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
-
-
-@contextlib.contextmanager
-def linked_journals(home: Path, links: Path) -> Iterator[None]:
-    """Hold a second name of each run's journal files, because the collector deletes what it has ingested."""
-    links.mkdir()
-    ended = threading.Event()
-
-    def link() -> None:
-        while not ended.wait(0.05):
-            for path in home.glob("runs/*/journal/*.journal"):
-                of_run = links / path.parent.parent.name
-                of_run.mkdir(exist_ok=True)
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.link(path, of_run / path.name)
-
-    linker = threading.Thread(target=link)
-    linker.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        linker.join()
-
-
-def keep_journals_alone(run: Path, links: Path) -> None:
-    """Take the lake away and give the run its journals back."""
-    for name in LAKE:
-        path = run / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    shutil.rmtree(run / "journal")
-    links.rename(run / "journal")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from pathlib import Path
 from collector.commands.demo.replay import RECORDED
 from collector.commands.demo.tour import STOPS
 from tests.conftest import bare_environment
-from tests.golden.record import REPOSITORY, keep_journals_alone, linked_journals
-from tests.golden.run_outputs import LEFT_OUT
+from tests.golden.journals import LEFT_OUT, keep_journals_alone, linked_journals
+from tests.golden.record import REPOSITORY
 
 #: Shell command that gives the processes below it another host name.
 _AS_DEMO = 'hostname demo && exec "$@"'

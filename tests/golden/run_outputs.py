@@ -31,10 +31,6 @@ from tests.golden.page_reader import PageReader, figure
 from tests.recorded_runs import unpack
 
 DASHBOARD = Path(__file__).parents[2] / "app" / "frame.py"
-#: Files of the lake in a run directory.
-LAKE = ("lake.sqlite", "lake.sqlite-wal", "lake.sqlite-shm", "data")
-#: Names that an archive omits: scratch files of the store, its locks, and a verdict of another day.
-LEFT_OUT = ("-shm", ".lock", "/report.json", "/result.json")
 
 
 def judge(name: str, home: Path, pages: Collection[str] = ()) -> dict[str, Any]:

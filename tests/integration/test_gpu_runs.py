@@ -1,4 +1,7 @@
-"""Runs recorded on simulated devices (tests/cuda_sim/record.py): PyTorch's real allocator wrote these journals."""
+"""Runs recorded on simulated devices (tests/cuda_sim/record.py), and on a card (benchmarks/card), an H200.
+
+PyTorch's real allocator wrote these journals.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,14 @@ WARNED = {
     "device-lost": {"gpu-tensor-leak", "cannot-tell"},
     "snapshots": set(),
     "investigated": {"gpu-tensor-leak", "gpu-oom-risk"},
+    "card-pinned": {"pinned-cache-growth"},
+    "card-forward-error": {"cuda-oom", "gpu-fragmentation"},
+    "card-optimizer-error": {"cuda-oom"},
+    "card-two-ranks": {"gpu-tensor-leak"},
+    "card-convolutions": set(),  # cuDNN's workspaces, for pictures of nine sizes
+    "card-collectives": set(),  # NCCL's communicators
+    "card-compiled": set(),  # pools of captured graphs
+    "card-library": {"gpu-non-pytorch-growth"},
 }
 MIB = 1 << 20
 
@@ -37,7 +48,9 @@ def test_verdict_names_the_cause_and_nothing_else(name):
     assert {each.kind for each in found if each.severity != "info"} == WARNED[name]
 
 
-@pytest.mark.parametrize("name", ["out-of-memory", "share-met", "another-job", "leak-to-the-end"])
+@pytest.mark.parametrize(
+    "name", ["out-of-memory", "share-met", "another-job", "leak-to-the-end", "card-forward-error"]
+)
 def test_out_of_memory_finding_has_the_figures_of_pytorchs_message(name):
     run = recorded(name)
     [error] = [each for each in diagnose(run).findings if each.kind == "cuda-oom"]
@@ -48,6 +61,19 @@ def test_out_of_memory_finding_has_the_figures_of_pytorchs_message(name):
     assert newest_allocator_snapshot(Run(unpacked(name))).segments["total_bytes"].sum() == pytest.approx(
         error.value_of("reserved_bytes"), rel=0.01
     )
+
+
+def test_memory_in_pieces_is_advised_on_where_it_would_have_sufficed():
+    """24.7 GiB were requested, 15.6 GiB were free, and 24.6 GiB lay unused in pieces of segments in use."""
+    [error] = [each for each in diagnose(recorded("card-forward-error")).findings if each.kind == "cuda-oom"]
+    assert "expandable_segments" in error.advice[0].text
+
+
+def test_advice_names_no_leak_that_is_not_reported():
+    """The batches grew by 30 % each; no tensor was kept."""
+    found = diagnose(recorded("card-optimizer-error")).findings
+    [error] = [each for each in found if each.kind == "cuda-oom"]
+    assert not any("gpu-tensor-leak" in advice.text for advice in error.advice)
 
 
 def test_process_share_that_was_met_is_the_limit():

@@ -16,7 +16,7 @@ import numpy as np
 
 from collector.diagnosis.deaths import catalogue
 from collector.diagnosis.loading.loaders import worker_slots
-from collector.diagnosis.memory.gpu_growth import tensors_of
+from collector.diagnosis.memory.gpu_growth import kept_tensors
 from collector.diagnosis.run.allocators import allocators, devices, record_at
 from collector.diagnosis.run.columns import floats, key_of, whole, written
 from collector.diagnosis.run.processes import fact, rank_of
@@ -58,7 +58,7 @@ class _Scene:
     Attributes:
         error: its process, device and event.
         figures: name -> bytes, of `figures_at`.
-        growth: the growth of live tensors before it, None if they did not grow.
+        growth: the growth of live tensors before it, None if they and their number did not grow.
         batch_bytes: sizes of the last batch, and of the largest before it; NaN if not known.
         phase: phase of the framework, None if it recorded none.
 
@@ -83,6 +83,11 @@ class _Scene:
     def unallocated_bytes(self) -> float:
         """Memory that the allocator held and no tensor used."""
         return self.of("reserved_bytes") - self.of("allocated_bytes")
+
+    @property
+    def room_bytes(self) -> float:
+        """Memory that the allocator could still reserve."""
+        return float(np.fmin(self.of("free_bytes"), self.of("limit_bytes") - self.of("reserved_bytes")))
 
     @property
     def is_limited(self) -> bool:
@@ -135,7 +140,7 @@ def _scene(tables: RunTables, error: CudaError) -> _Scene:
     return _Scene(
         error=error,
         figures=figures_at(tables, error),
-        growth=tensors_of(own).growth() if own is not None else None,
+        growth=kept_tensors(own) if own is not None else None,
         batch_bytes=(
             float(payload[-1]) if len(payload) else math.nan,
             float(np.nanmax(payload[:-1])) if np.isfinite(payload[:-1]).any() else math.nan,
@@ -204,12 +209,14 @@ def _remedy(scene: _Scene) -> tuple[tuple[Advice, ...], Fault]:
     more = scene.of(TOTAL) - scene.of("limit_bytes")
     siblings = float(np.fmax(scene.of("run_processes_bytes"), scene.of("rest_of_run_bytes")))
     unused = scene.unallocated_bytes
+    # The request fits into what is unused and what is free, and most of it into what is unused.
+    fits_in_pieces = unused >= max(request - max(scene.room_bytes, 0.0), request / 2)
     in_worker = scene.error.slot is not None
     # Advice, whose fault, whether the figures support it, its gain, and the memory that it names.
     options: tuple[tuple[Advice, Fault, bool, float, float], ...] = (
         (catalogue.TENSORS_GREW, "your code", scene.growth is not None, rise, rise),
         (catalogue.LARGER_SHARE, "your settings", scene.is_limited, more, min(more, scene.of("free_bytes"))),
-        (catalogue.EXPANDABLE_SEGMENTS, "your settings", unused >= request, unused, unused),
+        (catalogue.EXPANDABLE_SEGMENTS, "your settings", fits_in_pieces, unused, unused),
         (catalogue.END_OTHERS, "outside", others >= request, others, others),
         (catalogue.BOUND_BATCHES, "your code", last > before, last - before, before),
         (catalogue.NO_CUDA_IN_WORKERS, "your code", in_worker and siblings >= request, siblings, siblings),

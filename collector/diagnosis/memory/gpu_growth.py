@@ -23,7 +23,7 @@ from collector.diagnosis.run.allocators import Allocator, devices
 from collector.diagnosis.run.columns import floats, sampled, seconds, step_numbers, while_training
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats
+from collector.diagnosis.statistics.growth import BLOCK_COUNTS, Floats, Growth
 from collector.findings import Finding, Locus
 
 #: Steps with failed allocations that count as evidence: one may be a library that tries what fits.
@@ -56,14 +56,23 @@ def tensors_of(rank: Allocator) -> Use:
     return _use(rank, "allocated", rank.column("allocated_bytes"))
 
 
+def kept_tensors(rank: Allocator) -> Growth | None:
+    """Return the growth of live tensors if their number grows too: what `gpu-tensor-leak` reports."""
+    return tensors_of(rank).growth() if _counts(rank) is not None else None
+
+
+def _counts(rank: Allocator) -> Growth | None:
+    # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
+    return _use(rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
+
+
 def _tensors(tables: RunTables, rank: Allocator) -> list[Finding]:
     """Return the growth of live tensors; without a witness if their number does not grow, or is not known."""
     use = tensors_of(rank)
     trend = use.growth()
     if trend is None:
         return []
-    # Counts are whole numbers: the least trend is one more in each of the fewest blocks.
-    counts = _use(rank, "allocation", rank.column("allocation_count")).growth(BLOCK_COUNTS[-1])
+    counts = _counts(rank)
     rise = () if counts is None else (fact("allocation_rise_count", round(counts.rise), "same window", n=counts.n),)
     return [leak_finding(tables, resources.TENSORS, use, trend, rise)]
 
@@ -89,19 +98,23 @@ def retry_steps(rank: Allocator, since_seconds: float) -> int:
 
 
 def _pinned_cache(tables: RunTables, rank: Allocator) -> list[Finding]:
+    """Return the growth of unused pinned memory; of all pinned memory where its use is not known."""
     pinned, active = rank.column("pinned_allocated_bytes"), rank.column("pinned_active_bytes")
+    knows_use = bool(2 * np.isfinite(pinned - active).sum() > np.isfinite(pinned).sum())
     use = dataclasses.replace(
-        _use(rank, "pinned_cache", pinned - active), locus=dataclasses.replace(rank.locus, device=None)
+        _use(rank, "pinned_cache" if knows_use else "pinned", pinned - active if knows_use else pinned),
+        locus=dataclasses.replace(rank.locus, device=None),
     )
     trend = use.growth(negligible_bytes(pinned))
     if trend is None:
         return []
     rows = while_training(tables, sampled(tables, rank.key))
     witnesses = witnesses_of(trend, {"rss_rise_bytes": (seconds(rows), floats(rows, "rss_bytes"))})
-    if witnesses:
+    if witnesses and knows_use:
         in_use = round(rise_since(rank.seconds, active, trend))
         witnesses = (*witnesses, fact("pinned_active_rise_bytes", in_use, "same window", n=trend.n))
-    return [leak_finding(tables, resources.PINNED_CACHE, use, trend, witnesses)]
+    resource = resources.PINNED_CACHE if knows_use else resources.PINNED_MEMORY
+    return [leak_finding(tables, resource, use, trend, witnesses)]
 
 
 def _outside(tables: RunTables, locus: Locus, samples: pd.DataFrame, ranks: list[Allocator]) -> list[Finding]:

@@ -167,6 +167,18 @@ PINNED_CACHE = Resource(
         ),
     ),
 )
+#: The same where PyTorch does not report how much of it is in use.
+PINNED_MEMORY = replace(
+    PINNED_CACHE,
+    grows="Pinned host memory keeps growing (pid {pid}): {rise} more. How much of it is in use is not known.",
+    leak_advice=(
+        *PINNED_CACHE.leak_advice,
+        Advice(
+            text="Look for what keeps pinned batches: lists of them, or of tensors from pin_memory()",
+            expected="their memory is used again",
+        ),
+    ),
+)
 OUTSIDE_PYTORCH = Resource(
     leak="gpu-non-pytorch-growth",
     grows="GPU {device}: memory outside PyTorch keeps growing in the run's processes: {rise} so far, {slope}/s.",

@@ -1,7 +1,7 @@
 """A training on the GPU in which something grows in each step, or seems to.
 
 growth.py KIND [--fixed] [--bytes N] [--steps N] [--seconds S] [--pace even|uneven|slowing] [--onset RATIO]
-          [--noise] [--seed N]
+          [--noise] [--seed N] [--fraction RATIO]
 
 The twin (--fixed) takes the same memory and gives it back. It ends with an error where memory runs out.
 """
@@ -25,6 +25,7 @@ parser.add_argument("--pace", default="even", choices=["even", "uneven", "slowin
 parser.add_argument("--onset", type=float, default=0.0)
 parser.add_argument("--noise", action="store_true")
 parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--fraction", type=float, help="share of the device that it may use")
 options = parser.parse_args()
 WIDTH = 256
 GRANULE_BYTES = 2 << 20  # that the driver gives at a time
@@ -137,6 +138,8 @@ KINDS = {
     )
 }
 act = KINDS[options.kind]
+if options.fraction:
+    torch.cuda.set_per_process_memory_fraction(options.fraction)
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)).cuda()
 optimizer = torch.optim.Adam(model.parameters())
 rows = TensorDataset(torch.zeros(32 * options.steps, WIDTH))

@@ -1,6 +1,6 @@
 """A few steps of a model of a common kind on the GPU.
 
-models.py mlp|cnn|unet|lstm|encoder|gpt [--batch-size N] [--steps N]
+models.py mlp|cnn|unet|lstm|encoder|gpt [--batch-size N] [--steps N] [--fraction RATIO]
 """
 
 import argparse
@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("kind")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--fraction", type=float, help="share of the device that it may use")
 options = parser.parse_args()
 
 
@@ -88,6 +89,8 @@ MODELS = {
     "encoder": (lambda: Transformer(10), (128, 64)),
     "gpt": (lambda: Transformer(4096), (128, 64)),
 }
+if options.fraction:
+    torch.cuda.set_per_process_memory_fraction(options.fraction)
 make, shape = MODELS[options.kind]
 model = make().cuda()
 optimizer = torch.optim.AdamW(model.parameters())

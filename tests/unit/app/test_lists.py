@@ -1,6 +1,7 @@
 """Every kind of finding and every page is where a reader looks for it."""
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,17 @@ from app import pages
 from app.blocks import evidence_page
 from app.pages import PAGES
 from collector.findings import KINDS, Finding, Locus, Rate, measurements
+from training_harness.jobs.faults import FAULTS
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
 def lines_of(page):
     return (DOCS / page).read_text().splitlines()
+
+
+def section_of(kind):
+    return (DOCS / "findings.md").read_text().partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
 
 
 def has_finding(page, finding):
@@ -29,6 +35,16 @@ def test_a_kind_of_finding_has_a_section_and_a_page_that_shows_it(kind):
     evidence = measurements(1, "run", first_count=1, second_count=1)
     finding = Finding(kind=kind, severity="warning", confidence=1.0, summary="", evidence=evidence)
     assert has_finding(evidence_page(finding), finding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_section_has_evidence_causes_remedy_and_false_positives(kind):
+    section = section_of(kind)
+    for part in ("Evidence", "Usual causes", "What to do", "False positives"):
+        assert f"- **{part}**" in section, part
+    known = sorted(name for name, fault in FAULTS.items() if fault.finding == kind)
+    tried = section.partition("- **Try it**: `tidegauge job fault ")[2].partition("\n\n")[0].partition("\n- ")[0]
+    assert re.findall(r"[a-z-]+(?=`)", tried) == known
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_expandable_segments_are_advised_only_if_the_cache_suffices(lacking, fra
     run = recorded("out-of-memory")
     error = error_of(run)
     asked = error["reserved_bytes"] - error["allocated_bytes"] + lacking
-    _, advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked))
+    _, advice = post_mortem(with_changed_event(run, "cuda-oom", requested_bytes=asked, free_bytes=0))
     assert ("expandable" in advice or "PYTORCH_CUDA_ALLOC_CONF" in advice) == fragmented
 
 
