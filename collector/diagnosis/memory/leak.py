@@ -33,7 +33,7 @@ from collector.diagnosis.run.columns import (
 from collector.diagnosis.run.lifecycle import lifecycle_of
 from collector.diagnosis.run.processes import fact
 from collector.diagnosis.run.tables import RunTables
-from collector.diagnosis.statistics.growth import MIN_POINTS, Floats, Growth, growth
+from collector.diagnosis.statistics.growth import MIN_POINTS, PARTS_COUNT_OF_STEPS, Floats, Growth, growth
 from collector.diagnosis.statistics.saturation import FULL_RATIO, LENIENT, STRICT, Saturation, saturation
 from collector.findings import Advice, Evidence, Finding, Locus, Rate, Severity
 from collector.store import ProcessKey
@@ -109,7 +109,7 @@ def filling_of(use: Use, trend: Growth | None, negligible: float) -> Saturation 
     by_time = saturation(use.times, use.values, negligible=negligible, doubt=doubt)
     if by_time is None or not np.isfinite(use.steps).any():
         return by_time
-    by_step = saturation(use.steps, use.values, negligible=negligible, doubt=doubt)
+    by_step = saturation(use.steps, use.values, negligible=negligible, doubt=doubt, parts=PARTS_COUNT_OF_STEPS)
     return by_time if by_step is not None else None
 
 

@@ -36,8 +36,9 @@ MIN_POINTS = 12
 #: Numbers of blocks at which growth is tested, the narrowest blocks first.
 BLOCK_COUNTS = (20, 12, 8, 6)
 _MIN_BLOCKS = 6
-#: Number of parts of a series in which rises are counted.
-_PARTS_COUNT = 20
+#: Number of parts of a series in which rises are counted. Few by time, since a pause at the end is no end. Where
+#: steps made the level rise steadily, and then do no more, that is an end soon.
+PARTS_COUNT, PARTS_COUNT_OF_STEPS = 20, 100
 _MAX_POINTS = 2000
 #: Least trend statistic: one-sided p < 0.005. With six blocks only a monotone envelope reaches it.
 _KENDALL_Z = 2.6
@@ -47,9 +48,11 @@ _CONFIDENCE = 0.99
 #: 0.34, saturation less.
 _SECOND_HALF_RATIO = 0.4
 _RISE_TO_NOISE = 4.0
+#: Rise that ends a rest, as a multiple of the noise.
+_REST_TO_NOISE = 3.0
 #: Number of rises that are missing at the end of a series that has stopped to rise: random ones (Poisson) would all
 #: be missing with a probability of 1 - _CONFIDENCE.
-_LEAST_REST = -math.log(1 - _CONFIDENCE)
+LEAST_REST = -math.log(1 - _CONFIDENCE)
 _BOOTSTRAP_COUNT = 200
 _INTERVAL_PERCENTILES = (5.0, 95.0)
 
@@ -88,22 +91,25 @@ def growth(
             changes, so growth is tested on this clock too. Growth that has come to rest on it has ended.
 
     """
-    by_time = _growth_on(times_seconds, values, negligible)
+    by_time = _growth_on(times_seconds, values, negligible, PARTS_COUNT)
     if steps is None:
         return by_time
     if by_time is not None:
         since = times_seconds >= by_time.since_seconds
         if not _is_at_rest(steps[since], values[since], negligible):
             return by_time
-    by_step = _growth_on(steps, values, negligible)
+    by_step = _growth_on(steps, values, negligible, PARTS_COUNT_OF_STEPS)
     return None if by_step is None else by_time or _in_seconds(by_step, steps, times_seconds)
 
 
 def _is_at_rest(steps: Floats, values: Floats, negligible: float) -> bool:
-    """Return whether the change over the second half of the steps is negligible: a cache that fills up is full."""
+    """Return whether the level rises no more while steps go on: a cache or a buffer that fills up is full."""
     finite = np.isfinite(steps) & np.isfinite(values)
     steps, values = steps[finite], values[finite]
-    return len(steps) > 0 and bool(np.ptp(values[steps >= (steps.min() + steps.max()) / 2]) < negligible)
+    if len(steps) < MIN_POINTS or steps[-1] <= steps[0]:
+        return False
+    late = values[steps >= (steps[0] + steps[-1]) / 2]
+    return bool(np.ptp(late) < negligible) or missing_rises(steps, values, PARTS_COUNT_OF_STEPS) > LEAST_REST
 
 
 def _in_seconds(by_step: Growth, steps: Floats, times: Floats) -> Growth:
@@ -113,7 +119,7 @@ def _in_seconds(by_step: Growth, steps: Floats, times: Floats) -> Growth:
     return dataclasses.replace(by_step, slope=slope, low=low, high=high, since_seconds=since)
 
 
-def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | None:
+def _growth_on(clock: Floats, values: Floats, negligible: float, parts: int) -> Growth | None:
     finite = np.isfinite(values) & np.isfinite(clock)
     times, levels = thin(clock[finite], values[finite])
     if len(times) < MIN_POINTS or np.ptp(levels) < negligible or times[-1] <= times[0]:
@@ -125,7 +131,7 @@ def _growth_on(clock: Floats, values: Floats, negligible: float) -> Growth | Non
         rest = times[first:], levels[first:]
         counts = (count for count in BLOCK_COUNTS if len(times) - first >= 2 * count)
         result = next(filter(None, (_growth_in_blocks(*rest, count, negligible) for count in counts)), None)
-        if result is not None and _goes_on(*rest):
+        if result is not None and _goes_on(*rest, parts):
             begin = float(times[late if first == warm else first])
             return dataclasses.replace(result, since_seconds=max(result.since_seconds, begin))
     return None
@@ -273,7 +279,7 @@ def _growth_in_blocks(times: Floats, values: Floats, count: int, negligible: flo
     return Growth(slope=slope, low=low, high=high, rise=float(net), since_seconds=float(since), n=len(times))
 
 
-def _goes_on(times: Floats, values: Floats) -> bool:
+def _goes_on(times: Floats, values: Floats, parts: int) -> bool:
     """Return whether the level that is never given back rose so often, or so evenly, that it will rise again.
 
     Random rises add up to a total with a relative error of 1 / sqrt(n) (a compound Poisson process). Their number n
@@ -283,13 +289,10 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     the differences of each step from the rate times the time since the last one, and the rises overdue before the
     first step and after the last.
     """
-    level = np.minimum.accumulate(values[::-1])[::-1] - values.min()
-    rises = np.diff(level[np.linspace(0, len(level) - 1, _PARTS_COUNT + 1).astype(int)])
-    squared_sum, sum_of_squares = rises.sum() ** 2, rises @ rises
-    if squared_sum >= ndtri(_CONFIDENCE) ** 2 * sum_of_squares:
-        rest = _rest_ratio(times, values, level)
-        return bool(squared_sum > 0 and rest * squared_sum <= _LEAST_REST * (1 - rest) * sum_of_squares)
-    stairs = _stairs(level, level[-1] / _PARTS_COUNT)
+    if rises_count(values, parts) >= ndtri(_CONFIDENCE) ** 2:
+        return missing_rises(times, values, parts) <= LEAST_REST
+    level = _level(values)
+    stairs = _stairs(level, level[-1] / PARTS_COUNT)
     if len(stairs) < 3:
         return False
     first, last = stairs[0], stairs[-1]
@@ -300,14 +303,36 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     return bool(heights.sum() >= stdtrit(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
 
 
-def _rest_ratio(times: Floats, values: Floats, level: Floats) -> float:
-    """Return the share of the time in which neither the level nor the highest value rose any more.
+def _level(values: Floats) -> Floats:
+    """Return the level that is never given back, above the lowest value."""
+    level: Floats = np.minimum.accumulate(values[::-1])[::-1] - values.min()
+    return level
 
-    The level alone rests where the last values are low by chance, and the highest value alone after a peak.
+
+def rises_count(values: Floats, parts: int = PARTS_COUNT) -> float:
+    """Return the number of rises of the level, weighted by their sizes; 0 if it never rises."""
+    level = _level(values)
+    rises = np.diff(level[np.linspace(0, len(level) - 1, parts + 1).astype(int)])
+    return float(rises.sum() ** 2 / (rises @ rises)) if rises.any() else 0.0
+
+
+def missing_rises(times: Floats, values: Floats, parts: int = PARTS_COUNT) -> float:
+    """Return the number of rises that the rest at the end of a series lacks, at the rate of those before it."""
+    ratio, noise_ratio = rest_ratio(times, values)
+    return (ratio / (1 - ratio) - noise_ratio) * rises_count(values, parts) if ratio < 1 else math.inf
+
+
+def rest_ratio(times: Floats, values: Floats) -> tuple[float, float]:
+    """Return the share of the time for which a series has been at rest, and the rise that ends a rest.
+
+    The level that is never given back rests where the last values are low by chance, and the highest value after a
+    peak. So the rest is the time in which neither rose by more than the noise, given as a share of the whole rise.
     """
-    highest = np.maximum.accumulate(values) - values.min()
-    ends = (np.argmax(series >= series[-1] - level[-1] / (2 * _PARTS_COUNT)) for series in (level, highest))
-    return float((times[-1] - times[max(ends)]) / (times[-1] - times[0]))
+    level, highest = _level(values), np.maximum.accumulate(values) - values.min()
+    noise = max(level[-1] / (2 * PARTS_COUNT), _REST_TO_NOISE * spread(np.diff(values)) / math.sqrt(2))
+    ends = (np.argmax(series >= series[-1] - noise) for series in (level, highest))
+    ratio = float((times[-1] - times[max(ends)]) / (times[-1] - times[0]))
+    return ratio, float(noise / level[-1]) if level[-1] > 0 else 0.0
 
 
 def _stairs(level: Floats, least_height: float) -> list[int]:

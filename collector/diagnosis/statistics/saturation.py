@@ -16,7 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collector.diagnosis.statistics.growth import Floats, lower_envelope, thin
+from collector.diagnosis.statistics.growth import (
+    LEAST_REST,
+    PARTS_COUNT,
+    Floats,
+    lower_envelope,
+    rest_ratio,
+    rises_count,
+    thin,
+)
 
 #: Most and fewest blocks of the lower envelope that is fitted.
 _MAX_BLOCKS, _MIN_BLOCKS = 40, 12
@@ -110,7 +118,9 @@ def _time_to(level: float | Floats, now: float, ends: Floats, scales: Floats) ->
     return met
 
 
-def saturation(clock: Floats, values: Floats, *, negligible: float, doubt: Doubt) -> Saturation | None:
+def saturation(
+    clock: Floats, values: Floats, *, negligible: float, doubt: Doubt, parts: int = PARTS_COUNT
+) -> Saturation | None:
     """Return the growth of a series if it decelerates towards an end that can be foretold.
 
     Args:
@@ -118,6 +128,7 @@ def saturation(clock: Floats, values: Floats, *, negligible: float, doubt: Doubt
         values: same length; NaN where missing.
         negligible: a rise below this (in the unit of the values) is of no interest.
         doubt: what must be ruled out.
+        parts: number of parts of the series in which rises are counted, to see a rest at its end.
 
     """
     is_known = np.isfinite(values) & np.isfinite(clock)
@@ -143,6 +154,8 @@ def saturation(clock: Floats, values: Floats, *, negligible: float, doubt: Doubt
     without_end = _least_error_without_end(x, whitener, increments, doubt.leak_ratio)
     if without_end <= errors[best] + doubt.likelihood * variance:
         return None
+    if _missing_rises(times, levels, float(_SCALES[best]), parts) > LEAST_REST:  # it has ended
+        return None
     plausible = errors <= errors[best] + _LIKELY * variance
     left = np.array([_growth(increments, shape) for shape in shapes]) * np.exp(-1 / _SCALES)
     if not (left[best] >= _LEAST_LEFT_RATIO * (1 + left[best]) and (left[plausible] > 0).all()):
@@ -160,6 +173,13 @@ def saturation(clock: Floats, values: Floats, *, negligible: float, doubt: Doubt
         since=float(times[0]),
         n=len(times),
     )
+
+
+def _missing_rises(times: Floats, levels: Floats, scale: float, parts: int) -> float:
+    """Return the number of rises that the rest at the end lacks, if the level approaches an end at this scale."""
+    ratio, noise_ratio = rest_ratio(times, levels)
+    before, whole = _shape(np.array([1 - ratio, 1.0]), scale)
+    return float((whole / before - 1 - noise_ratio) * rises_count(levels, parts)) if before > 0 else np.inf
 
 
 def _shape(x: Floats, scale: float) -> Floats:

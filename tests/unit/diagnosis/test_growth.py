@@ -149,3 +149,20 @@ def test_full_cache_is_no_growth_despite_slow_first_steps():
     assert growth(seconds, held, negligible=16.0) is not None
     assert growth(seconds, held, negligible=16.0, steps=steps) is None
     assert growth(seconds, 310.0 + 0.0163 * steps, negligible=16.0, steps=steps) is not None
+
+
+@pytest.mark.parametrize("full", [0.8, 0.85, 0.9])
+def test_a_buffer_that_is_full_is_no_growth_soon_after(full):
+    """Each step fills a part of it until it is full, while the steps go on."""
+    clock = np.arange(POINTS, dtype=float)
+    for seed in range(20):
+        values = 10 * np.minimum(SHARE, full) + 0.02 * np.random.default_rng(seed).normal(size=POINTS)
+        assert growth(clock, values, negligible=0.5, steps=clock) is None
+
+
+def test_a_pause_of_the_steps_does_not_hide_a_leak():
+    """An evaluation at the end takes a quarter of the run, without a step."""
+    clock = np.arange(POINTS, dtype=float)
+    steps = np.minimum(clock, 0.75 * POINTS)
+    values = 10 * steps / POINTS + 0.02 * np.random.default_rng(0).normal(size=POINTS)
+    assert growth(clock, values, negligible=0.5, steps=steps) is not None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from simulated_runs import MAIN, MIB, START_SECONDS, jittered, sample_host, sample_process, simulate
 
+from collector.diagnosis.statistics.growth import PARTS_COUNT_OF_STEPS
 from collector.diagnosis.statistics.saturation import LENIENT, STRICT, saturation
 from collector.diagnosis.verdict import diagnose
 from training_harness.records import ROLE_MAIN, ROLE_WORKER
@@ -62,6 +63,13 @@ WITHOUT_END = {
 @pytest.mark.parametrize("doubt", [STRICT, LENIENT], ids=["strict", "lenient"])
 def test_other_growth_has_no_end_to_foretell(growth, doubt):
     assert saturation(AT, 300 + growth + noise(), negligible=16, doubt=doubt) is None
+
+
+@pytest.mark.parametrize("full", [0.6, 0.7])
+def test_a_buffer_that_rests_full_fills_no_more(full):
+    level = 300 + 220 * np.minimum(PART / full, 1) + noise(size=0.05)
+
+    assert saturation(AT, level, negligible=16, doubt=LENIENT, parts=PARTS_COUNT_OF_STEPS) is None
 
 
 def judged(main=FLAT, workers=FLAT, *, steps_clock=None, total=10**14, living=True):
