@@ -76,7 +76,7 @@ def few_batches_home(tmp_path_factory):
 def test_headline_refers_to_the_finding_below():
     crowded = info(
         "compute-bound",
-        "The training process waits for a core 20% of its time. Data loading keeps up.",
+        "The training process waits for a core 20% of its time. Loader 0 keeps up.",
         limited_by="oversubscribed",
     )
     headline = headline_of(recent_of(), crowded)

@@ -23,6 +23,8 @@ from collector.units import duration, number, percent
 
 _SPARE_IDLE_RATIO = 0.10  # share of its time that a worker with time to spare idles
 _LISTED_BATCHES = 50
+MOST_TAIL = 0.2  # share of the batches that may be slow ones
+_LEAST_TIME_OF_TAIL = 0.5  # share of the fetches' time from which a few slow batches are named
 _TRANSFER_RATIO = 0.05  # share of the loop's time from which a summary names the transfer
 
 
@@ -130,9 +132,20 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     limit, outlook = worker_limit(case.tables, loop), forecast(case.tables, loop)
     shared = outlook.measured.shared if isinstance(outlook, Forecast) else None
     subject, idle = f"All {loop.num_workers} workers of loader {loop.loader} are", "workers idle"
-    if loop.num_workers == 1:
+    if loop.num_workers == 2:
+        subject = f"Both workers of loader {loop.loader} are"
+    elif loop.num_workers == 1:
         subject, idle = f"The one worker of loader {loop.loader} is", "worker idles"
     in_common, tests = "", {}
+    fetches = steady_fetches(loop)
+    in_slow = float(fetches["fetch_ns"][is_tail(fetches)].sum() / fetches["fetch_ns"].sum())
+    slow, slowest = "", tuple[Evidence, ...]()
+    if steady.tail_ratio <= MOST_TAIL and in_slow >= _LEAST_TIME_OF_TAIL:
+        slow = (
+            f" {percent(steady.tail_ratio)} of the batches are slow ones (over 3 times the usual) and take "
+            f"{percent(in_slow)} of the workers' time."
+        )
+        slowest = (*case.measured(straggler_ratio=steady.tail_ratio), _slowest_batches(loop))
     if shared:
         likely = "" if shared.is_sure else " most likely"
         in_common = f" They{likely} wait for one thing in common: {shared.because}."
@@ -144,7 +157,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
     return Finding(
         kind="workers-too-slow",
         summary=f"{subject} too slow: the loop waits {_waits(steady)} and the {idle} "
-        f"{percent(steady.idle_ratio)}; {limit.because}.{in_common}",
+        f"{percent(steady.idle_ratio)}; {limit.because}.{slow}{in_common}",
         evidence=(
             *case.waiting_evidence,
             *case.measured(
@@ -152,6 +165,7 @@ def workers_too_slow(case: LoadingCase) -> Finding:
                 fetch_seconds=steady.fetch_mean,
                 capacity_ratio=steady.capacity_ratio,
             ),
+            *slowest,
             *limit.evidence,
             *(measurements(len(shared.service), "recent fetches", **tests) if shared else ()),
         ),
@@ -242,11 +256,6 @@ def slow_worker(case: LoadingCase, worker: WorkerPace) -> Finding:
 def straggler_samples(case: LoadingCase) -> Finding:
     """Return a finding for a few batches that take far longer; it lists the slowest by epoch and index."""
     loop, steady = case.loop, case.steady
-    fetches = steady_fetches(loop)
-    slow = fetches[is_tail(fetches)]
-    slowest = slow.nlargest(_LISTED_BATCHES, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
-    batches = ", ".join(f"{epoch}:{index}" for epoch, index in slowest.astype(int).itertuples(index=False))
-    listed = f"epoch:index, at most the {_LISTED_BATCHES} slowest"
     workers, prefetch = loop.num_workers, loop.prefetch_factor
     needed = steady.fetch_p99 / (workers * max(steady.consumer, HAND_OVER_SECONDS))
     depth = max(prefetch + 1, math.ceil(needed))
@@ -262,7 +271,7 @@ def straggler_samples(case: LoadingCase) -> Finding:
                 straggler_wait_ratio=steady.tail_wait_ratio,
                 worker_idle_ratio=steady.idle_ratio,
             ),
-            Evidence(name="straggler_batches", value=batches, unit="text", n=len(slow), window=listed),
+            _slowest_batches(loop),
         ),
         advice=(
             Advice(
@@ -280,6 +289,16 @@ def straggler_samples(case: LoadingCase) -> Finding:
         ),
         **case.facts("worker"),
     )
+
+
+def _slowest_batches(loop: Loop) -> Evidence:
+    """Return the slowest batches by epoch and index, of those that take over 3 times the usual."""
+    fetches = steady_fetches(loop)
+    slow = fetches[is_tail(fetches)]
+    slowest = slow.nlargest(_LISTED_BATCHES, "fetch_ns").sort_values("time_ns")[["epoch", "index"]]
+    batches = ", ".join(f"{epoch}:{index}" for epoch, index in slowest.astype(int).itertuples(index=False))
+    listed = f"epoch:index, at most the {_LISTED_BATCHES} slowest"
+    return Evidence(name="straggler_batches", value=batches, unit="text", n=len(slow), window=listed)
 
 
 def sampler_bound(case: LoadingCase, waits: HandOver) -> Finding:

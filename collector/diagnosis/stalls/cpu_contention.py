@@ -40,7 +40,7 @@ def find_contention(case: LoadingCase, *, keeps_up: bool) -> list[Finding]:
         facts["severity"] = "info"  # Nothing in the training is wrong, and it may last only for a while.
         rest = "other processes use the rest" if others else "its own processes use them"
         get = f"The run's processes get {number(used)} of {number(cores)} usable cores"
-        how = f"{get}; {rest}." + (" Data loading keeps up." if keeps_up else "")
+        how = f"{get}; {rest}." + (f" Loader {loop.loader} keeps up." if keeps_up else "")
         fewer = "Use fewer workers, or fewer threads in them (cv2.setNumThreads(0), OMP_NUM_THREADS=1)"
         text = FREE_CORES if others else fewer
         advice = (Advice(text=text, expected=f"up to {percent(share)} less time per step"),)

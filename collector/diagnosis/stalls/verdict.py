@@ -43,7 +43,6 @@ _SLOW_RATIO = 1.25  # fetch time of a slow worker over the others', beyond the e
 _MAIN_CAUSE = 0.5  # share of the waits, or of a fetch, that makes a cause the main one
 _SLOW_GAIN = 0.5  # share of the waits that must go if the slow worker were like the others
 _REGIME_RATIO = 1.5  # of fetch times in the first epoch and since, beyond the error
-_MOST_TAIL = 0.2  # share of the batches that may be slow ones
 _LEAST_TAIL_WAIT = 0.5  # share of the starving that the slow batches must cause
 _MIN_STARTS = 2  # epochs that show that starts recur; each start is measured, a refill only inferred
 
@@ -138,7 +137,7 @@ def _starving(case: LoadingCase) -> list[Finding]:
     if steady.idle_ratio <= BUSY_IDLE or steady.capacity_ratio >= 1.0:
         is_collate = _is_collate_bound(loop, steady)
         return [catalogue.collate_bound(case) if is_collate else catalogue.workers_too_slow(case)]
-    if steady.tail_ratio <= _MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
+    if steady.tail_ratio <= catalogue.MOST_TAIL and steady.tail_wait_ratio >= _LEAST_TAIL_WAIT:
         return [catalogue.straggler_samples(case)]
     missing = (
         f"the loop starves {percent(steady.starved_ratio)} of its time, yet the workers idle "

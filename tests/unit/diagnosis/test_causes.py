@@ -57,7 +57,7 @@ def test_slow_sampler_does_not_keep_up_while_waiting_for_a_core(sampler_seconds,
     sample_process(script, seconds, MAIN, ROLE_MAIN, private=np.ones(12), rss=np.ones(12), **used)
     (found,) = [f for f in diagnose(finish(script).tables()).findings if f.limited_by == "oversubscribed"]
     assert found.kind == "compute-bound"
-    assert ("Data loading keeps up" in found.summary) == keeps_up
+    assert ("Loader 0 keeps up" in found.summary) == keeps_up
 
 
 def test_slow_transfer_is_found_along_with_waiting_for_a_core():

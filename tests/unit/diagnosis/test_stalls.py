@@ -161,6 +161,19 @@ def test_straggling_samples_are_no_slow_worker(period):
     assert listed == ", ".join(f"0:{index}" for index in range(period, 400, period))
 
 
+def test_few_slow_batches_that_take_most_of_the_time_are_named():
+    """One batch in twelve takes 1.2 s: the workers are too slow for that, whatever the order of the batches."""
+
+    def service(generator, _, index):
+        return 0.02 * (60 if index % 12 == 0 else 1) * float(np.exp(generator.normal(0, 0.05)))
+
+    (found,) = verdict(workers=2, prefetch=2, service=service, consumer=jittered(0.03), batches=400)
+    assert found.kind == "workers-too-slow"
+    assert "8.3% of the batches are slow ones (over 3 times the usual)" in found.summary
+    listed = {each.name: each.value for each in found.evidence}["straggler_batches"]
+    assert all(int(each.removeprefix("0:")) % 12 == 0 for each in listed.split(", "))
+
+
 def test_two_slow_workers_are_both_named():
     found = verdict(
         workers=6,
