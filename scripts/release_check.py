@@ -2,8 +2,8 @@
 
 It builds the wheel and the source distribution twice and compares their bytes, uses the wheel in an environment of
 its own, writes its bill of materials (SBOM, CycloneDX), and looks its packages up in the database of known
-vulnerabilities. dist/ has the result. Each check is one line: ok, FAIL, or "not run" with the reason. The exit status
-is 1 if one failed.
+vulnerabilities. dist/ has the result. Each check is one line: ok, FAIL, or "not run" with the reason. The exit
+status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def main() -> int:
         first, second = (build(scratch / name) for name in ("first", "second"))
         shutil.rmtree(DIST, ignore_errors=True)
         shutil.copytree(first, DIST)
-        sums = checksums(first)
-        (DIST / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
         checks = [
-            check_same(sums, checksums(second)),
+            check_same(checksums(first), checksums(second)),
             check_changelog((REPOSITORY / "CHANGELOG.md").read_text(), version),
             check_wheel(scratch / "installed", version),
         ]
         if checks[-1]:
             checks += [write_sbom(scratch / "installed", version), check_vulnerabilities(scratch / "installed")]
+        sums = checksums(DIST)
+        (DIST / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()))
     return 0 if all(checks) else 1
 
 
