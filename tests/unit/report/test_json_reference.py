@@ -123,6 +123,16 @@ def test_every_key_of_a_recorded_report_is_documented_with_its_type(name):
     expect_documented(golden_files.read_golden(name)["report"], "")
 
 
+@pytest.mark.parametrize("name", [*CASES, *RECORDED_GPU])
+def test_every_measurement_of_a_recorded_report_is_documented(name):
+    pages = [
+        (REPOSITORY / "docs" / page).read_text(encoding="utf-8") for page in ("measurements.md", "findings.md")
+    ]
+    findings = golden_files.read_golden(name)["report"]["findings"]
+    names = {evidence["name"] for finding in findings for evidence in finding["evidence"]}
+    assert {each for each in names if not any(f"`{each}`" in page for page in pages)} == set()
+
+
 def test_the_page_has_the_keys_that_the_code_declares_and_no_others():
     page = {path for path in documented() if path.partition("[")[0] != "settings"}
 
