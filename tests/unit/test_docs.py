@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
+from app.terms import TERMS
 from collector import cli
 from collector.commands.programs.mcp import Tools
 from collector.findings import Locus
@@ -126,6 +127,17 @@ def test_the_list_of_stacks_is_documented():
 
 def test_every_tool_of_an_assistant_is_documented(tmp_path):
     assert first_column(section("cli.md", "mcp")) == [tool.__name__ for tool in Tools(tmp_path).all()]
+
+
+def test_the_terms_are_those_of_the_dashboard():
+    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", section("views.md", "Terms"), re.MULTILINE)
+    assert dict(rows[1:]) == TERMS
+
+
+@pytest.mark.parametrize("name", ["report", "check"])
+def test_the_help_names_every_form_of_a_run(name):
+    said = " ".join((COMMANDS[name].help or "").split())
+    assert "a run id, a unique part of one, the name of a run, the path of a run directory, or `latest`" in said
 
 
 def test_command_lines_are_found():
