@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.runs
 CUDA := .cuda
+RELEASE := .release
+RELEASE_TOOLS := build==1.6.1 cyclonedx-bom==7.5.0 pip-audit==2.10.1 setuptools==84.2.1
 SERVE ?= 1
 PORT ?= 8501
 export STREAMLIT_BROWSER_GATHER_USAGE_STATS = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: setup demo docs test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check clean
+.PHONY: setup demo docs test static lint types layers unit browser prometheus postgres compiler kills crashes versions compat test-cuda install-check release-check clean
 
 setup: $(STAMP)
 
@@ -126,5 +128,15 @@ compiler:
 install-check: setup
 	$(BIN)/python scripts/install_check.py
 
+# The last commit: two builds that must be equal, the wheel in use, its bill of materials, known vulnerabilities. The
+# result is in dist/ (about 2 minutes, 1 GB).
+release-check: $(RELEASE)/.installed
+	$(RELEASE)/bin/python scripts/release_check.py
+
+$(RELEASE)/.installed: Makefile
+	@test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install --quiet $(RELEASE_TOOLS)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(CUDA) .versions .compat test-artifacts
+	rm -rf $(VENV) $(CUDA) $(RELEASE) .versions .compat test-artifacts dist

@@ -1,4 +1,4 @@
-"""Write docs/streams.md and docs/events.md from the declarations in training_harness/.
+"""Write docs/streams.md, docs/events.md and docs/measurements.md from the declarations in the code.
 
 python scripts/declared_pages.py [--check]
 """
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from collector.report.labels import LABELS
 from training_harness import events, records
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -29,6 +30,15 @@ Generated from `training_harness/events.py`. Events are rare, structured facts: 
 ## Identity
 
 Every event has these fields. They name the process that wrote the event.
+"""
+MEASUREMENTS_HEAD = """# Measurements
+
+Generated from `collector/report/labels.py`. The evidence of a finding has names; cards and pages show these words.
+[Findings](findings.md) says which kinds have which. A name ends in its unit; a name that is not here reads as its
+words: `last_rss_bytes` is the last RSS.
+
+| measurement | meaning |
+|---|---|
 """
 
 
@@ -56,7 +66,10 @@ def pages() -> dict[str, str]:
     kinds = [EVENTS_HEAD, fields(events.IDENTITY)]
     for kind, event in events.EVENTS.items():
         kinds += [f"## {kind}\n\nWritten by: {event.written_by}. When: {event.occasion}.\n", fields(event.fields)]
-    return {"streams.md": "\n".join(streams), "events.md": "\n".join(kinds)}
+    measurements = MEASUREMENTS_HEAD + "".join(
+        f"| `{name}` | {words} |\n" for name, words in sorted(LABELS.items())
+    )
+    return {"streams.md": "\n".join(streams), "events.md": "\n".join(kinds), "measurements.md": measurements}
 
 
 if __name__ == "__main__":
@@ -64,4 +77,4 @@ if __name__ == "__main__":
         if "--check" not in sys.argv:
             (DOCS / name).write_text(page)
         elif (DOCS / name).read_text() != page:
-            sys.exit(f"docs/{name} is not what training_harness/ declares: run python scripts/declared_pages.py")
+            sys.exit(f"docs/{name} is not what the code declares: run python scripts/declared_pages.py")

@@ -24,7 +24,7 @@ from tests.cuda_sim import simulator
 _PROGRAM = Path(simulator.__file__).parent / "programs" / "models.py"
 _MODELS = ("mlp", "cnn", "unet", "lstm", "encoder", "gpt")
 _EXACT_RATIO = 0.01  # to which the truth is found
-_HEAD = """| model | told | is it final? | largest that runs bare | told / truth | trials |
+_HEAD = """| model | largest reported | is it final? | largest that runs bare | reported / truth | trials |
 |---|---|---|---|---|---|"""
 
 

@@ -33,8 +33,8 @@ from training_harness.ptracer import COLLECTOR_VARIABLE, RESTRICTED, process_nam
 
 _TRAINING_TIMEOUT_SECONDS = 120
 _SMALL_SHM_BYTES = 2**30
-#: Age of records that the lake has refused: the collector moves them at least every 20 s.
-_SLOW_INGEST_NS = 60_000_000_000
+#: Time beyond the longest pause between two commits after which the lake must have refused records.
+_INGEST_GRACE_NS = 60_000_000_000
 #: An ordinary training without any code of Tidegauge, run under the shim.
 _TRAINING = """
 import torch
@@ -310,6 +310,7 @@ def check_home(home: Path) -> Check:
 
 def check_latest_run(home: Path) -> Check:
     """Check that the newest run can be read, and that its records get into its lake."""
+    from collector.agent.ingest_feed import LONGEST_PAUSE_NS
     from collector.store import list_runs, own_first, read
 
     name = "latest run"
@@ -324,9 +325,10 @@ def check_latest_run(home: Path) -> Check:
     except TidegaugeError as error:
         return Check(name, str(error), "mend it, or look at another run")
     lag_ns = max((lag for lag in lags if lag == lag), default=0)
+    is_slow = lag_ns >= LONGEST_PAUSE_NS + _INGEST_GRACE_NS
     recorded = [json.loads(body) for body in bodies["body"]]
     upkeep_error = next((problem["error"] for problem in recorded if problem["part"] == "upkeep"), None)
-    if not problems and lag_ns < _SLOW_INGEST_NS:
+    if not problems and not is_slow:
         if upkeep_error:
             remedy = (
                 "it is tried again every five minutes and by `tidegauge collect`; a damaged file stays as it is"
@@ -334,9 +336,7 @@ def check_latest_run(home: Path) -> Check:
             return Check(name, f"{runs[0].run_id}: {upkeep_error}", remedy)
         return Check(name, f"{runs[0].run_id} can be read")
     reason = problems[0] if problems else recorded[0]["error"] if recorded else "its collector is slow"
-    waiting = (
-        f"records have waited outside its lake for {lag_ns / 1e9:.0f} s, " if lag_ns >= _SLOW_INGEST_NS else ""
-    )
+    waiting = f"records have waited outside its lake for {lag_ns / 1e9:.0f} s, " if is_slow else ""
     remedy = "mend it; until then the records stay in the journals, and they are stored afterwards"
     return Check(name, f"{runs[0].run_id}: {waiting}{reason}", remedy)
 

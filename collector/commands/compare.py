@@ -118,7 +118,7 @@ def check(spec: str, budget_file: BinaryIO, baseline: str | None, form: str, hom
 
     A budget limits memory, its growth, waiting for data, and throughput.
 
-    RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
+    RUN is a run id, a unique part of one, the name of a run, the path of a run directory, or `latest`.
     """
     from collector.budget import figures_of, judge_budget
     from collector.store import find_run

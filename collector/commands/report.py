@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def report(spec: str, form: str, output: Path | None, verbose: bool, with_settings: bool, home: Path) -> None:
     """Show the verdict on a run, and what to change.
 
-    RUN is a run id, a unique part of one, the path of a run directory, or `latest`.
+    RUN is a run id, a unique part of one, the name of a run, the path of a run directory, or `latest`.
     """
     from collector.store import find_run
 

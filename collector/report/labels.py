@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _UNITS_IN_NAMES = ("_seconds", "_bytes", "_count", "_ratio", "_sigmas")
 #: Measurement -> its label, if its name does not say by itself what was measured.
-_LABELS = {
+LABELS = {
     # Data loading
     "starved_ratio": "time until the batch was made",
     "data_wait_ratio": "time waiting for data",
@@ -150,8 +150,8 @@ _SPELLINGS = {
 
 def label(name: str) -> str:
     """Return the label of a measurement; one without an entry is named by its words, without the unit."""
-    if name in _LABELS:
-        return _LABELS[name]
+    if name in LABELS:
+        return LABELS[name]
     for unit in _UNITS_IN_NAMES:
         name = name.removesuffix(unit)
     return " ".join(_SPELLINGS.get(word, word) for word in name.split("_"))
