@@ -273,7 +273,8 @@ def _last_minute(verdict: Verdict) -> Iterator[RenderableType]:
         activity += [] if state["batch"] is None else [f"batch {number(state['batch'])}"]
         table.add_row(
             wording.locus(process),
-            size(state["held_bytes"]),
+            # Resident memory, where nothing else was read, counts shared pages in full.
+            f"{'≤ ' if state['pss_bytes'] is None and state['held_bytes'] else ''}{size(state['held_bytes'])}",
             "" if rise is None else f"{'-' if rise < 0 else '+'}{size(abs(rise))}",
             ", ".join([*activity, *([state["phase"]] if state["phase"] else [])]),
         )

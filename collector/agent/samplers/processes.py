@@ -20,7 +20,7 @@ from collector.agent.samplers import procfs
 from collector.agent.samplers.process_roles import ProcessRoles, Role
 from collector.agent.samplers.procfs import LocalProcess, Stat, Status
 from collector.agent.samplers.samples import NamedSample, Sample
-from training_harness.records import ROLE_COLLECTOR
+from training_harness.records import ROLE_COLLECTOR, ROLE_WORKER
 
 #: Ticks between two checks of foreign processes: a pid may be used again, a process may get another parent.
 _RECHECK_TICKS = 30
@@ -149,6 +149,8 @@ class ProcessSampler:
         self._readings: dict[LocalProcess, _Reading] = {}
         #: Processes with a child born since their last reading: a fork makes half of their private memory shared.
         self._parents: set[int] = set()
+        #: The parent that a process had when it was first seen.
+        self._first_parents: dict[LocalProcess, int] = {}
         #: Cost of the last reading, over its expected cost.
         self._cost_ratio = 1.0
 
@@ -172,15 +174,18 @@ class ProcessSampler:
         for key, stat in alive.items():
             if key not in self._readings:  # A new process has little to show yet, so its age starts now.
                 self._parents.add(stat.parent_pid)
+                self._first_parents[key] = stat.parent_pid
                 cost_ns = self._cost_ratio * expected_cost_ns(_resident(statuses[key]))
                 self._readings[key] = self._reading(now_ns, key, cost_ns, statuses[key], None)
-        rollups = self._read_rollups(now_ns, statuses, math.inf if headroom_bytes is None else headroom_bytes)
+        readable = {key: status for key, status in statuses.items() if not self._is_orphan(key, alive)}
+        rollups = self._read_rollups(now_ns, readable, math.inf if headroom_bytes is None else headroom_bytes)
         return samples + [self._sample(key, stat, statuses[key], rollups.get(key)) for key, stat in alive.items()]
 
     def last_sample(self, key: LocalProcess, exit_status: int | None = None) -> NamedSample:
         """Return the last sample of a process that has ended, and forget the process."""
         sample = {**_identity(key, self._role_of(key)), "alive": 0, "exit_status": exit_status}
         self._readings.pop(key, None)
+        self._first_parents.pop(key, None)
         self._parents.discard(key.pid)
         self._roles.forget(key)
         return sample
@@ -201,6 +206,11 @@ class ProcessSampler:
 
     def _role_of(self, key: LocalProcess) -> Role:
         return Role(role=ROLE_COLLECTOR) if key == self._collector else self._roles.role_of(key)
+
+    def _is_orphan(self, key: LocalProcess, alive: Mapping[LocalProcess, Stat]) -> bool:
+        """Return whether a worker has outlived its parent: pages that they shared have counted as its own since."""
+        first_parent = self._first_parents.get(key)
+        return self._role_of(key).role == ROLE_WORKER and first_parent not in (None, alive[key].parent_pid)
 
     def _read_rollups(
         self, now_ns: int, statuses: Mapping[LocalProcess, Status | None], headroom_bytes: float

@@ -250,6 +250,24 @@ def test_a_worker_keeps_its_role_in_its_last_record(proc, roster, sampler):
     assert sampled(sampler, 2)[300]["worker"] == 0
 
 
+def test_worker_that_outlives_its_parent_is_not_charged_with_the_pages_that_they_shared(proc, roster, sampler):
+    proc.put(100, parent=50)
+    proc.put(300, parent=100)
+    roster.learn(
+        {"kind": "epoch-start", "host": "here", "rank": 0, "time_ns": SECOND_NS, "loader": 4, "worker_pids": [300]}
+    )
+    sampler.reads_all = True
+    assert "pss_bytes" in sampled(sampler)[300]
+
+    proc.remove(100)
+    proc.put(300, parent=1)
+    sampler.reads_all = True
+    orphan = sampled(sampler, 2)[300]
+
+    assert orphan["rss_bytes"] == 300 * 1024
+    assert "pss_bytes" not in orphan
+
+
 def test_process_adopted_by_the_command_is_found_later(proc, sampler):
     proc.put(100, parent=50)
     proc.put(102, parent=1)
