@@ -128,7 +128,10 @@ def _is_end(finding: Finding) -> bool:
 def _reason(death: Finding) -> str:
     if death.kind == "crashed":
         names = {item.name for item in death.evidence}
-        return "uncaught exception" if "exception" in names else "crash"
+        reasons = {"exception": "uncaught exception", "uncaught_exception_count": "exit without an exception"}
+        return next((reason for name, reason in reasons.items() if name in names), "crash")
+    if death.kind == "worker-killed" and (death.value_of("worker_exit_code") or 0) > 0:
+        return "DataLoader worker exited"
     return _REASONS.get(death.kind, _UNKNOWN)
 
 

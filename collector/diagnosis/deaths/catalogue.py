@@ -207,6 +207,19 @@ WORKER_KILLED = Death(
         ),
     ),
 )
+#: A worker that ended by an exit code of its own, not by a signal.
+WORKER_EXITED = replace(
+    WORKER_KILLED,
+    sentence="{what} ended by itself with exit code {code}, without an exception that DataLoader could pass on.",
+    advice=(
+        Advice(
+            text="Look for sys.exit, exit or os._exit in the dataset, collate_fn and worker_init_fn and in the "
+            "libraries that they call, and at the end of the command's own output",
+            expected="an exception in its place names the line; {loss}",
+        ),
+    ),
+    fault="your code",
+)
 KILLED = Death(
     kind="killed",
     sentence="{what} ended {by}.",
@@ -235,6 +248,14 @@ FAILED_EXIT = Death(
     kind="crashed",
     sentence="The command ended with exit status {status}, without an uncaught Python exception.",
     advice=(Advice(text="Look at the end of the command's own output", expected="it gives the reason"),),
+    confidence=0.8,
+)
+#: By the convention of shells, 128 + n stands for signal n.
+EXIT_AFTER_SIGNAL = replace(
+    STOPPED,
+    kind="crashed",
+    sentence="The command ended by itself with exit status {status}, which stands for {signal} (128 + {number}): "
+    "it probably handled that signal.",
     confidence=0.8,
 )
 COLLECTOR_KILLED = Death(

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
 
 from collector.diagnosis.deaths import catalogue
@@ -31,6 +31,10 @@ from collector.units import plain_text
 #: Parts of an exception that a worker passed on (torch/_utils.py, ExceptionWrapper): its mark, a traceback line.
 _FROM_WORKER = "in DataLoader worker process"
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+#: Exit status by which shells stand for a signal, less its number.
+_SIGNAL_STATUS = 128
+#: Signals that programs handle to save their state and end.
+_HANDLED_SIGNALS = (SIGHUP, SIGINT, SIGUSR1, SIGUSR2, SIGTERM)
 _CRASH_SIGNALS = (SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV)
 
 
@@ -65,8 +69,6 @@ def find_deaths(tables: RunTables) -> list[Finding]:
 def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
     name = signal_name(victim.signal)
     by = f"by {name}" if name else "without recording its end, as after SIGKILL or os._exit"
-    if name is None and victim.exit_code is not None:
-        by = f"abruptly with exit code {victim.exit_code}, as after os._exit"
     is_by_tidegauge = is_cancelled and victim.signal in (SIGTERM, SIGKILL)
     return (catalogue.CANCELLED if is_by_tidegauge else _death_of(victim)).finding(
         locus=victim.locus,
@@ -76,6 +78,7 @@ def _kill(victim: Victim, *, is_cancelled: bool) -> Finding:
         went_on=victim.went_on,
         what=sentence(victim.what),
         by=by,
+        code=victim.exit_code,
         loss="the training lost the rest of its epoch"
         if victim.went_on
         else "the training ended because this worker did",
@@ -89,7 +92,7 @@ def _death_of(victim: Victim) -> Death:
     if victim.signal == SIGINT:
         return catalogue.WORKER_INTERRUPTED if is_worker else catalogue.INTERRUPTED
     if is_worker:
-        return catalogue.WORKER_KILLED
+        return catalogue.WORKER_EXITED if (victim.exit_code or 0) > 0 else catalogue.WORKER_KILLED
     return catalogue.KILLED if victim.signal in (None, SIGKILL) else catalogue.STOPPED
 
 
@@ -125,8 +128,9 @@ def _crash(tables: RunTables, life: Lifecycle, key: ProcessKey, event: Mapping[s
     lines = message.splitlines() or [""]
     # An exception of another process quotes its traceback, whose last line is the exception.
     is_quoted = event.get("type") == "ProcessRaisedException" or _FROM_WORKER in lines[0]
+    text = f"{lines[-1]} ({lines[0].rstrip('.')})" if is_quoted else f"{event.get('type')}: {message}"
     evidence = [
-        fact("exception", f"{event.get('type')}: {message}"[:300], "uncaught"),
+        fact("exception", text[:300], "uncaught"),
         fact(
             "exception_after_seconds",
             round((event["time_ns"] - origin_ns(tables)) / SECOND_NS, 3),
@@ -166,10 +170,15 @@ def _failed_exit(tables: RunTables, life: Lifecycle, code: int) -> list[Finding]
         fact("exit_status", code, "of the command"),
         fact("uncaught_exception_count", len(life.exceptions_above), "events of the training processes"),
     )
-    locus = Locus(host=key[0], role="main", pid=key[1])
+    locus, signal = Locus(host=key[0], role="main", pid=key[1]), code - _SIGNAL_STATUS
     return [
-        catalogue.FAILED_EXIT.finding(
-            locus=locus, since_step=last_step(tables, key), evidence=evidence, status=code
+        (catalogue.EXIT_AFTER_SIGNAL if signal in _HANDLED_SIGNALS else catalogue.FAILED_EXIT).finding(
+            locus=locus,
+            since_step=last_step(tables, key),
+            evidence=evidence,
+            status=code,
+            signal=signal_name(signal),
+            number=signal,
         )
     ]
 

@@ -125,6 +125,35 @@ def test_killed_worker_is_named_and_not_the_failed_training():
     assert diagnose(script.tables()).status == "failed"
 
 
+def test_worker_that_exits_by_itself_was_not_sent_a_signal():
+    script = exception(training(), "RuntimeError", "DataLoader worker (pid(s) 1001) exited unexpectedly")
+    died = {"worker": 1, "worker_pid": 1001, "exit_code": 3, "last_index": 7}
+    script.event(script.now_seconds - 0.6, "worker-died", loader=0, epoch=0, **died)
+    verdict = diagnose(end_run(end_training(end_workers(script, 0)), 1).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert "ended by itself with exit code 3" in found.summary
+    assert "signal" not in found.advice[0].text
+    assert verdict.ending.record.reason == "DataLoader worker exited"
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "severity", "words"),
+    [
+        (143, "warning", "which stands for SIGTERM (128 + 15)"),
+        (130, "warning", "which stands for SIGINT (128 + 2)"),
+        (1, "critical", "without an uncaught Python exception"),
+        (137, "critical", "without an uncaught Python exception"),
+    ],
+)
+def test_exit_status_of_a_handled_signal_is_no_kill(exit_status, severity, words):
+    verdict = diagnose(end_run(end_training(end_workers(training())), exit_status).tables())
+    (found,) = [finding for finding in verdict.findings if finding.kind in DEATHS]
+    assert (found.kind, found.severity) == ("crashed", severity)
+    assert words in found.summary
+    assert verdict.status == "failed"
+    assert verdict.ending.record.reason == "exit without an exception"
+
+
 @pytest.mark.parametrize(
     ("reason", "message", "kinds"),
     [

@@ -272,9 +272,14 @@ def test_unknown_values_are_a_dash_not_zero():
 
 def test_card_of_a_death_says_which_memory_is_only_an_upper_bound():
     worker = {
-        "role": "worker", "rank": None, "loader": 0, "worker": 1, "pid": 41, "step": None, "batch": 3, "phase": None,
-        "held_bytes": 810 * MIB, "held_rise_bytes": 0, "pss_bytes": None,
-    }  # fmt: skip
+        **dict.fromkeys(("rank", "step", "batch", "phase", "pss_bytes")),
+        "role": "worker",
+        "loader": 0,
+        "worker": 1,
+        "pid": 41,
+        "held_bytes": 810 * MIB,
+        "held_rise_bytes": 0,
+    }
     main = {**worker, "role": "main", "loader": None, "worker": None, "held_bytes": 529 * MIB, "pss_bytes": 1}
     died = verdict(status="killed", exit_status=-9)
     text = card(dataclasses.replace(died, summary={**died.summary, "last_minute": [worker, main]}))
