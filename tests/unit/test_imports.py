@@ -39,6 +39,19 @@ def test_hooks_are_imported_without_heavy_packages():
     assert loaded.isdisjoint(HEAVY)
 
 
+def test_verdict_is_made_without_packages_that_it_does_not_use():
+    loaded = modules_after("import collector.diagnosis, collector.report, collector.report.card")
+    assert "pandas" in loaded
+    assert loaded.isdisjoint({"plotly", "scipy", "streamlit", "torch"})
+
+
+def test_runs_are_listed_without_table_libraries(tmp_path):
+    code = "from collector.cli import cli; cli.main(['runs', '--home', {!r}], standalone_mode=False)"
+    loaded = modules_after(code.format(str(tmp_path)))
+    assert "collector.report.listing" in loaded
+    assert loaded.isdisjoint(HEAVY - {"rich"})
+
+
 def test_public_names_are_functions_however_the_package_is_imported():
     code = (
         "import training_harness.installation, training_harness.hooks.stages.stages, training_harness as harness\n"

@@ -24,10 +24,12 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri, stdtrit
+
+from collector.diagnosis.statistics.student_t import student_t_quantile
 
 Floats = npt.NDArray[np.float64]
 
@@ -286,7 +288,7 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     level = np.minimum.accumulate(values[::-1])[::-1] - values.min()
     rises = np.diff(level[np.linspace(0, len(level) - 1, _PARTS_COUNT + 1).astype(int)])
     squared_sum, sum_of_squares = rises.sum() ** 2, rises @ rises
-    if squared_sum >= ndtri(_CONFIDENCE) ** 2 * sum_of_squares:
+    if squared_sum >= NormalDist().inv_cdf(_CONFIDENCE) ** 2 * sum_of_squares:
         rest = _rest_ratio(times, values, level)
         return bool(squared_sum > 0 and rest * squared_sum <= _LEAST_REST * (1 - rest) * sum_of_squares)
     stairs = _stairs(level, level[-1] / _PARTS_COUNT)
@@ -297,7 +299,7 @@ def _goes_on(times: Floats, values: Floats) -> bool:
     rate = heights.sum() / durations.sum()
     overdue = rate * (times[first] - times[0]) - level[first], rate * (times[-1] - times[last]) - heights.mean()
     errors = np.append(heights - rate * durations, np.maximum(overdue, 0.0))
-    return bool(heights.sum() >= stdtrit(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
+    return bool(heights.sum() >= student_t_quantile(len(heights) - 1, _CONFIDENCE) * math.sqrt(errors @ errors))
 
 
 def _rest_ratio(times: Floats, values: Floats, level: Floats) -> float:
