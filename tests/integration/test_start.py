@@ -1,12 +1,14 @@
-"""The start of a run: the command begins before the collector is ready, and whatever becomes of it."""
+"""The start and the end of a short run: what the command waits for, and what is started besides it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from collector.store import Run, read
 from tests.unit.test_imports import HEAVY
 
 #: Runs the command line; `at_import` is called as soon as the collector's loop is to be imported.
@@ -24,6 +26,11 @@ sys.meta_path.insert(0, Finder)
 from collector.cli import main
 main()
 """
+
+
+#: Statement that prints the program of each process that starts from now on.
+TELL_PROGRAMS = """sys.addaudithook(
+        lambda name, values: name == "subprocess.Popen" and print(Path(str(values[0])).name, flush=True))"""
 
 
 def start(tmp_path: Path, at_import: str, *command: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +54,18 @@ def test_command_begins_before_heavy_modules_are_loaded(tmp_path):
     loaded = set(done.stdout.split())
     assert "collector.agent.launch" in loaded
     assert loaded.isdisjoint(HEAVY | {"http.client", "ssl", "collector.agent.live", "collector.diagnosis"})
+
+
+def test_short_run_starts_no_interpreter_and_all_its_records_are_stored(tmp_path):
+    done = start(tmp_path, TELL_PROGRAMS, "true")
+    assert done.returncode == 0
+    assert set(done.stdout.split()) <= {"git"}, done.stdout
+    (path,) = (tmp_path / "home" / "runs").iterdir()
+    shutil.rmtree(path / "journal")
+    with read(Run(path)) as snapshot:
+        assert snapshot.query("SELECT count(*) AS n FROM process")["n"].iloc[0] >= 1
+        kinds = set(snapshot.query("SELECT kind FROM event")["kind"])
+    assert kinds >= {"collector-start", "command-exit", "collector-stop"}
 
 
 def test_command_keeps_its_exit_status_if_the_collector_cannot_be_loaded(tmp_path):
