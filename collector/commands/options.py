@@ -262,4 +262,4 @@ def show_table(table: Table) -> None:
     """Print a table on stdout; do not wrap it in a pipe."""
     from collector.report.terminal import Terminal
 
-    Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print_table(table)
